@@ -351,7 +351,19 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/http2",
     "server/headrace/grpc",
     "server/headrace/config",
+    "server/headrace/repository",
     "server/headrace/pipelines",
+    "server/headrace/__init__.py",
+    "server/headrace/__main__.py",
+    "server/headrace/accounting.py",
+    "server/headrace/app.py",
+    "server/headrace/banner.py",
+    "server/headrace/data_plane.py",
+    "server/headrace/embedding.py",
+    "server/headrace/listen.py",
+    "server/headrace/settings.py",
+    "server/headrace/tls.py",
+    "server/headrace/triton_flags.py",
 )
 
 

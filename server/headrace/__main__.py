@@ -37,19 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     settings.disable_ort_telemetry()
     # What builds belongs to engines, which the server never imports: it gets the line as it is.
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] and given[0] in ENGINES_COMMANDS:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] and words[0] in ENGINES_COMMANDS:
         # One process, so that signals and the exit status need no handing on.
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "headrace_engines", *settings.with_state(given)])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "headrace_engines", *settings.with_state(words)])
     try:
-        if given[:1] and given[0].endswith(".onnx"):
-            raise ValueError(f"{given[0]!r} is no command: did you mean headrace serve {shlex.join(given)}?")
-        if given[:1] == ["health"]:
-            return _health(given[1:])
-        Parser.words = given
-        args = _parser().parse_args(given)
+        if words[:1] and words[0].endswith(".onnx"):
+            raise ValueError(f"{words[0]!r} is no command: did you mean headrace serve {shlex.join(words)}?")
+        if words[:1] == ["health"]:
+            return _health(words[1:])
+        Parser.words = words
+        args = _parser().parse_args(words)
     except ValueError as error:
-        _print_usage_error(str(error), given)
+        _print_usage_error(str(error), words)
         return 2
     run = args.run
     status: int = run(args)
@@ -65,14 +65,14 @@ class _Parser(Parser):
 
     def usage_error(self, message: str) -> NoReturn:
         """Print usage and message; exit status 2."""
-        if settings.wants_json_log(self.words):
+        if settings.is_json_log(self.words):
             _print_usage_error(message, self.words)
             self.exit(2)
         super().usage_error(message)
 
 
 def _print_usage_error(message: str, arguments: Sequence[str]) -> None:
-    if settings.wants_json_log(arguments):
+    if settings.is_json_log(arguments):
         configure_logging("json")
         logging.getLogger("headrace").error("%s", message)
         return
@@ -129,17 +129,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    chosen = settings.from_arguments(args)
-    configure_logging(chosen.log_format)
+    options = settings.from_arguments(args)
+    configure_logging(options.log_format)
     from headrace.app import HeadraceServer
     from headrace.banner import announce, log_announcement
     from headrace.repository.folders import open_paths
 
     try:
-        with open_paths(args.path, chosen.state_dir) as named:
-            chosen = replace(chosen, model_repository=(*chosen.model_repository, *named.repositories))
-            text = partial(announce, first=named.first)
-            return HeadraceServer(chosen, log_announcement if chosen.log_format == "json" else text, named.only).run()
+        with open_paths(args.path, options.state_dir) as served:
+            options = replace(options, model_repository=(*options.model_repository, *served.repositories))
+            text = partial(announce, first_model=served.first_model)
+            return HeadraceServer(
+                options, log_announcement if options.log_format == "json" else text, served.model_filter
+            ).run()
     except ConfigError as error:
         logging.getLogger("headrace").error("%s", error)
         return 1
@@ -151,8 +153,10 @@ def _health(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
-    own = settings.from_arguments(parser.parse_args([]))
-    return health_command.main(arguments, health_command.Listening(own.host, own.http_port, own.tls_cert))
+    defaults = settings.from_arguments(parser.parse_args([]))
+    return health_command.main(
+        arguments, health_command.Listening(defaults.host, defaults.http_port, defaults.tls_cert)
+    )
 
 
 def _validate(args: argparse.Namespace) -> int:

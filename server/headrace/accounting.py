@@ -33,34 +33,34 @@ def _request_log(settings: Settings) -> RequestLog:
         stream = open_stream(telemetry.request_log_file)
     except OSError as error:
         reason = f"cannot be written: {error.strerror or error}"
-        raise _wrong(f"--request-log-file {telemetry.request_log_file}", reason, "name another file") from error
+        raise _error(f"--request-log-file {telemetry.request_log_file}", reason, "name another file") from error
     text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
     return RequestLog(telemetry.request_log, stream, text=text)
 
 
 def _spans(telemetry: Telemetry) -> Spans | None:
-    endpoint, shown = telemetry.otlp_endpoint, redact(telemetry.otlp_endpoint)
+    endpoint, redacted = telemetry.otlp_endpoint, redact(telemetry.otlp_endpoint)
     if not endpoint:
         return None
-    option = f"--otlp-endpoint {shown}"
+    option = f"--otlp-endpoint {redacted}"
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        raise _wrong(option, "is no URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
+        raise _error(option, "is no URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
     try:
         from headrace.observability.spans import SpanWriter, otlp_exporter
 
-        return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), shown)
+        return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), redacted)
     except ImportError as error:
-        raise _wrong(option, f"needs a package that is not installed ({error.name})", _EXTRA) from error
+        raise _error(option, f"needs a package that is not installed ({error.name})", _EXTRA) from error
     except (
         Exception
     ) as error:  # what the exporter's own variables (OTEL_EXPORTER_OTLP_...) hold may be wrong in many ways
-        raise _wrong(option, f"cannot be used: {redact(str(error))}", "look at the OTEL_ variables") from error
+        raise _error(option, f"cannot be used: {redact(str(error))}", "look at the OTEL_ variables") from error
 
 
-def _wrong(what: str, message: str, cure: str) -> ConfigError:
-    return ConfigError([Finding(what, None, message, cure)])
+def _error(option: str, message: str, cure: str) -> ConfigError:
+    return ConfigError([Finding(option, None, message, cure)])

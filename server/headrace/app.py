@@ -27,10 +27,10 @@ from headrace.listen import (
     GrpcListener,
     UvicornServer,
     bind,
+    format_address,
     grpc_engine,
-    make_room_for,
     metrics_application,
-    shown,
+    raise_file_limit,
     tls_files,
 )
 from headrace.observability.logs import LogSettings
@@ -52,18 +52,18 @@ class HeadraceServer:
     Args:
         settings: how to serve.
         announce: called on the loop with where it listens and the registry once all models are loaded.
-        only: by repository, the models that it is reduced to.
+        model_filter: by repository, the models that it is reduced to.
     """
 
     def __init__(
         self,
         settings: Settings,
         announce: Callable[[Addresses, Registry], None],
-        only: Mapping[Path, frozenset[str]] | None = None,
+        model_filter: Mapping[Path, frozenset[str]] | None = None,
     ) -> None:
         self._settings = settings
         self._announce = announce
-        self._only = only or {}
+        self._model_filter = model_filter or {}
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         self._options_reader = RequestOptionsReader(settings.client_header)
@@ -81,8 +81,8 @@ class HeadraceServer:
         except ConfigError as error:
             logger.error("%s", error)
             return 1
-        _calm_garbage_collector()
-        make_room_for(self._settings.limits.max_connections)
+        _configure_garbage_collector()
+        raise_file_limit(self._settings.limits.max_connections)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(self._serve(tls))
 
@@ -90,7 +90,7 @@ class HeadraceServer:
         settings, loop = self._settings, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        self._data_plane = DataPlane(settings, loop, self._loaded, self._only)
+        self._data_plane = DataPlane(settings, loop, self._on_loaded, self._model_filter)
         self._registry, reconciler = self._data_plane.registry, self._data_plane.reconciler
         services = self._services(reconciler)
         try:
@@ -100,9 +100,11 @@ class HeadraceServer:
             cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
             logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
-        urls = [f"{'https' if tls else 'http'}://{shown(*sock.getsockname()[:2])}" for sock in sockets]
+        urls = [f"{'https' if tls else 'http'}://{format_address(*sock.getsockname()[:2])}" for sock in sockets]
         # The last one is that of the metrics, which are on a port of their own or on that of HTTP.
-        self._addresses = Addresses(urls[0], shown(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics")
+        self._addresses = Addresses(
+            urls[0], format_address(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics"
+        )
         reconciler.start()
         if settings.metrics:
             self._lag.start(loop)
@@ -143,12 +145,14 @@ class HeadraceServer:
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
-        apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, self._http_limits, None if apart else page, self._options_reader)
+        has_metrics_port = settings.metrics_port is not None and settings.metrics_port != settings.http_port
+        application = HttpApplication(
+            services, self._http_limits, None if has_metrics_port else page, self._options_reader
+        )
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
         self._servers.append(UvicornServer(application, settings, self._http_limits, context))
-        if apart and page is not None and settings.metrics_port is not None:
+        if has_metrics_port and page is not None and settings.metrics_port is not None:
             sockets.append(bind(settings.host, settings.metrics_port))
             self._servers.append(UvicornServer(metrics_application(page), settings, self._http_limits, context))
         return sockets
@@ -179,7 +183,7 @@ class HeadraceServer:
         self._grpc = listener
         return port
 
-    def _loaded(self, error: BaseException | None) -> None:
+    def _on_loaded(self, error: BaseException | None) -> None:
         failures = self._registry.failures()
         if isinstance(error, ConfigError):
             logger.error("%s", error)
@@ -228,7 +232,7 @@ def extensions(settings: Settings, cuda: bool) -> list[str]:
     return sorted(names)
 
 
-def _calm_garbage_collector() -> None:
+def _configure_garbage_collector() -> None:
     """Requests make no reference cycles worth hunting: look for them rarely, and never among what was there at start."""
     gc.collect()
     gc.freeze()

@@ -52,20 +52,20 @@ def startup_rows(registry: Index) -> list[dict[str, str]]:
     rows = []
     for row in registry.index():
         name, number = str(row["name"]), str(row["version"])
-        place = placements.get((name, number), {})
-        told = {title: str(place.get(title, "")) for title in ("runtime", "device", "precision")}
-        note = str(row["reason"] or place.get("not_on_gpu", ""))
-        rows.append({"model": name, "version": number, "state": str(row["state"]), **told, "note": note})
+        placement = placements.get((name, number), {})
+        cells = {title: str(placement.get(title, "")) for title in ("runtime", "device", "precision")}
+        note = str(row["reason"] or placement.get("not_on_gpu", ""))
+        rows.append({"model": name, "version": number, "state": str(row["state"]), **cells, "note": note})
     return rows
 
 
-def announce(addresses: Addresses, registry: Index, first: str = "") -> None:
+def announce(addresses: Addresses, registry: Index, first_model: str = "") -> None:
     """Print the models, the addresses and a line to try; folded on terminals only.
 
     Args:
         addresses: where the server listens.
         registry: the models.
-        first: name of the model whose file was named, for the line to try; "" for none.
+        first_model: name of the model whose file was named, for the line to try; "" for none.
     """
     url = addresses.url
     console = open_console(highlight=False)
@@ -74,16 +74,20 @@ def announce(addresses: Addresses, registry: Index, first: str = "") -> None:
     for title in rows[0] if rows else ("model", "version", "state"):
         table.add_column(title)
     for row in rows:
-        cells = {title: Text(cell) for title, cell in row.items()}
-        cells["state"].stylize("green" if row["state"] == "READY" else "red")
-        table.add_row(*cells.values())
+        texts = {title: Text(cell) for title, cell in row.items()}
+        texts["state"].stylize("green" if row["state"] == "READY" else "red")
+        table.add_row(*texts.values())
     console.print(table)
     console.print()
-    console.print(_listens(addresses), soft_wrap=True, markup=False)
+    console.print(_addresses_line(addresses), soft_wrap=True, markup=False)
     if addresses.grpc:
         console.print(f"gRPC: {addresses.grpc}", soft_wrap=True, markup=False)
     ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
-    line = model_example(url, first, registry.config(first, "")) if first in ready else example(url, ready)
+    line = (
+        model_example(url, first_model, registry.config(first_model, ""))
+        if first_model in ready
+        else example(url, ready)
+    )
     console.print("Try:  " + line, soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:
         command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
@@ -97,10 +101,10 @@ def log_announcement(addresses: Addresses, registry: Index) -> None:
         message = f"model {row['model']} version {row['version']} is {row['state']} after start-up"
         logger.info("%s", message, extra={FIELDS: {"event": "startup_model", **row}})
     fields = {"event": "listening", "http": addresses.url, "grpc": addresses.grpc, "metrics": addresses.metrics}
-    logger.info("%s", _listens(addresses), extra={FIELDS: fields})
+    logger.info("%s", _addresses_line(addresses), extra={FIELDS: fields})
 
 
-def _listens(addresses: Addresses) -> str:
+def _addresses_line(addresses: Addresses) -> str:
     return f"Headrace listens on {addresses.url}   metrics: {addresses.metrics}   API: {addresses.url}/docs"
 
 

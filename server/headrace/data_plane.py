@@ -11,7 +11,7 @@ from headrace.core.completion import Mailbox
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.latency_measurement import LatencyStore
 from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
 from headrace.repository.registry import Registry
 from headrace.settings import Settings
 
@@ -28,7 +28,7 @@ class DataPlane:
         settings: which models, and how they are loaded.
         loop: the event loop on which callers of `ModelHandle.infer` wait.
         on_loaded: called on the loop when the first loading is over, with the error if it failed as a whole.
-        only: by repository, the models that it is reduced to.
+        model_filter: by repository, the models that it is reduced to.
 
     Attributes:
         registry: versions that serve.
@@ -41,18 +41,20 @@ class DataPlane:
         settings: Settings,
         loop: asyncio.AbstractEventLoop,
         on_loaded: Callable[[BaseException | None], None],
-        only: Mapping[Path, frozenset[str]],
+        model_filter: Mapping[Path, frozenset[str]],
     ) -> None:
         self.registry = Registry(settings.ready_when)
         self.gpu_model_cache = GpuModelCache()
         names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
-        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names, only)
+        selection = ModelSelection(
+            settings.model_repository, None if "*" in settings.load_model else names, model_filter
+        )
         state = Path(settings.state_dir) if settings.state_dir else None
         loader = Loader(
             Mailbox(loop),
             settings.metrics,
             self._instance_died,
-            self._instance_back,
+            self._instance_restarted,
             gpu_model_cache=self.gpu_model_cache,
             gpu_memory_fraction=settings.gpu_memory_fraction,
             profile_s=settings.profile_s,
@@ -68,13 +70,13 @@ class DataPlane:
         def loaded(error: BaseException | None) -> None:
             loop.call_soon_threadsafe(on_loaded, error)
 
-        self.reconciler = Reconciler(desired, loader, self.registry, loaded, control)
+        self.reconciler = Reconciler(selection, loader, self.registry, loaded, control)
 
-    def _instance_died(self, name: str, number: str, left: int) -> None:
-        logger.error("model %s version %s: an instance died, %d left", name, number, left)
-        if left == 0:
-            self.registry.died(name, number)
+    def _instance_died(self, name: str, number: str, remaining: int) -> None:
+        logger.error("model %s version %s: an instance died, %d left", name, number, remaining)
+        if remaining == 0:
+            self.registry.mark_dead(name, number)
 
-    def _instance_back(self, name: str, number: str, living: int) -> None:
-        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, living)
-        self.registry.revived(name, number)
+    def _instance_restarted(self, name: str, number: str, alive: int) -> None:
+        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, alive)
+        self.registry.mark_alive(name, number)

@@ -161,9 +161,9 @@ class Server:
                 logger.error("the control thread ended", exc_info=error)
 
         try:
-            named = self._resources.enter_context(open_paths(self._paths, settings.state_dir))
-            settings = replace(settings, model_repository=named.repositories)
-            self._data_plane = DataPlane(settings, loop, on_loaded, named.only or {})
+            served = self._resources.enter_context(open_paths(self._paths, settings.state_dir))
+            settings = replace(settings, model_repository=served.repositories)
+            self._data_plane = DataPlane(settings, loop, on_loaded, served.model_filter or {})
             self._data_plane.reconciler.start()
             error = await loaded
             if error is not None:
@@ -281,14 +281,14 @@ class Model:
         try:
             handle.admit()
             request = self._request(handle.spec, inputs, received_ns, deadline_s, priority, client)
-            wanted = _output_names(handle.spec, outputs)
+            output_names = _output_names(handle.spec, outputs)
             response = handle.infer_blocking(request)
         except HeadraceError as error:
             handle.failed(error, received_ns)
             raise
         finally:
             handle.release()
-        return _chosen(response, wanted)
+        return _select_outputs(response, output_names)
 
     async def infer_async(
         self,
@@ -328,7 +328,7 @@ class Model:
         try:
             handle.admit()
             request = self._request(handle.spec, inputs, received_ns, deadline_s, priority, client)
-            wanted = _output_names(handle.spec, outputs)
+            output_names = _output_names(handle.spec, outputs)
             completion = handle.infer(request)
             try:
                 response = await completion
@@ -340,7 +340,7 @@ class Model:
             raise
         finally:
             handle.release()
-        return _chosen(response, wanted)
+        return _select_outputs(response, output_names)
 
     def _request(
         self,
@@ -374,11 +374,11 @@ class Model:
 class _CheckedShapes:
     """Rows and shape key of requests of one model version, by names and shapes of their inputs; at most MAX_CHECKED_SHAPES."""
 
-    __slots__ = ("_factory", "_known")
+    __slots__ = ("_factory", "_results")
 
     def __init__(self, spec: ModelSpec) -> None:
         self._factory = TemplateFactory(spec, 0)
-        self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, object]] = {}
+        self._results: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, object]] = {}
 
     def rows(self, arrays: Mapping[str, Array]) -> tuple[int, object]:
         """Check names and shapes against the model.
@@ -393,18 +393,18 @@ class _CheckedShapes:
             BadRequest: an unknown or missing input, or a shape that the model does not take.
         """
         key = tuple([(name, array.shape) for name, array in arrays.items()])
-        known = self._known.get(key)
-        if known is None:
+        result = self._results.get(key)
+        if result is None:
             builder = TemplateBuilder(self._factory)
             for name, array in arrays.items():
                 builder.add_literal(
                     builder.declare(name, self._factory.spec.inputs[name].datatype.name, array.shape), array
                 )
             template = builder.finish((), False, {}, "")
-            if len(self._known) >= MAX_CHECKED_SHAPES:
-                self._known.clear()
-            known = self._known[key] = template.rows, template.shape_key
-        return known
+            if len(self._results) >= MAX_CHECKED_SHAPES:
+                self._results.clear()
+            result = self._results[key] = template.rows, template.shape_key
+        return result
 
 
 def _array(spec: ModelSpec, name: str, value: npt.ArrayLike) -> Array:
@@ -451,7 +451,7 @@ def _output_names(spec: ModelSpec, names: Sequence[str]) -> Sequence[str]:
     return names or list(spec.outputs)
 
 
-def _chosen(response: InferResponse, names: Sequence[str]) -> dict[str, Array]:
+def _select_outputs(response: InferResponse, names: Sequence[str]) -> dict[str, Array]:
     return {name: np.asarray(response.outputs[name]) for name in names}
 
 

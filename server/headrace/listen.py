@@ -116,21 +116,21 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     """
     if not settings.tls_cert and not settings.tls_key:
         if settings.tls_client_ca:
-            raise _refused("--tls-client-ca needs --tls-cert and --tls-key", "name the server's certificate and key")
+            raise _error("--tls-client-ca needs --tls-cert and --tls-key", "name the server's certificate and key")
         return None
     if not settings.tls_cert or not settings.tls_key:
-        raise _refused("--tls-cert and --tls-key come together", "name both, or none")
+        raise _error("--tls-cert and --tls-key come together", "name both, or none")
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     try:
         tls.ssl_context(())
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        raise _refused(
+        raise _error(
             f"the files for TLS cannot be used: {error}", "check that they are PEM, and belong together"
         ) from None
     return tls
 
 
-def _refused(message: str, cure: str) -> ConfigError:
+def _error(message: str, cure: str) -> ConfigError:
     return ConfigError([Finding("command line", None, message, cure)])
 
 
@@ -146,20 +146,20 @@ def metrics_application(page: MetricsRender) -> FastAPI:
     return app
 
 
-def make_room_for(connections: int) -> None:
+def raise_file_limit(connections: int) -> None:
     """Ask the system for as many file descriptors as that many connections of each protocol need, and a few for ourselves."""
     if sys.platform == "win32":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + 512
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    required = 2 * connections + 512
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = required if hard == resource.RLIM_INFINITY else min(required, hard)
     with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below the hard one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < required:
         text = (
             "the system gives this process %d file descriptors: lower --max-connections, or raise its limit (ulimit -n)"
         )
@@ -182,6 +182,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def shown(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """host:port as a URL has it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,7 +18,7 @@ PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
 _HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 # They mean something of their own to the front ends.
-_TAKEN_HEADERS = frozenset(
+_RESERVED_HEADERS = frozenset(
     (
         *(
             "accept-encoding",
@@ -173,7 +173,7 @@ def add_state(parser: argparse.ArgumentParser) -> None:
     _add_state(parser, _Environment(os.environ))
 
 
-def wants_json_log(arguments: Sequence[str]) -> bool:
+def is_json_log(arguments: Sequence[str]) -> bool:
     """Whether arguments that may not parse, or else the environment, ask for a log in JSON; only `serve` has one."""
     if list(arguments[:1]) != ["serve"]:
         return False
@@ -223,8 +223,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
 
 def _repositories(args: argparse.Namespace) -> tuple[Path, ...]:
     """Those that options name; the default only where no path is named either."""
-    named = args.model_repository or ([] if args.path else args.default_model_repository)
-    return tuple(Path(folder) for folder in named)
+    folders = args.model_repository or ([] if args.path else args.default_model_repository)
+    return tuple(Path(folder) for folder in folders)
 
 
 def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> None:
@@ -259,8 +259,8 @@ def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -
         environ: in place of the process's.
     """
     state = _Environment(os.environ if environ is None else environ).text("STATE_DIR", "")
-    named = any(word.partition("=")[0] == "--state-dir" for word in words)
-    if words[:1] != ["build"] or named or not state:
+    is_named = any(word.partition("=")[0] == "--state-dir" for word in words)
+    if words[:1] != ["build"] or is_named or not state:
         return list(words)
     return [words[0], "--state-dir", state, *words[1:]]
 
@@ -287,8 +287,8 @@ def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
     add, default = parser.add_argument, Telemetry()
     text = "URL of an OpenTelemetry receiver of spans, http://host:4317 (none)"
     add("--otlp-endpoint", default=env.text("OTLP_ENDPOINT", ""), metavar="URL", help=text)
-    chosen = env.choice("OTLP_PROTOCOL", default.otlp_protocol, OTLP_PROTOCOLS)
-    add("--otlp-protocol", choices=OTLP_PROTOCOLS, default=chosen, help="of --otlp-endpoint (%(default)s)")
+    protocol = env.choice("OTLP_PROTOCOL", default.otlp_protocol, OTLP_PROTOCOLS)
+    add("--otlp-protocol", choices=OTLP_PROTOCOLS, default=protocol, help="of --otlp-endpoint (%(default)s)")
     text = "trace one in N requests that bring no trace (%(default)s; 0: none)"
     rate = env.positive("TRACE_RATE", default.trace_rate, _size)
     add("--trace-rate", type=_size, default=rate, metavar="N", help=text)
@@ -374,8 +374,8 @@ def _size(text: str) -> int:
 
 def _header(text: str) -> str:
     name = text.lower()
-    taken = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _TAKEN_HEADERS
-    if taken or not _HEADER.fullmatch(name):
+    is_reserved = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _RESERVED_HEADERS
+    if is_reserved or not _HEADER.fullmatch(name):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be the header that names the client")
     return name
 

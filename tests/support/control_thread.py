@@ -17,7 +17,7 @@ from headrace.core.errors import Forbidden, Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.builds import BUILDER
 from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
 from headrace.repository.registry import Registry
 
 from tests.support.models import add_model, affine
@@ -49,10 +49,12 @@ def run(
     async def main() -> None:
         registry, loaded = Registry(), threading.Event()
         loader = Loader(
-            Mailbox(asyncio.get_running_loop()), on_dead=lambda name, number, _: registry.died(name, number), **loading
+            Mailbox(asyncio.get_running_loop()),
+            on_dead=lambda name, number, _: registry.mark_dead(name, number),
+            **loading,
         )
-        desired = Desired([repository], names)
-        reconciler = Reconciler(desired, loader, registry, lambda _: loaded.set(), control, builder)
+        selection = ModelSelection([repository], names)
+        reconciler = Reconciler(selection, loader, registry, lambda _: loaded.set(), control, builder)
         reconciler.start()
         assert await asyncio.to_thread(loaded.wait, 50)
         try:

@@ -112,7 +112,7 @@ def _document(result: Sweep) -> dict[str, Any]:
     """The sweep for JSON."""
     return {
         "points": [_point(point) for point in result.points],
-        "now": result.now and _point(result.now),
+        "now": result.current and _point(result.current),
         "best": result.best and _point(result.best),
         "advice": asdict(result.advice),
         "inputs": result.inputs,
@@ -134,7 +134,7 @@ def _print(console: Console, name: str, result: Sweep, slo_ms: float) -> None:
         cells = []
         for count in counts:
             point = by_setting[count, rows]
-            style = "bold green" if point == result.best else "bold" if point == result.now else ""
+            style = "bold green" if point == result.best else "bold" if point == result.current else ""
             spread = f"({point.low_hz:,.0f}-{point.high_hz:,.0f})"
             cells.append(Text(f"{point.rows_hz:,.0f}/s {spread}  {point.p95_ns / NS_PER_MS:.3g} ms", style))
         table.add_row(str(rows), *cells)
@@ -194,7 +194,7 @@ def _changes(folder: ModelFolder, result: Sweep) -> Changes:
     """The best setting as changes of the configuration: those that the present one does not have already."""
     from headrace.config.edit import Changes
 
-    best, now, config = result.best, result.now, folder.config
+    best, now, config = result.best, result.current, folder.config
     assert best is not None
     rows = best.rows if config.max_batch_size and (now is None or best.rows != now.rows) else None
     # A GPU may want larger batches than this CPU: its bound stays where the CPU has one of its own.

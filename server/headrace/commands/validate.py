@@ -29,7 +29,7 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.repository.builds import BUILDER, EngineBuilds
-from headrace.repository.deployment import Deployments, Drains, ModelSource
+from headrace.repository.deployment import Deployments, ModelSource, VersionCloser
 from headrace.repository.folders import SkippedFolder, folder_names, folders, is_model_folder, open_paths
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
@@ -306,7 +306,7 @@ def trial_load(name: str, folder: Path, repository: Path, state: Path | None = N
         `substitutes`: version and reason where the CPU serves though the configuration asks for a GPU.
     """
     registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
-    drains = Drains(registry, gpu_model_cache.forget)
+    drains = VersionCloser(registry, gpu_model_cache.remove)
     loader = Loader(Mailbox(loop), histograms=False, gpu_model_cache=gpu_model_cache, profile_s=_MEASURE_S, state=state)
     # Never started, so that orders for engines only wait.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)

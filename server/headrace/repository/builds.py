@@ -22,7 +22,7 @@ BUILDER: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace_engines", "bui
 _NICENESS = 10
 # How long a builder that is called off may take to put away what it has begun.
 _GRACE_S = 5.0
-_OVER = "engines are not built any more; the server's log has the cause"
+_STOPPED = "engines are not built any more; the server's log has the cause"
 _TAIL_BYTES = 16 * 1024
 _TAIL_LINES = 3
 _MAX_REASON = 400
@@ -83,11 +83,11 @@ class EngineBuilds:
         self._progress = ""  # of the current one, in words
         self._share = 0.0  # of the current one that is done
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: dict[BuildOrder, str] = {}
+        self._outcomes: dict[BuildOrder, str] = {}
         self._started = False
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._killer: threading.Timer | None = None
+        self._kill_timer: threading.Timer | None = None
 
     def start(self) -> None:
         """Start building; orders only queue before."""
@@ -95,17 +95,17 @@ class EngineBuilds:
             self._started = True
             self._ensure_thread()
 
-    def want(self, name: str, orders: Sequence[BuildOrder]) -> None:
+    def set_orders(self, name: str, orders: Sequence[BuildOrder]) -> None:
         """Set the engines requested for a model; its other builds are cancelled."""
         with self._lock:
             self._waiting = [order for order in self._waiting if order.name != name or order in orders]
             if self._current is not None and self._current.name == name and self._current not in orders:
                 self._cancel_current()
-            self._ended = {o: failure for o, failure in self._ended.items() if o.name != name or o in orders}
-            busy = {*self._waiting, self._current, *self._ended}
+            self._outcomes = {o: failure for o, failure in self._outcomes.items() if o.name != name or o in orders}
+            busy = {*self._waiting, self._current, *self._outcomes}
             new = [order for order in orders if order not in busy]
             if self._stopping:
-                self._ended |= dict.fromkeys(new, _OVER)
+                self._outcomes |= dict.fromkeys(new, _STOPPED)
                 return
             self._waiting += new
             self._ensure_thread()
@@ -114,14 +114,14 @@ class EngineBuilds:
     def failure(self, order: BuildOrder) -> str | None:
         """Error of a completed order, "" if it succeeded; None while it is queued or running."""
         with self._lock:
-            return self._ended.get(order)
+            return self._outcomes.get(order)
 
     def forget(self, order: BuildOrder) -> None:
         """Work on an order again, though it has ended, if it is wanted again."""
         with self._lock:
-            self._ended.pop(order, None)
+            self._outcomes.pop(order, None)
 
-    def words(self, order: BuildOrder, engine: str) -> str:
+    def describe(self, order: BuildOrder, engine: str) -> str:
         """How far an order is, in words, while it has not ended.
 
         Args:
@@ -131,8 +131,8 @@ class EngineBuilds:
         with self._lock:
             if order in self._waiting:
                 return f"{engine} waits to be built"
-            done = f" ({self._progress})" if self._current == order and self._progress else ""
-            return f"building {engine}{done}, usually a minute or two"
+            progress = f" ({self._progress})" if self._current == order and self._progress else ""
+            return f"building {engine}{progress}, usually a minute or two"
 
     def quarter(self, order: BuildOrder) -> int:
         """How many quarters of an order's build are done; 0 if it is not being built."""
@@ -166,22 +166,22 @@ class EngineBuilds:
         process, self._process = self._process, None
         if process is not None:
             _signal(process, signal.SIGTERM)
-            self._killer = threading.Timer(_GRACE_S, _signal, (process, signal.SIGKILL))
-            self._killer.daemon = True
-            self._killer.start()
+            self._kill_timer = threading.Timer(_GRACE_S, _signal, (process, signal.SIGKILL))
+            self._kill_timer.daemon = True
+            self._kill_timer.start()
 
     # On the thread that builds
 
     def _main(self) -> None:
         try:
-            while (order := self._next()) is not None:
+            while (order := self._next_order()) is not None:
                 failure = self._build(order)
                 self._settle(order, failure)
         except BaseException:
             logger.exception("engines are not built any more")
-            self._give_up()
+            self._abort()
 
-    def _next(self) -> BuildOrder | None:
+    def _next_order(self) -> BuildOrder | None:
         with self._lock:
             while not self._waiting and not self._stopping:
                 self._changed.wait()
@@ -193,28 +193,28 @@ class EngineBuilds:
     def _settle(self, order: BuildOrder, failure: str) -> None:
         with self._lock:
             self._process = None
-            if self._killer is not None:
-                self._killer.cancel()
+            if self._kill_timer is not None:
+                self._kill_timer.cancel()
             if self._current != order:
                 return  # called off
             self._current = None
-            self._ended[order] = failure
+            self._outcomes[order] = failure
         self._on_end(order, failure)
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         with self._lock:
             self._stopping = True
             orders = [*([self._current] if self._current else []), *self._waiting]
             self._waiting.clear()
             self._cancel_current()
-            self._ended |= dict.fromkeys(orders, _OVER)
+            self._outcomes |= dict.fromkeys(orders, _STOPPED)
         for order in orders:
-            self._on_end(order, _OVER)
+            self._on_end(order, _STOPPED)
 
     def _build(self, order: BuildOrder) -> str:
         """Run the builder; why it failed, or ""."""
         self._on_progress(order)
-        words = [
+        command = [
             *self._command,
             str(order.folder),
             "--version",
@@ -227,9 +227,9 @@ class EngineBuilds:
             with tempfile.TemporaryFile() as output:
                 # A group of its own, so that Ctrl-C reaches us alone; in our session, where niceness tells us apart.
                 process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, process_group=0
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, process_group=0
                 )
-                _step_back(process)
+                _lower_priority(process)
                 with self._lock:
                     self._process = process
                     if self._current != order:
@@ -272,7 +272,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         return
 
 
-def _step_back(process: subprocess.Popen[bytes]) -> None:
+def _lower_priority(process: subprocess.Popen[bytes]) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
     except OSError as error:
@@ -287,7 +287,7 @@ def _reason(status: int, output: IO[bytes], order: BuildOrder) -> str:
     size = output.seek(0, os.SEEK_END)
     output.seek(max(size - _TAIL_BYTES, 0))
     lines = output.read().decode("utf-8", "replace").splitlines()
-    said = [line.strip() for line in lines if line.strip() and not _FRAME.search(line)]
-    text = " ".join(said[-_TAIL_LINES:]) or f"the builder ended with status {status} and said nothing"
+    messages = [line.strip() for line in lines if line.strip() and not _FRAME.search(line)]
+    text = " ".join(messages[-_TAIL_LINES:]) or f"the builder ended with status {status} and said nothing"
     text = _PATH.sub("", "".join(c if c.isprintable() else " " for c in text.replace(str(order.folder), order.name)))
     return text if len(text) <= _MAX_REASON else f"...{text[-_MAX_REASON:]}"

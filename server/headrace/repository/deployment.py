@@ -1,6 +1,6 @@
 """Deploys, replaces and removes the versions of a model; closes replaced versions in the background.
 
-`Deployments` runs on the control thread. Each replaced version is closed on a thread of its own (`Drains`).
+`Deployments` runs on the control thread. Each replaced version is closed on a thread of its own (`VersionCloser`).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def check_files(files: Mapping[str, bytes], config: Document) -> None:
 
 
 def _check_path(path: str, labels: set[str]) -> None:
-    shown = ascii("file:" + path[:80])  # it reaches logs and terminals
+    parameter = ascii("file:" + path[:80])  # it reaches logs and terminals
     problem = filename_problem(path)
     if problem is not None:
-        raise BadRequest(f"parameter {shown} leads out of the model's folder ({problem[1]})")
+        raise BadRequest(f"parameter {parameter} leads out of the model's folder ({problem[1]})")
     parts = PurePosixPath(path).parts
     if (
         not path.isprintable()
@@ -76,13 +76,13 @@ def _check_path(path: str, labels: set[str]) -> None:
         or str(PurePosixPath(path)) != path
     ):
         raise BadRequest(
-            f"Invalid file path: parameter {shown} is no plain path; write one such as 'file:1/model.onnx'"
+            f"Invalid file path: parameter {parameter} is no plain path; write one such as 'file:1/model.onnx'"
         )
     if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] == "warmup"):
         return
     if path not in labels:
         raise BadRequest(
-            f"parameter {shown} is no file of a version; send 'file:<version>/<name>', 'file:warmup/<name>', or a file that "
+            f"parameter {parameter} is no file of a version; send 'file:<version>/<name>', 'file:warmup/<name>', or a file that "
             "the configuration names as label_filename"
         )
 
@@ -111,7 +111,7 @@ class PrivateFolder:
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
         self._lock = threading.Lock()
-        self._holders = 1
+        self._references = 1
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         except OSError as error:
@@ -128,16 +128,16 @@ class PrivateFolder:
             self._folder.cleanup()
             raise Unavailable(f"the files of the load request cannot be stored: {error.strerror}") from error
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """One more has need of it."""
         with self._lock:
-            self._holders += 1
+            self._references += 1
 
     def release(self) -> None:
         """One less; the last one removes it."""
         with self._lock:
-            self._holders -= 1
-            if self._holders:
+            self._references -= 1
+            if self._references:
                 return
         self._folder.cleanup()
 
@@ -146,7 +146,7 @@ logger = logging.getLogger("headrace.control")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Drain:
+class _ClosingVersion:
     name: str
     version: str
     handle: ModelHandle
@@ -154,10 +154,10 @@ class _Drain:
     thread: threading.Thread
 
 
-class Drains:
+class VersionCloser:
     """Closes handles in the background, and updates the registry when the last handle of an unloaded version is closed.
 
-    Ownership: `_active` is guarded by `_lock`; the registry's lock may be taken under it, never the other way round.
+    Ownership: `_closing` is guarded by `_lock`; the registry's lock may be taken under it, never the other way round.
 
     Args:
         registry: that learns of the end.
@@ -168,7 +168,7 @@ class Drains:
         self._registry = registry
         self._on_closed = on_closed
         self._lock = threading.Lock()
-        self._active: set[_Drain] = set()
+        self._closing: set[_ClosingVersion] = set()
 
     def begin(self, name: str, version: str, handle: ModelHandle, after: Callable[[], None]) -> None:
         """Close a handle after its requests have completed, without a timeout.
@@ -179,10 +179,10 @@ class Drains:
             handle: a handle that can no longer be leased.
             after: called when it is closed, and once more if that comes too late for `wait`.
         """
-        thread = threading.Thread(target=lambda: self._run(drain), name=f"drain {name}/{version}", daemon=True)
-        drain = _Drain(name, version, handle, after, thread)
+        thread = threading.Thread(target=lambda: self._run(closing), name=f"drain {name}/{version}", daemon=True)
+        closing = _ClosingVersion(name, version, handle, after, thread)
         with self._lock:
-            self._active.add(drain)
+            self._closing.add(closing)
         thread.start()
 
     def wait(self, timeout_s: float) -> bool:
@@ -193,31 +193,33 @@ class Drains:
         """
         deadline_ns = monotonic_ns() + int(timeout_s * NS_PER_S)
         with self._lock:
-            drains = list(self._active)
-        for drain in drains:
-            drain.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
-        late = [drain for drain in drains if drain.thread.is_alive() and not drain.handle.close(0.0)]
-        for drain in late:
-            drain.after()  # the process is about to end without it
-            logger.error("model %s version %s did not stop within %g s", drain.name, drain.version, timeout_s)
-            if self._registry.state(drain.name, drain.version) is State.UNLOADING:
-                self._registry.mark(drain.name, drain.version, State.UNAVAILABLE, "it did not stop in time")
+            all_closing = list(self._closing)
+        for closing in all_closing:
+            closing.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
+        late = [closing for closing in all_closing if closing.thread.is_alive() and not closing.handle.close(0.0)]
+        for closing in late:
+            closing.after()  # the process is about to end without it
+            logger.error("model %s version %s did not stop within %g s", closing.name, closing.version, timeout_s)
+            if self._registry.state(closing.name, closing.version) is State.UNLOADING:
+                self._registry.mark(closing.name, closing.version, State.UNAVAILABLE, "it did not stop in time")
         return not late
 
-    def _run(self, drain: _Drain) -> None:
+    def _run(self, closing: _ClosingVersion) -> None:
         try:
-            drain.handle.close(None)
-            self._on_closed(drain.handle)
-            drain.after()
-            logger.info("model %s version %s has ended", drain.name, drain.version)
+            closing.handle.close(None)
+            self._on_closed(closing.handle)
+            closing.after()
+            logger.info("model %s version %s has ended", closing.name, closing.version)
         except BaseException:  # the index must not say for ever that it is being unloaded
-            logger.exception("model %s version %s could not be closed", drain.name, drain.version)
+            logger.exception("model %s version %s could not be closed", closing.name, closing.version)
         finally:
             with self._lock:
-                self._active.discard(drain)
-                others = any((other.name, other.version) == (drain.name, drain.version) for other in self._active)
-                if not others:
-                    self._registry.drained(drain.name, drain.version)
+                self._closing.discard(closing)
+                is_closing = any(
+                    (other.name, other.version) == (closing.name, closing.version) for other in self._closing
+                )
+                if not is_closing:
+                    self._registry.mark_unloaded(closing.name, closing.version)
 
 
 _T = TypeVar("_T")
@@ -266,14 +268,14 @@ class _Version:
     plan: ServingPlan
     private: PrivateFolder | None
 
-    def closed(self) -> None:
+    def release_files(self) -> None:
         """The handle is closed."""
         if self.private is not None:
             self.private.release()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _PendingVersion:
     """A version that is LOADING until its engine is built."""
 
     signature: _Signature
@@ -287,16 +289,16 @@ class _Model:
     source: ModelSource
     folder: ModelFolder
     versions: dict[str, _Version]
-    waiting: dict[str, _Waiting]
+    pending: dict[str, _PendingVersion]
 
     def plan(self, number: str) -> ServingPlan:
         """Of a version that serves or waits."""
-        waiting = self.waiting.get(number)
-        return self.versions[number].plan if waiting is None else waiting.plan
+        pending = self.pending.get(number)
+        return self.versions[number].plan if pending is None else pending.plan
 
     def order(self, number: str) -> BuildOrder | None:
         """The engine that is to be built for a version, if one is; never from files or for words that a client has sent."""
-        if number not in self.versions and number not in self.waiting:
+        if number not in self.versions and number not in self.pending:
             return None
         return _order(self.source, number, self.plan(number))
 
@@ -309,20 +311,20 @@ class Deployments:
     Args:
         loader: creates handles.
         registry: publishes them.
-        drains: closes them in the background.
+        closer: closes them in the background.
         builds: builds engines for versions that serve without one.
     """
 
-    def __init__(self, loader: Loader, registry: Registry, drains: Drains, builds: EngineBuilds) -> None:
+    def __init__(self, loader: Loader, registry: Registry, closer: VersionCloser, builds: EngineBuilds) -> None:
         self._loader = loader
         self._registry = registry
-        self._drains = drains
+        self._closer = closer
         self._builds = builds
         self._live: dict[str, _Model] = {}
-        self._logged: tuple[BuildOrder, int] | None = (
+        self._logged_progress: tuple[BuildOrder, int] | None = (
             None  # the build whose progress was logged last, and how far it was
         )
-        loader.gpu_model_cache.on_change = self._moved
+        loader.gpu_model_cache.on_change = self._cache_changed
 
     def load(self, source: ModelSource) -> None:
         """Load a model from its current files: changed versions are loaded beside the old ones, then swapped.
@@ -338,52 +340,52 @@ class Deployments:
             raise
 
     def _load(self, source: ModelSource) -> None:
-        looks = fingerprint_versions(source.path)
+        fingerprints = fingerprint_versions(source.path)
         live = self._versions(source.name)
-        serves = any(version.handle.ready for version in live.values())
+        is_serving = any(version.handle.ready for version in live.values())
         try:
-            folder = _guarded(lambda: _read(source), source.name)
+            folder = _as_config_error(lambda: _read(source), source.name)
         except ConfigError as error:
-            if serves:
-                self._keep(source.name, error)
+            if is_serving:
+                self._record_failed_load(source.name, error)
             else:
-                self._set_aside(source.name, "", error)
+                self._mark_unavailable(source.name, "", error)
                 self._registry.prune(source.name, keep=[""])
             raise
-        chosen: dict[str, _Version] = {}
-        waiting: dict[str, _Waiting] = {}
+        versions: dict[str, _Version] = {}
+        pending: dict[str, _PendingVersion] = {}
         failures: list[ConfigError] = []
         self._registry.forget(source.name, "")
-        wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
-        for number in wanted:
-            signature = self._signature(source, folder, number, looks.get(number, ABSENT))
+        numbers = [str(version) for version in served_versions(folder.config, folder.versions)]
+        for number in numbers:
+            signature = self._signature(source, folder, number, fingerprints.get(number, ABSENT))
             try:
-                kept = self._kept(folder, number, signature, live.get(number))
-                made = kept or self._build(source, folder, number, signature)
+                reusable = self._reusable(folder, number, signature, live.get(number))
+                result = reusable or self._build(source, folder, number, signature)
             except ConfigError as error:
                 failures.append(error)
                 continue
-            if isinstance(made, _Version):
-                chosen[number] = made
+            if isinstance(result, _Version):
+                versions[number] = result
             elif number in live and live[number].handle.ready:
                 # What serves goes on until the engine is there.
-                chosen[number] = replace(live[number], signature=made.signature, plan=made.plan)
+                versions[number] = replace(live[number], signature=result.signature, plan=result.plan)
             else:
-                waiting[number] = made
-        if failures and serves:
-            self._discard(source.name, chosen)
-            self._keep(source.name, failures[0])
+                pending[number] = result
+        if failures and is_serving:
+            self._discard(source.name, versions)
+            self._record_failed_load(source.name, failures[0])
         else:
-            self._swap(source, folder, wanted, chosen, waiting)
+            self._swap(source, folder, numbers, versions, pending)
         if failures:
             raise ConfigError([finding for failure in failures for finding in failure.findings])
 
     def _signature(self, source: ModelSource, folder: ModelFolder, number: str, files: Fingerprint) -> _Signature:
         engines = self._loader.engines(source.path, int(number))
-        look = ABSENT if engines is None else fingerprint_version(engines)
-        return _Signature(files, _digest(folder), samples_seen(folder), look)
+        engine_files = ABSENT if engines is None else fingerprint_version(engines)
+        return _Signature(files, _digest(folder), samples_seen(folder), engine_files)
 
-    def built(self, order: BuildOrder, failure: str) -> None:
+    def finish_build(self, order: BuildOrder, failure: str) -> None:
         """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
         name, number = order.name, order.version
         model = self._live.get(name)
@@ -393,60 +395,60 @@ class Deployments:
         version = model.versions.get(number)
         if failure:
             logger.error("model %s version %s: no engine was built: %s", name, number, failure)
-            self._say(model, number)
+            self._update_remark(model, number)
             return
-        old = model.waiting[number].signature if version is None else version.signature
-        files, mine = fingerprint_version(order.folder / number), model.folder.config.default_model_filename
-        ready = version is None or version.handle.ready
-        if not ready or without_builds(files, mine) != without_builds(old.files, mine):
+        old = model.pending[number].signature if version is None else version.signature
+        files, model_file = fingerprint_version(order.folder / number), model.folder.config.default_model_filename
+        is_ready = version is None or version.handle.ready
+        if not is_ready or without_builds(files, model_file) != without_builds(old.files, model_file):
             # Who wants the files as they are now will load them, with the engine if it fits them.
-            self._say(
+            self._update_remark(
                 model, number, "an engine is built, but the model's files have changed meanwhile: load the model again"
             )
             return
         signature = self._signature(model.source, model.folder, number, files)
         try:
-            kept = self._kept(model.folder, number, signature, version)
-            new = kept or self._build(model.source, model.folder, number, signature)
+            reusable = self._reusable(model.folder, number, signature, version)
+            new = reusable or self._build(model.source, model.folder, number, signature)
         except ConfigError as error:
-            self._keep(name, error)
+            self._record_failed_load(name, error)
             return
-        if isinstance(new, _Waiting):
+        if isinstance(new, _PendingVersion):
             reason = new.plan.remark.partition(": ")[2]
-            self._say(model, number, f"its engine was built, but does not fit: {reason} ({new.plan.cure})")
+            self._update_remark(model, number, f"its engine was built, but does not fit: {reason} ({new.plan.cure})")
             return
-        wanted = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
-        waiting = {other: one for other, one in model.waiting.items() if other != number}
-        self._swap(model.source, model.folder, wanted, {**model.versions, number: new}, waiting)
+        numbers = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
+        pending = {other: one for other, one in model.pending.items() if other != number}
+        self._swap(model.source, model.folder, numbers, {**model.versions, number: new}, pending)
 
-    def progress(self, order: BuildOrder) -> None:
+    def update_progress(self, order: BuildOrder) -> None:
         """The builder of an order has come further: the index says so."""
         model = self._live.get(order.name)
         if model is None or model.order(order.version) != order:
             return
-        self._say(model, order.version)
+        self._update_remark(model, order.version)
         quarter = self._builds.quarter(order)
-        if self._logged != (order, quarter):
-            self._logged = order, quarter
+        if self._logged_progress != (order, quarter):
+            self._logged_progress = order, quarter
             logger.info("model %s version %s: %s", order.name, order.version, self._remark(model, order.version))
 
-    def _say(self, model: _Model, number: str, note: str = "") -> None:
+    def _update_remark(self, model: _Model, number: str, reason: str = "") -> None:
         """Renew what index and metadata say beside a version.
 
         Args:
             model: of the version.
             number: of the version.
-            note: why the engine that was built cannot be taken, "" if none was.
+            set_reason: why the engine that was built cannot be taken, "" if none was.
         """
         name, version = model.source.name, model.versions.get(number)
-        text = note or self._remark(model, number)
+        text = reason or self._remark(model, number)
         if version is not None:
-            self._registry.note(name, text, number)
-            _set_not_on_gpu(version, note or self._not_on_gpu(model, number))
-        elif note or self._failure(model, number):
+            self._registry.set_reason(name, text, number)
+            _set_not_on_gpu(version, reason or self._not_on_gpu(model, number))
+        elif reason or self._failure(model, number):
             self._registry.mark(name, number, State.UNAVAILABLE, text)
         else:
-            self._registry.wait(name, number, text)
+            self._registry.set_loading_reason(name, number, text)
 
     def _failure(self, model: _Model, number: str) -> str:
         """Why the engine of a version could not be built; "" if it could, or while that is open."""
@@ -460,14 +462,14 @@ class Deployments:
 
     def unload(self, name: str) -> None:
         """Take nothing new for a model; what it has is answered in the background."""
-        self._builds.want(name, ())
+        self._builds.set_orders(name, ())
         self._registry.publish(name, None)
         for number, version in self._versions(name).items():
             self._registry.mark(name, number, State.UNLOADING)
-            self._drains.begin(name, number, version.handle, version.closed)
+            self._closer.begin(name, number, version.handle, version.release_files)
         if self._live.pop(name, None) is not None:
             LOADS.count(name, "unloaded")
-        self._registry.withdraw(name, "unloaded")
+        self._registry.mark_all_unloaded(name, "unloaded")
 
     def unload_all(self) -> None:
         """`unload` of every model."""
@@ -478,7 +480,7 @@ class Deployments:
         model = self._live.get(name)
         return {} if model is None else model.versions
 
-    def _kept(
+    def _reusable(
         self, folder: ModelFolder, number: str, signature: _Signature, version: _Version | None
     ) -> _Version | None:
         """The version that serves, if loading it anew would give the same."""
@@ -486,15 +488,15 @@ class Deployments:
             return None
         if signature == version.signature:
             return version
-        mine = folder.config.default_model_filename
-        if without_builds(signature.files, mine) != without_builds(version.signature.files, mine):
+        model_file = folder.config.default_model_filename
+        if without_builds(signature.files, model_file) != without_builds(version.signature.files, model_file):
             return None
-        plan = _guarded(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
+        plan = _as_config_error(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
         return replace(version, signature=signature, plan=plan) if plan.serves_as(version.plan) else None
 
     def _build(
         self, source: ModelSource, folder: ModelFolder, number: str, signature: _Signature
-    ) -> _Version | _Waiting:
+    ) -> _Version | _PendingVersion:
         """A new version, warm but not yet published; or one that waits until its engine is built."""
         name = source.name
         if self._registry.state(name, number) not in (State.READY, State.LOADING):
@@ -503,18 +505,18 @@ class Deployments:
             plan, handle = self._open(folder, number)
             if handle is None:
                 self._check_order(source, number, plan)
-                return _Waiting(signature, plan)
-            now, mine = fingerprint_version(source.path / number), folder.config.default_model_filename
-            if without_builds(now, mine) != without_builds(signature.files, mine):
-                self._drains.begin(name, number, handle, lambda: None)
+                return _PendingVersion(signature, plan)
+            current, model_file = fingerprint_version(source.path / number), folder.config.default_model_filename
+            if without_builds(current, model_file) != without_builds(signature.files, model_file):
+                self._closer.begin(name, number, handle, lambda: None)
                 # The outcome of a build from a half-written file is unknown.
                 raise refuse(f"{name}/{number}", None, "has changed while it was being loaded", "load the model again")
         except ConfigError as error:
             if self._registry.state(name, number) is not State.READY:
-                self._set_aside(name, number, error)
+                self._mark_unavailable(name, number, error)
             raise
         if source.private is not None:
-            source.private.hold()
+            source.private.acquire()
         return _Version(handle, signature, plan, source.private)
 
     def _check_order(self, source: ModelSource, number: str, plan: ServingPlan) -> None:
@@ -532,34 +534,34 @@ class Deployments:
 
     def _open(self, folder: ModelFolder, number: str) -> tuple[ServingPlan, ModelHandle | None]:
         """A handle on the engine, or on the model's own file where there is none or it is broken; None: it waits."""
-        version, what = int(number), f"{folder.name} version {number}"
-        plan = _guarded(lambda: self._loader.plan(folder, version), what)
+        version, subject = int(number), f"{folder.name} version {number}"
+        plan = _as_config_error(lambda: self._loader.plan(folder, version), subject)
         if plan.waits:
             return plan, None
         if plan.remark and plan.stamp is None:
             level, cure = (
                 (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})" if plan.cure else "")
             )
-            logger.log(level, "model %s: %s%s", what, plan.remark, cure)
+            logger.log(level, "model %s: %s%s", subject, plan.remark, cure)
         while True:
             try:
-                handle = _guarded(partial(self._loader.load, folder, version, plan), what)
+                handle = _as_config_error(partial(self._loader.load, folder, version, plan), subject)
                 break
             except ConfigError as error:
                 # An engine that does not fit is not broken: the CPU replaces it only where the configuration allows that.
                 gpu_only = folder.config.fallback is None and requests_tensorrt(folder.config)
-                crowded = isinstance(error, NoRoom) and gpu_only
-                spare = None if crowded else plan.replaced(error)
-                if spare is None:
+                out_of_memory = isinstance(error, NoRoom) and gpu_only
+                fallback_plan = None if out_of_memory else plan.replaced(error)
+                if fallback_plan is None:
                     raise plan.refused(error) from error
-                logger.error("model %s: %s (%s)", what, spare.remark, spare.cure)
-                plan = spare
+                logger.error("model %s: %s (%s)", subject, fallback_plan.remark, fallback_plan.cure)
+                plan = fallback_plan
         if plan.stamp is not None:
-            logger.info("model %s runs the engine %s: %s", what, plan.file.name, describe_stamp(plan.stamp))
+            logger.info("model %s runs the engine %s: %s", subject, plan.file.name, describe_stamp(plan.stamp))
             if plan.remark:
-                logger.warning("model %s: %s", what, plan.remark)
+                logger.warning("model %s: %s", subject, plan.remark)
         elif plan.not_on_gpu and not plan.remark:
-            logger.info("model %s runs on the CPU: %s", what, plan.not_on_gpu)
+            logger.info("model %s runs on the CPU: %s", subject, plan.not_on_gpu)
         return plan, handle
 
     def _remark(self, model: _Model, number: str) -> str:
@@ -575,79 +577,79 @@ class Deployments:
         plan, order = model.plan(number), model.order(number)
         if plan.stamp is not None or not plan.remark:
             return plan.remark
-        cured = f"{plan.remark} ({plan.cure})" if plan.cure else plan.remark
+        remark = f"{plan.remark} ({plan.cure})" if plan.cure else plan.remark
         if order is None:
-            return cured
+            return remark
         failure = self._builds.failure(order)
         if failure is not None:
-            return f"{plan.remark}; building it failed: {failure}" if failure else cured
+            return f"{plan.remark}; building it failed: {failure}" if failure else remark
         version = model.versions.get(number)
         if version is None:
             meanwhile = "requests are refused until then (KIND_GPU)"
         else:
-            place = str(version.handle.spec.parameters.get("headrace.device", "CPU"))
-            meanwhile = f"{place if place != 'CPU' else 'the CPU'} serves meanwhile"
-        return f"{self._builds.words(order, plan.engine)}; {meanwhile}"
+            device = str(version.handle.spec.parameters.get("headrace.device", "CPU"))
+            meanwhile = f"{device if device != 'CPU' else 'the CPU'} serves meanwhile"
+        return f"{self._builds.describe(order, plan.engine)}; {meanwhile}"
 
-    def _moved(self, handle: ModelHandle) -> None:
+    def _cache_changed(self, handle: ModelHandle) -> None:
         """Update the index after a version was evicted or loaded again, or could not be loaded."""
         name, number = handle.spec.name, handle.spec.version
         model = self._live.get(name)
         if model is not None and number in model.versions and model.versions[number].handle is handle:
-            self._registry.note(name, self._remark(model, number), number)
+            self._registry.set_reason(name, self._remark(model, number), number)
 
     def _swap(
         self,
         source: ModelSource,
         folder: ModelFolder,
-        wanted: list[str],
-        chosen: dict[str, _Version],
-        waiting: dict[str, _Waiting],
+        numbers: list[str],
+        versions: dict[str, _Version],
+        pending: dict[str, _PendingVersion],
     ) -> None:
         name = folder.name
-        handles = {number: version.handle for number, version in chosen.items()}
+        handles = {number: version.handle for number, version in versions.items()}
         labels = {label: str(version) for label, version in folder.config.labels.items()}
         before = self._versions(name)
-        model = _Model(source, folder, chosen, waiting)
-        orders = [order for number in (*chosen, *waiting) if (order := model.order(number)) is not None]
+        model = _Model(source, folder, versions, pending)
+        orders = [order for number in (*versions, *pending) if (order := model.order(number)) is not None]
         if orders:
             BUILDS.declare_each((name, result) for result in ("built", "failed"))
-        self._builds.want(name, orders)
-        remarks = {number: self._remark(model, number) for number in chosen}
-        substitutes = {n: version.plan.not_on_gpu for n, version in chosen.items() if version.plan.substitutes}
+        self._builds.set_orders(name, orders)
+        remarks = {number: self._remark(model, number) for number in versions}
+        substitutes = {n: version.plan.not_on_gpu for n, version in versions.items() if version.plan.substitutes}
         config = to_triton_json(folder.config)
         self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes))
         self._live.pop(name, None)
-        if chosen or waiting:
+        if versions or pending:
             self._live[name] = model
-        for number in waiting:
-            self._registry.wait(name, number, self._remark(model, number))
+        for number in pending:
+            self._registry.set_loading_reason(name, number, self._remark(model, number))
         for number, version in before.items():
-            if number in chosen and chosen[number].handle is version.handle:
+            if number in versions and versions[number].handle is version.handle:
                 continue
-            if number not in wanted:
+            if number not in numbers:
                 self._registry.mark(name, number, State.UNLOADING)
-            self._drains.begin(name, number, version.handle, version.closed)
-        self._registry.prune(name, keep=wanted)
-        if chosen and handles != {number: version.handle for number, version in before.items()}:
-            logger.info("model %s serves version %s", name, ", ".join(chosen))
+            self._closer.begin(name, number, version.handle, version.release_files)
+        self._registry.prune(name, keep=numbers)
+        if versions and handles != {number: version.handle for number, version in before.items()}:
+            logger.info("model %s serves version %s", name, ", ".join(versions))
             LOADS.count(name, "reloaded" if before else "loaded")
 
-    def _discard(self, name: str, chosen: dict[str, _Version]) -> None:
+    def _discard(self, name: str, versions: dict[str, _Version]) -> None:
         """Close what was built for a load that failed in another version."""
         live = self._versions(name)
-        for number, version in chosen.items():
+        for number, version in versions.items():
             if number in live and live[number].handle is version.handle:
                 continue
             if self._registry.state(name, number) is State.LOADING:
                 self._registry.mark(name, number, State.UNAVAILABLE, "another version of the model failed to load")
-            self._drains.begin(name, number, version.handle, version.closed)
+            self._closer.begin(name, number, version.handle, version.release_files)
 
-    def _keep(self, name: str, error: ConfigError) -> None:
+    def _record_failed_load(self, name: str, error: ConfigError) -> None:
         logger.error("model %s serves on as it was: %s", name, error)
-        self._registry.note(name, f"the last load failed: {error}")
+        self._registry.set_reason(name, f"the last load failed: {error}")
 
-    def _set_aside(self, name: str, number: str, error: ConfigError) -> None:
+    def _mark_unavailable(self, name: str, number: str, error: ConfigError) -> None:
         logger.error("model %s%s is not served: %s", name, f" version {number}" if number else "", error)
         if self._registry.state(name, number) not in (None, State.UNKNOWN, State.LOADING):
             self._registry.mark(name, number, State.LOADING)
@@ -671,22 +673,22 @@ def _set_not_on_gpu(version: _Version, reason: str) -> None:
             parameters.pop("headrace.not_on_gpu", None)
 
 
-def _guarded(act: Callable[[], _T], what: str) -> _T:
-    """Call `act` and turn every error into a ConfigError, so that one model cannot affect the others.
+def _as_config_error(call: Callable[[], _T], subject: str) -> _T:
+    """Call `call` and turn every error into a ConfigError, so that one model cannot affect the others.
 
     Raises:
         ConfigError: it failed.
     """
     try:
-        return act()
+        return call()
     except ConfigError:
         raise
     except HeadraceError as error:
-        raise refuse(what, None, str(error)) from error
+        raise refuse(subject, None, str(error)) from error
     except Exception as error:
-        logger.exception("%s could not be loaded", what)
+        logger.exception("%s could not be loaded", subject)
         raise refuse(
-            what, None, f"could not be loaded ({type(error).__name__})", "the server's log has more"
+            subject, None, f"could not be loaded ({type(error).__name__})", "the server's log has more"
         ) from error
 
 
@@ -695,8 +697,8 @@ def _read(source: ModelSource) -> ModelFolder:
     for finding in folder.findings:
         logger.warning("%s", finding)
     if not served_versions(folder.config, folder.versions):
-        there = ", ".join(map(str, folder.versions))
-        raise refuse(source.name, None, f"no version on disk is served: there are {there}", "change version_policy")
+        available = ", ".join(map(str, folder.versions))
+        raise refuse(source.name, None, f"no version on disk is served: there are {available}", "change version_policy")
     return folder
 
 

@@ -20,13 +20,13 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import name_problem
 
 # Folders that file systems and interpreters make.
-_NOT_MODELS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
+_IGNORED_FOLDERS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
 # A folder with such a file but without a version folder is a model put in the wrong place, which is an error with a cure.
 _MODEL_SUFFIXES = (".onnx", ".plan", ".engine", ".pt", ".pb", ".graphdef", ".savedmodel")
 
 
 @dataclass(frozen=True, slots=True)
-class FoundModel:
+class RepositoryModel:
     """A model's folder in a repository.
 
     Attributes:
@@ -62,40 +62,40 @@ class SkippedFolder:
 
 def scan(
     repositories: Sequence[Path],
-    known: Collection[str] = (),
-    on_skipped: Callable[[SkippedFolder], None] = lambda _skipped: None,
-) -> list[FoundModel]:
+    model_names: Collection[str] = (),
+    on_skipped: Callable[[SkippedFolder], None] = lambda _check_folder: None,
+) -> list[RepositoryModel]:
     """Every model folder, by name; files, and folders that cannot be models, are passed over.
 
     A name that several repositories have is taken from the first; the others are reported with it as a problem.
 
     Args:
         repositories: folders of models.
-        known: names of models; a folder of such a name stays a model while its files are being replaced.
+        model_names: names of models; a folder of such a name stays a model while its files are being replaced.
         on_skipped: called with every folder that is passed over.
 
     Raises:
         ConfigError: a repository is not a folder that can be read.
     """
-    found: list[FoundModel] = []
+    models: list[RepositoryModel] = []
     names: dict[str, Path] = {}
     for repository in repositories:
         if not os.path.isdir(repository):
             cure = "create it, or name another with --model-repository"
             raise ConfigError([Finding(str(repository), None, "the model repository is not a folder", cure)])
-        models, skipped = folders(repository)
-        back = [folder.path for folder in skipped if folder.path.name in known]
+        paths, skipped = folders(repository)
+        changing = [folder.path for folder in skipped if folder.path.name in model_names]
         for folder in skipped:
-            if folder.path not in back:
+            if folder.path not in changing:
                 on_skipped(folder)
-        for path in sorted([*models, *back]):
+        for path in sorted([*paths, *changing]):
             problem = None
             if path.name in names:
                 message = f"a model of this name is in {names[path.name]} already"
                 problem = Finding(str(path), None, message, "rename one of the folders")
             names.setdefault(path.name, repository)
-            found.append(FoundModel(path.name, path, repository, problem))
-    return found
+            models.append(RepositoryModel(path.name, path, repository, problem))
+    return models
 
 
 def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
@@ -110,9 +110,9 @@ def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
         message = f"the model repository cannot be read: {error.strerror}"
         cure = "let the user that the server runs as read and enter the folder"
         raise ConfigError([Finding(str(repository), None, message, cure)]) from None
-    skipped = [folder for entry in entries if (folder := _skipped(entry)) is not None]
-    passed = {folder.path for folder in skipped}
-    return [entry for entry in entries if entry not in passed], skipped
+    skipped = [folder for entry in entries if (folder := _check_folder(entry)) is not None]
+    skipped_paths = {folder.path for folder in skipped}
+    return [entry for entry in entries if entry not in skipped_paths], skipped
 
 
 def is_model_folder(path: Path) -> bool:
@@ -133,24 +133,24 @@ def folder_names(path: Path) -> list[str]:
         return []
 
 
-def _skipped(path: Path) -> SkippedFolder | None:
+def _check_folder(path: Path) -> SkippedFolder | None:
     """Why a folder cannot be a model; None for one that is, or that its owner takes for one."""
     if path.name.startswith("."):
         return SkippedFolder(path, "it is hidden")
-    if path.name in _NOT_MODELS:
-        return SkippedFolder(path, _NOT_MODELS[path.name])
+    if path.name in _IGNORED_FOLDERS:
+        return SkippedFolder(path, _IGNORED_FOLDERS[path.name])
     try:
         entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
         return SkippedFolder(path, f"it cannot be read: {error.strerror}", warn=True)
     if not entries:
         return SkippedFolder(path, "it is empty")
-    if is_model_folder(path) or any(_holds_model_file(entry) for entry in entries):
+    if is_model_folder(path) or any(_has_model_file(entry) for entry in entries):
         return None
     return SkippedFolder(path, "it has neither a configuration nor a version folder such as 1")
 
 
-def _holds_model_file(entry: Path) -> bool:
+def _has_model_file(entry: Path) -> bool:
     """True for a model's file, and for a folder with one directly in it."""
     if entry.suffix in _MODEL_SUFFIXES:
         return True
@@ -160,7 +160,7 @@ def _holds_model_file(entry: Path) -> bool:
         return False
 
 
-def find(repositories: Sequence[Path], name: str) -> FoundModel | None:
+def find(repositories: Sequence[Path], name: str) -> RepositoryModel | None:
     """The folder of one model, in the first repository that has it.
 
     Args:
@@ -169,7 +169,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel | None:
     """
     for repository in repositories:
         if os.path.isdir(repository / name):
-            return FoundModel(name, repository / name, repository)
+            return RepositoryModel(name, repository / name, repository)
     return None
 
 
@@ -182,22 +182,22 @@ _LARGE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ServedPaths:
     """The repositories behind the paths of a command line.
 
     Attributes:
         repositories: folders of models, in the order of the paths.
-        only: the models served of a repository that is not served as a whole.
-        first: name of the first model that was named by a file, "" without one.
+        model_filter: the models served of a repository that is not served as a whole.
+        first_model: name of the first model that was named by a file, "" without one.
     """
 
     repositories: tuple[Path, ...] = ()
-    only: Mapping[Path, frozenset[str]] | None = None
-    first: str = ""
+    model_filter: Mapping[Path, frozenset[str]] | None = None
+    first_model: str = ""
 
 
 @contextmanager
-def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[Named]:
+def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[ServedPaths]:
     """Find or make a repository for each path, and remove those that were made.
 
     Args:
@@ -208,7 +208,7 @@ def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[Named]:
         ConfigError: a path is none of these; two have the same name; the files cannot be linked or copied.
     """
     repositories: list[Path] = []
-    only: dict[Path, frozenset[str]] = {}
+    model_filter: dict[Path, frozenset[str]] = {}
     files: dict[str, tuple[Path, bool]] = {}
     for path in paths:
         file = _model_file(path)
@@ -216,28 +216,28 @@ def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[Named]:
             name = _model_name(path, file)
             if name in files:
                 cure = "rename one of them, or serve a repository: headrace serve FOLDER"
-                raise _refused(path, f"a model of the name '{name}' is served from {files[name][0]} already", cure)
+                raise _error(path, f"a model of the name '{name}' is served from {files[name][0]} already", cure)
             files[name] = file, path.is_dir()
         elif is_model_folder(path):
             absolute = Path(os.path.abspath(path))
             repositories.append(absolute.parent)
-            only[absolute.parent] = only.get(absolute.parent, frozenset()) | {absolute.name}
+            model_filter[absolute.parent] = model_filter.get(absolute.parent, frozenset()) | {absolute.name}
         else:
             repositories.append(path)
-    made: list[Path] = []
+    temporary: list[Path] = []
     locks: list[int] = []
     try:
-        for name, (file, whole) in files.items():
-            repositories.append(_repository(name, file, whole, state_dir, made, locks))
-        yield Named(tuple(dict.fromkeys(repositories)), only, next(iter(files), ""))
+        for name, (file, with_folder) in files.items():
+            repositories.append(_repository(name, file, with_folder, state_dir, temporary, locks))
+        yield ServedPaths(tuple(dict.fromkeys(repositories)), model_filter, next(iter(files), ""))
     finally:
-        for folder in made:
+        for folder in temporary:
             shutil.rmtree(folder, ignore_errors=True)
         for lock in locks:
             os.close(lock)
 
 
-def _refused(path: Path, message: str, cure: str) -> ConfigError:
+def _error(path: Path, message: str, cure: str) -> ConfigError:
     return ConfigError([Finding(str(path), None, message, cure)])
 
 
@@ -248,23 +248,23 @@ def _model_file(path: Path) -> Path | None:
         ConfigError: nothing is there, or a file that is no ONNX model.
     """
     if not path.exists():
-        raise _refused(path, "does not exist", "name an ONNX file, the folder of a model, or a model repository")
+        raise _error(path, "does not exist", "name an ONNX file, the folder of a model, or a model repository")
     if path.is_dir():
         try:
             if any(entry.name.isdecimal() and entry.is_dir() for entry in path.iterdir()):
                 return None
-            found = sorted(file for file in path.iterdir() if file.suffix == ".onnx" and file.is_file())
+            files = sorted(file for file in path.iterdir() if file.suffix == ".onnx" and file.is_file())
         except OSError as error:
-            raise _refused(path, f"cannot be read: {error.strerror}", "check its permissions") from None
-        if len(found) > 1:
-            cure = f"name those to serve: headrace serve {' '.join(str(file) for file in found[:3])}"
-            raise _refused(path, f"has {len(found)} ONNX files and no version folders", cure)
-        return found[0] if found else None
+            raise _error(path, f"cannot be read: {error.strerror}", "check its permissions") from None
+        if len(files) > 1:
+            cure = f"name those to serve: headrace serve {' '.join(str(file) for file in files[:3])}"
+            raise _error(path, f"has {len(files)} ONNX files and no version folders", cure)
+        return files[0] if files else None
     if path.suffix in (".plan", ".engine"):
         cure = "put it in FOLDER/NAME/1/model.plan with a config.pbtxt that lists inputs and outputs, and serve FOLDER"
-        raise _refused(path, "an engine cannot be served without a configuration", cure)
+        raise _error(path, "an engine cannot be served without a configuration", cure)
     if path.suffix != ".onnx":
-        raise _refused(path, "is not an ONNX file, which ends in .onnx", "export the model to ONNX")
+        raise _error(path, "is not an ONNX file, which ends in .onnx", "export the model to ONNX")
     return path
 
 
@@ -275,61 +275,63 @@ def _model_name(path: Path, file: Path) -> str:
     return name if name and name_problem(name) is None else "model"
 
 
-def _repository(name: str, file: Path, whole: bool, state_dir: str, made: list[Path], locks: list[int]) -> Path:
-    """A repository with one model; adds what is to be removed and closed to `made` and `locks`.
+def _repository(
+    name: str, file: Path, with_folder: bool, state_dir: str, temporary: list[Path], locks: list[int]
+) -> Path:
+    """A repository with one model; adds what is to be removed and closed to `temporary` and `locks`.
 
     Args:
         name: of the model.
         file: the ONNX file.
-        whole: the folder of the file was named, so that its configuration and labels belong to the model.
+        with_folder: the folder of the file was named, so that its configuration and labels belong to the model.
         state_dir, made, locks: as `open_paths` has them.
 
     Raises:
         ConfigError: no folder can be written to, or the disk is full.
     """
-    places = [Path(place) for place in (os.path.expanduser(state_dir), tempfile.gettempdir()) if place]
+    parents = [Path(parent) for parent in (os.path.expanduser(state_dir), tempfile.gettempdir()) if parent]
     problem: OSError | None = None
     for link in (True, False):
-        for place in places:
+        for parent in parents:
             try:
-                place.mkdir(parents=True, exist_ok=True)
-                _remove_leftovers(place)
-                repository = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+                parent.mkdir(parents=True, exist_ok=True)
+                _remove_stale(parent)
+                repository = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             except OSError as error:
                 problem = error
                 continue
-            made.append(repository)
+            temporary.append(repository)
             locks.append(os.open(repository / _LOCK, os.O_CREAT | os.O_RDWR))
             fcntl.flock(locks[-1], fcntl.LOCK_EX)
             try:
-                _fill(repository / name, file, whole, link)
+                _create_model(repository / name, file, with_folder, link)
                 return repository
             except OSError as error:
                 problem = error
                 shutil.rmtree(repository, ignore_errors=True)
     detail = "" if problem is None else f": {problem.strerror}"
     cure = "free some space, or name a folder on the same disk with --state-dir"
-    raise _refused(file, f"cannot be linked or copied to {' or '.join(map(str, places))}{detail}", cure)
+    raise _error(file, f"cannot be linked or copied to {' or '.join(map(str, parents))}{detail}", cure)
 
 
-def _fill(model: Path, file: Path, whole: bool, link: bool) -> None:
-    """Put a file and its external weights, with `whole` also configuration and labels, where a repository has them."""
+def _create_model(model: Path, file: Path, with_folder: bool, link: bool) -> None:
+    """Put a file and its external weights, with `with_folder` also configuration and labels, where a repository has them."""
     version = model / "1"
     version.mkdir(parents=True)
-    beside = [entry for entry in file.parent.iterdir() if entry.is_file()] if whole else []
-    is_configured = any(entry.name in CONFIG_FILES for entry in beside)
+    siblings = [entry for entry in file.parent.iterdir() if entry.is_file()] if with_folder else []
+    is_configured = any(entry.name in CONFIG_FILES for entry in siblings)
     # A configuration may name the file.
-    _put(file, version / (file.name if is_configured else SOURCE), link)
+    _link_or_copy(file, version / (file.name if is_configured else SOURCE), link)
     with suppress(ConfigError):  # a file that is no model is reported when it is loaded
-        for place in external_files(file, file.name):
-            (version / place).parent.mkdir(parents=True, exist_ok=True)
-            _put(file.parent / place, version / place, link)
-    for entry in beside:
+        for location in external_files(file, file.name):
+            (version / location).parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(file.parent / location, version / location, link)
+    for entry in siblings:
         if entry.name in CONFIG_FILES or entry.suffix == ".txt":
-            _put(entry, model / entry.name, link)
+            _link_or_copy(entry, model / entry.name, link)
 
 
-def _put(source: Path, target: Path, link: bool) -> None:
+def _link_or_copy(source: Path, target: Path, link: bool) -> None:
     source = source.resolve()
     if link:
         os.link(source, target)
@@ -340,9 +342,9 @@ def _put(source: Path, target: Path, link: bool) -> None:
     shutil.copy2(source, target)
 
 
-def _remove_leftovers(place: Path) -> None:
+def _remove_stale(parent: Path) -> None:
     """Remove the repositories of servers that were killed: nobody holds their locks."""
-    for folder in place.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)
         except OSError:
@@ -371,7 +373,7 @@ def fingerprint_version(path: Path) -> Fingerprint:
 
     A folder that cannot be seen looks like `ABSENT`.
     """
-    return _look([path], [(path, "")])
+    return _fingerprint([path], [(path, "")])
 
 
 def fingerprint_versions(path: Path) -> dict[str, Fingerprint]:
@@ -379,14 +381,14 @@ def fingerprint_versions(path: Path) -> dict[str, Fingerprint]:
     return {entry.name: fingerprint_version(entry) for entry in _folders(path) if entry.name.isdecimal()}
 
 
-def without_builds(look: Fingerprint, model_file: str) -> Fingerprint:
+def without_builds(fingerprint: Fingerprint, model_file: str) -> Fingerprint:
     """A look at a version less what builders put beside the model: engines and their stamps come and go while it serves.
 
     Args:
-        look: of the version's folder.
+        fingerprint: of the version's folder.
         model_file: name of the model's own file, which stays whatever it is called.
     """
-    return tuple(entry for entry in look if entry[0] == model_file or not _is_built(entry[0]))
+    return tuple(entry for entry in fingerprint if entry[0] == model_file or not _is_built(entry[0]))
 
 
 def _is_built(name: str) -> bool:
@@ -399,7 +401,7 @@ def fingerprint_model(path: Path) -> Fingerprint:
     A folder that cannot be seen looks like `ABSENT`.
     """
     below = [(entry, entry.name + "/") for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
-    return _look([path, *(entry for entry, _ in below)], [(path, ""), *below], recurse=False)
+    return _fingerprint([path, *(entry for entry, _ in below)], [(path, ""), *below], recurse=False)
 
 
 def _folders(path: Path) -> list[Path]:
@@ -410,24 +412,24 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _look(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = True) -> Fingerprint:
-    found: list[tuple[str, int, int, int]] = []
+def _fingerprint(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = True) -> Fingerprint:
+    entries: list[tuple[str, int, int, int]] = []
     for root in roots:
         try:
             state = root.stat()
         except OSError:
             continue
         # The folder's own time changes with every file that comes or goes, which the entries tell already.
-        found.append((f"{root.name}/", 0, 0, state.st_ino))
-    if not found:
+        entries.append((f"{root.name}/", 0, 0, state.st_ino))
+    if not entries:
         return ABSENT
     for folder, prefix in folders:
         depth = _MAX_DEPTH if recurse or prefix else 0
         for entry in _walk(folder, prefix, depth):
-            found.append(entry)
-            if len(found) >= MAX_ENTRIES:
-                return tuple(sorted(found))
-    return tuple(sorted(found))
+            entries.append(entry)
+            if len(entries) >= MAX_ENTRIES:
+                return tuple(sorted(entries))
+    return tuple(sorted(entries))
 
 
 def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
@@ -445,7 +447,7 @@ def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int
                 if depth:
                     yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", depth - 1)
                 continue
-            state = entry.stat()
+            status = entry.stat()
         except OSError:
             continue
-        yield f"{prefix}{entry.name}", state.st_size, state.st_mtime_ns, state.st_ino
+        yield f"{prefix}{entry.name}", status.st_size, status.st_mtime_ns, status.st_ino

@@ -57,8 +57,8 @@ def devices_of(config: ModelConfig) -> list[int]:
 
 def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
     """Parameters of the configuration with those that the backend adds."""
-    own = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
-    return {**config.parameters, **own}
+    added = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
+    return {**config.parameters, **added}
 
 
 def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, file: str) -> None:
@@ -72,14 +72,16 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
         ("input", config.input, model.inputs),
         ("output", config.output, model.outputs),
     ):
-        known = {tensor.name: tensor for tensor in tensors}
+        remaining = {tensor.name: tensor for tensor in tensors}
         for tensor in declared:
-            mismatch = _mismatch(tensor, known.pop(tensor.name, None), config.max_batch_size > 0)
+            mismatch = _mismatch(tensor, remaining.pop(tensor.name, None), config.max_batch_size > 0)
             if mismatch:
-                cure = f"the plan's {side}s: {_listed(tensors)}"
+                cure = f"the plan's {side}s: {_describe(tensors)}"
                 findings.append(Finding(file, None, f"{side} '{tensor.name}' {mismatch}", cure))
         if side == "input":
-            findings += [Finding(file, None, f"input '{name}' is not in the configuration", "add it") for name in known]
+            findings += [
+                Finding(file, None, f"input '{name}' is not in the configuration", "add it") for name in remaining
+            ]
     if findings:
         raise ConfigError(findings)
 
@@ -132,11 +134,11 @@ def _mismatch(declared: ModelInput | ModelOutput, tensor: PlanTensor | None, bat
     dtype = BY_CONFIG_NAME[declared.data_type].dtype
     if dtype != tensor.dtype:
         return f"is {declared.data_type} in the configuration, {tensor.dtype} in the plan"
-    own = declared.dims if declared.reshape is None else declared.reshape.shape
+    dims = declared.dims if declared.reshape is None else declared.reshape.shape
     shape = tensor.shape[1:] if batched else tensor.shape
-    fits = len(own) == len(shape) and all(-1 in pair or pair[0] == pair[1] for pair in zip(own, shape, strict=True))
-    return "" if fits else f"has the shape {list(own)} in the configuration, {list(shape)} in the plan"
+    fits = len(dims) == len(shape) and all(-1 in pair or pair[0] == pair[1] for pair in zip(dims, shape, strict=True))
+    return "" if fits else f"has the shape {list(dims)} in the configuration, {list(shape)} in the plan"
 
 
-def _listed(tensors: Sequence[PlanTensor]) -> str:
+def _describe(tensors: Sequence[PlanTensor]) -> str:
     return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)

@@ -41,27 +41,27 @@ class CachedModel:
 
     Attributes:
         handle: handle of the version.
-        keep: the version is never evicted (`keep_loaded`).
+        is_pinned: the version is never evicted (`keep_loaded`).
         reopen: loads the version again and returns the account of its memory.
-        needs: bytes that it holds while loaded, by GPU.
+        memory_bytes: bytes that it holds while loaded, by GPU.
         loaded_ns: time of the last load.
-        stays_ns: end of its minimum time in memory while it is in use.
-        stuck_ns: no eviction is attempted before this time.
+        protected_until_ns: end of its minimum time in memory while it is in use.
+        retry_eviction_ns: no eviction is attempted before this time.
         failures: failed loads on demand since the last successful load.
         problem: error of the last load on demand; "" if it succeeded.
-        next_ns: no load is attempted before this time.
+        retry_load_ns: no load is attempted before this time.
     """
 
     handle: ModelHandle
-    keep: bool
+    is_pinned: bool
     reopen: Callable[[], MemoryAccount]
-    needs: dict[int, int] = field(default_factory=dict)
+    memory_bytes: dict[int, int] = field(default_factory=dict)
     loaded_ns: int = 0
-    stays_ns: int = 0
-    stuck_ns: int = 0
+    protected_until_ns: int = 0
+    retry_eviction_ns: int = 0
     failures: int = 0
     problem: str = ""
-    next_ns: int = 0
+    retry_load_ns: int = 0
 
     @property
     def name(self) -> str:
@@ -69,21 +69,21 @@ class CachedModel:
         return f"{self.handle.spec.name}/{self.handle.spec.version}"
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """True while it is in memory and not being closed."""
         return self.handle.alive > 0 and not self.handle.evicted and not self.handle.closing
 
     @property
-    def last_ns(self) -> int:
+    def last_used_ns(self) -> int:
         """Time of its last request or load, in monotonic nanoseconds."""
         return max(self.handle.used_ns, self.loaded_ns)
 
-    def leaves_ns(self) -> int:
+    def evictable_ns(self) -> int:
         """Time from which it may be evicted for a version that waits, in monotonic nanoseconds."""
         handle = self.handle
         if handle.in_flight or handle.depth:
-            return self.stays_ns
-        return min(self.stays_ns, handle.used_ns + _IDLE_NS) if handle.used_ns else 0
+            return self.protected_until_ns
+        return min(self.protected_until_ns, handle.used_ns + _IDLE_NS) if handle.used_ns else 0
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class LoadCounts:
 class GpuModelCache:
     """LRU cache of model versions in the memory of all GPUs.
 
-    Ownership: `_lock` guards `_wanted`, `_notified`, `_loads`, `_ended` and the keys of `_models`; `_gone` is its condition and
-    signals removals. `CachedModel` objects belong to the control thread.
+    Ownership: `_lock` guards `_requests`, `_notified`, `_loads`, `_load_error` and the keys of `_models`. `_removal` is its
+    condition and signals removals. `CachedModel` objects belong to the control thread.
 
     Args:
         ledger: memory accounts of the GPUs.
@@ -118,22 +118,23 @@ class GpuModelCache:
     Attributes:
         ledger: memory accounts of the GPUs.
         clock: monotonic nanoseconds.
-        on_wanted: called from any thread when a request waits for an evicted version; the control thread then calls `serve`.
+        on_request: called from any thread when a request waits for an evicted version; the control thread then calls
+            `load_requested`.
         on_change: called on the control thread when a version was evicted or loaded again, or could not be loaded.
     """
 
     def __init__(self, ledger: Ledger | None = None, clock: Clock = monotonic_ns) -> None:
         self.ledger = ledger or Ledger()
         self.clock = clock
-        self.on_wanted: Callable[[], None] = lambda: None
+        self.on_request: Callable[[], None] = lambda: None
         self.on_change: Callable[[ModelHandle], None] = lambda _handle: None
         self._lock = threading.Lock()
-        self._gone = threading.Condition(self._lock)
+        self._removal = threading.Condition(self._lock)
         self._models: dict[ModelHandle, CachedModel] = {}
-        self._wanted: dict[ModelHandle, None] = {}  # in the order of the requests
+        self._requests: dict[ModelHandle, None] = {}  # in the order of the requests
         self._loads: dict[tuple[str, str], LoadCounts] = {}
         self._notified = False  # `on_wanted` was called, and `serve` has not been since
-        self._ended: HeadraceError | None = None
+        self._load_error: HeadraceError | None = None
 
     # For the loader, on the control thread
 
@@ -141,7 +142,7 @@ class GpuModelCache:
         self,
         handle: ModelHandle,
         account: MemoryAccount,
-        keep: bool,
+        is_pinned: bool,
         reopen: Callable[[], MemoryAccount],
         begun_ns: int,
     ) -> None:
@@ -150,11 +151,11 @@ class GpuModelCache:
         Args:
             handle: handle of the version.
             account: account of its memory.
-            keep: never evict it.
+            is_pinned: never evict it.
             reopen: loads it again after an eviction.
             begun_ns: start of the load, monotonic nanoseconds.
         """
-        model = CachedModel(handle, keep, reopen)
+        model = CachedModel(handle, is_pinned, reopen)
         with self._lock:
             self._models[handle] = model
         self._record_load(model, account, begun_ns)
@@ -171,50 +172,50 @@ class GpuModelCache:
         """
         if not error.others:
             return False
-        if self._await_ends(error.gpu):
+        if self._wait_for_closing(error.gpu):
             return True
         now_ns = self.clock()
         victims = [model for model in self._candidates(error.gpu) if model.name != name]
-        if sum(model.needs[error.gpu] for model in victims) < error.lacking_bytes:
+        if sum(model.memory_bytes[error.gpu] for model in victims) < error.lacking_bytes:
             return False
-        victims.sort(key=lambda model: (model.leaves_ns() > now_ns, model.last_ns))
+        victims.sort(key=lambda model: (model.evictable_ns() > now_ns, model.last_used_ns))
         return self._evict(victims, error.gpu, error.lacking_bytes, name)
 
     # For the control thread
 
-    def serve(self) -> int | None:
+    def load_requested(self) -> int | None:
         """Load the requested versions for which there is room now.
 
         Returns:
             Time of the next call for versions that still wait, in monotonic nanoseconds; None if none waits.
         """
         with self._lock:
-            wanted, self._wanted = list(self._wanted), {}  # later requests are new entries
+            requests, self._requests = list(self._requests), {}  # later requests are new entries
             self._notified = False
         waiting: list[ModelHandle] = []
         due_ns: int | None = None
         blocked: set[int] = set()  # GPUs that an earlier request waits for
-        for handle in wanted:
+        for handle in requests:
             model = self._models.get(handle)
             if model is None or not handle.evicted:
                 continue
-            if not blocked & model.needs.keys():
-                at_ns = self._possible_ns(model)
-                if at_ns <= self.clock():
-                    at_ns = self._load_again(model)
-                if not at_ns:
+            if not blocked & model.memory_bytes.keys():
+                load_ns = self._possible_ns(model)
+                if load_ns <= self.clock():
+                    load_ns = self._reload(model)
+                if not load_ns:
                     continue
-                due_ns = at_ns if due_ns is None else min(due_ns, at_ns)
-            blocked |= model.needs.keys()
+                due_ns = load_ns if due_ns is None else min(due_ns, load_ns)
+            blocked |= model.memory_bytes.keys()
             waiting.append(handle)
         with self._lock:
-            self._wanted = {**dict.fromkeys(waiting), **self._wanted}
+            self._requests = {**dict.fromkeys(waiting), **self._requests}
         return due_ns
 
-    def end(self, error: HeadraceError) -> None:
+    def stop(self, error: HeadraceError) -> None:
         """Stop loading on demand: queued and future requests to evicted versions fail with `error`."""
         with self._lock:
-            self._ended = error
+            self._load_error = error
             handles = [*self._models]
         for handle in handles:
             if handle.evicted:
@@ -222,27 +223,27 @@ class GpuModelCache:
 
     # From any thread
 
-    def wanted(self, handle: ModelHandle) -> None:
+    def request(self, handle: ModelHandle) -> None:
         """Note that a request waits for an evicted version."""
         with self._lock:
-            ended = self._ended
-            news = ended is None and not self._notified
-            if ended is None:
-                self._wanted[handle], self._notified = None, True
-        if news:
-            self.on_wanted()
-        if ended is not None:
-            handle.refuse(ended)
+            load_error = self._load_error
+            should_notify = load_error is None and not self._notified
+            if load_error is None:
+                self._requests[handle], self._notified = None, True
+        if should_notify:
+            self.on_request()
+        if load_error is not None:
+            handle.refuse(load_error)
 
-    def forget(self, handle: ModelHandle) -> None:
+    def remove(self, handle: ModelHandle) -> None:
         """Remove a version that has been closed."""
-        with self._gone:
-            self._wanted.pop(handle, None)
+        with self._removal:
+            self._requests.pop(handle, None)
             if self._models.pop(handle, None) is not None:
                 key = _key(handle)
                 if all(_key(other) != key for other in self._models):
                     self._loads.pop(key, None)
-            self._gone.notify_all()
+            self._removal.notify_all()
 
     def problem(self, handle: ModelHandle) -> str:
         """Error of the last load on demand of an evicted version; "" if there was none."""
@@ -262,7 +263,10 @@ class GpuModelCache:
         return [
             model
             for model in list(self._models.values())
-            if gpu in model.needs and not model.keep and model.serves and model.stuck_ns <= now_ns
+            if gpu in model.memory_bytes
+            and not model.is_pinned
+            and model.is_serving
+            and model.retry_eviction_ns <= now_ns
         ]
 
     def _lacking(self, gpu: int, need_bytes: int) -> int:
@@ -270,25 +274,25 @@ class GpuModelCache:
         return 0 if limit is None else max(self.ledger.held(gpu) + need_bytes - limit, 0)
 
     def _possible_ns(self, model: CachedModel) -> int:
-        """Earliest load time: when enough of the others may be evicted; `next_ns` if that never frees enough."""
-        at_ns = model.next_ns
-        for gpu, need_bytes in model.needs.items():
+        """Earliest load time: when enough of the others may be evicted; `retry_load_ns` if that never frees enough."""
+        load_ns = model.retry_load_ns
+        for gpu, need_bytes in model.memory_bytes.items():
             lacking = self._lacking(gpu, need_bytes)
-            leaving = sorted((other.leaves_ns(), other.needs[gpu]) for other in self._candidates(gpu))
-            if lacking > sum(size_bytes for _, size_bytes in leaving):
+            evictable = sorted((other.evictable_ns(), other.memory_bytes[gpu]) for other in self._candidates(gpu))
+            if lacking > sum(size_bytes for _, size_bytes in evictable):
                 continue
-            for leaves_ns, size_bytes in leaving:
+            for evictable_ns, size_bytes in evictable:
                 if lacking <= 0:
                     break
                 lacking -= size_bytes
-                at_ns = max(at_ns, leaves_ns)
-        return at_ns
+                load_ns = max(load_ns, evictable_ns)
+        return load_ns
 
-    def _load_again(self, model: CachedModel) -> int:
+    def _reload(self, model: CachedModel) -> int:
         """Load a version again; returns 0 if it is loaded or its requests were refused, else the time of the next attempt."""
-        for gpu, need_bytes in model.needs.items():
+        for gpu, need_bytes in model.memory_bytes.items():
             if self._lacking(gpu, need_bytes):
-                self._await_ends(gpu)
+                self._wait_for_closing(gpu)
             if (lacking_bytes := self._lacking(gpu, need_bytes)) > 0:
                 self._evict_idle(gpu, lacking_bytes, model)
         begun_ns = self.clock()
@@ -297,13 +301,13 @@ class GpuModelCache:
                 account = model.reopen()
             except NoRoom as error:
                 if error.others and (
-                    self._await_ends(error.gpu) or self._evict_idle(error.gpu, error.lacking_bytes, model)
+                    self._wait_for_closing(error.gpu) or self._evict_idle(error.gpu, error.lacking_bytes, model)
                 ):
                     continue
-                later = self._candidates(error.gpu) if error.others else []
-                if later and sum(other.needs[error.gpu] for other in later) >= error.lacking_bytes:
-                    leaves_ns = min(other.leaves_ns() for other in later)
-                    return max(leaves_ns, self.clock() + _MIN_WAIT_NS)
+                candidates = self._candidates(error.gpu) if error.others else []
+                if candidates and sum(other.memory_bytes[error.gpu] for other in candidates) >= error.lacking_bytes:
+                    evictable_ns = min(other.evictable_ns() for other in candidates)
+                    return max(evictable_ns, self.clock() + _MIN_WAIT_NS)
                 self._back_off(model, error)
             except HeadraceError as error:
                 self._back_off(model, error)
@@ -318,9 +322,9 @@ class GpuModelCache:
 
     def _record_load(self, model: CachedModel, account: MemoryAccount, begun_ns: int, on_demand: bool = False) -> None:
         now_ns = self.clock()
-        model.needs = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
-        model.loaded_ns, model.stays_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)
-        model.failures, model.problem, model.next_ns = 0, "", 0
+        model.memory_bytes = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
+        model.loaded_ns, model.protected_until_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)
+        model.failures, model.problem, model.retry_load_ns = 0, "", 0
         with self._lock:
             loads = self._loads.setdefault(_key(model.handle), LoadCounts())
             loads.count += 1
@@ -333,7 +337,7 @@ class GpuModelCache:
         wait_s = min(1 << model.failures, _MAX_BACKOFF_S)
         model.failures += 1
         model.problem = str(error)
-        model.next_ns = self.clock() + wait_s * NS_PER_S
+        model.retry_load_ns = self.clock() + wait_s * NS_PER_S
         logger.error("model %s could not be loaded for a request: %s", model.name, error)
         self.on_change(model.handle)
         message = f"model '{model.handle.spec.name}' is out of memory and could not be loaded again: {error}"
@@ -342,10 +346,10 @@ class GpuModelCache:
     def _evict_idle(self, gpu: int, lacking_bytes: int, requester: CachedModel) -> bool:
         """Evict idle versions, least recently used first; False if none was evicted: none is idle, or it would not help."""
         now_ns, candidates = self.clock(), self._candidates(gpu)
-        if sum(model.needs[gpu] for model in candidates) < lacking_bytes:
+        if sum(model.memory_bytes[gpu] for model in candidates) < lacking_bytes:
             return False
-        victims = [model for model in candidates if model.leaves_ns() <= now_ns]
-        victims.sort(key=lambda model: model.last_ns)
+        victims = [model for model in candidates if model.evictable_ns() <= now_ns]
+        victims.sort(key=lambda model: model.last_used_ns)
         return self._evict(victims, gpu, lacking_bytes, requester.name)
 
     def _evict(self, victims: Iterable[CachedModel], gpu: int, lacking_bytes: int, requester: str) -> bool:
@@ -355,26 +359,30 @@ class GpuModelCache:
                 break
             if not victim.handle.evict(_EVICT_TIMEOUT_S):
                 logger.warning("model %s cannot make room for %s: it does not come to an end", victim.name, requester)
-                victim.stuck_ns = self.clock() + _RETRY_EVICTION_NS
+                victim.retry_eviction_ns = self.clock() + _RETRY_EVICTION_NS
                 continue
-            freed_bytes += victim.needs[gpu]
-            freed = format_bytes(victim.needs[gpu])
+            freed_bytes += victim.memory_bytes[gpu]
+            freed = format_bytes(victim.memory_bytes[gpu])
             logger.info("model %s makes room for %s: %s of GPU %d", victim.name, requester, freed, gpu)
             with self._lock:
                 self._loads[_key(victim.handle)].evictions += 1
             self.on_change(victim.handle)
         return freed_bytes > 0
 
-    def _await_ends(self, gpu: int) -> bool:
+    def _wait_for_closing(self, gpu: int) -> bool:
         """Wait for a version that is being closed to free its GPU memory; False if none does in time."""
 
-        def ending() -> int:
-            found = [t for t in self._models.values() if gpu in t.needs and t.handle.closing and not t.handle.evicted]
-            return len(found)
+        def count_closing() -> int:
+            closing = [
+                model
+                for model in self._models.values()
+                if gpu in model.memory_bytes and model.handle.closing and not model.handle.evicted
+            ]
+            return len(closing)
 
-        with self._gone:
-            before = ending()
-            return before > 0 and self._gone.wait_for(lambda: ending() < before, _DRAIN_S)
+        with self._removal:
+            before = count_closing()
+            return before > 0 and self._removal.wait_for(lambda: count_closing() < before, _DRAIN_S)
 
 
 def _key(handle: ModelHandle) -> tuple[str, str]:

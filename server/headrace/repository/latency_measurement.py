@@ -67,7 +67,7 @@ class LatencyStore:
         self._folder = folder.absolute()
         self._warned = False
 
-    def kept(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
+    def file_for(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
         """The stored latency table of a version, keyed by everything that decides its compute times.
 
         Args:
@@ -101,7 +101,7 @@ class LatencyStore:
             document: Any = json.loads(content) if len(content) <= _MAX_BYTES else None
             with suppress(OSError):  # marks it as recently used
                 os.utime(path)
-            return _checked(document)
+            return _parse(document)
         except FileNotFoundError:
             return NO_LATENCIES
         except (OSError, ValueError, RecursionError) as error:
@@ -163,11 +163,11 @@ class LatencyFile:
     machine: str
 
     def read(self) -> StoredLatencies:
-        """As `ProfileStore.read`."""
+        """As `LatencyStore.read`."""
         return self.store.read(self.key)
 
     def write(self, profile: LatencyTable, idle_ns: int) -> None:
-        """As `ProfileStore.write`."""
+        """As `LatencyStore.write`."""
         self.store.write(self.key, self.name, self.machine, profile, idle_ns)
 
 
@@ -184,7 +184,7 @@ def _machine(runtime: str) -> Machine:
     return onnxruntime_machine()
 
 
-def _checked(document: object) -> StoredLatencies:
+def _parse(document: object) -> StoredLatencies:
     """What is in a file.
 
     Raises:
@@ -198,17 +198,17 @@ def _checked(document: object) -> StoredLatencies:
     return StoredLatencies({_count(instances): _table(table) for instances, table in tables.items()}, idle_ns)
 
 
-def _table(table: object) -> dict[int, list[int]]:
-    if not isinstance(table, Mapping):
+def _table(document: object) -> dict[int, list[int]]:
+    if not isinstance(document, Mapping):
         raise ValueError("its times are not by rows")
-    found: dict[int, list[int]] = {}
-    for rows, times_ns in table.items():
+    table: dict[int, list[int]] = {}
+    for rows, times_ns in document.items():
         if not (isinstance(times_ns, list) and times_ns):
             raise ValueError("a number of rows has no times")
         if not all(type(time_ns) is int and 0 < time_ns <= _MAX_TIME_NS for time_ns in times_ns):
             raise ValueError("a time is no number of nanoseconds")
-        found[_count(rows)] = times_ns
-    return found
+        table[_count(rows)] = times_ns
+    return table
 
 
 def _count(text: object) -> int:
@@ -243,16 +243,16 @@ class ConcurrentRuns:
         clock: Clock,
     ) -> None:
         self.instances = instances
-        self.found_ns: dict[int, list[int]] = {}
+        self.times_ns: dict[int, list[int]] = {}
         self._sizes = iter(sizes)
         self._feed = feed
         self._in_time = in_time
         self._clock = clock
         self._rows = 0  # what comes next; 0: nothing more
-        self._chosen = threading.Barrier(instances, self._choose, _ABANDONED_S)
-        self._fed = threading.Barrier(instances, timeout=_ABANDONED_S)
+        self._size_chosen = threading.Barrier(instances, self._choose, _ABANDONED_S)
+        self._inputs_ready = threading.Barrier(instances, timeout=_ABANDONED_S)
 
-    def take_part(self, execution: Execution) -> None:
+    def run(self, execution: Execution) -> None:
         """Run all sizes on one instance, beside the others; returns early if another instance fails.
 
         Raises:
@@ -260,16 +260,16 @@ class ConcurrentRuns:
         """
         try:
             while True:
-                self._chosen.wait()
+                self._size_chosen.wait()
                 rows = self._rows
                 if not rows:
                     return
                 inputs = self._feed(rows)
-                self._fed.wait()
+                self._inputs_ready.wait()
                 begun_ns = self._clock()
                 execution.run(inputs)
                 # One dictionary and one list each: both calls are one step of the interpreter.
-                self.found_ns.setdefault(rows, []).append(self._clock() - begun_ns)
+                self.times_ns.setdefault(rows, []).append(self._clock() - begun_ns)
         except threading.BrokenBarrierError:
             return
         except BaseException:
@@ -278,8 +278,8 @@ class ConcurrentRuns:
 
     def abort(self) -> None:
         """Stop all instances after their current batch."""
-        self._chosen.abort()
-        self._fed.abort()
+        self._size_chosen.abort()
+        self._inputs_ready.abort()
 
     def _choose(self) -> None:
         """Select the next size; called by one instance while the others wait at the barrier."""
@@ -296,9 +296,9 @@ _ROUNDS_TOGETHER = 3
 # Inputs larger than this are not made up.
 MAX_INPUT_BYTES = 1 << 28
 # How much of the time is for one instance alone, where there are several.
-_ALONE = 0.5
+_ALONE_SHARE = 0.5
 # Times that were kept are believed if one row takes so many times as long at the most, or so many times less long.
-_BELIEVED = 2.0
+_ACCEPTED_RATIO = 2.0
 # An instance that is open waits for the others no longer than this many times the limit, to measure together.
 _ARRIVAL_TIMEOUT_FACTOR = 4
 
@@ -317,7 +317,7 @@ class LatencyMeasurement:
         profile: where the times go.
         limit_ns: no run is begun that would probably end later than that.
         clock: monotonic nanoseconds.
-        kept: what an earlier process knew; believed if the model is about as fast at its loading as it was then.
+        file_for: what an earlier process knew; believed if the model is about as fast at its loading as it was then.
 
     Attributes:
         idle_ns: how long the smallest batch took before the version served; 0: not known.
@@ -331,20 +331,20 @@ class LatencyMeasurement:
         profile: LatencyTable,
         limit_ns: int,
         clock: Clock = monotonic_ns,
-        kept: StoredLatencies = NO_LATENCIES,
+        stored: StoredLatencies = NO_LATENCIES,
     ) -> None:
         self._config = config
         self._model = model
-        self._instances = self._awaited = instances
+        self._instances = self._remaining = instances
         self._profile = profile
         self._limit_ns = limit_ns
         self._clock = clock
-        self._kept = kept
+        self._stored = stored
         self.idle_ns = 0
         self._problem = unmeasurable(config)
         self._stages: Sequence[ConcurrentRuns] | None = None  # once the last instance has come
-        self._patient = instances - 1  # others that still wait for it
-        self._arrivals = threading.Condition()  # guards _awaited, _stages and _patient
+        self._joinable = instances - 1  # others that still wait for it
+        self._condition = threading.Condition()  # guards _awaited, _stages and _patient
 
     def __call__(self, execution: Execution) -> None:
         """Measure, if the profile is empty.
@@ -352,73 +352,73 @@ class LatencyMeasurement:
         Raises:
             ExecutionLost: nothing can be run any more.
         """
-        with self._arrivals:
-            self._awaited -= 1
-            seat = self._awaited  # 0 for the last
-        if seat < 0 or self._profile.known():  # started anew, or brought back from parking
+        with self._condition:
+            self._remaining -= 1
+            position = self._remaining  # 0 for the last
+        if position < 0 or self._profile.known():  # started anew, or brought back from parking
             return
         bucket_seconds = backend_buckets(self._model)  # complete once the last instance is open
         if self._problem or bucket_seconds or not self._limit_ns:
-            if seat == 0:
-                self._without_running(bucket_seconds)
-        elif seat:
-            self._wait_and_join(execution, seat)
+            if position == 0:
+                self._skip_runs(bucket_seconds)
+        elif position:
+            self._measure_with_others(execution, position)
         else:
-            self._lead(execution)
+            self._measure_all(execution)
 
-    def _without_running(self, bucket_seconds: Mapping[int, float]) -> None:
+    def _skip_runs(self, bucket_seconds: Mapping[int, float]) -> None:
         if bucket_seconds:
-            with self._arrivals:
+            with self._condition:
                 self._stages = ()  # some may wait that came before there was a table
-                self._arrivals.notify_all()
+                self._condition.notify_all()
             self._profile.buckets = tuple(sorted(bucket_seconds))
             table_ns = bucket_times(bucket_seconds)
-            self._compare(table_ns[min(table_ns)])
+            self._accept_stored(table_ns[min(table_ns)])
             self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
         if self._problem and self._limit_ns:
             logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
-        self._compare(0)
+        self._accept_stored(0)
 
-    def _wait_and_join(self, execution: Execution, seat: int) -> None:
+    def _measure_with_others(self, execution: Execution, position: int) -> None:
         """Of an instance that was not the last: do what that says."""
-        with self._arrivals:
+        with self._condition:
             timeout_s = _ARRIVAL_TIMEOUT_FACTOR * self._limit_ns / NS_PER_S
-            if not self._arrivals.wait_for(lambda: self._stages is not None, timeout_s):
-                self._patient -= 1
+            if not self._condition.wait_for(lambda: self._stages is not None, timeout_s):
+                self._joinable -= 1
                 return
             stages = self._stages or ()
-        self._together(execution, self._instances - seat, stages)
+        self._run_stages(execution, self._instances - position, stages)
 
-    def _lead(self, execution: Execution) -> None:
+    def _measure_all(self, execution: Execution) -> None:
         """Of the last instance to come: alone first, then with the others."""
         begun_ns, several = self._clock(), self._instances > 1
         end_ns = begun_ns + self._limit_ns
         stages: list[ConcurrentRuns] = []
         try:
             feed = feeds(self._config)
-            if self._kept.times_ns:
-                self._compare(self._idle(execution, feed, end_ns))
+            if self._stored.times_ns:
+                self._accept_stored(self._measure_idle(execution, feed, end_ns))
                 if self._profile.known():
                     return
-            alone_ns = int(self._limit_ns * _ALONE) if several else self._limit_ns
-            self._alone(execution, feed, begun_ns + alone_ns)
+            alone_ns = int(self._limit_ns * _ALONE_SHARE) if several else self._limit_ns
+            self._measure_alone(execution, feed, begun_ns + alone_ns)
             if several and self._profile.known():
-                stages = self._plan(feed, end_ns)
+                stages = self._plan_stages(feed, end_ns)
         finally:
-            with self._arrivals:
+            with self._condition:
                 # One that waits no more would be missed.
-                self._stages = stages = stages if self._patient == self._instances - 1 else []
-                self._arrivals.notify_all()
-        self._together(execution, 0, stages)
+                self._stages = stages = stages if self._joinable == self._instances - 1 else []
+                self._condition.notify_all()
+        self._run_stages(execution, 0, stages)
         medians = ", ".join(
-            f"{known.rows} rows {known.median_ns // NS_PER_US} us ({known.instances} at work)"
-            for known in self._profile.known()
+            f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} at work)"
+            for entry in self._profile.known()
         )
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
         logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
 
-    def _together(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
+    def _run_stages(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
         """With the others.
 
         Args:
@@ -429,46 +429,46 @@ class LatencyMeasurement:
         try:
             for stage in stages:
                 if arrival < stage.instances:
-                    self._run(partial(stage.take_part, execution))
+                    self._run(partial(stage.run, execution))
                 if not arrival:
-                    self._profile.seed(_warm(stage.found_ns, stage.instances), stage.instances)
+                    self._profile.seed(_warm(stage.times_ns, stage.instances), stage.instances)
         except BaseException:  # nobody may wait for this instance
             for stage in stages:
                 stage.abort()
             raise
 
-    def _alone(self, execution: Execution, feed: Feed, end_ns: int) -> None:
+    def _measure_alone(self, execution: Execution, feed: Feed, end_ns: int) -> None:
         """Run all sizes several times, as far as time goes."""
-        found: dict[int, list[int]] = {}
+        times_by_rows: dict[int, list[int]] = {}
 
         def run() -> None:
-            a_row_ns = 0.0
+            row_ns = 0.0
             for _ in range(_ROUNDS):
                 for rows in sizes(self._config):
-                    times_ns = found.setdefault(rows, [])
-                    expected_ns = times_ns[-1] if times_ns else a_row_ns * rows
+                    times_ns = times_by_rows.setdefault(rows, [])
+                    expected_ns = times_ns[-1] if times_ns else row_ns * rows
                     if self._clock() + expected_ns > end_ns:
                         return
                     times_ns.append(self._timed(execution, feed(rows)))
-                    a_row_ns = times_ns[-1] / rows
+                    row_ns = times_ns[-1] / rows
 
         self._run(run)
-        self._profile.seed(_warm(found, 1))
+        self._profile.seed(_warm(times_by_rows, 1))
         self.idle_ns = self._profile.estimate_ns(min(sizes(self._config)), 1)
 
-    def _plan(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
+    def _plan_stages(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
         """With 2, 4, 8 ... and all instances, the time that is left shared between them."""
         counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
         share_ns = max(end_ns - self._clock(), 0) // len(counts)
-        known = [each.rows for each in self._profile.known()]
+        row_counts = [entry.rows for entry in self._profile.known()]
         stages = []
-        for place, count in enumerate(counts):
-            stop_ns = end_ns - share_ns * (len(counts) - 1 - place)
+        for index, count in enumerate(counts):
+            stop_ns = end_ns - share_ns * (len(counts) - 1 - index)
 
             def in_time(rows: int, count: int = count, stop_ns: int = stop_ns) -> bool:
                 return self._clock() + self._profile.estimate_ns(rows, count) <= stop_ns
 
-            stages.append(ConcurrentRuns(count, known * _ROUNDS_TOGETHER, feed, in_time, self._clock))
+            stages.append(ConcurrentRuns(count, row_counts * _ROUNDS_TOGETHER, feed, in_time, self._clock))
         return stages
 
     def _run(self, run: Callable[[], None]) -> None:
@@ -478,15 +478,15 @@ class LatencyMeasurement:
         except ExecutionLost:
             raise
         except Exception as error:
-            name, what = self._config.name, type(error).__name__
-            logger.info("model %s is not measured further: it failed on made-up inputs (%s)", name, what)
+            name, error_name = self._config.name, type(error).__name__
+            logger.info("model %s is not measured further: it failed on made-up inputs (%s)", name, error_name)
 
     def _timed(self, execution: Execution, inputs: dict[str, Array]) -> int:
         begun_ns = self._clock()
         execution.run(inputs)
         return self._clock() - begun_ns
 
-    def _idle(self, execution: Execution, feed: Feed, end_ns: int) -> int:
+    def _measure_idle(self, execution: Execution, feed: Feed, end_ns: int) -> int:
         """How long the smallest size takes now; 0 if the model fails on it."""
         times_ns: list[int] = []
         rows = min(sizes(self._config))
@@ -499,11 +499,11 @@ class LatencyMeasurement:
         warm_ns = sorted(times_ns[1:] or times_ns)
         return warm_ns[len(warm_ns) // 2] if warm_ns else 0
 
-    def _compare(self, idle_ns: int) -> None:
+    def _accept_stored(self, idle_ns: int) -> None:
         """Believe what was kept, if the smallest size takes about as long as it did then; or if neither is known."""
-        then_ns, self.idle_ns = self._kept.idle_ns, idle_ns
-        if then_ns / _BELIEVED <= idle_ns <= then_ns * _BELIEVED:
-            for instances, times_ns in sorted(self._kept.times_ns.items()):
+        then_ns, self.idle_ns = self._stored.idle_ns, idle_ns
+        if then_ns / _ACCEPTED_RATIO <= idle_ns <= then_ns * _ACCEPTED_RATIO:
+            for instances, times_ns in sorted(self._stored.times_ns.items()):
                 self._profile.seed(times_ns, instances, "stored")
             if self._profile.known():
                 self.idle_ns = then_ns  # else it could drift away step by step
@@ -511,14 +511,14 @@ class LatencyMeasurement:
 
 def sizes(config: ModelConfig) -> list[int]:
     """Numbers of rows that are measured: powers of two, the preferred ones and the most, as far as inputs are not too large."""
-    most = max(config.max_batch_size, 1)
+    max_rows = max(config.max_batch_size, 1)
     row_bytes = sum(
         math.prod(tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes for tensor in config.served_input
     )
-    wanted = {most, *(1 << power for power in range(most.bit_length()))}
+    row_counts = {max_rows, *(1 << power for power in range(max_rows.bit_length()))}
     if config.dynamic_batching is not None:
-        wanted.update(config.dynamic_batching.preferred_batch_size)
-    return sorted(rows for rows in wanted if rows <= most and rows * row_bytes <= MAX_INPUT_BYTES)
+        row_counts.update(config.dynamic_batching.preferred_batch_size)
+    return sorted(rows for rows in row_counts if rows <= max_rows and rows * row_bytes <= MAX_INPUT_BYTES)
 
 
 def unmeasurable(config: ModelConfig) -> str:
@@ -539,8 +539,8 @@ def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
     inner: Any = model
     while inner is not None and not hasattr(inner, "profile"):
         inner = getattr(inner, "inner", None)
-    found: Mapping[int, float] = {} if inner is None else inner.profile
-    return found
+    buckets: Mapping[int, float] = {} if inner is None else inner.profile
+    return buckets
 
 
 def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
@@ -557,9 +557,9 @@ def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
     return table
 
 
-def _warm(found_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[int]]:
+def _warm(times_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[int]]:
     """Without the first time of each size and instance, if there are others."""
-    return {rows: times_ns[instances:] or times_ns for rows, times_ns in found_ns.items()}
+    return {rows: times_ns[instances:] or times_ns for rows, times_ns in times_ns.items()}
 
 
 def feeds(config: ModelConfig) -> Feed:

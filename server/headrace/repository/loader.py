@@ -28,13 +28,13 @@ from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import Steps, steps_of, with_pictures
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.latency_measurement import NO_LATENCIES, LatencyFile, LatencyMeasurement, LatencyStore, cores
-from headrace.repository.warmup import WarmUp, make_warmups
+from headrace.repository.warmup import WarmupRunner, make_warmups
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
 
 # What measurements are called in a stamp -> how people say them.
-_MEASURED = {
+_ACCURACY_LABELS = {
     "top1_agreement": "top-1 agreement with FP32",
     "accuracy": "accuracy",
     "reference_accuracy": "accuracy in FP32",
@@ -60,7 +60,7 @@ def describe_stamp(stamp: Stamp) -> str:
     accuracy = stamp.accuracy or {}
     measured = [
         f"{words} {100 * value:.1f} %"
-        for name, words in _MEASURED.items()
+        for name, words in _ACCURACY_LABELS.items()
         if isinstance(value := accuracy.get(name), float | int) and not isinstance(value, bool)
     ]
     return ", ".join([stamp.precision, *measured])
@@ -88,18 +88,18 @@ def version_parameters(plan: ServingPlan, devices: Sequence[int]) -> dict[str, s
 def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
     """Metadata of the engine that serves a model; each name begins with "engine."."""
     accuracy = stamp.accuracy or {}
-    found: dict[str, str | float | bool] = {
+    parameters: dict[str, str | float | bool] = {
         "engine.file": stamp.artefact,
         "engine.precision": stamp.precision,
         "engine.below_accuracy_bar": stamp.forced,
     }
     if stamp.forced:
-        found["engine.refusal"] = "; ".join(stamp.refusal)
-    for name in (*_MEASURED, "cosine"):
+        parameters["engine.refusal"] = "; ".join(stamp.refusal)
+    for name in (*_ACCURACY_LABELS, "cosine"):
         value = accuracy.get(name)
         if isinstance(value, float | int):
-            found[f"engine.{name}"] = value
-    return found
+            parameters[f"engine.{name}"] = value
+    return parameters
 
 
 # Where each backend is made, for the process that is to make it.
@@ -161,7 +161,7 @@ class Loader:
         mailbox: of the event loop on which callers wait.
         histograms: keep latency histograms.
         on_dead: called with (model, version, instances left) when an instance dies.
-        on_back: called with (model, version, instances that live) when one that had died serves again.
+        on_restart: called with (model, version, instances that live) when one that had died serves again.
         backend: finds a backend by name.
         gpu_model_cache: the models in GPU memory.
         gpu_memory_fraction: share of each GPU's memory that all versions together may use.
@@ -173,7 +173,7 @@ class Loader:
     mailbox: Mailbox
     histograms: bool = True
     on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
-    on_back: Callable[[str, str, int], None] = lambda _name, _version, _living: None
+    on_restart: Callable[[str, str, int], None] = lambda _name, _version, _living: None
     backend: Callable[[str], Backend] = open_backend
     gpu_model_cache: GpuModelCache = field(default_factory=GpuModelCache)
     gpu_memory_fraction: float = 0.9
@@ -201,7 +201,7 @@ class Loader:
         """
         return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
 
-    def load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
+    def load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
         """Read the file of the plan, start the instances and warm them up; evicts other models if GPU memory is short.
 
         Raises:
@@ -210,87 +210,89 @@ class Loader:
         """
         while True:
             try:
-                return self._load(folder, version, chosen)
+                return self._load(folder, version, plan)
             except NoRoom as error:
                 if not self.gpu_model_cache.make_room(error, f"{folder.config.name}/{version}"):
                     raise
 
-    def _load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
+    def _load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
         config, begun_ns = folder.config, self.gpu_model_cache.clock()
         warmups = make_warmups(config, folder.path)
-        check_engine(chosen, config)
-        seen = _look(chosen.file)
-        model = self._open(folder, version, chosen)
+        check_engine(plan, config)
+        file_id = _file_id(plan.file)
+        model = self._open(folder, version, plan)
         policy = handle_policy(config, on_gpu=bool(model.devices))
         spec = replace(model_spec(folder, version), resident_devices=model.resident_devices)
-        spec = replace(spec, parameters=version_parameters(chosen, model.devices))
+        spec = replace(spec, parameters=version_parameters(plan, model.devices))
         handle = ModelHandle(
             spec=spec,
             policy=replace(policy, instances=model.instances),
             model=model,
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
-            on_dead=lambda left: self.on_dead(config.name, str(version), left),
-            on_wanted=self.gpu_model_cache.wanted,
-            on_back=lambda living: self.on_back(config.name, str(version), living),
+            on_dead=lambda remaining: self.on_dead(config.name, str(version), remaining),
+            on_wanted=self.gpu_model_cache.request,
+            on_back=lambda alive: self.on_restart(config.name, str(version), alive),
         )
-        kept = self._kept(config, chosen, model.instances)
-        measuring = self._measuring(config, model, handle, kept)
-        handle.start(WarmUp(config.name, warmups, measuring))
-        if kept is not None:
-            kept.write(handle.profile, measuring.idle_ns)
-            model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
+        latency_file = self._latency_file(config, plan, model.instances)
+        measurement = self._measurement(config, model, handle, latency_file)
+        handle.start(WarmupRunner(config.name, warmups, measurement))
+        if latency_file is not None:
+            latency_file.write(handle.profile, measurement.idle_ns)
+            model.on_closed.append(partial(latency_file.write, handle.profile, measurement.idle_ns))
 
         def reopen() -> MemoryAccount:
-            if _look(chosen.file) != seen:
-                message = f"{chosen.file.name} has changed since it was loaded"
+            if _file_id(plan.file) != file_id:
+                message = f"{plan.file.name} has changed since it was loaded"
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
-            again = make_warmups(config, folder.path)
-            model = self._open(folder, version, chosen)
-            handle.restore(model, WarmUp(config.name, again, self._measuring(config, model, handle, None)))
-            if kept is not None:
-                model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
+            new_warmups = make_warmups(config, folder.path)
+            model = self._open(folder, version, plan)
+            handle.restore(
+                model, WarmupRunner(config.name, new_warmups, self._measurement(config, model, handle, None))
+            )
+            if latency_file is not None:
+                model.on_closed.append(partial(latency_file.write, handle.profile, measurement.idle_ns))
             return model.account
 
         self.gpu_model_cache.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
-    def _kept(self, config: ModelConfig, chosen: ServingPlan, instances: int) -> LatencyFile | None:
+    def _latency_file(self, config: ModelConfig, plan: ServingPlan, instances: int) -> LatencyFile | None:
         if self.profiles is None:
             return None
-        digest = chosen.stamp.artefact_sha256 if chosen.stamp is not None else onnx_digest(chosen.file)
-        return self.profiles.kept(config, digest, chosen.runtime, instances)
+        digest = plan.stamp.artefact_sha256 if plan.stamp is not None else onnx_digest(plan.file)
+        return self.profiles.file_for(config, digest, plan.runtime, instances)
 
-    def _measuring(
-        self, config: ModelConfig, model: _BookedModel, handle: ModelHandle, kept: LatencyFile | None
+    def _measurement(
+        self, config: ModelConfig, model: _AccountedModel, handle: ModelHandle, latency_file: LatencyFile | None
     ) -> LatencyMeasurement:
-        limit_ns, known = int(self.profile_s * NS_PER_S), NO_LATENCIES if kept is None else kept.read()
+        limit_ns, stored = int(self.profile_s * NS_PER_S), NO_LATENCIES if latency_file is None else latency_file.read()
         if not model.devices:
             config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
-        return LatencyMeasurement(config, model, model.instances, handle.profile, limit_ns, kept=known)
+        return LatencyMeasurement(config, model, model.instances, handle.profile, limit_ns, stored=stored)
 
-    def _open(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> _BookedModel:
+    def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> _AccountedModel:
         """The model in memory."""
         config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
         try:
-            if chosen.runtime == "tensorrt":
-                devices, model, steps = self._on_gpus(chosen, config, steps, account)
+            if plan.runtime == "tensorrt":
+                devices, model, steps = self._on_gpus(plan, config, steps, account)
                 instances = len(devices)
                 # The CPU prepares pictures of the host's memory.
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
             else:
                 instances = handle_policy(config).instances
-                model = self._opened(chosen.runtime, config).load(chosen.file, instances, dict(config.parameters))
+                model = self._create_backend(plan.runtime, config).load(plan.file, instances, dict(config.parameters))
             inner = with_pictures(_reshaping(model, config), steps)
-            return _BookedModel(inner, account, instances, residents, tuple(devices))
+            return _AccountedModel(inner, account, instances, residents, tuple(devices))
         except BaseException:
             account.close()
             raise
 
     def _on_gpus(
-        self, chosen: ServingPlan, config: ModelConfig, steps: Steps, account: MemoryAccount
+        self, plan: ServingPlan, config: ModelConfig, steps: Steps, account: MemoryAccount
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.process.backend import IsolatedBackend
         from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel, gpu_count
@@ -303,14 +305,14 @@ class Loader:
         )
 
         devices = devices_of(config)
-        backend, parameters = self._opened(chosen.runtime, config), backend_parameters(config, devices)
+        backend, parameters = self._create_backend(plan.runtime, config), backend_parameters(config, devices)
         if not isinstance(backend, TensorRtBackend | IsolatedBackend):
-            return devices, backend.load(chosen.file, len(devices), parameters), steps
+            return devices, backend.load(plan.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
             self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
-        model = backend.load(chosen.file, len(devices), parameters, account)
+        model = backend.load(plan.file, len(devices), parameters, account)
         try:
-            check_tensors(model, config, chosen.file.name)
+            check_tensors(model, config, plan.file.name)
             if isinstance(model, TensorRtModel):
                 steps = join_steps(model, config, steps)
         except BaseException:
@@ -318,7 +320,7 @@ class Loader:
             raise
         return devices, model, steps
 
-    def _opened(self, runtime: str, config: ModelConfig) -> Backend:
+    def _create_backend(self, runtime: str, config: ModelConfig) -> Backend:
         """A backend, in this process or in one of the model's own."""
         if config.isolation == "process":
             return isolated(runtime, config)
@@ -409,8 +411,8 @@ def cpu_batch_size(config: ModelConfig) -> int:
 
 def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:
     """Every level's own by 1-based level; none where there is but one queue."""
-    own, levels = batching.priority_queue_policy, range(1, batching.priority_levels + 1)
-    return {level: own.get(level, batching.default_queue_policy) for level in levels}
+    policies, levels = batching.priority_queue_policy, range(1, batching.priority_levels + 1)
+    return {level: policies.get(level, batching.default_queue_policy) for level in levels}
 
 
 def _limits(batching: DynamicBatching) -> QueueLimits:
@@ -451,17 +453,17 @@ def _instances(config: ModelConfig) -> int:
     return sum(group.count for group in off_gpu) or 1
 
 
-def _look(file: Path) -> tuple[int, int, int]:
+def _file_id(file: Path) -> tuple[int, int, int]:
     """Size, time of change and inode of a file, zeros if it cannot be seen."""
     try:
-        seen = file.stat()
+        status = file.stat()
     except OSError:
         return 0, 0, 0
-    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 @dataclass(frozen=True, slots=True)
-class _BookedModel:
+class _AccountedModel:
     """A model and the account of its memory, which is closed with it.
 
     Attributes:
@@ -470,7 +472,7 @@ class _BookedModel:
         instances: how many executions may be asked for.
         resident_devices: numbers of the GPUs that read inputs where they lie.
         devices: number of the GPU of each instance; empty on the CPU.
-        last: called once it is closed, e.g. to keep its profile.
+        on_closed: called once it is closed, e.g. to keep its profile.
     """
 
     inner: LoadedModel
@@ -478,7 +480,7 @@ class _BookedModel:
     instances: int
     resident_devices: frozenset[int]
     devices: tuple[int, ...]
-    last: list[Callable[[], None]] = field(default_factory=list)
+    on_closed: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:
         return self.inner.execution(index)
@@ -486,8 +488,8 @@ class _BookedModel:
     def close(self) -> None:
         self.inner.close()
         self.account.close()
-        for call in self.last:
-            call()
+        for callback in self.on_closed:
+            callback()
 
 
 def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:

@@ -17,18 +17,26 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
 from headrace.core.model_config import name_problem
 from headrace.repository.builds import BUILDER, BuildOrder, EngineBuilds
-from headrace.repository.deployment import Deployments, Drains, ModelSource, PrivateFolder, check_files
-from headrace.repository.folders import ABSENT, Fingerprint, FoundModel, SkippedFolder, find, fingerprint_model, scan
+from headrace.repository.deployment import Deployments, ModelSource, PrivateFolder, VersionCloser, check_files
+from headrace.repository.folders import (
+    ABSENT,
+    Fingerprint,
+    RepositoryModel,
+    SkippedFolder,
+    find,
+    fingerprint_model,
+    scan,
+)
 from headrace.repository.loader import Loader
 from headrace.repository.registry import Registry, State
 
 
 @dataclass(slots=True)
 class _Model:
-    look: Fingerprint
+    fingerprint: Fingerprint
     since_ns: int
-    looks: int
-    done: Fingerprint
+    scans: int
+    reported: Fingerprint
 
 
 class Watcher:
@@ -42,29 +50,29 @@ class Watcher:
         self._settle_ns = settle_ns
         self._models: dict[str, _Model] = {}
 
-    def see(self, looks: Mapping[str, Fingerprint], now_ns: int) -> list[str]:
+    def update(self, fingerprints: Mapping[str, Fingerprint], now_ns: int) -> list[str]:
         """Take a look at all models and give those to act on, each only once for every way it looks.
 
-        A model that is not among `looks` has been removed; that too must last before it counts.
+        A model that is not among `fingerprints` has been removed; that too must last before it counts.
 
         Args:
-            looks: by model name.
+            fingerprints: by model name.
             now_ns: monotonic.
         """
         due: list[str] = []
-        for name in sorted(looks.keys() | self._models.keys()):
-            look = looks.get(name, ABSENT)
+        for name in sorted(fingerprints.keys() | self._models.keys()):
+            fingerprint = fingerprints.get(name, ABSENT)
             model = self._models.get(name)
             if model is None:
-                model = self._models[name] = _Model(look, now_ns, 0, ABSENT)
-            if model.look != look:
-                model.look, model.since_ns, model.looks = look, now_ns, 0
-            model.looks += 1
-            if model.look == model.done:
-                if look == ABSENT:
+                model = self._models[name] = _Model(fingerprint, now_ns, 0, ABSENT)
+            if model.fingerprint != fingerprint:
+                model.fingerprint, model.since_ns, model.scans = fingerprint, now_ns, 0
+            model.scans += 1
+            if model.fingerprint == model.reported:
+                if fingerprint == ABSENT:
                     del self._models[name]
-            elif model.looks > 1 and now_ns - model.since_ns >= self._settle_ns:
-                model.done = look
+            elif model.scans > 1 and now_ns - model.since_ns >= self._settle_ns:
+                model.reported = fingerprint
                 due.append(name)
         return due
 
@@ -74,9 +82,9 @@ class Watcher:
         return set(self._models)
 
     @property
-    def restless(self) -> bool:
+    def is_changing(self) -> bool:
         """True while some model has changed and is not at rest yet."""
-        return any(model.look != model.done for model in self._models.values())
+        return any(model.fingerprint != model.reported for model in self._models.values())
 
 
 logger = logging.getLogger("headrace.control")
@@ -89,22 +97,22 @@ _START_SETTLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Desired:
+class ModelSelection:
     """What should be served.
 
     Attributes:
         repositories: folders of models.
         names: the models wanted at start, None for all.
-        only: by repository, the models that it is reduced to; a repository that is not listed has all of its models.
+        model_filter: by repository, the models that it is reduced to; a repository that is not listed has all of its models.
     """
 
     repositories: Sequence[Path]
     names: frozenset[str] | None = None
-    only: Mapping[Path, frozenset[str]] = field(default_factory=dict)
+    model_filter: Mapping[Path, frozenset[str]] = field(default_factory=dict)
 
-    def offers(self, repository: Path, name: str) -> bool:
+    def includes(self, repository: Path, name: str) -> bool:
         """True if a model of a repository may be served."""
-        return repository not in self.only or name in self.only[repository]
+        return repository not in self.model_filter or name in self.model_filter[repository]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,7 @@ class ControlPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    act: Callable[[], None]
+    action: Callable[[], None]
     outcome: Future[None]
 
 
@@ -137,7 +145,7 @@ class Reconciler:
     guarded by `_lock`; everything else belongs to the control thread.
 
     Args:
-        desired: what should be served.
+        selection: what should be served.
         loader: makes handles.
         registry: where they are published.
         on_loaded: called from the control thread when the first loading is over, with an error if that failed as a whole; and
@@ -148,28 +156,28 @@ class Reconciler:
 
     def __init__(
         self,
-        desired: Desired,
+        selection: ModelSelection,
         loader: Loader,
         registry: Registry,
         on_loaded: Callable[[BaseException | None], None],
         control: ControlPolicy | None = None,
         builder: Sequence[str] = BUILDER,
     ) -> None:
-        self._desired = desired
+        self._selection = selection
         self._registry = registry
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
         self._gpu_model_cache = loader.gpu_model_cache
-        self._gpu_model_cache.on_wanted = self._memory_wanted
-        self._drains = Drains(registry, self._gpu_model_cache.forget)
+        self._gpu_model_cache.on_request = self._wake
+        self._closer = VersionCloser(registry, self._gpu_model_cache.remove)
         if loader.state is not None:
             builder = (*builder, "--state-dir", str(loader.state))
         self._builds = EngineBuilds(builder, self._engine_built, self._engine_progress)
-        self._deployments = Deployments(loader, registry, self._drains, self._builds)
+        self._deployments = Deployments(loader, registry, self._closer, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
-        self._repository_lost = False
+        self._repositories_unreadable = False
         self._skipped: set[SkippedFolder] = set()
-        self._next_look_ns = 0
+        self._next_scan_ns = 0
         self._memory_ns: int | None = None  # next `serve` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -213,7 +221,7 @@ class Reconciler:
             Overloaded: too many loads wait.
             Unavailable: the server is stopping.
         """
-        self._check(name)
+        self._check_allowed(name)
         if (config is not None or files) and not self._control.allow_override:
             option = "--allow-model-override"
             raise Forbidden(
@@ -223,7 +231,7 @@ class Reconciler:
             raise BadRequest(
                 "a load request with files needs the parameter 'config' too; '{}' has it completed from them"
             )
-        await self._do(lambda: self._load(name, config, files))
+        await self._run_command(lambda: self._load(name, config, files))
 
     async def unload(self, name: str, dependents: bool) -> None:
         """Unload a model; returns when no new request is accepted. Its queued requests complete in the background.
@@ -239,10 +247,10 @@ class Reconciler:
             Overloaded: too many commands wait.
             Unavailable: the server is stopping.
         """
-        self._check(name)
-        await self._do(lambda: self._unload(name))
+        self._check_allowed(name)
+        await self._run_command(lambda: self._unload(name))
 
-    def _check(self, name: str) -> None:
+    def _check_allowed(self, name: str) -> None:
         if self._control.mode != "explicit":
             raise Forbidden(
                 "explicit model load / unload is not allowed: start the server with --model-control explicit"
@@ -251,7 +259,7 @@ class Reconciler:
         if problem is not None:
             raise BadRequest(f"{problem.message}: {problem.cure}")
 
-    async def _do(self, act: Callable[[], None]) -> None:
+    async def _run_command(self, action: Callable[[], None]) -> None:
         outcome: Future[None] = Future()
         outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel the command
         with self._lock:
@@ -260,39 +268,39 @@ class Reconciler:
             if self._waiting >= MAX_WAITING_COMMANDS:
                 raise Overloaded(f"{self._waiting} loads and unloads wait already")
             self._waiting += 1
-            self._commands.put(_Command(act, outcome))
+            self._commands.put(_Command(action, outcome))
         await asyncio.wrap_future(outcome)
 
     # On the thread that builds
 
     def _engine_built(self, order: BuildOrder, failure: str) -> None:
-        self._post(lambda: self._deployments.built(order, failure))
+        self._post(lambda: self._deployments.finish_build(order, failure))
 
     def _engine_progress(self, order: BuildOrder) -> None:
-        self._post(lambda: self._deployments.progress(order))
+        self._post(lambda: self._deployments.update_progress(order))
 
     # On any thread
 
-    def _memory_wanted(self) -> None:
+    def _wake(self) -> None:
         self._post(lambda: None)  # `serve` of the GPU model cache runs after every command
 
-    def _post(self, act: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if not self._ended:
                 self._waiting += 1
-                self._commands.put(_Command(act, Future()))
+                self._commands.put(_Command(action, Future()))
 
     # On the control thread
 
     def _main(self) -> None:
         try:
-            self._load_first()
+            self._load_initial()
             self._builds.start()
             self._registry.set_complete(True)
             self._on_loaded(None)
-            self._next_look_ns = monotonic_ns() + self._pause_ns()
+            self._next_scan_ns = monotonic_ns() + self._pause_ns()
             while self._serve_one():
-                self._memory_ns = self._gpu_model_cache.serve()
+                self._memory_ns = self._gpu_model_cache.load_requested()
         except BaseException as error:  # reported to the owner: no model is loaded after this
             self._refuse_commands()
             self._on_loaded(error)
@@ -300,21 +308,21 @@ class Reconciler:
         self._refuse_commands()
         self._registry.set_complete(False)
         self._deployments.unload_all()
-        self._clean = self._drains.wait(self._close_timeout_s)
+        self._clean = self._closer.wait(self._close_timeout_s)
 
     def _serve_one(self) -> bool:
         """Wait for a command or the next scan; False when the thread must stop."""
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
-            if self._control.mode == "poll" and monotonic_ns() >= self._next_look_ns:
-                self._look()
-                self._next_look_ns = monotonic_ns() + self._pause_ns()
+            if self._control.mode == "poll" and monotonic_ns() >= self._next_scan_ns:
+                self._rescan()
+                self._next_scan_ns = monotonic_ns() + self._pause_ns()
             return True
         if command is None:
             return False
         try:
-            command.act()
+            command.action()
         except HeadraceError as error:
             command.outcome.set_exception(error)
         except Exception:
@@ -333,46 +341,46 @@ class Reconciler:
     def _refuse_commands(self) -> None:
         with self._lock:
             self._ended = True
-        self._gpu_model_cache.end(Unavailable("the server is stopping"))
+        self._gpu_model_cache.stop(Unavailable("the server is stopping"))
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
                 command.outcome.set_exception(Unavailable("the server is stopping"))
 
-    def _load_first(self) -> None:
-        found = self._scan()
-        wanted = self._desired.names
-        for model in found:
+    def _load_initial(self) -> None:
+        models = self._scan()
+        names = self._selection.names
+        for model in models:
             if model.problem is not None:
                 logger.error("%s", model.problem)
         if self._control.mode == "poll":
-            self._load_settled(found)
+            self._load_settled(models)
             return
         if self._control.mode == "explicit":
-            self._list(found)
-        models = [m for m in found if m.problem is None and (wanted is None or m.name in wanted)]
-        for name in sorted((wanted or frozenset()) - {model.name for model in models}):
+            self._update_index(models)
+        selected = [m for m in models if m.problem is None and (names is None or m.name in names)]
+        for name in sorted((names or frozenset()) - {model.name for model in selected}):
             reason = "the model repository has no folder of this name"
             logger.error("model %s is not served: %s", name, reason)
             self._registry.mark(name, "", State.UNAVAILABLE, reason)
-        for model in models:
+        for model in selected:
             self._registry.forget(model.name, "")
             self._registry.mark(model.name, "", State.UNKNOWN)
-        for model in models:
+        for model in selected:
             if self._stop.is_set():
                 return
             self._try_to_load(model)
 
-    def _scan(self) -> list[FoundModel]:
+    def _scan(self) -> list[RepositoryModel]:
         """The models of all repositories; each folder that cannot be a model is logged once."""
         skipped: set[SkippedFolder] = set()
-        found = scan(self._desired.repositories, self._registry.names(), skipped.add)
+        models = scan(self._selection.repositories, self._registry.names(), skipped.add)
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
             logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
         self._skipped = skipped
-        return [model for model in found if self._desired.offers(model.repository, model.name)]
+        return [model for model in models if self._selection.includes(model.repository, model.name)]
 
-    def _try_to_load(self, model: FoundModel) -> None:
+    def _try_to_load(self, model: RepositoryModel) -> None:
         try:
             self._deployments.load(ModelSource(model.name, model.path, model.repository))
         except ConfigError:
@@ -381,11 +389,11 @@ class Reconciler:
             logger.exception("model %s could not be loaded", model.name)
 
     def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        self._list_again()
+        self._refresh_index()
         document = None if config is None else read_config_json(config)
         if document is None or not files:
-            model = find(self._desired.repositories, name)
-            if model is None or not self._desired.offers(model.repository, name):
+            model = find(self._selection.repositories, name)
+            if model is None or not self._selection.includes(model.repository, name):
                 raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
             self._deployments.load(ModelSource(name, model.path, model.repository, document))
             return
@@ -397,24 +405,24 @@ class Reconciler:
             private.release()
 
     def _unload(self, name: str) -> None:
-        self._list_again()
+        self._refresh_index()
         if name not in self._registry.names():
             raise NotFound(f"model '{name}' is not found{self._registry.suggestion(name)}")
         self._deployments.unload(name)
 
-    def _list_again(self) -> None:
+    def _refresh_index(self) -> None:
         try:
-            self._list(self._scan())
+            self._update_index(self._scan())
         except (HeadraceError, OSError) as error:
             logger.warning("a model repository cannot be read: %s", error)
 
-    def _list(self, found: Sequence[FoundModel]) -> None:
+    def _update_index(self, models: Sequence[RepositoryModel]) -> None:
         """Add every model found to the index and remove the others."""
-        names = {model.name for model in found}
-        known = self._registry.names()
-        for name in known - names:
+        names = {model.name for model in models}
+        indexed = self._registry.names()
+        for name in indexed - names:
             self._registry.prune(name)
-        for name in names - known:
+        for name in names - indexed:
             if name_problem(name) is None:
                 self._registry.mark(name, "", State.UNLOADED, _NOT_LOADED)
 
@@ -424,43 +432,47 @@ class Reconciler:
         """Seconds until the next scan or until a waiting version may be loaded; None: until a command arrives."""
         times_ns = [] if self._memory_ns is None else [self._memory_ns]
         if self._control.mode == "poll":
-            times_ns.append(self._next_look_ns)
+            times_ns.append(self._next_scan_ns)
         return max(min(times_ns) - monotonic_ns(), 0) / NS_PER_S if times_ns else None
 
     def _pause_ns(self) -> int:
         control, pause_s = self._control, self._control.poll_interval_s
-        return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.restless else pause_s) * NS_PER_S)
+        return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.is_changing else pause_s) * NS_PER_S)
 
-    def _load_settled(self, found: Sequence[FoundModel]) -> None:
+    def _load_settled(self, models: Sequence[RepositoryModel]) -> None:
         """The first loading while folders are watched: what is being copied just now is left for later."""
         pause_s = max(self._control.settle_s / 2, 0.05)
-        self._act_on(found)
+        self._apply(models)
         for _ in range(2 * _START_SETTLES):
-            if not self._watcher.restless or self._stop.wait(pause_s):
+            if not self._watcher.is_changing or self._stop.wait(pause_s):
                 return
-            self._look()
+            self._rescan()
 
-    def _look(self) -> None:
+    def _rescan(self) -> None:
         try:
-            found = self._scan()
+            models = self._scan()
         except (HeadraceError, OSError) as error:
             # A disk that is unavailable for a moment does not unload every model.
-            if not self._repository_lost:
+            if not self._repositories_unreadable:
                 logger.error("a model repository cannot be watched: %s", error)
-            self._repository_lost = True
+            self._repositories_unreadable = True
             return
-        self._repository_lost = False
-        self._act_on(found)
+        self._repositories_unreadable = False
+        self._apply(models)
 
-    def _act_on(self, found: Sequence[FoundModel]) -> None:
-        models = {model.name: model for model in found if model.problem is None}
-        looks = {name: look for name, model in models.items() if (look := fingerprint_model(model.path)) != ABSENT}
-        for name in looks.keys() - self._registry.names():
+    def _apply(self, scanned: Sequence[RepositoryModel]) -> None:
+        models = {model.name: model for model in scanned if model.problem is None}
+        fingerprints = {
+            name: fingerprint
+            for name, model in models.items()
+            if (fingerprint := fingerprint_model(model.path)) != ABSENT
+        }
+        for name in fingerprints.keys() - self._registry.names():
             self._registry.mark(name, "", State.UNKNOWN)
-        for name in self._watcher.see(looks, monotonic_ns()):
+        for name in self._watcher.update(fingerprints, monotonic_ns()):
             if self._stop.is_set():
                 return
-            if name in looks:
+            if name in fingerprints:
                 self._try_to_load(models[name])
             else:
                 self._deployments.unload(name)

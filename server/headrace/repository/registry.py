@@ -21,7 +21,7 @@ from headrace.scheduling.handle import ModelHandle
 
 
 class State(Enum):
-    """State of a model version; `word` is its name in Triton's repository index."""
+    """State of a model version; `triton_name` is its name in Triton's repository index."""
 
     UNKNOWN = "UNKNOWN"
     """Found in the repository, not looked at yet."""
@@ -37,7 +37,7 @@ class State(Enum):
     """It was unloaded, or never loaded because it was not requested."""
 
     @property
-    def word(self) -> str:
+    def triton_name(self) -> str:
         """The word of Triton's repository index, which has none for a model that is not loaded but the reason."""
         return State.UNAVAILABLE.value if self is State.UNLOADED else self.value
 
@@ -56,7 +56,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-def step(current: State, following: State) -> State:
+def transition(current: State, following: State) -> State:
     """The following state, if the step is legal.
 
     Raises:
@@ -95,8 +95,8 @@ class SimilarNames:
         if len(name) > _MAX_LENGTH:
             return []
         exact = self._names.get(_plain(name), [])
-        found = {similar for key in _keys(name) for similar in self._names.get(key, [])}
-        return sorted(found, key=lambda similar: (similar not in exact, similar))[:MAX_SUGGESTIONS]
+        matches = {similar for key in _keys(name) for similar in self._names.get(key, [])}
+        return sorted(matches, key=lambda similar: (similar not in exact, similar))[:MAX_SUGGESTIONS]
 
 
 def _plain(name: str) -> str:
@@ -140,7 +140,7 @@ class Serving:
 
 # Triton's words: its example clients look for them at the beginning of the message.
 _UNKNOWN = "Request for unknown model:"
-_MAX_SHOWN_VERSIONS = 16
+_MAX_LISTED_VERSIONS = 16
 
 
 def placement(parameters: Mapping[str, object]) -> dict[str, object]:
@@ -163,7 +163,7 @@ class _Record:
 
 
 # Not counted by readiness: never loaded, or unloaded on purpose.
-_ASIDE = frozenset({State.UNLOADING, State.UNLOADED})
+_INACTIVE = frozenset({State.UNLOADING, State.UNLOADED})
 
 
 class Registry:
@@ -218,18 +218,18 @@ class Registry:
             return [_statistics(model, number, handle) for model, number, handle in self.sources()]
         if name not in serving or serving[name].find(version) is None:
             raise self._missing(name, version)
-        chosen = serving[name].find(version) if version else None
+        handle_of_version = serving[name].find(version) if version else None
         return [
             _statistics(name, number, handle)
             for number, handle in serving[name].handles.items()
-            if chosen is None or handle is chosen
+            if handle_of_version is None or handle is handle_of_version
         ]
 
     def index(self) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason."""
         with self._lock:
             return [
-                {"name": name, "version": version, "state": record.state.word, "reason": record.reason}
+                {"name": name, "version": version, "state": record.state.triton_name, "reason": record.reason}
                 for (name, version), record in sorted(self._records.items())
             ]
 
@@ -259,7 +259,7 @@ class Registry:
         with self._lock:
             states: dict[str, bool] = {}
             for (name, _), record in self._records.items():
-                if record.state not in _ASIDE:
+                if record.state not in _INACTIVE:
                     states[name] = states.get(name, True) and record.state is State.READY
         return sum(states.values()), len(states)
 
@@ -289,7 +289,7 @@ class Registry:
         with self._lock:
             record = self._records.setdefault((name, version), _Record(State.UNKNOWN, ""))
             if state is not State.UNKNOWN:
-                record.state = step(record.state, state)
+                record.state = transition(record.state, state)
             record.reason = reason
 
     def state(self, name: str, version: str) -> State | None:
@@ -298,30 +298,30 @@ class Registry:
             record = self._records.get((name, version))
             return record.state if record is not None else None
 
-    def note(self, name: str, reason: str, version: str = "") -> None:
+    def set_reason(self, name: str, reason: str, version: str = "") -> None:
         """Set the reason shown beside the READY versions of a model, or beside one version."""
         with self._lock:
             for (model, number), record in self._records.items():
                 if model == name and record.state is State.READY and version in ("", number):
                     record.reason = reason
 
-    def wait(self, name: str, version: str, reason: str) -> None:
+    def set_loading_reason(self, name: str, version: str, reason: str) -> None:
         """Set the reason why a version is still LOADING."""
         with self._lock:
             record = self._records.get((name, version))
             if record is not None and record.state is State.LOADING:
                 record.reason = reason
 
-    def died(self, name: str, version: str) -> None:
+    def mark_dead(self, name: str, version: str) -> None:
         """All instances of the version that serves have died."""
         with self._lock:
             serving = self._serving.get(name)
             handle = serving.handles.get(version) if serving is not None else None
             record = self._records.get((name, version))
             if handle is not None and not handle.ready and record is not None and record.state is State.READY:
-                record.state, record.reason = step(record.state, State.UNAVAILABLE), _DEAD
+                record.state, record.reason = transition(record.state, State.UNAVAILABLE), _DEAD
 
-    def revived(self, name: str, version: str) -> None:
+    def mark_alive(self, name: str, version: str) -> None:
         """An instance of a version of which all had died serves again."""
         with self._lock:
             serving = self._serving.get(name)
@@ -330,24 +330,24 @@ class Registry:
             if serving is None or handle is None or not handle.ready or record is None:
                 return
             if record.state is State.UNAVAILABLE:
-                record.state, record.reason = step(record.state, State.READY), serving.remarks.get(version, "")
+                record.state, record.reason = transition(record.state, State.READY), serving.remarks.get(version, "")
 
-    def drained(self, name: str, version: str, reason: str = "unloaded") -> None:
+    def mark_unloaded(self, name: str, version: str, reason: str = "unloaded") -> None:
         """The last request of a version that was unloaded is answered; no news if it is wanted again."""
         with self._lock:
             record = self._records.get((name, version))
             if record is not None and record.state is State.UNLOADING:
-                record.state, record.reason = step(record.state, State.UNLOADED), reason
+                record.state, record.reason = transition(record.state, State.UNLOADED), reason
 
-    def withdraw(self, name: str, reason: str) -> None:
+    def mark_all_unloaded(self, name: str, reason: str) -> None:
         """Nothing of a model serves: what is not still ending is UNLOADED."""
         with self._lock:
             for (model, _), record in self._records.items():
                 if model != name or record.state in (State.UNLOADING, State.UNLOADED):
                     continue
                 if record.state not in (State.UNKNOWN, State.LOADING):
-                    record.state = step(record.state, State.UNLOADING)
-                record.state, record.reason = step(record.state, State.UNLOADED), reason
+                    record.state = transition(record.state, State.UNLOADING)
+                record.state, record.reason = transition(record.state, State.UNLOADED), reason
 
     def forget(self, name: str, version: str) -> None:
         """Drop the record of a version; "" is the one a model has before its versions are known."""
@@ -361,12 +361,12 @@ class Registry:
 
     def prune(self, name: str, keep: Iterable[str] = ()) -> None:
         """Drop the records of a model's versions that neither serve nor end nor are in `keep`."""
-        kept = {State.READY, State.LOADING, State.UNLOADING}
+        active = {State.READY, State.LOADING, State.UNLOADING}
         with self._lock:
             serving = self._serving.get(name)
             versions = {*keep, *(serving.handles if serving is not None else ())}
             for model, version in list(self._records):
-                if model == name and version not in versions and self._records[model, version].state not in kept:
+                if model == name and version not in versions and self._records[model, version].state not in active:
                     del self._records[model, version]
 
     def serving(self, name: str) -> Serving | None:
@@ -379,20 +379,20 @@ class Registry:
         Its versions that were LOADING are READY with that, or UNAVAILABLE if all their instances have died meanwhile.
         """
         with self._lock:
-            now = dict(self._serving)
-            before = now.pop(name, None)
+            all_serving = dict(self._serving)
+            before = all_serving.pop(name, None)
             if serving is not None and serving.handles:
                 ordered = dict(sorted(serving.handles.items(), key=lambda item: int(item[0])))
-                now[name] = replace(serving, handles=ordered)
+                all_serving[name] = replace(serving, handles=ordered)
                 for version, handle in ordered.items():
                     record = self._records.setdefault((name, version), _Record(State.LOADING, ""))
                     remark = serving.remarks.get(version, "")
                     if record.state is State.LOADING:
-                        record.state = step(record.state, State.READY if handle.ready else State.UNAVAILABLE)
+                        record.state = transition(record.state, State.READY if handle.ready else State.UNAVAILABLE)
                         record.reason = remark if handle.ready else _DEAD
                     elif record.state is State.READY:
                         record.reason = remark
-            self._serving = now
+            self._serving = all_serving
             return before
 
     def substitutes(self) -> list[tuple[str, str, str]]:
@@ -417,7 +417,7 @@ class Registry:
             ]
 
     def _missing(self, name: str, version: str) -> HeadraceError:
-        shown = f"{name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
+        quoted = f"{name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
         serving = self._serving.get(name)
         version = serving.labels.get(version, version) if serving is not None else version
         with self._lock:
@@ -428,16 +428,16 @@ class Registry:
             ]
         for record in records:
             if record.state is State.UNAVAILABLE:
-                return Unavailable(f"model {shown} cannot be served: {record.reason}")
+                return Unavailable(f"model {quoted} cannot be served: {record.reason}")
             if record.state in (State.UNKNOWN, State.LOADING):
-                return Unavailable(f"model {shown} is being loaded" + (f": {record.reason}" if record.reason else ""))
+                return Unavailable(f"model {quoted} is being loaded" + (f": {record.reason}" if record.reason else ""))
         if records:
-            return Unavailable(f"model {shown} is not loaded")
+            return Unavailable(f"model {quoted} is not loaded")
         if (name and name_problem(name) is not None) or (version and not is_version(version)):
             return BadRequest(
-                f"{_UNKNOWN} {shown} is none: names are letters, digits, '_', '-' and '.', versions numbers and labels"
+                f"{_UNKNOWN} {quoted} is none: names are letters, digits, '_', '-' and '.', versions numbers and labels"
             )
-        return NotFound(f"{_UNKNOWN} {shown} is not found{self._hint(name, version)}")
+        return NotFound(f"{_UNKNOWN} {quoted} is not found{self._hint(name, version)}")
 
     def suggestion(self, name: str) -> str:
         """Suggest similar model names, to follow an error message."""
@@ -453,9 +453,9 @@ class Registry:
         serving = self._serving.get(name)
         if serving is None:
             return self.suggestion(name)
-        there = ", ".join([*serving.handles, *sorted(serving.labels)][:_MAX_SHOWN_VERSIONS])
+        available = ", ".join([*serving.handles, *sorted(serving.labels)][:_MAX_LISTED_VERSIONS])
         # Triton's words, which its example clients look for.
         number = (
             "" if version.isdecimal() else f"failed to get model version from specified version string '{version}', "
         )
-        return f": {number}it has {there}"
+        return f": {number}it has {available}"

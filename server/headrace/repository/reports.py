@@ -41,17 +41,17 @@ class ServerOverview:
         self._clock = clock
         self._started_ns = clock()
         self._stale_ns = self._started_ns
-        self._last: Mapping[str, object] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._status: Mapping[str, object] = {}
+        self._refresh_task: asyncio.Task[None] | None = None
 
     async def status(self) -> Mapping[str, object]:
         """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
-        if self._looking is None and self._clock() >= self._stale_ns:
-            self._looking = asyncio.create_task(self._refresh())
-        if self._looking is not None:
+        if self._refresh_task is None and self._clock() >= self._stale_ns:
+            self._refresh_task = asyncio.create_task(self._refresh())
+        if self._refresh_task is not None:
             # Shared by all callers: the cancellation of one must not cancel it for the others.
-            await asyncio.shield(self._looking)
-        return self._last
+            await asyncio.shield(self._refresh_task)
+        return self._status
 
     async def layers(self, model: str, version: str) -> Mapping[str, object]:
         """How long each layer of what serves takes, as `headrace inspect --publish` has measured it.
@@ -65,10 +65,10 @@ class ServerOverview:
             number, engine = handle.spec.version, str(handle.spec.parameters.get("engine.file", ""))
         finally:
             handle.release()
-        found = find(self._repositories, model)
+        folder = find(self._repositories, model)
         cure = f"measure them with `headrace inspect {model} --version {number} --publish`"
         try:
-            report = None if found is None else await asyncio.to_thread(read_layers, found.path / number)
+            report = None if folder is None else await asyncio.to_thread(read_layers, folder.path / number)
         except ConfigError as error:
             raise NotFound(str(error)) from None
         if report is None:
@@ -84,12 +84,12 @@ class ServerOverview:
         try:
             now_ns = self._clock()
             # Not on the event loop: of a thousand models it takes a tenth of a second.
-            self._last = await asyncio.to_thread(self._look, now_ns)
+            self._status = await asyncio.to_thread(self._collect, now_ns)
             self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self._clock() - now_ns))
         finally:
-            self._looking = None
+            self._refresh_task = None
 
-    def _look(self, now_ns: int) -> Mapping[str, object]:
+    def _collect(self, now_ns: int) -> Mapping[str, object]:
         handles = {(model, version): handle for model, version, handle in self._registry.sources()}
         models = []
         for row in self._registry.index():
@@ -134,7 +134,7 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
         "split_ns": totals.split_ns,
         "total_ns": totals.request_ns,
         # What counts as zero goes to the number below the first, which ends where that begins.
-        "latency": {str(FIRST_NATIVE - 1 + place): int(latency[place]) for place in latency.nonzero()[0].tolist()},
+        "latency": {str(FIRST_NATIVE - 1 + index): int(latency[index]) for index in latency.nonzero()[0].tolist()},
     }
 
 
@@ -164,7 +164,7 @@ class Explainer:
         """
         handle = self._registry.lease(model, version)
         try:
-            now = LoadSnapshot(
+            snapshot = LoadSnapshot(
                 handle.recorder.recent(),
                 handle.policy,
                 handle.profile,
@@ -176,15 +176,15 @@ class Explainer:
             )
             load = handle.load(by_level=False)
             figures = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
-            found = [*_off_gpu(handle), *find_bottlenecks(now)]
-            first = found[0]
+            bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
+            first = bottlenecks[0]
             return {
                 "name": model,
                 "version": handle.spec.version,
                 "limit": first.kind,
                 "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
-                "findings": [asdict(limit) for limit in found],
-                "numbers": snapshot_figures(now) | figures,
+                "findings": [asdict(bottleneck) for bottleneck in bottlenecks],
+                "numbers": snapshot_figures(snapshot) | figures,
             }
         finally:
             handle.release()

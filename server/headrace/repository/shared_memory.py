@@ -81,7 +81,16 @@ class SystemRegion:
         pin: pins it for GPUs, None where there are none.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_pin", "_pin_requests", "_pinned", "_size_bytes", "_start", "_waits")
+    __slots__ = (
+        "__weakref__",
+        "_descriptor",
+        "_is_pinning",
+        "_pin",
+        "_pin_requests",
+        "_pinned",
+        "_size_bytes",
+        "_start",
+    )
 
     def __init__(self, descriptor: int, start: int, size_bytes: int, pin: Pin | None = None) -> None:
         self._descriptor = descriptor
@@ -89,7 +98,7 @@ class SystemRegion:
         self._size_bytes = size_bytes
         self._pin = pin
         self._pinned: Pinned | None = None  # written once, by the thread that pins
-        self._waits = False  # for that thread, which says so itself
+        self._is_pinning = False  # for that thread, which says so itself
         self._pin_requests = 0
         weakref.finalize(self, os.close, descriptor)
 
@@ -123,16 +132,16 @@ class SystemRegion:
                 return self.read(address - base, count)
 
             return ResidentRows(base + offset, PINNED, _BYTES, (size_bytes,), pinned, copy)
-        if devices and self._pin is not None and not self._waits:
+        if devices and self._pin is not None and not self._is_pinning:
             self._pin_requests += 1
             if self._pin_requests & (self._pin_requests - 1) == 0:
-                self._waits = True
+                self._is_pinning = True
                 self._pin(self._descriptor, self._start, self._size_bytes, min(devices), self._on_pinned)
         return None
 
     def _on_pinned(self, pinned: Pinned | None) -> None:
         self._pinned = pinned
-        self._waits = False
+        self._is_pinning = False
 
     def read(self, offset: int, size_bytes: int) -> Array:
         """A copy as uint8[size_bytes].
@@ -282,10 +291,10 @@ class SharedMemoryRegions:
             Forbidden: shared memory is off.
         """
         self._require_allowed()
-        for each in [name] if name else list(self._regions):
-            registration = self._regions.get(each)
+        for region_name in [name] if name else list(self._regions):
+            registration = self._regions.get(region_name)
             if registration is not None and registration.kind == kind:
-                del self._regions[each]
+                del self._regions[region_name]
 
     def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
         """Triton's JSON of one region, of all of the kind if `name` is ""; nothing while shared memory is off.
@@ -295,10 +304,12 @@ class SharedMemoryRegions:
         """
         if not self._allowed:
             return []
-        found = [r.status for each, r in self._regions.items() if r.kind == kind and name in ("", each)]
-        if name and not found:
+        documents = [
+            r.status for region_name, r in self._regions.items() if r.kind == kind and name in ("", region_name)
+        ]
+        if name and not documents:
             raise _unknown(name)
-        return found
+        return documents
 
     def _require_allowed(self) -> None:
         if not self._allowed:
@@ -352,10 +363,10 @@ def _open_system(file: str, offset: int, size_bytes: int, pin: Pin | None) -> Sy
         # One text for "not there", "not yours" and "not a plain file": it must not tell what other clients have.
         raise _nothing_there() from None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise _nothing_there()
-        if offset + size_bytes > found.st_size:
+        if offset + size_bytes > status.st_size:
             raise BadRequest(f"offset {offset} and byte_size {size_bytes} reach past the end of the shared memory")
         return SystemRegion(descriptor, offset, size_bytes, pin)
     except BadRequest:

@@ -74,11 +74,11 @@ def tuning_inputs(folder: ModelFolder, file: Path | None = None) -> TuningInputs
         ConfigError: The file does not fit the model, or there are no inputs and none can be made up.
     """
     config, batched = folder.config, folder.config.max_batch_size > 0
-    needed = [tensor for tensor in config.served_input if not tensor.optional]
+    required = [tensor for tensor in config.served_input if not tensor.optional]
     if file is not None:
         return TuningInputs(f"of {file}", _from_file(file, config.served_input, batched), batched)
     for warmup in make_warmups(config, folder.path):
-        if all(tensor.name in warmup.inputs for tensor in needed):
+        if all(tensor.name in warmup.inputs for tensor in required):
             return TuningInputs(f"of model_warmup {warmup.name!r}", warmup.inputs, batched)
     problem = unmeasurable(config)
     if problem:
@@ -93,26 +93,28 @@ def _from_file(file: Path, tensors: tuple[ModelInput, ...], batched: bool) -> di
     try:
         archive = np.load(file, allow_pickle=False)
         if isinstance(archive, np.ndarray):
-            raise _refused(file, "has one array without a name", cure)
+            raise _error(file, "has one array without a name", cure)
         with archive:
             arrays = {name: archive[name] for name in archive.files}
     except OSError as error:
-        raise _refused(file, f"cannot be read: {error.strerror or error}", "name an .npz file") from None
+        raise _error(file, f"cannot be read: {error.strerror or error}", "name an .npz file") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _refused(file, f"is no .npz of plain arrays ({error})", cure) from None
+        raise _error(file, f"is no .npz of plain arrays ({error})", cure) from None
     names = ", ".join(tensor.name for tensor in tensors)
     unknown = sorted(arrays.keys() - {tensor.name for tensor in tensors})
     if unknown:
-        raise _refused(file, f"has the array {unknown[0]!r}, the model has the inputs {names}", "rename or remove it")
+        raise _error(file, f"has the array {unknown[0]!r}, the model has the inputs {names}", "rename or remove it")
     absent = [tensor.name for tensor in tensors if tensor.name not in arrays and not tensor.optional]
     if absent:
-        raise _refused(file, f"has no array for the input {absent[0]!r}", f"add one; the model needs {names}")
+        raise _error(file, f"has no array for the input {absent[0]!r}", f"add one; the model needs {names}")
     return {
-        tensor.name: _fitted(file, arrays[tensor.name], tensor, batched) for tensor in tensors if tensor.name in arrays
+        tensor.name: _check_array(file, arrays[tensor.name], tensor, batched)
+        for tensor in tensors
+        if tensor.name in arrays
     }
 
 
-def _fitted(file: Path, array: Array, tensor: ModelInput, batched: bool) -> Array:
+def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) -> Array:
     """The array as the model takes it: text as bytes.
 
     Raises:
@@ -126,27 +128,27 @@ def _fitted(file: Path, array: Array, tensor: ModelInput, batched: bool) -> Arra
         ]
         array = values
     elif kind is BYTES or array.dtype != kind.dtype:
-        raise _refused(
-            file, f"array {tensor.name!r} has the type {array.dtype}, the input takes {_words(kind)}", _cast(kind)
+        raise _error(
+            file, f"array {tensor.name!r} has the type {array.dtype}, the input takes {_type_name(kind)}", _cast(kind)
         )
     sizes = array.shape[1:] if batched else array.shape
     fits = len(sizes) == len(tensor.dims) and all(
         declared in (-1, size) for declared, size in zip(tensor.dims, sizes, strict=True)
     )
     if not fits or (batched and not len(array)):
-        wanted = [*(["rows"] if batched else []), *tensor.dims]
-        shown = f"[{', '.join(map(str, wanted))}]"
-        raise _refused(
+        expected = [*(["rows"] if batched else []), *tensor.dims]
+        shown = f"[{', '.join(map(str, expected))}]"
+        raise _error(
             file, f"array {tensor.name!r} has the shape {list(array.shape)}, the input takes {shown}", "reshape it"
         )
     if array.nbytes > MAX_INPUT_BYTES:
-        raise _refused(
+        raise _error(
             file, f"array {tensor.name!r} has {array.nbytes} bytes, {MAX_INPUT_BYTES} are run", "keep fewer rows"
         )
     return np.ascontiguousarray(array)
 
 
-def _words(kind: Datatype) -> str:
+def _type_name(kind: Datatype) -> str:
     return "text" if kind is BYTES else f"{kind.name} ({kind.dtype})"
 
 
@@ -154,14 +156,14 @@ def _cast(kind: Datatype) -> str:
     return "write an array of text" if kind is BYTES else f"write array.astype('{kind.dtype}')"
 
 
-def _refused(file: Path, message: str, cure: str) -> ConfigError:
+def _error(file: Path, message: str, cure: str) -> ConfigError:
     return ConfigError([Finding(str(file), None, message, cure)])
 
 
 # Callers for each instance: while one batch runs, the next one waits.
 _CALLERS = 2
 # A setting with this share of the best throughput counts as equal to it; the one with the shorter batches is taken.
-_NEARLY = 0.97
+_EQUAL_SHARE = 0.97
 _CLOSE_S = 30.0
 # The search for a batch size ends after so many doublings without a gain, or at a batch that takes so long.
 _DOUBLINGS = 3
@@ -205,7 +207,7 @@ class MeasuredSetting:
         """Fastest run."""
         return max(self.runs_hz)
 
-    def keeps(self, slo_ns: int) -> bool:
+    def meets(self, slo_ns: int) -> bool:
         """Return True if answers keep to an objective; 0 is none.
 
         A request that arrives just after a batch was taken waits until one of n instances is free, and for a batch of its own:
@@ -233,7 +235,7 @@ class Sweep:
 
     Attributes:
         points: In the order of instances and rows.
-        now: The setting of the configuration; None if it was not measured.
+        current: The setting of the configuration; None if it was not measured.
         best: The setting to take; None if none keeps to the objective.
         advice: Whether to take it.
         inputs: Where the inputs come from.
@@ -242,7 +244,7 @@ class Sweep:
     """
 
     points: Sequence[MeasuredSetting]
-    now: MeasuredSetting | None
+    current: MeasuredSetting | None
     best: MeasuredSetting | None
     advice: Advice
     inputs: str
@@ -275,7 +277,7 @@ Report = Callable[[int, int, str], object]
 """Called with the runs done, the runs there are, and what was measured last."""
 
 
-def sweep(folder: ModelFolder, options: Options, report: Report = lambda _done, _total, _text: None) -> Sweep:
+def sweep(folder: ModelFolder, options: Options, report: Report = lambda _runs_done, _total, _text: None) -> Sweep:
     """Run a model with each number of instances on batches of each size.
 
     Args:
@@ -306,28 +308,28 @@ class _Sweeper:
             raise ConfigError([Finding(folder.name, None, "has no engine for this machine's GPU yet", cure)])
         on_gpu = self._plan.runtime == "tensorrt"
         batch = handle_policy(folder.config, on_gpu).batch
-        self._now = (_count(folder.config, on_gpu), batch.max_rows if batch.merge else 1)
-        self._counts = sorted({*options.counts, self._now[0]})
-        self._done, self._total = 0, 0
+        self._current = (_count(folder.config, on_gpu), batch.max_rows if batch.merge else 1)
+        self._counts = sorted({*options.counts, self._current[0]})
+        self._runs_done, self._total = 0, 0
 
     def run(self) -> Sweep:
         row_counts, limit = self._row_counts()
         runs: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
         passes = [number for number in (-(-self._options.repeats // 2), self._options.repeats // 2) if number]
-        self._total = self._done + self._options.repeats * len(self._counts) * len(row_counts)
+        self._total = self._runs_done + self._options.repeats * len(self._counts) * len(row_counts)
         for number, rounds in enumerate(passes):
             for count in reversed(self._counts) if number else self._counts:
-                with self._loaded(count, max(row_counts)) as handle:
+                with self._load(count, max(row_counts)) as handle:
                     for rows in row_counts * rounds:
-                        runs.setdefault((count, rows), []).append(self._measured(handle, count, rows))
+                        runs.setdefault((count, rows), []).append(self._measure(handle, count, rows))
         points = [_point(*pair, runs[pair]) for pair in sorted(runs)]
-        now = next((point for point in points if (point.instances, point.rows) == self._now), None)
+        current = next((point for point in points if (point.instances, point.rows) == self._current), None)
         best = choose(points, self._options.slo_ns)
         return Sweep(
             points=points,
-            now=now,
+            current=current,
             best=best,
-            advice=advise(now, best, self._options.slo_ns),
+            advice=advise(current, best, self._options.slo_ns),
             inputs=self._inputs.origin,
             runtime=f"{self._plan.runtime}, {self._plan.file.name}",
             limit=limit,
@@ -335,75 +337,78 @@ class _Sweeper:
 
     def _row_counts(self) -> tuple[list[int], str]:
         """Batch sizes to measure, and why there is no larger one."""
-        config, written = self._folder.config, self._folder.config.max_batch_size
-        if not written:
+        config, configured = self._folder.config, self._folder.config.max_batch_size
+        if not configured:
             return [1], "the model has no batch dimension"
         fitting = max(1, MAX_INPUT_BYTES // max(self._inputs.row_bytes, 1))
         if self._plan.runtime != "onnxruntime" or self._plan.artefact is not None:
-            return sizes(config), f"{self._plan.file.name} takes batches of up to {written}"
+            return sizes(config), f"{self._plan.file.name} takes batches of up to {configured}"
         if self._options.max_rows is not None:
-            most, limit = self._options.max_rows, f"--max-batch-size is {self._options.max_rows}"
+            max_rows, limit = self._options.max_rows, f"--max-batch-size is {self._options.max_rows}"
         elif self._automatic:
-            most, limit = fitting, ""
+            max_rows, limit = fitting, ""
         else:
-            most, limit = written, f"max_batch_size is {written} in the configuration; --max-batch-size N looks further"
-            if written <= _FEW_ROWS:
+            max_rows, limit = (
+                configured,
+                f"max_batch_size is {configured} in the configuration; --max-batch-size N looks further",
+            )
+            if configured <= _FEW_ROWS:
                 return sizes(config), limit
-        if most >= fitting:
-            most, limit = fitting, f"inputs of {fitting} rows fill {MAX_INPUT_BYTES} bytes"
-        return self._explored(most, limit)
+        if max_rows >= fitting:
+            max_rows, limit = fitting, f"inputs of {fitting} rows fill {MAX_INPUT_BYTES} bytes"
+        return self._explore(max_rows, limit)
 
-    def _explored(self, most: int, limit: str) -> tuple[list[int], str]:
+    def _explore(self, max_rows: int, limit: str) -> tuple[list[int], str]:
         """1, 2, 4 ... rows as long as more rows bring more, and memory and time allow."""
         rows, best_hz, best_rows, stale = 1, 0.0, 1, 0
-        count, before = self._now[0], _peak_bytes()
+        count, before = self._current[0], _peak_bytes()
         tried = []
-        with self._loaded(count, most) as handle:
-            while rows <= most:
+        with self._load(count, max_rows) as handle:
+            while rows <= max_rows:
                 try:
                     # Whatever else the machine does makes a run slower, never faster: the better one of two counts.
-                    rows_hz, _, p95_ns = max(self._measured(handle, count, rows) for _ in range(2))
+                    rows_hz, _, p95_ns = max(self._measure(handle, count, rows) for _ in range(2))
                 except (HeadraceError, MemoryError) as error:
                     if rows == 1:
                         raise
                     limit = f"a batch of {rows} rows fails: {error}"
                     break
                 tried.append(rows)
-                stale = 0 if rows_hz * _NEARLY > best_hz else stale + 1
+                stale = 0 if rows_hz * _EQUAL_SHARE > best_hz else stale + 1
                 if rows_hz > best_hz:
                     best_hz, best_rows = rows_hz, rows
-                grown, before = _peak_bytes() - before, _peak_bytes()
+                growth_bytes, before = _peak_bytes() - before, _peak_bytes()
                 point = MeasuredSetting(count, rows, (rows_hz,), p95_ns, p95_ns)
-                found = _end_of_search(point, stale, grown, self._options.slo_ns)
-                if found:
-                    limit = found
+                end = _end_of_search(point, stale, growth_bytes, self._options.slo_ns)
+                if end:
+                    limit = end
                     break
-                rows = min(rows * 2, most) if rows < most else most + 1
-        kept = {size for size in tried if size <= max(2 * best_rows, 1 << _DOUBLINGS)}
-        return sorted(kept | {self._now[1]} & set(range(1, most + 1))), limit
+                rows = min(rows * 2, max_rows) if rows < max_rows else max_rows + 1
+        sizes_ = {size for size in tried if size <= max(2 * best_rows, 1 << _DOUBLINGS)}
+        return sorted(sizes_ | {self._current[1]} & set(range(1, max_rows + 1))), limit
 
-    def _measured(self, handle: ModelHandle, count: int, rows: int) -> tuple[float, int, int]:
+    def _measure(self, handle: ModelHandle, count: int, rows: int) -> tuple[float, int, int]:
         try:
-            run = _measured(handle, self._inputs, rows, self._options.seconds)
+            run = _measure(handle, self._inputs, rows, self._options.seconds)
         except ConfigError:
             raise
         except HeadraceError as error:
             cure = "try the inputs of a real request: --input FILE.npz"
             message = f"the model fails on a batch of {rows} rows ({self._inputs.origin}): {error}"
             raise ConfigError([Finding(self._folder.name, None, message, cure)]) from error
-        self._done += 1
+        self._runs_done += 1
         text = f"{count} instance{'s' * (count > 1)}, {rows} row{'s' * (rows > 1)}: {run[0]:,.0f} rows/s"
-        self._report(self._done, max(self._total, self._done), text)
+        self._report(self._runs_done, max(self._total, self._runs_done), text)
         return run
 
     @contextmanager
-    def _loaded(self, count: int, most: int) -> Iterator[ModelHandle]:
-        """The version with so many instances, each request of up to `most` rows a batch of its own."""
+    def _load(self, count: int, max_rows: int) -> Iterator[ModelHandle]:
+        """The version with so many instances, each request of up to `max_rows` rows a batch of its own."""
         config = self._folder.config
         update: dict[str, object] = {"instance_group": (_group(config, count),)}
         update |= {"dynamic_batching": None, "rate_limits": None}
         if config.max_batch_size:
-            update |= {"max_batch_size": most, "cpu_max_batch_size": None}
+            update |= {"max_batch_size": max_rows, "cpu_max_batch_size": None}
         folder = replace(self._folder, config=config.model_copy(update=update))
         with _loop() as loop:
             handle = Loader(Mailbox(loop), histograms=False).load(folder, self._version, _served(self._plan))
@@ -420,35 +425,33 @@ def choose(points: Sequence[MeasuredSetting], slo_ns: int = 0) -> MeasuredSettin
         points: To choose from.
         slo_ns: Latency objective in nanoseconds; 0: none.
     """
-    fit = [point for point in points if point.keeps(slo_ns)]
-    most = max((point.rows_hz for point in fit), default=0.0)
-    good = [point for point in fit if point.rows_hz >= _NEARLY * most]
+    fit = [point for point in points if point.meets(slo_ns)]
+    best_hz = max((point.rows_hz for point in fit), default=0.0)
+    good = [point for point in fit if point.rows_hz >= _EQUAL_SHARE * best_hz]
     return min(good, key=lambda point: (point.p95_ns, point.instances), default=None)
 
 
-def advise(now: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns: int = 0) -> Advice:
+def advise(current: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns: int = 0) -> Advice:
     """Compare the best setting with that of the configuration.
 
     Args:
-        now: The configuration's; None if it was not measured.
+        current: The configuration's; None if it was not measured.
         best: What `choose` returned.
         slo_ns: Latency objective in nanoseconds; 0: none.
     """
     if best is None:
         return Advice(False, "no setting keeps to the objective: build a faster engine (`headrace build`), or raise it")
-    if now is None:
+    if current is None:
         return Advice(False, "the setting of the configuration was not measured, there is nothing to compare with")
-    if (now.instances, now.rows) == (best.instances, best.rows):
+    if (current.instances, current.rows) == (best.instances, best.rows):
         return Advice(False, "the configuration has the best setting")
-    times = f"{best.rows_hz / now.rows_hz:.2f} times the configuration's {now.instances} x {now.rows} rows"
-    if not now.keeps(slo_ns):
+    times = f"{best.rows_hz / current.rows_hz:.2f} times the configuration's {current.instances} x {current.rows} rows"
+    if not current.meets(slo_ns):
         return Advice(True, f"{times}, which miss the objective")
-    if best.low_hz <= now.high_hz:
-        spread = (
-            f"the configuration's runs reach {now.high_hz:,.0f}, the best setting's begin at {best.low_hz:,.0f} rows/s"
-        )
+    if best.low_hz <= current.high_hz:
+        spread = f"the configuration's runs reach {current.high_hz:,.0f}, the best setting's begin at {best.low_hz:,.0f} rows/s"
         return Advice(False, f"{times}, within the spread: {spread}")
-    if best.rows_hz * _NEARLY <= now.rows_hz:
+    if best.rows_hz * _EQUAL_SHARE <= current.rows_hz:
         return Advice(False, f"{times}: not worth a change")
     return Advice(True, f"{times}, beyond the spread of the runs")
 
@@ -490,23 +493,23 @@ def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) ->
     return MeasuredSetting(instances, rows, tuple(hz), round(median(medians_ns)), round(median(p95s_ns)))
 
 
-def _end_of_search(point: MeasuredSetting, stale: int, grown_bytes: int, slo_ns: int) -> str:
+def _end_of_search(point: MeasuredSetting, stale: int, growth_bytes: int, slo_ns: int) -> str:
     """Why a batch of twice as many rows is not tried; "" if it is."""
     if stale >= _DOUBLINGS:
         return "more rows bring no more"
-    if not point.keeps(slo_ns):
+    if not point.meets(slo_ns):
         return f"batches of {point.rows} rows miss the objective"
     if point.p95_ns > _LONGEST_BATCH_NS:
         return f"a batch of {point.rows} rows takes {point.p95_ns / NS_PER_S:.1f} s"
     free_bytes = _free_bytes()
-    if free_bytes is not None and 2 * grown_bytes > _MEMORY_SHARE * free_bytes:
+    if free_bytes is not None and 2 * growth_bytes > _MEMORY_SHARE * free_bytes:
         return f"a batch of {2 * point.rows} rows would take half of the free memory"
     return ""
 
 
-def _measured(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: float) -> tuple[float, int, int]:
+def _measure(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: float) -> tuple[float, int, int]:
     """Rows a second of all instances, and the median and 95th percentile of a batch's compute time in nanoseconds."""
-    batch, done = inputs.batch(rows), threading.Event()
+    batch, stop = inputs.batch(rows), threading.Event()
     instances = handle.alive
 
     def infer() -> None:
@@ -514,7 +517,7 @@ def _measured(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: flo
 
     def call(_caller: int) -> int:
         batches = 0
-        while not done.is_set():
+        while not stop.is_set():
             infer()
             batches += 1
         return batches
@@ -524,14 +527,14 @@ def _measured(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: flo
     with ThreadPoolExecutor(instances * _CALLERS) as callers:
         begun_ns = monotonic_ns()
         try:
-            called = [callers.submit(call, number) for number in range(instances * _CALLERS)]
-            done.wait(seconds)
+            futures = [callers.submit(call, number) for number in range(instances * _CALLERS)]
+            stop.wait(seconds)
         finally:
-            done.set()
-        batches = sum(each.result() for each in called)
-        took_s = (monotonic_ns() - begun_ns) / NS_PER_S
+            stop.set()
+        batches = sum(future.result() for future in futures)
+        elapsed_s = (monotonic_ns() - begun_ns) / NS_PER_S
     profile = handle.profile
-    return batches * rows / took_s, profile.estimate_ns(rows, instances), profile.promise_ns(rows, instances)
+    return batches * rows / elapsed_s, profile.estimate_ns(rows, instances), profile.promise_ns(rows, instances)
 
 
 def _peak_bytes() -> int:
@@ -542,11 +545,13 @@ def _peak_bytes() -> int:
 
 def _free_bytes() -> int | None:
     """Memory that the machine and the container leave; None where the system does not tell."""
-    found = []
+    available_bytes = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10)
+        available_bytes.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10)
     with suppress(OSError, ValueError):
         control = Path("/sys/fs/cgroup")
-        found.append(int((control / "memory.max").read_text()) - int((control / "memory.current").read_text()))
-    return min(found, default=None)
+        available_bytes.append(
+            int((control / "memory.max").read_text()) - int((control / "memory.current").read_text())
+        )
+    return min(available_bytes, default=None)

@@ -41,21 +41,21 @@ class Warmup:
     count: int
 
 
-class WarmUp:
+class WarmupRunner:
     """Runs warm-ups; called by each instance on its own thread with its own execution.
 
     Args:
         model: for the log.
         warmups: what to run.
-        then: called with the execution afterwards.
+        on_done: called with the execution afterwards.
     """
 
     def __init__(
-        self, model: str, warmups: list[Warmup], then: Callable[[Execution], None] = lambda _execution: None
+        self, model: str, warmups: list[Warmup], on_done: Callable[[Execution], None] = lambda _execution: None
     ) -> None:
         self._model = model
         self._warmups = warmups
-        self._then = then
+        self._on_done = on_done
 
     def __call__(self, execution: Execution) -> None:
         """Run all warm-ups; what the execution raises goes on to the caller, and with it the loading fails."""
@@ -63,7 +63,7 @@ class WarmUp:
             logger.debug("model %s warms up with %s", self._model, warmup.name)
             for _ in range(warmup.count):
                 execution.run(dict(warmup.inputs))
-        self._then(execution)
+        self._on_done(execution)
 
 
 def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
@@ -72,11 +72,11 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
     Raises:
         ConfigError: a data file cannot be read, or has changed since `warmup_problems` found nothing wrong.
     """
-    known = {tensor.name: tensor for tensor in config.served_input}
+    tensors = {tensor.name: tensor for tensor in config.served_input}
     warmups: list[Warmup] = []
     for index, warmup in enumerate(config.model_warmup):
         rows = warmup.batch_size if config.max_batch_size else 0
-        inputs = {name: _data(feed, known[name], rows, folder) for name, feed in warmup.inputs.items()}
+        inputs = {name: _data(feed, tensors[name], rows, folder) for name, feed in warmup.inputs.items()}
         warmups.append(Warmup(warmup.name or str(index), inputs, max(warmup.count, 1)))
     return warmups
 
@@ -142,14 +142,14 @@ def _numbers(content: bytes, kind: Datatype, name: str) -> Array:
 
 def _texts(content: bytes, name: str) -> Array:
     texts: list[bytes] = []
-    at = 0
-    while at < len(content):
-        length = struct.unpack_from("<I", content, at)[0] if at + 4 <= len(content) else len(content)
-        if at + 4 + length > len(content):
+    offset = 0
+    while offset < len(content):
+        length = struct.unpack_from("<I", content, offset)[0] if offset + 4 <= len(content) else len(content)
+        if offset + 4 + length > len(content):
             cure = "write the length of every element in four bytes, little-endian, in front of it"
-            raise refuse(name, None, f"ends within the element that begins at byte {at}", cure)
-        texts.append(content[at + 4 : at + 4 + length])
-        at += 4 + length
+            raise refuse(name, None, f"ends within the element that begins at byte {offset}", cure)
+        texts.append(content[offset + 4 : offset + 4 + length])
+        offset += 4 + length
     values = np.empty(len(texts), dtype=object)
     values[:] = texts
     return values

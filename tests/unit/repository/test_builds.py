@@ -65,28 +65,28 @@ def calls(orders: Path) -> list[str]:
 def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path) -> None:
     wanted = order(repository)
     with building(command(orders)) as (made, ends):
-        made.want("a", [wanted])
+        made.set_orders("a", [wanted])
         assert made.failure(wanted) is None
         assert ends.get(timeout=10) == (wanted, "")
         assert made.failure(wanted) == ""
-        made.want("a", [wanted])
+        made.set_orders("a", [wanted])
         assert [path.suffix for path in (repository / "a" / "1").glob("model.*.onnx")] == [".onnx"]
         assert calls(orders) == ["started a 1 onnxruntime 10"]
-        made.want("a", [])
-        made.want("a", [wanted])
+        made.set_orders("a", [])
+        made.set_orders("a", [wanted])
         assert ends.get(timeout=10) == (wanted, ""), "a model that was forgotten may be tried again"
 
 
 def test_nothing_is_built_before_the_start(orders: Path, repository: Path) -> None:
     made = EngineBuilds(command(orders), lambda *_: None)
-    made.want("a", [order(repository)])
+    made.set_orders("a", [order(repository)])
     assert calls(orders) == []
     assert "builds" not in [thread.name for thread in threading.enumerate()]
     made.stop()
     assert made.join()
     assert calls(orders) == []
     assert made.failure(order(repository)) is None
-    made.want("b", [order(repository, "b")])
+    made.set_orders("b", [order(repository, "b")])
     assert "not built any more" in (made.failure(order(repository, "b")) or "")
 
 
@@ -94,8 +94,8 @@ def test_one_at_a_time(orders: Path, repository: Path) -> None:
     (orders / "hold").touch()
     first, second = order(repository), order(repository, "b")
     with building(command(orders)) as (made, ends):
-        made.want("a", [first])
-        made.want("b", [second])
+        made.set_orders("a", [first])
+        made.set_orders("b", [second])
         until(lambda: len(calls(orders)) == 1)
         assert ends.empty()
         (orders / "hold").unlink()
@@ -113,7 +113,7 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
     ]
     (orders / "fail").write_text("\n".join(said))
     with building(command(orders)) as (made, ends):
-        made.want("a", [order(repository)])
+        made.set_orders("a", [order(repository)])
         _, failure = ends.get(timeout=10)
     assert failure.startswith("a: node '")
     assert failure.endswith(" remove it [31m")
@@ -122,7 +122,7 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
     assert "3 rows/s" in failure
     (orders / "fail").write_text("x" * 5000)
     with building(command(orders)) as (made, ends):
-        made.want("a", [order(repository)])
+        made.set_orders("a", [order(repository)])
         assert ends.get(timeout=10)[1] == "..." + "x" * 400
 
 
@@ -141,14 +141,14 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
 def test_a_builder_that_says_nothing(repository: Path, words: tuple[str, ...], failure: str) -> None:
     with building(words) as (made, ends):
         wanted = order(repository)
-        made.want("a", [wanted])
+        made.set_orders("a", [wanted])
         assert ends.get(timeout=10) == (wanted, failure)
         assert made.failure(wanted) == failure
-        made.want("a", [wanted])
+        made.set_orders("a", [wanted])
         time.sleep(0.1)
         assert ends.empty(), "what has failed is not tried again"
         other = order(repository, digest="2")
-        made.want("a", [other])
+        made.set_orders("a", [other])
         assert ends.get(timeout=10) == (other, failure), "but something else is"
         assert made.failure(wanted) is None, "and the first one is forgotten"
 
@@ -157,11 +157,11 @@ def test_what_is_not_wanted_any_more_is_called_off(orders: Path, repository: Pat
     (orders / "hold").touch()
     first, second, other = order(repository), order(repository, digest="2"), order(repository, "b")
     with building(command(orders)) as (made, ends):
-        made.want("a", [first])
+        made.set_orders("a", [first])
         until(lambda: len(calls(orders)) == 1)
-        made.want("b", [other])
-        made.want("b", [])
-        made.want("a", [second])
+        made.set_orders("b", [other])
+        made.set_orders("b", [])
+        made.set_orders("a", [second])
         until(lambda: len(calls(orders)) == 3)
         assert [line.split()[0] for line in calls(orders)] == ["started", "stopped", "started"]
         (orders / "hold").unlink()
@@ -178,7 +178,7 @@ def test_the_end_of_the_server_is_the_end_of_the_builder(
     if deaf:
         (orders / "deaf").touch()
     with building(command(orders)) as (made, ends):
-        made.want("a", [order(repository)])
+        made.set_orders("a", [order(repository)])
         until(lambda: len(calls(orders)) == 1)
         process = made._process
         assert process is not None
@@ -194,7 +194,7 @@ def test_the_end_of_the_thread_is_told(repository: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(EngineBuilds, "_build", broken)
     with building(("true",)) as (made, ends):
         first, second = order(repository), order(repository, "b")
-        made.want("a", [first])
-        assert ends.get(timeout=10) == (first, builds._OVER)
-        made.want("b", [second])
-        assert made.failure(second) == builds._OVER
+        made.set_orders("a", [first])
+        assert ends.get(timeout=10) == (first, builds._STOPPED)
+        made.set_orders("b", [second])
+        assert made.failure(second) == builds._STOPPED

@@ -61,7 +61,7 @@ def test_a_private_folder_is_for_us_alone_and_goes_with_its_last_holder() -> Non
     assert stat.S_IMODE(private.repository.stat().st_mode) == 0o700
     assert (private.path / "1" / "model.onnx").read_bytes() == b"abc"
     assert private.path.parent == private.repository
-    private.hold()
+    private.acquire()
     private.release()
     assert private.path.is_dir()
     private.release()

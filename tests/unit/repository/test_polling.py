@@ -18,7 +18,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
@@ -74,7 +74,7 @@ def watch(
     async def main() -> None:
         loaded = threading.Event()
         loader = CountingLoader(Mailbox(asyncio.get_running_loop()))
-        reconciler = Reconciler(Desired([repository]), loader, watched.registry, lambda _: loaded.set(), control)
+        reconciler = Reconciler(ModelSelection([repository]), loader, watched.registry, lambda _: loaded.set(), control)
         reconciler.start()
         assert await asyncio.to_thread(loaded.wait, 20)
         try:

@@ -39,44 +39,46 @@ def profile(*tables: tuple[int, dict[int, list[int]]]) -> LatencyTable:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> LatencyFile:
-    return LatencyStore(tmp_path / "a" / "b").kept(config(tmp_path), "0" * 64, "onnxruntime", 2)
+def latency_file(tmp_path: Path) -> LatencyFile:
+    return LatencyStore(tmp_path / "a" / "b").file_for(config(tmp_path), "0" * 64, "onnxruntime", 2)
 
 
-def test_what_is_written_is_read(kept: LatencyFile) -> None:
-    assert kept.read() == NO_LATENCIES
-    kept.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
-    assert kept.read() == StoredLatencies({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
+def test_what_is_written_is_read(latency_file: LatencyFile) -> None:
+    assert latency_file.read() == NO_LATENCIES
+    latency_file.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
+    assert latency_file.read() == StoredLatencies({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
     seen = profile((1, {1: [100]}))
     for place in range(100):
         seen.observe(1, 1000 + place * 37 % 100)
-    kept.write(seen, 0)
-    assert kept.read() == StoredLatencies(seen.times(32), 0)
-    assert len(kept.read().times_ns[1][1]) == 32
-    kept.write(LatencyTable(), 0)
-    assert kept.read().times_ns, "nothing known is not worth a file"
+    latency_file.write(seen, 0)
+    assert latency_file.read() == StoredLatencies(seen.times(32), 0)
+    assert len(latency_file.read().times_ns[1][1]) == 32
+    latency_file.write(LatencyTable(), 0)
+    assert latency_file.read().times_ns, "nothing known is not worth a file"
 
 
 def test_the_key_is_all_that_decides_how_long_a_batch_takes(
-    tmp_path: Path, kept: LatencyFile, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, latency_file: LatencyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, mine = kept.store, config(tmp_path / "mine")
-    assert store.kept(mine, "0" * 64, "onnxruntime", 2) == kept
+    store, mine = latency_file.store, config(tmp_path / "mine")
+    assert store.file_for(mine, "0" * 64, "onnxruntime", 2) == latency_file
     policies = config(tmp_path / "p", "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 100 }\n")
-    assert store.kept(policies, "0" * 64, "onnxruntime", 2).key == kept.key, "how requests wait changes no batch"
+    assert store.file_for(policies, "0" * 64, "onnxruntime", 2).key == latency_file.key, (
+        "how requests wait changes no batch"
+    )
     others = [
-        store.kept(mine, "1" * 64, "onnxruntime", 2),
-        store.kept(mine, "0" * 64, "onnxruntime", 1),
-        store.kept(
+        store.file_for(mine, "1" * 64, "onnxruntime", 2),
+        store.file_for(mine, "0" * 64, "onnxruntime", 1),
+        store.file_for(
             config(tmp_path / "i", CONFIG + parameter("headrace.isolation", "process")), "0" * 64, "onnxruntime", 2
         ),
-        store.kept(
+        store.file_for(
             config(tmp_path / "t", CONFIG + parameter("intra_op_thread_count", "1")), "0" * 64, "onnxruntime", 2
         ),
     ]
     monkeypatch.setattr(latency_measurement, "cores", lambda: 99)
-    others.append(store.kept(mine, "0" * 64, "onnxruntime", 2))
-    assert len({kept.key, *(other.key for other in others)}) == 6
+    others.append(store.file_for(mine, "0" * 64, "onnxruntime", 2))
+    assert len({latency_file.key, *(other.key for other in others)}) == 6
 
 
 @given(st.data())
@@ -125,13 +127,15 @@ def test_what_is_no_profile_is_told_and_left_out(
     assert "key.json is of no use" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(kept: LatencyFile, caplog: pytest.LogCaptureFixture) -> None:
-    folder = kept.store._folder
+def test_a_folder_that_cannot_be_written_is_told_once(
+    latency_file: LatencyFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = latency_file.store._folder
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")
     for _ in range(3):
-        kept.write(profile((1, {1: [100]})), 0)
-        assert kept.read() == NO_LATENCIES
+        latency_file.write(profile((1, {1: [100]})), 0)
+        assert latency_file.read() == NO_LATENCIES
     assert [record.levelname for record in caplog.records if "--state-dir" in record.message] == ["WARNING"]
 
 

@@ -14,7 +14,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, NotFound, Unavailable
 from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
-from headrace.repository.reconciler import Desired, Reconciler
+from headrace.repository.reconciler import ModelSelection, Reconciler
 from headrace.repository.registry import Registry
 
 from tests.support.models import add_model, affine, identity, transposed
@@ -37,7 +37,7 @@ def run(
             loaded.set()
 
         loader = Loader(Mailbox(asyncio.get_running_loop()))
-        reconciler = Reconciler(Desired(repositories, names), loader, registry, on_loaded)
+        reconciler = Reconciler(ModelSelection(repositories, names), loader, registry, on_loaded)
         reconciler.start()
         assert await asyncio.to_thread(loaded.wait, 20)
         try:

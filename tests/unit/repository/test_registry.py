@@ -1,4 +1,4 @@
-"""States of versions in the registry: every legal step, what the index says, and what an old version cannot do to a new one."""
+"""States of versions in the registry: legal transitions, the index, and an old version that ends beside a new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
-from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, step
+from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, transition
 from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import DEATH, FakeModel, ask, handle
@@ -49,10 +49,10 @@ def states(registry: Registry) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("following", State)
 def test_only_the_tables_steps_are_legal(current: State, following: State) -> None:
     if following in TRANSITIONS[current]:
-        assert step(current, following) is following
+        assert transition(current, following) is following
     else:
         with pytest.raises(ValueError, match="cannot go"):
-            step(current, following)
+            transition(current, following)
 
 
 class Scene:
@@ -78,7 +78,7 @@ class Scene:
     def unload(self, name: str) -> None:
         for registry in self.registries.values():
             registry.publish(name, None)
-            registry.withdraw(name, "unloaded")
+            registry.mark_all_unloaded(name, "unloaded")
 
     def complete(self, complete: bool = True) -> None:
         for registry in self.registries.values():
@@ -149,7 +149,7 @@ def test_a_model_whose_instances_have_died_counts_for_both(scene: Scene) -> None
     assert scene.ready == (True, True)
     kill(scene.runner, scene.handles["dead"])
     for registry in scene.registries.values():
-        registry.died("dead", "1")
+        registry.mark_dead("dead", "1")
     assert scene.ready == (False, False), "another replica may serve it"
     assert scene.counts == (1, 2)
 
@@ -178,13 +178,13 @@ def test_publishing_makes_ready_and_a_reload_keeps_it_so() -> None:
         registry.mark("m", "1", State.LOADING)
         old, new = make(), make()
         assert registry.publish("m", Serving({"1": old})) is None
-        registry.note("m", "the last load failed: no")
+        registry.set_reason("m", "the last load failed: no")
         assert states(registry) == [("READY", "the last load failed: no")]
         before = registry.publish("m", Serving({"1": new}))
         assert before is not None
         assert before.handles == {"1": old}
         assert states(registry) == [("READY", "")]
-        registry.drained("m", "1")
+        registry.mark_unloaded("m", "1")
         assert states(registry) == [("READY", "")], "the old one has ended, not the new one"
 
 
@@ -207,12 +207,12 @@ def test_the_death_of_an_old_version_is_not_laid_at_the_new_ones_door() -> None:
         registry.publish("m", Serving({"1": old}))
         registry.publish("m", Serving({"1": new}))
         kill(runner, old)
-        registry.died("m", "1")
+        registry.mark_dead("m", "1")
         assert states(registry) == [("READY", "")]
         assert registry.ready()
         kill(runner, new)
-        registry.died("m", "1")
-        registry.died("m", "1")
+        registry.mark_dead("m", "1")
+        registry.mark_dead("m", "1")
         assert states(registry) == [("UNAVAILABLE", "all its instances have died")]
         assert not registry.ready()
 
@@ -223,20 +223,20 @@ def test_a_version_whose_instance_is_back_is_ready_with_its_remark() -> None:
         registry.set_complete(True)
         registry.mark("m", "1", State.LOADING)
         registry.publish("m", Serving({"1": make()}, remarks={"1": "from model.onnx"}))
-        registry.died("m", "1")
+        registry.mark_dead("m", "1")
         assert states(registry) == [("READY", "from model.onnx")], "it lives"
         dead = make()
         kill(runner, dead)
         registry.publish("m", Serving({"1": dead}, remarks={"1": "from model.onnx"}))
-        registry.died("m", "1")
-        registry.revived("m", "1")
+        registry.mark_dead("m", "1")
+        registry.mark_alive("m", "1")
         assert states(registry) == [("UNAVAILABLE", "all its instances have died")], "not yet"
         while not dead.ready:
             runner.run(asyncio.sleep(0.01))
-        registry.revived("m", "1")
-        registry.revived("m", "1")
-        registry.revived("m", "2")
-        registry.revived("other", "1")
+        registry.mark_alive("m", "1")
+        registry.mark_alive("m", "1")
+        registry.mark_alive("m", "2")
+        registry.mark_alive("other", "1")
         assert states(registry) == [("READY", "from model.onnx")]
         assert registry.ready()
 
@@ -245,7 +245,7 @@ def test_an_end_that_comes_after_the_next_beginning_is_no_news() -> None:
     registry = Registry()
     for state in (State.LOADING, State.READY, State.UNLOADING, State.LOADING):
         registry.mark("m", "1", state)
-    registry.drained("m", "1")
+    registry.mark_unloaded("m", "1")
     assert states(registry) == [("LOADING", "")]
 
 

@@ -84,7 +84,7 @@ def test_a_folder_without_configuration_version_and_model_file_is_skipped(
 def test_a_known_model_is_not_skipped_while_its_files_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     assert scan([tmp_path]) == []
-    assert [model.name for model in scan([tmp_path], known={"m"})] == ["m"]
+    assert [model.name for model in scan([tmp_path], model_names={"m"})] == ["m"]
 
 
 def test_unreadable_folders_are_skipped_and_read_only_models_serve(

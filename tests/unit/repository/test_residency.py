@@ -62,7 +62,7 @@ class FakeVersion:
         self.account.close()
         self.evicted, self.alive = True, 0
         if self.depth:
-            self.world.gpu_model_cache.wanted(self)  # type: ignore[arg-type]
+            self.world.gpu_model_cache.request(self)  # type: ignore[arg-type]
         return True
 
     def refuse(self, error: Exception) -> None:
@@ -76,7 +76,7 @@ class FakeVersion:
         self.depth += 1
         self.used_ns = self.world.now_ns
         if self.evicted:
-            self.world.gpu_model_cache.wanted(self)  # type: ignore[arg-type]
+            self.world.gpu_model_cache.request(self)  # type: ignore[arg-type]
 
 
 class World:
@@ -88,7 +88,7 @@ class World:
         for gpu, limit in limits.items():
             ledger.set_limit(int(gpu.removeprefix("gpu")), limit)
         self.gpu_model_cache = GpuModelCache(ledger, lambda: self.now_ns)
-        self.gpu_model_cache.on_wanted = self.tell
+        self.gpu_model_cache.on_request = self.tell
 
     def tell(self) -> None:
         self.told += 1
@@ -105,7 +105,7 @@ class World:
 
     def serve(self, after_ns: int = 0) -> int | None:
         self.now_ns += after_ns
-        return self.gpu_model_cache.serve()
+        return self.gpu_model_cache.load_requested()
 
 
 def test_who_was_used_longest_ago_makes_room() -> None:
@@ -299,7 +299,7 @@ def test_memory_of_a_version_that_ends_is_waited_for() -> None:
 
     def ended() -> None:
         a.account.close()
-        world.gpu_model_cache.forget(a)  # type: ignore[arg-type]
+        world.gpu_model_cache.remove(a)  # type: ignore[arg-type]
 
     timer = threading.Timer(0.1, ended)
     timer.start()
@@ -314,7 +314,7 @@ def test_at_the_end_nobody_waits() -> None:
     a = world.load("a")
     world.load("b")
     a.ask()
-    world.gpu_model_cache.end(Unavailable("the server is stopping"))
+    world.gpu_model_cache.stop(Unavailable("the server is stopping"))
     assert a.refused == ["the server is stopping"]
     a.ask()
     assert len(a.refused) == 2
@@ -326,7 +326,7 @@ def test_a_version_that_was_closed_is_not_brought_back() -> None:
     a = world.load("a")
     world.load("b")
     a.ask()
-    world.gpu_model_cache.forget(a)  # type: ignore[arg-type]
+    world.gpu_model_cache.remove(a)  # type: ignore[arg-type]
     assert world.serve() is None
     assert world.log == ["park a"]
 

@@ -70,20 +70,22 @@ def test_every_pair_is_run_several_times(tmp_path: Path) -> None:
     assert told[-1][2].startswith("1 instance, 4 rows: "), "the second pass goes the other way"
     assert all(0 < point.low_hz <= point.rows_hz <= point.high_hz for point in found.points)
     assert all(0 < point.median_ns <= point.p95_ns for point in found.points)
-    assert found.now is not None
-    assert (found.now.instances, found.now.rows) == (2, 4), "the configuration's number of instances is measured too"
+    assert found.current is not None
+    assert (found.current.instances, found.current.rows) == (2, 4), (
+        "the configuration's number of instances is measured too"
+    )
     assert found.best in found.points
     assert found.runtime == "onnxruntime, model.onnx"
 
 
 def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = tuning._measured
+    measured = tuning._measure
 
     def faster_up_to_64_rows(handle: object, inputs: object, rows: int, seconds: float) -> tuple[float, int, int]:
         measured(handle, inputs, rows, seconds)  # type: ignore[arg-type]
         return 1000.0 * min(rows, 64), 2 * MS, 2 * MS
 
-    monkeypatch.setattr(tuning, "_measured", faster_up_to_64_rows)
+    monkeypatch.setattr(tuning, "_measure", faster_up_to_64_rows)
     path = add_model(tmp_path, "m", affine())
     assert folder_of(path).config.max_batch_size == 4, "completed from the model"
     found = sweep(folder_of(path), Options([1], 0.005, repeats=1))
@@ -261,7 +263,7 @@ def measured_as(monkeypatch: pytest.MonkeyPatch, rates: dict[tuple[int, int], Se
         runs.append(runs.pop(0))
         return runs[-1], 2 * MS, 3 * MS
 
-    monkeypatch.setattr(tuning, "_measured", measured)
+    monkeypatch.setattr(tuning, "_measure", measured)
 
 
 FASTER = {(1, 1): (100, 110, 105), (1, 2): (150, 190, 160), (2, 1): (120, 125, 130), (2, 2): (300, 310, 290)}

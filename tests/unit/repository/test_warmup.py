@@ -12,7 +12,7 @@ from headrace.config import model_folder
 from headrace.config.model_folder import ModelFolder, read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype
-from headrace.repository.warmup import WarmUp, Warmup, make_warmups
+from headrace.repository.warmup import Warmup, WarmupRunner, make_warmups
 
 from tests.support.models import add_model, identity, sum_difference
 
@@ -162,7 +162,7 @@ def test_all_are_run_as_often_as_told_and_an_error_goes_on() -> None:
             pass
 
     one = np.zeros(1, BY_NAME["FP32"].dtype)
-    WarmUp("m", [Warmup("a", {"X": one}, 2), Warmup("b", {}, 1)])(Model())
+    WarmupRunner("m", [Warmup("a", {"X": one}, 2), Warmup("b", {}, 1)])(Model())
     assert [list(inputs) for inputs in ran] == [["X"], ["X"], []]
     with pytest.raises(InputRefused):
-        WarmUp("m", [Warmup("a", {"X": one}, 1)])(Model())
+        WarmupRunner("m", [Warmup("a", {"X": one}, 1)])(Model())

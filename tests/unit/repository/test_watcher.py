@@ -14,61 +14,61 @@ def look(size: int) -> Fingerprint:
 
 def test_a_new_model_is_acted_on_once_when_it_has_come_to_rest() -> None:
     watcher = Watcher(SETTLE_NS)
-    assert watcher.see({"m": look(1)}, 0) == []
-    assert watcher.restless
-    assert watcher.see({"m": look(1)}, 99) == [], "too early"
-    assert watcher.see({"m": look(1)}, 100) == ["m"]
-    assert not watcher.restless
-    assert watcher.see({"m": look(1)}, 1000) == [], "a model that failed is tried again only when it changes"
+    assert watcher.update({"m": look(1)}, 0) == []
+    assert watcher.is_changing
+    assert watcher.update({"m": look(1)}, 99) == [], "too early"
+    assert watcher.update({"m": look(1)}, 100) == ["m"]
+    assert not watcher.is_changing
+    assert watcher.update({"m": look(1)}, 1000) == [], "a model that failed is tried again only when it changes"
 
 
 def test_one_look_is_not_enough_however_late_it_comes() -> None:
     watcher = Watcher(0)
-    assert watcher.see({"m": look(1)}, 10**9) == []
-    assert watcher.see({"m": look(1)}, 10**9) == ["m"]
+    assert watcher.update({"m": look(1)}, 10**9) == []
+    assert watcher.update({"m": look(1)}, 10**9) == ["m"]
 
 
 def test_a_file_that_grows_starts_the_time_anew() -> None:
     watcher = Watcher(SETTLE_NS)
     for step in range(10):
-        assert watcher.see({"m": look(step)}, 99 * step) == []
-    assert watcher.see({"m": look(9)}, 9 * 99 + 99) == []
-    assert watcher.see({"m": look(9)}, 9 * 99 + 100) == ["m"]
+        assert watcher.update({"m": look(step)}, 99 * step) == []
+    assert watcher.update({"m": look(9)}, 9 * 99 + 99) == []
+    assert watcher.update({"m": look(9)}, 9 * 99 + 100) == ["m"]
 
 
 def test_a_change_there_and_back_is_none() -> None:
     watcher = Watcher(SETTLE_NS)
-    watcher.see({"m": look(1)}, 0)
-    assert watcher.see({"m": look(1)}, 100) == ["m"]
-    assert watcher.see({"m": look(2)}, 200) == []
-    assert watcher.see({"m": look(1)}, 250) == []
-    assert watcher.see({"m": look(1)}, 1000) == []
+    watcher.update({"m": look(1)}, 0)
+    assert watcher.update({"m": look(1)}, 100) == ["m"]
+    assert watcher.update({"m": look(2)}, 200) == []
+    assert watcher.update({"m": look(1)}, 250) == []
+    assert watcher.update({"m": look(1)}, 1000) == []
 
 
 def test_a_removal_must_last_too() -> None:
     watcher = Watcher(SETTLE_NS)
-    watcher.see({"m": look(1)}, 0)
-    watcher.see({"m": look(1)}, 100)
-    assert watcher.see({}, 200) == []
-    assert watcher.see({"m": look(1)}, 250) == [], "the folder was only being replaced"
-    assert watcher.see({}, 300) == []
-    assert watcher.see({}, 400) == ["m"]
-    assert watcher.see({}, 500) == []
+    watcher.update({"m": look(1)}, 0)
+    watcher.update({"m": look(1)}, 100)
+    assert watcher.update({}, 200) == []
+    assert watcher.update({"m": look(1)}, 250) == [], "the folder was only being replaced"
+    assert watcher.update({}, 300) == []
+    assert watcher.update({}, 400) == ["m"]
+    assert watcher.update({}, 500) == []
     assert watcher.names == set(), "nothing is kept of what is gone"
-    assert watcher.see({"m": look(1)}, 600) == []
-    assert watcher.see({"m": look(1)}, 700) == ["m"], "it came back"
+    assert watcher.update({"m": look(1)}, 600) == []
+    assert watcher.update({"m": look(1)}, 700) == ["m"], "it came back"
 
 
 def test_a_model_that_goes_before_it_has_settled_is_forgotten() -> None:
     watcher = Watcher(SETTLE_NS)
-    watcher.see({"m": look(1)}, 0)
-    assert watcher.see({}, 10) == []
-    assert watcher.see({}, 20) == []
+    watcher.update({"m": look(1)}, 0)
+    assert watcher.update({}, 10) == []
+    assert watcher.update({}, 20) == []
     assert watcher.names == set()
 
 
 def test_models_settle_apart() -> None:
     watcher = Watcher(SETTLE_NS)
-    watcher.see({"a": look(1), "b": look(1)}, 0)
-    assert watcher.see({"a": look(1), "b": look(2)}, 100) == ["a"]
-    assert watcher.see({"a": look(1), "b": look(2)}, 200) == ["b"]
+    watcher.update({"a": look(1), "b": look(1)}, 0)
+    assert watcher.update({"a": look(1), "b": look(2)}, 100) == ["a"]
+    assert watcher.update({"a": look(1), "b": look(2)}, 200) == ["b"]
