@@ -253,7 +253,7 @@ class FairShares:
 MAX_RUN = 2048
 """Entries that a run has when another one is begun."""
 
-_KEY = attrgetter("key")
+_KEY, _ROWS, _SIZE_BYTES = attrgetter("key"), attrgetter("rows"), attrgetter("size_bytes")
 
 
 def _last_key(run: list[Entry]) -> int:
@@ -264,39 +264,42 @@ class SortedEntries:
     """Sorted by `Entry.key`; of equal keys, those that were added first come first.
 
     No run is empty but the only one.
+
+    Attributes:
+        runs: the entries, in order.
     """
 
-    __slots__ = ("_runs",)
+    __slots__ = ("runs",)
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._runs: list[list[Entry]] = []
+        self.runs: list[list[Entry]] = []
         self.refill(entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        return chain.from_iterable(self._runs)
+        return chain.from_iterable(self.runs)
 
     def __reversed__(self) -> Iterator[Entry]:
-        return chain.from_iterable(map(reversed, reversed(self._runs)))
+        return chain.from_iterable(map(reversed, reversed(self.runs)))
 
     def __bool__(self) -> bool:
-        return bool(self._runs[0])
+        return bool(self.runs[0])
 
     def __len__(self) -> int:
-        return sum(map(len, self._runs))
+        return sum(map(len, self.runs))
 
     @property
     def first(self) -> Entry:
         """The entry with the least key; only if there is one."""
-        return self._runs[0][0]
+        return self.runs[0][0]
 
     def head(self, count: int) -> Iterable[Entry]:
         """The first `count`, or all if there are less."""
-        run = self._runs[0]
+        run = self.runs[0]
         return run[:count] if len(run) >= count else islice(self, count)
 
     def add(self, entry: Entry) -> bool:
         """Put an entry in its place; True if that is before another one."""
-        runs, key = self._runs, entry.key
+        runs, key = self.runs, entry.key
         run = runs[-1]
         if not run or key >= run[-1].key:
             if len(run) < MAX_RUN:
@@ -316,12 +319,12 @@ class SortedEntries:
 
     def is_at_end(self, key: int) -> bool:
         """True if all come before an entry of this key, if it were added now."""
-        run = self._runs[-1]
+        run = self.runs[-1]
         return not run or key >= run[-1].key
 
     def before(self, key: int) -> int:
         """How many come before an entry of this key, if it were added now; only if not all do."""
-        runs, count = self._runs, 0
+        runs, count = self.runs, 0
         place = bisect_right(runs, key, key=_last_key) if len(runs) > 1 else 0
         for run in runs[:place]:
             count += len(run)
@@ -329,7 +332,7 @@ class SortedEntries:
 
     def take(self, count: int) -> list[Entry]:
         """Remove the first `count`, or all if there are less."""
-        runs = self._runs
+        runs = self.runs
         run = runs[0]
         taken = run[:count]
         del run[:count]
@@ -343,11 +346,11 @@ class SortedEntries:
 
     def put_back(self, entries: list[Entry]) -> None:
         """Put entries before all others, which have no lesser keys."""
-        self._runs[0][:0] = entries
+        self.runs[0][:0] = entries
 
     def remove(self, entry: Entry) -> None:
         """Take out one that is there."""
-        runs, key = self._runs, entry.key
+        runs, key = self.runs, entry.key
         number = bisect_left(runs, key, key=_last_key)
         run = runs[number]
         place = bisect_left(run, key, key=_KEY)
@@ -363,7 +366,7 @@ class SortedEntries:
     def refill(self, entries: Iterable[Entry]) -> None:
         """Have these instead, which are in the order of their keys."""
         each = list(entries)
-        self._runs = [each[first : first + MAX_RUN] for first in range(0, len(each), MAX_RUN)] or [[]]
+        self.runs = [each[first : first + MAX_RUN] for first in range(0, len(each), MAX_RUN)] or [[]]
 
 
 # A lane is compacted when it holds this many dead entries more than live ones.
@@ -434,7 +437,8 @@ class ShapeQueue:
     @property
     def front(self) -> Entry:
         """The entry to be served first; only for a lane that is not empty."""
-        return self._entries.first if self._entries else self._last[0]
+        run = self._entries.runs[0]
+        return run[0] if run else self._last[0]
 
     @property
     def last_entry(self) -> Entry | None:
@@ -501,10 +505,11 @@ class ShapeQueue:
         if self._last and len(taken) < count:
             self._take_last(count, taken)
         self.count -= len(taken)
-        self.total_rows -= sum([entry.rows for entry in taken])
-        if not entries:
+        self.total_rows -= sum(map(_ROWS, taken))
+        if not entries.runs[0]:
             self._out_of_order = False
-        self._trim()
+        if self._dead:
+            self._trim()
         return taken
 
     def remove_at(self, places: Sequence[int]) -> list[Entry]:
@@ -590,32 +595,31 @@ class Queue:
         order: makes the keys.
 
     Attributes:
+        shape_queues: a view of all shape queues, first used first; a shape queue may be empty.
         count: live entries.
         total_rows: rows of the live entries.
         size_bytes: memory the live entries hold.
     """
 
-    __slots__ = ("_levels", "_shape_queues", "count", "order", "size_bytes", "total_rows")
+    __slots__ = ("_levels", "_shape_queues", "count", "order", "shape_queues", "size_bytes", "total_rows")
 
     def __init__(self, levels: int = 1, order: QueueOrder | None = None) -> None:
         self.order = order or QueueOrder()
         self._levels = [[0, 0] for _ in range(levels)] if levels > 1 else []  # live entries of each, and rows
         self._shape_queues: dict[object, ShapeQueue] = {}
+        self.shape_queues: Collection[ShapeQueue] = self._shape_queues.values()
         self.count = 0
         self.total_rows = 0
         self.size_bytes = 0
 
     @property
-    def shape_queues(self) -> Collection[ShapeQueue]:
-        """The lanes, first used first; a lane may be empty."""
-        return self._shape_queues.values()
-
-    @property
     def only(self) -> Entry | None:
         """The entry that waits, if just one does."""
-        if self.count != 1:
-            return None
-        return next(shape_queue.front for shape_queue in self._shape_queues.values() if shape_queue.count)
+        if self.count == 1:
+            for shape_queue in self.shape_queues:
+                if shape_queue.count:
+                    return shape_queue.front
+        return None
 
     def level(self, level: int) -> tuple[int, int]:
         """Live entries of a level, and their rows."""
@@ -674,7 +678,8 @@ class Queue:
         self._uncount(taken)
         if not self.order.plain:
             self.order.served(taken)
-        self._close_if_empty(shape_queue, taken[0].shape_key)
+        if len(self.shape_queues) > 1:
+            self._close_if_empty(shape_queue, taken[0].shape_key)
         return taken
 
     def skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> list[Entry]:
@@ -733,8 +738,8 @@ class Queue:
 
     def _uncount(self, entries: list[Entry]) -> None:
         self.count -= len(entries)
-        self.total_rows -= sum([entry.rows for entry in entries])
-        self.size_bytes -= sum([entry.size_bytes for entry in entries])
+        self.total_rows -= sum(map(_ROWS, entries))
+        self.size_bytes -= sum(map(_SIZE_BYTES, entries))
         if self._levels:
             for entry in entries:
                 level = self._levels[entry.level]

@@ -456,7 +456,7 @@ class Scheduler:
     def next_batch(
         self,
         sleeper: threading.Lock,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] | None = None,
         busy: bool = False,
         inline_dispatch: InlineDispatch | None = None,
         begins_ns: int = 0,
@@ -484,7 +484,7 @@ class Scheduler:
                 if self._paused:
                     return None
                 answer = IDLE if dispatched else self._selector.poll(self._clock(), begins_ns, self._closed)
-                if type(answer) is Batch or dispatched or interrupted():
+                if type(answer) is Batch or dispatched or (interrupted is not None and interrupted()):
                     # This thread leaves: another one must run the remaining requests or keep the timeout for them.
                     if self._queue.count and self._sleepers and self._should_wake():
                         self._sleepers.pop().release()
