@@ -42,7 +42,7 @@ from headrace.core.errors import ConfigError
 
 from headrace_engines.errors import BuildError
 from headrace_engines.project import Project
-from headrace_engines.report.terminal import size
+from headrace_engines.report import size
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

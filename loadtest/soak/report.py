@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 from headrace.core.svg_plot import HEIGHT, WIDTH, svg
-from headrace_engines.report.pages import page, table
+from headrace_engines.report import page, table
 
 from loadtest.soak.judge import Run, Verdict, phase_p99s
 from loadtest.soak.ledger import BAD, Line, Outcome, times_between

@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from headrace_engines.demo import small
+from headrace_engines.demo import networks
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
 from tests.support import models
@@ -133,7 +133,7 @@ EXPECTED = {
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the demo model that the examples name."""
     folder = tmp_path_factory.mktemp("examples")
-    model = small.build_tiny(lambda part, text: None).model
+    model = networks.build_tiny(lambda part, text: None).model
     models.add_model(folder / "repository", "tiny", model, config="max_batch_size: 64")
     options = ("--model-control", "explicit", "--load-model", "tiny", "--allow-client-shm")
     with serving(folder / "repository", folder, *options, "--trace-file", str(folder / "traces.json")) as running:

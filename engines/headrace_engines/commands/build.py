@@ -32,7 +32,7 @@ from headrace_engines.commands import add_cache, add_repository_and_target, add_
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.progress import Report, with_progress_lines
 from headrace_engines.project import BuildSpec, Project, all_projects, open_project, read_spec
-from headrace_engines.report.terminal import Heading, narrow_table, plain, rate, size
+from headrace_engines.report import Heading, narrow_table, plain, rate, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         wait(digests)
     store = Store(options.cache)
 
-    from headrace_engines.report.terminal import BuildDisplay
+    from headrace_engines.report import BuildDisplay
 
     outcomes = []
     with BuildDisplay(console, [p.name for p in projects if isinstance(p, Project)]) as display:

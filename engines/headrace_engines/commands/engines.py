@@ -32,7 +32,7 @@ from rich.text import Text
 from headrace_engines.commands import add_cache
 from headrace_engines.errors import BuildError
 from headrace_engines.project import Project, open_project
-from headrace_engines.report.terminal import Heading, narrow_table, plain, size
+from headrace_engines.report import Heading, narrow_table, plain, size
 from headrace_engines.store import Store, StoreEntry, disk_error
 
 # State of a published artefact: it is served on this machine; on another one; nowhere, since the model or its

@@ -1,31 +1,256 @@
-"""Writes demo models into a model repository: up-to-date models stay, new ones appear complete or not at all.
+"""Demo models: the catalogue, the published weights, and the files written into a model repository.
+
+Up-to-date models stay, new ones appear complete or not at all.
 
 <output>/<name>/config.pbtxt | config.yaml, labels.txt     written if missing, never overwritten
 <output>/<name>/calibration[.npz], accuracy[.npz]          samples, likewise
 <output>/<name>/1/model.onnx                               the model
 <output>/<name>/1/recipe.json                              the stamp: recipe, weights, size, accuracy
+
+Nothing heavy is imported here: a recipe is named by module and function, and loaded when it is needed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from headrace.config.durable import locked_folder
 
-from headrace_engines.demo.catalogue import CATALOGUE, Artefact, DemoModel, load_recipe, make_samples
-from headrace_engines.demo.weights_file import WeightsFile
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
+
+if TYPE_CHECKING:
+    import onnx
+
+_TIMEOUT_S = 30.0
+_CHUNK_BYTES = 1 << 20
+# Ten times what the largest demo model needs; a server that sends without end must not fill the memory.
+_LIMIT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A file that is only used if its content is the one that was meant.
+
+    Attributes:
+        url: http, https or file URL, or a path on this machine.
+        sha256: the checksum it must have, 64 hex digits in lower case.
+    """
+
+    url: str
+    sha256: str
+
+    def __post_init__(self) -> None:
+        """Check the checksum's form.
+
+        Raises:
+            BuildError: if it is not 64 hex digits.
+        """
+        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise BuildError(f"the weights' SHA-256 is {self.sha256!r}, expected 64 hex digits in lower case")
+
+    def read(self, report: Report) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            BuildError: if it cannot be read or fetched, is too large, or has another checksum.
+        """
+        try:
+            if "://" not in self.url:
+                with Path(self.url).open("rb") as stream:
+                    content = _read(stream, self.url, Path(self.url).stat().st_size, report)
+            elif self.url.startswith(("http://", "https://", "file://")):
+                with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as response:
+                    content = _read(response, self.url, int(response.headers.get("Content-Length") or 0), report)
+            else:
+                raise BuildError(f"{self.url}: expected an http, https or file URL, or a path")
+        except (OSError, urllib.error.URLError) as error:
+            raise BuildError(
+                f"{self.url}: {error}: without a network, give a local copy with --weights-url PATH --weights-sha256 HEX"
+            ) from error
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != self.sha256:
+            raise BuildError(
+                f"{self.url} has SHA-256 {digest}, expected {self.sha256}: it is another file, or a damaged one"
+            )
+        return content
+
+
+# torchvision's ResNet50_Weights.IMAGENET1K_V1 (BSD-3-Clause): the file's name has the first eight digits of its SHA-256.
+RESNET50_IMAGENET = WeightsFile(
+    "https://download.pytorch.org/models/resnet50-0676ba61.pth",
+    "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
+)
+
+
+def _read(stream: BinaryIO, url: str, size_bytes: int, report: Report) -> bytes:
+    chunks: list[bytes] = []
+    done_bytes = 0
+    while chunk := stream.read(_CHUNK_BYTES):
+        chunks.append(chunk)
+        done_bytes += len(chunk)
+        if done_bytes > _LIMIT_BYTES:
+            raise BuildError(f"{url} is larger than {_LIMIT_BYTES >> 20} MiB, expected the weights of one small model")
+        report(done_bytes / size_bytes if size_bytes else 0.0, f"fetching, {done_bytes >> 20} MiB")
+    return b"".join(chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """One built model.
+
+    Attributes:
+        model: the graph with its weights.
+        weights: where the weights come from: "seeded", "trained", "none" or "sha256:<hex>" of the file they were read from.
+        accuracy: share of held-out samples answered right, 0..1, or None where nothing was measured.
+        extra_files: files to lay beside the model, by name.
+    """
+
+    model: onnx.ModelProto
+    weights: str
+    accuracy: float | None = None
+    extra_files: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: the model's name, and that of its folder.
+        recipe: "module:function" within `headrace_engines.demo`; the function takes a `Report` and returns an `Artefact`.
+        sources: the modules whose text makes the model what it is; a change in one of them rebuilds it.
+        files: file in the model's folder -> the file of this package's `files/` folder that it is a copy of.
+        fetched_recipe: the recipe for fetched weights, "" if there is none; it takes a `Report` and a `WeightsFile`.
+        samples: what makes the data to calibrate with and to measure on, as `recipe`, "" if there is none; it takes nothing and
+            returns files by name, with "/" for those in folders.
+        sample_places: the files and folders of the model's folder that `samples` makes.
+        equal_recipes: digests of earlier texts of `sources` that make the same model: it is not built again.
+    """
+
+    name: str
+    recipe: str
+    sources: tuple[str, ...]
+    files: dict[str, str]
+    fetched_recipe: str = ""
+    samples: str = ""
+    sample_places: tuple[str, ...] = ()
+    equal_recipes: tuple[str, ...] = ()
+
+    def recipe_digest(self) -> str:
+        """SHA-256, in hex, over the text of `sources`."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            digest.update(files("headrace_engines.demo").joinpath(f"{source}.py").read_bytes())
+        return digest.hexdigest()
+
+    def is_recipe(self, digest: object) -> bool:
+        """Return whether a model with this digest in its stamp is the one that the recipe makes."""
+        return digest == self.recipe_digest() or digest in self.equal_recipes
+
+    def file_text(self, name: str) -> str:
+        """The text of one of `files`."""
+        return files("headrace_engines.demo").joinpath("files", self.files[name]).read_text(encoding="utf-8")
+
+
+def load_recipe(recipe: str) -> Callable[..., Artefact]:
+    """Import "module:function" of `headrace_engines.demo`."""
+    return cast(Callable[..., Artefact], _load(recipe))
+
+
+def make_samples(model: DemoModel) -> dict[str, bytes]:
+    """The files of a model's samples, by name.
+
+    Raises:
+        BuildError: what they are made from is not installed.
+    """
+    return cast(Callable[[], dict[str, bytes]], _load(model.samples))()
+
+
+def _load(recipe: str) -> object:
+    module_name, function_name = recipe.split(":")
+    module: Any = import_module(f"headrace_engines.demo.{module_name}")
+    return getattr(module, function_name)
+
+
+_PICTURES = ("calibration", "accuracy")
+
+
+_SMALL_RECIPES = ("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",)
+
+
+# The slow ones last, so that a first look at the repository already finds something.
+CATALOGUE: dict[str, DemoModel] = {
+    model.name: model
+    for model in (
+        DemoModel(
+            "tiny",
+            "networks:build_tiny",
+            ("networks",),
+            {"config.pbtxt": "tiny/config.pbtxt"},
+            equal_recipes=_SMALL_RECIPES,
+        ),
+        DemoModel(
+            "add_sub",
+            "networks:build_add_sub_int32",
+            ("networks",),
+            {"config.pbtxt": "add_sub/config.pbtxt"},
+            equal_recipes=_SMALL_RECIPES,
+        ),
+        DemoModel(
+            "add_sub_fp32",
+            "networks:build_add_sub_fp32",
+            ("networks",),
+            {"config.pbtxt": "add_sub_fp32/config.pbtxt"},
+            equal_recipes=_SMALL_RECIPES,
+        ),
+        DemoModel(
+            "efficientnet_lite0",
+            "networks:build_efficientnet_lite0",
+            ("networks", "torch_weights"),
+            {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
+            samples="samples:build_photographs",
+            sample_places=_PICTURES,
+            equal_recipes=("2b84593b110e677c9a0e14e8a214fdaa7774f8507463233c23ed647d4fc8c3aa",),
+        ),
+        DemoModel(
+            "resnet50",
+            "networks:build_resnet50_seeded",
+            ("networks", "torch_weights"),
+            {"config.pbtxt": "resnet50/config.pbtxt", "labels.txt": "imagenet_labels.txt"},
+            fetched_recipe="networks:build_resnet50_fetched",
+            samples="samples:build_photographs",
+            sample_places=_PICTURES,
+            equal_recipes=("17d041e0c759c221cea05ce708332c032624e981471afdc8d9ad6c350060b9e1",),
+        ),
+        DemoModel(
+            "digits",
+            "digits:build",
+            ("digits", "networks"),
+            {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
+            samples="samples:build_digits",
+            sample_places=("calibration.npz", "accuracy.npz"),
+            equal_recipes=("bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",),
+        ),
+    )
+}
+
 
 VERSION = "1"
 MODEL_FILE = "model.onnx"

@@ -22,8 +22,8 @@ import onnxruntime as ort
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx import helper
 
-from headrace_engines.demo.catalogue import Artefact
-from headrace_engines.demo.graph import GraphBuilder, fp32
+from headrace_engines.demo.build import Artefact
+from headrace_engines.demo.networks import GraphBuilder, fp32
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
 

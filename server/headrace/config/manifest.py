@@ -252,7 +252,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """An engine and what it consists of; see `headrace_engines.inspection.EngineInspection`."""
+    """An engine and what it consists of; see `headrace_engines.commands.inspect.EngineInspection`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 

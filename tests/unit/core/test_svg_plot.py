@@ -24,7 +24,7 @@ from headrace.core.svg_plot import (
     svg,
     ticks,
 )
-from headrace_engines.report.terminal import milliseconds, plain, rate, size
+from headrace_engines.report import milliseconds, plain, rate, size
 from hypothesis import given
 from hypothesis import strategies as st
 

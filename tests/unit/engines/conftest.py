@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace_engines.demo.build import build_model
-from headrace_engines.demo.catalogue import CATALOGUE
+from headrace_engines.demo.build import CATALOGUE, build_model
 
 SaveCheckpoint = Callable[..., bytes]
 

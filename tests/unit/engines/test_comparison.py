@@ -11,20 +11,27 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import headrace_engines.comparison
+import headrace_engines.commands.compare
 import numpy as np
 import onnx
 import pytest
 from headrace.config.manifest import Machine
 from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult
-from headrace_engines.commands.compare import add_arguments, run
-from headrace_engines.comparison import ROUNDS, Comparison, compare, default_sizes
+from headrace_engines.commands.compare import (
+    ROUNDS,
+    Comparison,
+    add_arguments,
+    compare,
+    comparison_page,
+    comparison_picture,
+    default_sizes,
+    run,
+)
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report
 from headrace_engines.project import BuildSpec, Project, open_project, read_spec
-from headrace_engines.report.pages import comparison_page, comparison_picture
 from headrace_engines.store import Store
 from headrace_engines.targets.base import BatchTiming, Engine, Layer, Target, TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
@@ -228,7 +235,7 @@ def test_an_engine_that_fails_while_it_is_timed_is_a_row_with_the_reason(project
 def test_without_a_batch_dimension_an_execution_is_a_row(project: Project, tmp_path: Path) -> None:
     config = project.config.model_copy(update={"max_batch_size": 0})
     single = replace(project, folder=replace(project.folder, config=config))
-    timing = headrace_engines.comparison._median_timing([BatchTiming(8, 100.0, 200.0, 80_000.0)], 1, False)
+    timing = headrace_engines.commands.compare._median_timing([BatchTiming(8, 100.0, 200.0, 80_000.0)], 1, False)
     assert timing == BatchTiming(1, 100.0, 200.0, 10_000.0)
     assert default_sizes(single, read_spec(project.config)) == [1]
 
@@ -256,7 +263,7 @@ def call(project: Project, tmp_path: Path, *words: str | Path) -> tuple[int, str
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headrace_engines.comparison.compare, "__defaults__", (fails_on_int8,))
+    monkeypatch.setattr(headrace_engines.commands.compare.compare, "__defaults__", (fails_on_int8,))
 
 
 @pytest.mark.usefixtures("direct")

@@ -26,8 +26,7 @@ from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import BatchTiming, Layer
-from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, signals_deferred
-from headrace_engines.targets.tensorrt.errors import explain_open
+from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, explain_open, signals_deferred
 
 Array = npt.NDArray[Any]
 

@@ -7,10 +7,8 @@ import headrace_engines.__main__ as command_line
 import pytest
 import yaml
 from google.protobuf import text_format
-from headrace_engines.demo import build, digits, small
-from headrace_engines.demo.build import DemoState, build_model, choose_models, demo_state
-from headrace_engines.demo.catalogue import CATALOGUE
-from headrace_engines.demo.weights_file import WeightsFile
+from headrace_engines.demo import build, digits, networks
+from headrace_engines.demo.build import CATALOGUE, DemoState, WeightsFile, build_model, choose_models, demo_state
 from headrace_engines.errors import BuildError
 from tritonclient.grpc import model_config_pb2
 
@@ -135,7 +133,7 @@ def test_one_failing_model_does_not_stop_the_others(tmp_path, monkeypatch, capsy
     def fail(_report):
         raise BuildError("the weights are not installed")
 
-    monkeypatch.setattr(small, "build_tiny", fail)
+    monkeypatch.setattr(networks, "build_tiny", fail)
     status = command_line.main(["models", "build", "--output", str(tmp_path), "--only", "tiny", "add_sub"])
     assert status == 1
     assert "tiny was not built: the weights are not installed" in capsys.readouterr().out
@@ -221,7 +219,7 @@ def test_stamps_of_engines_are_left_alone(tmp_path):
 
 def _build_digits(output: Path, monkeypatch):
     """`digits` with a stand-in for the trained model: its samples are what is looked at."""
-    monkeypatch.setattr(digits, "build", small.build_tiny)
+    monkeypatch.setattr(digits, "build", networks.build_tiny)
     return build_model(CATALOGUE["digits"], output, None, False, lambda *_: None)
 
 
@@ -255,7 +253,7 @@ def test_somebodys_own_model_gets_no_samples(tmp_path, monkeypatch):
 
 
 def test_what_is_laid_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(digits, "build", small.build_tiny)
+    monkeypatch.setattr(digits, "build", networks.build_tiny)
     assert command_line.main(["models", "build", "--output", str(tmp_path), "--only", "digits"]) == 0
     assert "digits: calibration.npz and accuracy.npz laid beside it" in capsys.readouterr().out
 

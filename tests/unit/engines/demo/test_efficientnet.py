@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from headrace_engines.demo import efficientnet
+from headrace_engines.demo import networks
 from headrace_engines.errors import BuildError
 from PIL import Image
 
@@ -76,6 +76,6 @@ def test_labels_are_a_thousand_different_names(labels):
 
 
 def test_weights_with_another_checksum_are_refused(monkeypatch):
-    monkeypatch.setattr(efficientnet, "WEIGHTS_SHA256", "0" * 64)
+    monkeypatch.setattr(networks, "EFFICIENTNET_SHA256", "0" * 64)
     with pytest.raises(BuildError, match="expected 000"):
-        efficientnet.build(lambda *_: None)
+        networks.build_efficientnet_lite0(lambda *_: None)

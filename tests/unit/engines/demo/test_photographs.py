@@ -5,7 +5,7 @@ import onnxruntime as ort
 import pytest
 from headrace.config.model_folder import read_model_folder
 from headrace_engines.demo import samples
-from headrace_engines.demo.catalogue import CATALOGUE
+from headrace_engines.demo.build import CATALOGUE
 from headrace_engines.quantization.sample_sources import open_samples
 
 

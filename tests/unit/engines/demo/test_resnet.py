@@ -4,9 +4,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace_engines.demo import resnet
-from headrace_engines.demo.graph import GraphBuilder, fp32
-from headrace_engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
+from headrace_engines.demo import networks
+from headrace_engines.demo.build import RESNET50_IMAGENET, WeightsFile
+from headrace_engines.demo.networks import GraphBuilder, fp32
 from headrace_engines.errors import BuildError
 from onnx import numpy_helper
 
@@ -81,7 +81,7 @@ def test_the_stride_of_a_block_is_in_its_3x3_convolution(seeded):
 def test_published_weights_are_read_and_folded(save_checkpoint, state, tmp_path):
     content = save_checkpoint(state)
     assert len(content) < 1_000_000
-    artefact = resnet.build_fetched(_ignore, _published(content, tmp_path / "weights.pth"))
+    artefact = networks.build_resnet50_fetched(_ignore, _published(content, tmp_path / "weights.pth"))
     assert artefact.weights == f"sha256:{hashlib.sha256(content).hexdigest()}"
     constants = {constant.name: numpy_helper.to_array(constant) for constant in artefact.model.graph.initializer}
     scale = 2 / np.sqrt(4 + 1e-5)
@@ -94,13 +94,13 @@ def test_published_weights_are_read_and_folded(save_checkpoint, state, tmp_path)
 def test_another_architecture_is_refused(save_checkpoint, state, tmp_path):
     del state["layer4.2.conv3.weight"]
     with pytest.raises(BuildError, match=r"layer4\.2\.conv3\.weight is nothing, expected float32 \(2048, 512, 1, 1\)"):
-        resnet.build_fetched(_ignore, _published(save_checkpoint(state), tmp_path / "weights.pth"))
+        networks.build_resnet50_fetched(_ignore, _published(save_checkpoint(state), tmp_path / "weights.pth"))
 
 
 def test_a_file_with_another_checksum_is_refused_unread(tmp_path):
     (tmp_path / "weights.pth").write_bytes(b"anything")
     with pytest.raises(BuildError, match="expected 1111"):
-        resnet.build_fetched(_ignore, WeightsFile(str(tmp_path / "weights.pth"), "1" * 64))
+        networks.build_resnet50_fetched(_ignore, WeightsFile(str(tmp_path / "weights.pth"), "1" * 64))
 
 
 @pytest.mark.parametrize("url", ["/no/such/file.pth", "file:///no/such/file.pth", "ftp://example.org/weights.pth"])
@@ -136,7 +136,7 @@ def _onnx_file(reshape_to: int | None = None) -> bytes:
 
 
 def test_an_onnx_file_takes_the_models_place(tmp_path):
-    artefact = resnet.build_fetched(_ignore, _published(_onnx_file(), tmp_path / "weights.onnx"))
+    artefact = networks.build_resnet50_fetched(_ignore, _published(_onnx_file(), tmp_path / "weights.onnx"))
     session = ort.InferenceSession(artefact.model.SerializeToString(), providers=["CPUExecutionProvider"])
     rows = np.random.default_rng(4).standard_normal((5, 3, 224, 224), np.float32)
     assert session.run(["logits"], {"input": rows})[0].shape == (5, 1000)
@@ -145,9 +145,9 @@ def test_an_onnx_file_takes_the_models_place(tmp_path):
 
 def test_an_onnx_file_that_cannot_batch_is_refused(tmp_path):
     with pytest.raises(BuildError, match="batch"):
-        resnet.build_fetched(_ignore, _published(_onnx_file(reshape_to=1), tmp_path / "weights.onnx"))
+        networks.build_resnet50_fetched(_ignore, _published(_onnx_file(reshape_to=1), tmp_path / "weights.onnx"))
 
 
 def test_what_is_neither_is_refused(tmp_path):
     with pytest.raises(BuildError, match="neither a PyTorch checkpoint nor"):
-        resnet.build_fetched(_ignore, _published(b"<html>not found</html>", tmp_path / "weights.onnx"))
+        networks.build_resnet50_fetched(_ignore, _published(b"<html>not found</html>", tmp_path / "weights.onnx"))

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace_engines.demo.catalogue import CATALOGUE
+from headrace_engines.demo.build import CATALOGUE
 from headrace_engines.demo.digits import split_stratified
 from onnx import numpy_helper
 

@@ -7,11 +7,17 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
-from headrace_engines.precision.cast import cast_model
+from headrace_engines.precision.lowering import cast_model
 from headrace_engines.progress import silent
-from headrace_engines.quantization.bias_correction import correct_biases
 from headrace_engines.quantization.placement import place_pairs, tensors_to_calibrate
-from headrace_engines.quantization.qdq import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale, quantize
+from headrace_engines.quantization.qdq import (
+    FP8_LARGEST,
+    correct_biases,
+    encode_fp8,
+    fp8_scale,
+    next_fp8_scale,
+    quantize,
+)
 from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto

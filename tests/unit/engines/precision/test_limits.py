@@ -7,7 +7,7 @@ import onnx
 import pytest
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.cast import cast_model, must_stay_fp32
+from headrace_engines.precision.lowering import cast_model, must_stay_fp32
 from headrace_engines.progress import silent
 from headrace_engines.quantization.samples import Samples
 from onnx import TensorProto

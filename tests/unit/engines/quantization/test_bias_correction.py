@@ -9,10 +9,9 @@ from headrace.core.optimization_config import Calibration
 from headrace_engines.accuracy import measure
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.progress import silent
-from headrace_engines.quantization.bias_correction import correct_biases
 from headrace_engines.quantization.calibration import calibrate
 from headrace_engines.quantization.placement import tensors_to_calibrate
-from headrace_engines.quantization.qdq import quantizable, quantize
+from headrace_engines.quantization.qdq import correct_biases, quantizable, quantize
 from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper, numpy_helper

