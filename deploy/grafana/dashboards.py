@@ -121,7 +121,7 @@ OVERVIEW = Dashboard(
     ],
 )  # fmt: skip
 
-_PHASES = ("decode", "queue", "assembly", "compute", "split", "encode")
+_PHASES = ("decode", "queue", "assemble", "compute", "split", "encode")
 MODEL = Dashboard(
     "headrace-model",
     "Headrace / One model",
@@ -135,8 +135,9 @@ MODEL = Dashboard(
                     Query(f"max(headrace_objective_seconds{{{M}}})", "objective")], "s",
                     "The objective is the configuration's slo.", width=12, exemplars=True),
                 Panel("Where it goes, on average", [Query(_mean(f"headrace_{phase}_seconds"), phase) for phase in _PHASES], "s",
-                    "decode, encode: reading the request, writing its answer. queue: waiting for an instance. assembly: putting "
-                    "a batch together. compute: the model. split: handing the rows out.", width=12, stacked=True),
+                    "decode: read the request. queue: wait for an instance. assemble: gather the rows of a batch. "
+                    "compute: run the model. split: divide the outputs. encode: return to the event loop and write the "
+                    "response.", width=12, stacked=True),
                 Panel("All answers", [Query(f"sum by (le) (rate(headrace_total_seconds_bucket{{{M}}}{RATE}))", "{{le}}")], "s",
                       kind="heatmap", width=12),
                 Panel("p99 of each phase", [

@@ -20,7 +20,7 @@ from tests.support.serving import Server, serving
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-PARTS = ("queue", "assemble", "compute", "split", "answer")
+PARTS = ("decode", "queue", "assemble", "compute", "split", "encode")
 X = np.ones((2, 16), np.float32)
 
 

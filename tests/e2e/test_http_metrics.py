@@ -15,7 +15,7 @@ from tests.support.prometheus import read_page
 from tests.support.serving import Server
 
 MODEL = "measured"
-PHASES = ("decode", "queue", "assembly", "compute", "split", "encode", "total")
+PHASES = ("decode", "queue", "assemble", "compute", "split", "encode", "total")
 
 TRITON_NAMES = {
     "nv_inference_request_success",

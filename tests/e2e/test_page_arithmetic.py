@@ -119,7 +119,7 @@ def test_a_turned_photograph_stands_upright_and_halves_are_rounded(page: Page) -
 def test_rates_and_percentiles_follow_from_two_answers(page: Page) -> None:
     code = """(async () => {
         const { History, since, percentile } = await import("/page/history.js");
-        const times = { late: 0, queue_ns: 0, assembly_ns: 0, compute_ns: 0, split_ns: 0, total_ns: 0 };
+        const times = { late: 0, queue_ns: 0, assemble_ns: 0, compute_ns: 0, split_ns: 0, total_ns: 0 };
         const serving = (requests, latency) => ({ ...times, requests, rows: requests, failures: {}, batches: { idle: requests },
             sizes: { 1: requests }, latency });
         const answer = (seconds, requests, latency) => ({ time_ns: seconds * 1e9, uptime_ns: seconds * 1e9,

@@ -134,7 +134,7 @@ def test_figures_follow_what_happens(page: Page, server: Server) -> None:
     assert page.evaluate(f"((it) => {columns})({card('affine')})") == ["1: 30, 75 %", "3: 10, 25 %"]
     assert "Why batches closed last minute\ninstance idle 100 %" in text
     assert "Errors last minute\nbad_request\n3" in text
-    assert {"queue", "assembly", "compute", "split"} <= set(text.split())
+    assert {"queue", "assemble", "compute", "split"} <= set(text.split())
     curve = f"{card('affine')}.querySelector('.spark .line').getAttribute('d')"
     page.wait(curve)
     drawn = page.evaluate(curve)

@@ -27,7 +27,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
 NOT_SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
-PHASES = ["decode", "queue", "copy", "compute", "split", "wake", "encode"]
+PHASES = ["decode", "queue", "assemble", "compute", "split", "encode"]
 MERGING = """
 max_batch_size: 8
 input { name: "X" data_type: TYPE_FP32 dims: 16 }

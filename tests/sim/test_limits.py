@@ -182,12 +182,12 @@ def test_a_promise_that_is_not_kept(explained) -> None:  # type: ignore[no-untyp
     assert [limit.kind for limit in find_bottlenecks(kept)] == ["arrivals"]
 
 
-def batches(rows: int, reason: str, assembly_ms: float = 0, queue_ms: float = 0, count: int = 900) -> Recorder:
+def batches(rows: int, reason: str, assemble_ms: float = 0, queue_ms: float = 0, count: int = 900) -> Recorder:
     """A second of batches of 1 ms each."""
     recorder = Recorder(clock=lambda: 101 * 1000 * MS)
     for number in range(count):
         end_ns = 100_000 * MS + number * MS
-        times = BatchTimes(end_ns - int((1 + assembly_ms) * MS), end_ns - MS, end_ns, end_ns)
+        times = BatchTimes(end_ns - int((1 + assemble_ms) * MS), end_ns - MS, end_ns, end_ns)
         wait_ns = int(queue_ms * MS)
         recorder.batch(rows, rows, reason, times, [wait_ns], [wait_ns + end_ns - times.taken_ns], MS)
     return recorder
@@ -199,7 +199,7 @@ def test_padding_copies_and_quotas() -> None:
     padded = LoadSnapshot(batches(5, "full").recent(), policy(8), profile, 1, buckets=(1, 2, 4, 8))
     limit = {limit.kind: limit for limit in find_bottlenecks(padded)}["padding"]
     assert (limit.expected, "38 % of the rows" in limit.explanation) == ("up to 1.6 times the throughput", True)
-    copied = LoadSnapshot(batches(4, "idle", assembly_ms=2, count=300).recent(), policy(), profile, 1)
+    copied = LoadSnapshot(batches(4, "idle", assemble_ms=2, count=300).recent(), policy(), profile, 1)
     assert first(copied).kind == "copies"
     recorder = batches(4, "idle", count=100)
     for _ in range(20):

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 RequestLogMode = Literal["off", "errors", "sampled", "all"]
 REQUEST_LOG_MODES: tuple[RequestLogMode, ...] = ("off", "errors", "sampled", "all")
 OTLP_PROTOCOLS = ("grpc", "http")
+PHASES = ("decode", "queue", "assemble", "compute", "split", "encode")
+"""Phases of a request in the order in which they happen, named alike in metrics, spans, logs and headers."""
 
 
 @dataclass(frozen=True, slots=True)

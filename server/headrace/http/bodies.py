@@ -440,7 +440,7 @@ class ServingStatus(_Closed):
     batches: dict[str, _Count] = Field(description="batches by the reason why they were closed")
     sizes: dict[str, _Count] = Field(description="batches by their number of rows")
     queue_ns: _Count = Field(description="total over successful requests, like the next four")
-    assembly_ns: _Count
+    assemble_ns: _Count
     compute_ns: _Count
     split_ns: _Count
     total_ns: _Count
@@ -583,11 +583,12 @@ class ResponseOutput(BaseModel):
 class TimingParameters(BaseModel):
     """Time of each phase, if the request has `headrace_timing`."""
 
+    headrace_decode_us: int = _optional(ge=0)
     headrace_queue_us: int = _optional(ge=0)
     headrace_assemble_us: int = _optional(ge=0)
     headrace_compute_us: int = _optional(ge=0)
     headrace_split_us: int = _optional(ge=0)
-    headrace_answer_us: int = _optional(ge=0)
+    headrace_encode_us: int = _optional(ge=0)
     headrace_total_us: int = _optional(ge=0)
     headrace_batch_rows: int = _optional(ge=1)
     headrace_batch_closed: str = _optional(description="why the batch was closed")

@@ -264,7 +264,9 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             pending.parameters = self._parameters(pending, handle, response)
         encoded: Encoded = pending.codec.encode(response, pending.template, pending.id, pending.parameters)
         ended_ns = self._clock()
-        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - done_ns)
+        times = response.times
+        encode_from_ns = done_ns if times is None else times.split_ns
+        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - encode_from_ns)
         if pending.sampling is not None:
             self._observer.answered(
                 pending.sampling, pending.access_record(self._wire, ended_ns, response), handle.recorder
@@ -304,7 +306,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         options = pending.options
         parameters: dict[str, int | str] = {}
         if options.timing or pending.template.timing:
-            parameters = timing(response, pending.received_ns, pending.done_ns)
+            parameters = timing(response, pending.received_ns, pending.queued_ns, pending.done_ns)
         if options.load_format:
             load = pending.load = handle.load(by_level=False)
             if self._wire.load_in_parameters:

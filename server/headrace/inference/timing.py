@@ -1,42 +1,44 @@
-"""Where the time of one answer has gone, told with it to who asks: as parameters of the answer, and as headers over HTTP.
+"""Time of each phase of one request, returned on demand as response parameters and, over HTTP, as headers.
 
-The parts follow one another from the request's arrival to the encoding of its answer, and add up to the total:
+The phases are consecutive and add up to the total (docs/decisions/0006-phases.md):
 
-    queue     until its batch was closed: decoding, waiting
-    assemble  gathering the batch's rows
-    compute   running the model, for the whole batch
-    split     handing its rows to each member
-    answer    until the event loop took them up
+    decode    read and validate the request
+    queue     wait until an instance takes its batch
+    assemble  gather the rows of the batch
+    compute   run the model, for the whole batch
+    split     divide the outputs among the requests of the batch
+    encode    return to the event loop; ends before the response is written, because these figures are part of it
 """
 
 from __future__ import annotations
 
 from headrace.core.clock import NS_PER_US
 from headrace.core.request import InferResponse
+from headrace.core.telemetry import PHASES
 
 _PREFIX = "headrace_"
-_PARTS = ("queue", "assemble", "compute", "split", "answer")
 
 
-def timing(response: InferResponse, received_ns: int, now_ns: int) -> dict[str, int | str]:
-    """The timing of an answer as parameters.
+def timing(response: InferResponse, received_ns: int, queued_ns: int, now_ns: int) -> dict[str, int | str]:
+    """Return the time of each phase as response parameters.
 
     Args:
-        response: of a request that was cut into several, only the total is known.
-        received_ns: monotonic, when the whole request had arrived.
+        response: without `times` (a request that was cut into several batches) only the total is returned.
+        received_ns: monotonic time at which the whole request had arrived.
+        queued_ns: monotonic time at which it was put in the queue.
         now_ns: monotonic.
 
     Returns:
-        `headrace_total_us`, and where it is known `headrace_queue_us` and so on for each part, `headrace_batch_rows` and
-        `headrace_batch_closed` (the metrics' word for why).
+        `headrace_total_us`; with `times` also `headrace_decode_us` and so on for each phase, `headrace_batch_rows` and
+        `headrace_batch_closed` (the reason, as in the metrics).
     """
     parameters: dict[str, int | str] = {}
     times = response.times
     if times is not None:
-        before_ns = received_ns
-        for part, end_ns in zip(_PARTS, (*times, now_ns), strict=True):
-            parameters[f"{_PREFIX}{part}_us"] = max(end_ns - before_ns, 0) // NS_PER_US
-            before_ns = end_ns
+        begin_ns = received_ns
+        for phase, end_ns in zip(PHASES, (queued_ns, *times, now_ns), strict=True):
+            parameters[f"{_PREFIX}{phase}_us"] = max(end_ns - begin_ns, 0) // NS_PER_US
+            begin_ns = max(end_ns, begin_ns)
         parameters[f"{_PREFIX}batch_rows"] = response.batch_rows
         parameters[f"{_PREFIX}batch_closed"] = response.closed
     parameters[f"{_PREFIX}total_us"] = max(now_ns - received_ns, 0) // NS_PER_US
@@ -44,7 +46,7 @@ def timing(response: InferResponse, received_ns: int, now_ns: int) -> dict[str, 
 
 
 def timing_headers(parameters: dict[str, int | str]) -> list[tuple[bytes, bytes]]:
-    """The same as headers: `headrace-timing`, and `server-timing` as browsers and proxies read it (W3C Server Timing)."""
+    """Return the same as headers: `headrace-timing`, and `server-timing` (W3C Server Timing) for browsers and proxies."""
     values = {name.removeprefix(_PREFIX): value for name, value in parameters.items()}
     headrace_timing = ", ".join(f"{name}={value}" for name, value in values.items())
     server_timing = [

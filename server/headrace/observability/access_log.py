@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.request import BatchTimes
-from headrace.core.telemetry import RequestLogMode, TraceContext
+from headrace.core.telemetry import PHASES, RequestLogMode, TraceContext
 from headrace.observability.background import CAPACITY, BackgroundWorker
 from headrace.observability.counters import DROPPED
 from headrace.observability.logs import escape, iso8601, redact
@@ -66,6 +66,9 @@ class AccessRecord(NamedTuple):
         return "" if self.times is None else f"{self.times.assembled_ns:x}"
 
 
+_BATCH_PHASES = PHASES[1:-1]  # one for each time of `BatchTimes`, which ends it
+
+
 class Phase(NamedTuple):
     """A stretch of a request's time."""
 
@@ -75,33 +78,34 @@ class Phase(NamedTuple):
 
 
 def phases(record: AccessRecord) -> list[Phase]:
-    """Where its time went; they follow one another, and add up to the whole where it was answered.
+    """Time of each phase of a request; consecutive, and as long as the whole request if it was answered.
 
-        decode   the request was read and held against the model
-        queue    it waited for its batch to be closed
-        copy     the batch's rows were gathered
-        compute  the model ran, for the whole batch
-        split    the batch's rows were handed to its members
-        wake     until the event loop took them up
-        encode   the answer was written
+        decode    read and validate the request
+        queue     wait until an instance takes its batch
+        assemble  gather the rows of the batch
+        compute   run the model, for the whole batch
+        split     divide the outputs among the requests of the batch
+        encode    return to the event loop and write the response
 
-    Of a request that was cut into several, or that failed after admission, `wait` stands for all from queue to wake.
+    A request that was cut into several batches, or that failed after admission, has one phase `queue_to_split` in place of
+    those from `queue` to `split`.
     """
     if not record.queued_ns:
         return []
-    found = [Phase("decode", record.received_ns, record.queued_ns)]
-    done_ns = record.done_ns or record.ended_ns
+    result = [Phase("decode", record.received_ns, record.queued_ns)]
     times = record.times
     if times is None:
-        found.append(Phase("wait", record.queued_ns, done_ns))
+        begin_ns = record.done_ns or record.ended_ns
+        result.append(Phase("queue_to_split", record.queued_ns, begin_ns))
     else:
         begin_ns = record.queued_ns
-        for name, end_ns in zip(("queue", "copy", "compute", "split", "wake"), (*times, done_ns), strict=True):
-            found.append(Phase(name, begin_ns, max(end_ns, begin_ns)))
-            begin_ns = max(end_ns, begin_ns)
+        for name, end_ns in zip(_BATCH_PHASES, times, strict=True):
+            end_ns = max(end_ns, begin_ns)
+            result.append(Phase(name, begin_ns, end_ns))
+            begin_ns = end_ns
     if record.done_ns:
-        found.append(Phase("encode", record.done_ns, record.ended_ns))
-    return found
+        result.append(Phase("encode", begin_ns, max(record.ended_ns, begin_ns)))
+    return result
 
 
 logger = logging.getLogger("headrace.request")

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
+from headrace.core.telemetry import PHASES
 
 # Seconds. The same for every model and phase, so that histograms add up over replicas.
 BUCKETS_S: tuple[float, ...] = (
@@ -166,7 +167,8 @@ def _summed(places: npt.NDArray[np.intp], fine: Counts, length: int) -> Counts:
     return np.bincount(places, weights=fine, minlength=length).astype(np.int64)
 
 
-PHASES = ("decode", "queue", "assembly", "compute", "split", "encode", "total")
+TIMES = (*PHASES, "total")
+"""Times of a request that have a histogram."""
 
 
 @dataclass(slots=True)
@@ -175,11 +177,11 @@ class SizeTotals:
 
     Attributes:
         count: executions.
-        assembly_ns, compute_ns, split_ns: their time, summed.
+        assemble_ns, compute_ns, split_ns: their time, summed.
     """
 
     count: int = 0
-    assembly_ns: int = 0
+    assemble_ns: int = 0
     compute_ns: int = 0
     split_ns: int = 0
 
@@ -195,7 +197,7 @@ class Totals:
         failure_ns: their time, summed.
         rows: rows of the successful requests.
         executions: batches run, whatever became of them.
-        queue_ns, assembly_ns, compute_ns, split_ns: per successful request, summed (a batch's time counts for each member).
+        queue_ns, assemble_ns, compute_ns, split_ns: per successful request, summed (a batch's time counts for each member).
         busy_ns: how long instances were kept by the batches that were answered, summed.
         shape_changes: batches of another shape than the one before.
         last_ms: wall clock of the last batch, milliseconds since 1970, 0 if there was none.
@@ -211,7 +213,7 @@ class Totals:
     rows: int = 0
     executions: int = 0
     queue_ns: int = 0
-    assembly_ns: int = 0
+    assemble_ns: int = 0
     compute_ns: int = 0
     split_ns: int = 0
     busy_ns: int = 0
@@ -219,10 +221,10 @@ class Totals:
     last_ms: int = 0
     sizes: dict[int, SizeTotals] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
-    phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in PHASES})
+    phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in TIMES})
 
     SUMS: ClassVar[tuple[str, ...]] = (
-        "requests", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assembly_ns", "compute_ns", "split_ns",
+        "requests", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns", "compute_ns", "split_ns",
         "busy_ns", "shape_changes",
     )  # fmt: skip
     """The names of those that are plain sums."""
@@ -233,7 +235,7 @@ class Totals:
             failures=Counter(self.failures),
             last_ms=self.last_ms,
             sizes={
-                rows: SizeTotals(size.count, size.assembly_ns, size.compute_ns, size.split_ns)
+                rows: SizeTotals(size.count, size.assemble_ns, size.compute_ns, size.split_ns)
                 for rows, size in self.sizes.items()
             },
             reasons=Counter(self.reasons),
@@ -308,7 +310,7 @@ def _difference(now: Totals, then: Totals) -> Totals:
         if size.count > before.count:
             sizes[rows] = SizeTotals(
                 size.count - before.count,
-                size.assembly_ns - before.assembly_ns,
+                size.assemble_ns - before.assemble_ns,
                 size.compute_ns - before.compute_ns,
                 size.split_ns - before.split_ns,
             )
@@ -375,7 +377,7 @@ class Recorder:
             shape: equal for batches whose requests could have shared one.
         """
         members = len(queue_ns)
-        assembly_ns = times.assembled_ns - times.taken_ns
+        assemble_ns = times.assembled_ns - times.taken_ns
         compute_ns = times.computed_ns - times.assembled_ns
         split_ns = times.split_ns - times.computed_ns
         second = times.split_ns // NS_PER_S
@@ -391,7 +393,7 @@ class Recorder:
             totals.executions += 1
             totals.queue_ns += sum(queue_ns)
             totals.request_ns += sum(total_ns)
-            totals.assembly_ns += assembly_ns * members
+            totals.assemble_ns += assemble_ns * members
             totals.compute_ns += compute_ns * members
             totals.split_ns += split_ns * members
             totals.last_ms = time.time_ns() // NS_PER_MS
@@ -400,13 +402,13 @@ class Recorder:
             if size is None:
                 size = totals.sizes[batch_rows] = SizeTotals()
             size.count += 1
-            size.assembly_ns += assembly_ns
+            size.assemble_ns += assemble_ns
             size.compute_ns += compute_ns
             size.split_ns += split_ns
             if self._histograms:
                 self._queue_ns += queue_ns
                 self._total_ns += total_ns
-                self._batches_ns.append((assembly_ns, compute_ns, split_ns, members))
+                self._batches_ns.append((assemble_ns, compute_ns, split_ns, members))
                 if len(self._queue_ns) >= _FOLD_AT or len(self._batches_ns) >= _FOLD_AT:
                     self._fold()
 
@@ -417,7 +419,7 @@ class Recorder:
 
         Args:
             decode_ns: from the request's arrival until it was queued.
-            encode_ns: from its outcome to the bytes of its response.
+            encode_ns: from the end of its batch's split to the bytes of its response.
         """
         if self._histograms:
             self._codecs_ns.append((decode_ns, encode_ns))
@@ -470,7 +472,7 @@ class Recorder:
             phases["queue"].observe(self._queue_ns)
             phases["total"].observe(self._total_ns)
             *columns, members = np.array(self._batches_ns, dtype=np.int64).T
-            for phase, values_ns in zip(("assembly", "compute", "split"), columns, strict=True):
+            for phase, values_ns in zip(("assemble", "compute", "split"), columns, strict=True):
                 phases[phase].observe(values_ns, members)
             self._queue_ns, self._total_ns, self._batches_ns = [], [], []
         codecs_ns = [self._codecs_ns.popleft() for _ in range(len(self._codecs_ns))]
@@ -498,7 +500,7 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
             "success": _duration(requests, totals.request_ns),
             "fail": _duration(failed, totals.failure_ns),
             "queue": _duration(requests, totals.queue_ns),
-            "compute_input": _duration(requests, totals.assembly_ns),
+            "compute_input": _duration(requests, totals.assemble_ns),
             "compute_infer": _duration(requests, totals.compute_ns),
             "compute_output": _duration(requests, totals.split_ns),
             "cache_hit": _duration(0, 0),
@@ -507,7 +509,7 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
         "batch_stats": [
             {
                 "batch_size": rows,
-                "compute_input": _duration(size.count, size.assembly_ns),
+                "compute_input": _duration(size.count, size.assemble_ns),
                 "compute_infer": _duration(size.count, size.compute_ns),
                 "compute_output": _duration(size.count, size.split_ns),
             }

@@ -22,7 +22,7 @@ from headrace.core.request import ModelLoad
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import PHASES, Counts, Histogram, Recorder, Totals, quantiles_ns
+from headrace.observability.counters import TIMES, Counts, Histogram, Recorder, Totals, quantiles_ns
 
 # Upper bounds in milliseconds, Triton's defaults.
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
@@ -241,7 +241,7 @@ _COUNTERS: dict[str, Callable[[Totals], float]] = {
     "exec_count": lambda t: t.executions,
     "request_duration_us": lambda t: _us(t.request_ns),
     "queue_duration_us": lambda t: _us(t.queue_ns),
-    "compute_input_duration_us": lambda t: _us(t.assembly_ns),
+    "compute_input_duration_us": lambda t: _us(t.assemble_ns),
     "compute_infer_duration_us": lambda t: _us(t.compute_ns),
     "compute_output_duration_us": lambda t: _us(t.split_ns),
 }
@@ -380,7 +380,7 @@ _Sources = list[tuple[list[str], ScrapedModel]]
 
 
 def _latencies(rows: _Rows) -> Iterator[Metric]:
-    for phase in PHASES:
+    for phase in TIMES:
         family = table.PHASE_SECONDS[phase].durations()
         for labels, totals in rows:
             family.add(labels, totals.phases[phase])

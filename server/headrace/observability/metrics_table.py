@@ -122,10 +122,10 @@ PHASE_SECONDS = {
     for phase, text in {
         "decode": f"Time to decode and validate a request, {_CODED}.",
         "queue": "Time of a request in the queue.",
-        "assembly": f"Time to assemble a batch, {_ONCE}.",
+        "assemble": f"Time to assemble a batch, {_ONCE}.",
         "compute": f"Compute time of a batch, {_ONCE}.",
         "split": f"Time to split the outputs of a batch, {_ONCE}.",
-        "encode": f"Time to encode a response, {_CODED}.",
+        "encode": f"Time from the split outputs to the encoded response, {_CODED}.",
         "total": "Time from the arrival of a request to its response.",
     }.items()
 }
@@ -372,7 +372,7 @@ TRITON_SUMMARY = {
     for phase, (name, text) in {
         "total": ("request", "Time of successful requests; quantiles of the last minute."),
         "queue": ("queue", "Time in the queue; quantiles of the last minute."),
-        "assembly": ("compute_input", "Time to assemble batches; quantiles of the last minute."),
+        "assemble": ("compute_input", "Time to assemble batches; quantiles of the last minute."),
         "compute": ("compute_infer", "Compute time; quantiles of the last minute."),
         "split": ("compute_output", "Time to split batches; quantiles of the last minute."),
     }.items()

@@ -1,7 +1,7 @@
 """Requests as spans of OpenTelemetry, sent by OTLP. Imported only where the operator has named a receiver.
 
     infer MODEL          of one request, in its caller's trace or one of its own; linked to its batch
-    |- decode, queue, copy, compute, split, wake, encode     see `record.phases`
+    |- decode, queue, assemble, compute, split, encode     see `access_log.phases`
     batch MODEL          of one batch, in a trace of its own, linked to every traced request in it
 
 Nothing of this happens on the event loop: it hands over records, and a thread makes spans of them.
@@ -213,8 +213,8 @@ class SpanWriter:
                     "headrace.batch.id": record.batch_id,
                     "headrace.batch.rows": record.batch_rows,
                     "headrace.batch.closed": record.closed,
-                    "headrace.batch.copied_us": (times.assembled_ns - times.taken_ns) // 1000,
-                    "headrace.batch.computed_us": (times.computed_ns - times.assembled_ns) // 1000,
+                    "headrace.batch.assemble_us": (times.assembled_ns - times.taken_ns) // 1000,
+                    "headrace.batch.compute_us": (times.computed_ns - times.assembled_ns) // 1000,
                 },
                 start_time=times.taken_ns + offset_ns,
             )

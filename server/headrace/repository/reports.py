@@ -129,7 +129,7 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
         "batches": dict(totals.reasons),
         "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
         "queue_ns": totals.queue_ns,
-        "assembly_ns": totals.assembly_ns,
+        "assemble_ns": totals.assemble_ns,
         "compute_ns": totals.compute_ns,
         "split_ns": totals.split_ns,
         "total_ns": totals.request_ns,

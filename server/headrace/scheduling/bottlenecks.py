@@ -153,7 +153,7 @@ def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
         "closed": dict(totals.reasons),
         "refused": load.refused,
         "queue_us": round(load.wait_ns / NS_PER_US, 1),
-        "assembly_us": round(load.mean_ns(totals.assembly_ns) / NS_PER_US, 1),
+        "assemble_us": round(load.mean_ns(totals.assemble_ns) / NS_PER_US, 1),
         "compute_us": round(load.mean_ns(totals.compute_ns) / NS_PER_US, 1),
         "split_us": round(load.mean_ns(totals.split_ns) / NS_PER_US, 1),
         "total_us": round(load.total_ns / NS_PER_US, 1),
@@ -451,12 +451,10 @@ def _bursts(load: LoadSnapshot) -> Bottleneck | None:
 
 def _copies(load: LoadSnapshot) -> Bottleneck | None:
     totals = load.recent.totals
-    copied_ns, compute_ns = load.mean_ns(totals.assembly_ns + totals.split_ns), load.mean_ns(totals.compute_ns)
+    copied_ns, compute_ns = load.mean_ns(totals.assemble_ns + totals.split_ns), load.mean_ns(totals.compute_ns)
     if not totals.requests or copied_ns < 2 * _OFTEN * compute_ns or copied_ns < _OFTEN * load.total_ns:
         return None
-    explanation = (
-        f"copying inputs and outputs takes {_ms(copied_ns)} of a request's latency, computing {_ms(compute_ns)}"
-    )
+    explanation = f"assemble and split take {_ms(copied_ns)} of a request's latency, compute takes {_ms(compute_ns)}"
     cure = "send images as encoded bytes (preprocess by: server), or use shared memory"
     return Bottleneck("copies", explanation, cure, "preprocess")
 

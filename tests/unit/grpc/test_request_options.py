@@ -31,13 +31,13 @@ def test_metadata_tell_who_asks_how_long_he_waits_and_what_he_wants_to_know() ->
         await until(lambda: model.waiting)
         request, _ = model.waiting[0]
         assert (request.client, request.deadline_ns) == ("shop", call.received_ns + 1_000)
-        at_ns = call.received_ns
+        at_ns = monotonic_ns()  # after the request was queued
         times = BatchTimes(at_ns + 2_000, at_ns + 3_000, at_ns + 7_000, at_ns + 8_000)
         model.answer(outcome=InferResponse({"y": request.inputs["x"]}, times, 5, "preferred"))
         told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
-        assert told["headrace_queue_us"].int64_param == 2
+        assert told["headrace_queue_us"].int64_param >= 2
         assert told["headrace_compute_us"].int64_param == 4
-        assert told["headrace_total_us"].int64_param >= told["headrace_answer_us"].int64_param
+        assert told["headrace_total_us"].int64_param >= told["headrace_encode_us"].int64_param
         assert told["headrace_batch_rows"].int64_param == 5
         assert told["headrace_batch_closed"].string_param == "preferred"
 

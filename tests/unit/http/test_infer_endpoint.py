@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import (
     Cancelled,
@@ -41,9 +42,9 @@ X = TensorSpec("X", BY_NAME["FP32"], (-1, -1))
 SPEC = ModelSpec("twice", "1", "test", {"X": X}, {"Y": TensorSpec("Y", BY_NAME["FP32"], (-1, -1))}, 8)
 
 
-def timed(request: InferRequest, outputs: dict[str, Any]) -> InferResponse:
-    """Of a batch of three rows that was closed when the request came and took 2 us."""
-    at_ns = request.received_ns
+def timed(outputs: dict[str, Any]) -> InferResponse:
+    """The response of a batch of three rows that is closed now and takes 2 us."""
+    at_ns = monotonic_ns()
     return InferResponse(outputs, BatchTimes(at_ns, at_ns, at_ns + 2_000, at_ns + 2_000), 3, "full")
 
 
@@ -74,7 +75,7 @@ class Handle:
         self.completions.append(completion)
         if not self.silent:
             outputs = {"Y": request.inputs["X"] * 2}  # type: ignore[operator]
-            completion.settle(self.error or (timed(request, outputs) if self.timed else InferResponse(outputs)))
+            completion.settle(self.error or (timed(outputs) if self.timed else InferResponse(outputs)))
         return completion
 
     def load(self, by_level: bool = True) -> ModelLoad:

@@ -53,7 +53,7 @@ def test_headers_that_say_nothing_that_they_can_are_refused(header: bytes, value
 def test_an_answer_tells_where_its_time_has_gone_to_who_asks() -> None:
     body = json.loads(request())
     asking = json.dumps({**body, "parameters": {"headrace_timing": True}}).encode()
-    parts = ("queue_us", "assemble_us", "compute_us", "split_us", "answer_us")
+    parts = ("decode_us", "queue_us", "assemble_us", "compute_us", "split_us", "encode_us")
     for sent, headers in ((request(), [(b"headrace-timing", b"1")]), (asking, [])):
         answer = call(Handle(timed=True), sent, headers=headers)
         assert answer is not None

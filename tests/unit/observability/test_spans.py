@@ -102,7 +102,7 @@ def test_a_batch_whose_time_is_over_is_sent_while_nothing_comes() -> None:
 
 def test_a_request_that_was_cut_has_no_batch() -> None:
     kept = written(account(None))
-    assert [span.name for span in kept.spans] == ["decode", "wait", "encode", "infer m"]
+    assert [span.name for span in kept.spans] == ["decode", "queue_to_split", "encode", "infer m"]
 
 
 def test_the_callers_state_and_id_are_kept() -> None:

@@ -50,7 +50,7 @@ export function keyOf(model) {
   return `${model.name}\n${model.version}`;
 }
 
-const NUMBERS = ["requests", "rows", "late", "queue_ns", "assembly_ns", "compute_ns", "split_ns", "total_ns"];
+const NUMBERS = ["requests", "rows", "late", "queue_ns", "assemble_ns", "compute_ns", "split_ns", "total_ns"];
 const TABLES = ["failures", "batches", "sizes", "latency"];
 
 /** The difference of two sets of counts. A version that was loaded anew counts from zero, and so does one that was not there. */

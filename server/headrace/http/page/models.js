@@ -12,7 +12,7 @@ const CLOSED_BY = {
   full: "full", preferred: "preferred size", delay: "delay over", idle: "instance idle", single: "never merged", drain: "unloading", deadline: "deadline near",
 };
 const REASONS = Object.keys(CLOSED_BY);
-const PHASES = [["queue", "queue_ns"], ["assembly", "assembly_ns"], ["compute", "compute_ns"], ["split", "split_ns"]];
+const PHASES = [["queue", "queue_ns"], ["assemble", "assemble_ns"], ["compute", "compute_ns"], ["split", "split_ns"]];
 const FIGURES = [["rate", "requests/s"], ["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["queued", "queued"], ["wait", "wait ahead"], ["flight", "in flight"], ["living", "instances"]];
 
 const LAYERS_SHOWN = 40;
