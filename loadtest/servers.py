@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,8 @@ class ServerCommand:
         env: added to this process's environment.
         cpus: the cores it may use; None for all.
         grpc_port_option: the same for a port for gRPC; "" if it needs none.
+        own_group: a process group of its own, which is killed after SIGTERM, and any exit status: for servers of other projects
+            that leave child processes behind.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ServerCommand:
     env: tuple[tuple[str, str], ...] = ()
     cpus: tuple[int, ...] | None = None
     grpc_port_option: str = ""
+    own_group: bool = False
 
 
 def headrace(
@@ -120,13 +123,14 @@ def running(server: ServerCommand, log_folder: Path, ready_timeout_s: float = 12
     log_path = log_folder / f"{server.name.replace(' ', '_')}.{port}.log"
     with log_path.open("wb") as log:
         environment = os.environ | dict(server.env)
-        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=server.own_group
+        )
     try:
         _wait_until_ready(server, process, port, log_path, ready_timeout_s)
         yield Running(server.name, port, process.pid, grpc_port if server.grpc_port_option else 0)
     except BaseException:
-        process.kill()
-        process.wait()
+        _kill(server, process)
         raise
     _stop(server, process, log_path)
 
@@ -194,11 +198,24 @@ def _stop(server: ServerCommand, process: subprocess.Popen[bytes], log_path: Pat
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        _kill(server, process)
+        if server.own_group:
+            return
         raise ServerFailed(f"{server.name} still ran {timeout_s:.0f} s after SIGTERM:\n{_tail(log_path)}") from None
-    if status != 0:
+    if server.own_group:
+        _kill(server, process)
+    elif status != 0:
         raise ServerFailed(f"{server.name} exited with {status} after SIGTERM, expected 0:\n{_tail(log_path)}")
+
+
+def _kill(server: ServerCommand, process: subprocess.Popen[bytes]) -> None:
+    """Kill the server, with its process group if that is its own, and wait for its end."""
+    if server.own_group:
+        with suppress(ProcessLookupError):  # every process of the group has ended
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
 
 
 def _tail(log_path: Path, lines: int = 25) -> str:

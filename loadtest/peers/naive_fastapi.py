@@ -3,15 +3,14 @@
     python -m loadtest.peers.naive_fastapi --port 8002 --model model_repository/tiny/1/model.onnx --handler def
 
 `--handler def` is what FastAPI's documentation tells people to write around a call that blocks: it runs on a thread of
-FastAPI's pool. `--handler async` runs the model on the event loop: faster for a model as small as `tiny`, and nobody else
-is answered while a model runs. One session thread either way, which is the faster setting here.
+FastAPI's pool. `--handler async` runs the model on the event loop: faster for a model as small as `tiny`, but no other request
+is answered while a model runs. `--handler raw` runs it there too, on the bytes of one float32 row, without pydantic: the fastest
+handler that FastAPI allows. One session thread in all, which is the faster setting here.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import onnxruntime as ort
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from loadtest.peers import port_parser, serve
@@ -50,6 +49,14 @@ def create_app(model_path: str, handler: str) -> FastAPI:
         def predict(request: PredictRequest) -> PredictResponse:
             return answer(request)
 
+    elif handler == "raw":
+
+        @app.post("/predict")
+        async def predict_raw(request: Request) -> Response:
+            rows = np.frombuffer(await request.body(), np.float32).reshape(1, -1)
+            output = session.run(None, {"input": rows})[0]
+            return Response(output.tobytes(), media_type="application/octet-stream")
+
     else:
 
         @app.post("/predict")
@@ -63,7 +70,7 @@ def main() -> None:
     """Start from the command line."""
     parser = port_parser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--handler", choices=("def", "async"), default="def")
+    parser.add_argument("--handler", choices=("def", "async", "raw"), default="def")
     options = parser.parse_args()
     serve(create_app(options.model, options.handler), options.port)
 
