@@ -338,7 +338,7 @@ PEOPLE = re.compile(
     re.IGNORECASE,
 )
 RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|All that|That which|The one)\b")
-PLAIN_PROSE: tuple[str, ...] = ()
+PLAIN_PROSE: tuple[str, ...] = ("server/headrace/http2",)
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
     "server/headrace/simulation",

@@ -1,4 +1,4 @@
-"""The HTTP application: FastAPI for the control plane, the raw callable for inference in front of it."""
+"""ASGI application of the HTTP port: inference goes to `InferEndpoint`, every other path to FastAPI."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from headrace.inference.request_options import RequestOptionsReader
 
 
 class HttpApplication:
-    """The ASGI callable that the server runs: sorts inference from everything else by its path.
+    """ASGI application that dispatches requests by path: inference requests bypass FastAPI.
 
     Args:
         services: of the server.
-        client_limits: the limits on requests.
-        metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
-            served elsewhere.
-        options_reader: what is read of inference requests besides.
+        client_limits: limits of all connections and requests.
+        metrics: see `control_application`.
+        options_reader: parser of the request options in the headers of inference requests.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class HttpApplication:
         self._control = control_application(services, client_limits, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One ASGI connection."""
+        """Handle one HTTP request; other ASGI scopes (lifespan, WebSocket) are ignored."""
         if scope["type"] != "http":
             return
         path: str = scope["path"]

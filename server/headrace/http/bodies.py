@@ -19,17 +19,17 @@ _Bytes = Annotated[int, Meta(ge=1, le=2**62)]
 _BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
 
-# Control requests: a field that is not listed is refused.
+# Control requests: unknown fields are rejected.
 
 
 class IndexRequest(Struct, forbid_unknown_fields=True):
-    """Which models to list."""
+    """Filter of the repository index."""
 
-    ready: Annotated[bool, Meta(description="only those that serve")] = False
+    ready: Annotated[bool, Meta(description="list only versions that are READY")] = False
 
 
 class LoadRequest(Struct, forbid_unknown_fields=True):
-    """How to load a model; without parameters, from the files in the repository.
+    """Parameters of a load; without them, the model is loaded from its files in the repository.
 
     Parameters replace files of the model and need --allow-model-override.
     """
@@ -47,13 +47,13 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
 
 
 class UnloadParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """How to unload a model."""
+    """Parameters of an unload."""
 
-    unload_dependents: Annotated[bool, Meta(description="with it the models that only it needs")] = False
+    unload_dependents: Annotated[bool, Meta(description="also unload the models that only this model uses")] = False
 
 
 class UnloadRequest(Struct, forbid_unknown_fields=True):
-    """How to unload a model."""
+    """Parameters of an unload."""
 
     parameters: UnloadParameters = UnloadParameters()
 
@@ -63,7 +63,9 @@ class SystemRegionRequest(Struct, forbid_unknown_fields=True):
 
     key: Annotated[str, Meta(min_length=1, max_length=256, description="as for shm_open")]
     byte_size: Annotated[_Bytes, Meta(description="of the region")]
-    offset: Annotated[int, Meta(ge=0, le=2**62, description="where the region begins, bytes")] = 0
+    offset: Annotated[
+        int, Meta(ge=0, le=2**62, description="start of the region within the shared memory object, bytes")
+    ] = 0
 
 
 class RawHandle(Struct, forbid_unknown_fields=True):
@@ -97,35 +99,43 @@ _Levels = Annotated[
 
 
 class TraceSettingsRequest(Struct, forbid_unknown_fields=True):
-    """Settings to change; null resets one. What is not there stays as it is."""
+    """Settings to change; null resets a setting, an absent one is unchanged."""
 
     trace_level: Literal["OFF", "TIMESTAMPS"] | _Levels | UnsetType | None = UNSET
     trace_rate: (
-        Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$", description="every how many requests one is traced")]
+        Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$", description="trace one of this number of requests")]
         | Annotated[int, Meta(ge=1, le=2**32 - 1)]
         | UnsetType
         | None
     ) = UNSET
     trace_count: (
-        Annotated[str, Meta(pattern="^(?:-1|[0-9]{1,9})$", description="how many more, -1 for no end")]
+        Annotated[str, Meta(pattern="^(?:-1|[0-9]{1,9})$", description="number of further traces, -1 for no limit")]
         | Annotated[int, Meta(ge=-1, le=2**31 - 1)]
         | UnsetType
         | None
     ) = UNSET
     log_frequency: (
-        Annotated[str, Meta(pattern="^[0-9]{1,9}$", description="traces a file, 0 for one file")]
+        Annotated[str, Meta(pattern="^[0-9]{1,9}$", description="traces per file, 0 for one file")]
         | Annotated[int, Meta(ge=0, le=2**32 - 1)]
         | UnsetType
         | None
     ) = UNSET
-    trace_file: Annotated[str, Meta(max_length=4096, description="the operator's")] | UnsetType | None = UNSET
+    trace_file: (
+        Annotated[str, Meta(max_length=4096, description="only the operator sets it, with a command line option")]
+        | UnsetType
+        | None
+    ) = UNSET
     trace_mode: Literal["triton", "opentelemetry"] | UnsetType | None = UNSET
 
 
 class LogSettingsRequest(Struct, forbid_unknown_fields=True):
-    """Settings to change. What is null or not there stays as it is."""
+    """Settings to change; one that is absent or null is unchanged."""
 
-    log_file: Annotated[str, Meta(max_length=4096, description="the operator's")] | UnsetType | None = UNSET
+    log_file: (
+        Annotated[str, Meta(max_length=4096, description="only the operator sets it, with a command line option")]
+        | UnsetType
+        | None
+    ) = UNSET
     log_info: bool | UnsetType | None = UNSET
     log_warning: bool | UnsetType | None = UNSET
     log_error: bool | UnsetType | None = UNSET
@@ -141,7 +151,7 @@ _Time = Annotated[float, Field(ge=0)]
 
 
 def _optional(**constraints: Any) -> Any:
-    """A field that may be absent, but is never null."""
+    """Make a field that may be absent, but is never null."""
     return Field(None, **constraints)
 
 
@@ -152,7 +162,7 @@ class _Closed(BaseModel):
 
 
 class Error(_Closed):
-    """What went wrong, and what to do about it."""
+    """Error: the cause, the allowed values and the remedy."""
 
     error: str
 
@@ -303,7 +313,7 @@ class ExplainFinding(_Closed):
 
 
 class Explanation(_Closed):
-    """What limits one model version, measured over the last seconds."""
+    """Limits of one model version, measured over the last seconds."""
 
     name: str
     version: str
@@ -500,13 +510,13 @@ class LayerTimes(_Closed):
     layers: list[LayerTime]
 
 
-# Inference: documents what `http_codec` reads and writes.
+# Inference: documents the bodies that `codec` reads and writes.
 
 _DATATYPES: list[Any] = [datatype.name for datatype in DATATYPES]
 
 
 class SharedMemoryParameters(BaseModel):
-    """Where a tensor lies in shared memory."""
+    """Location of a tensor in shared memory."""
 
     shared_memory_region: str = _optional(description="name of the registered region that holds the tensor")
     shared_memory_offset: int = _optional(ge=0)
@@ -514,7 +524,7 @@ class SharedMemoryParameters(BaseModel):
 
 
 class InputParameters(SharedMemoryParameters):
-    """Where the data of an input is, if not in `data`."""
+    """Location of the data of an input that has no `data`."""
 
     binary_data_size: int = _optional(
         ge=0, description="bytes of the tensor after the JSON, in the order of the inputs"
@@ -532,7 +542,7 @@ class RequestInput(BaseModel):
 
 
 class OutputParameters(SharedMemoryParameters):
-    """How to return an output."""
+    """Form in which an output is returned."""
 
     binary_data: bool = _optional(description="return the tensor as bytes after the JSON")
     classification: int = _optional(ge=0, description="return this number of best classes")

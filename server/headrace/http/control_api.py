@@ -1,4 +1,4 @@
-"""The HTTP control plane: the routes of `http_routes` behind FastAPI, with bounds on all that comes in."""
+"""HTTP control plane: FastAPI serves the route table of `routes`; sizes, JSON depth and media types are checked first."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ logger = logging.getLogger("headrace.http")
 
 Metrics = Callable[[str], tuple[str, bytes]]
 
-# JSON by its name; what clients send that name none (Triton's among them); and what curl sends if it is not told better.
+# JSON; media types of clients that name none (Triton's clients among them); and the default of `curl --data`.
 _MEDIA_TYPES = ("", JSON, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
-# A slash, a backslash or a control character that hides in one segment of the path: nothing here has such a name.
+# A percent-encoded slash, backslash or control character within one segment of the path: no name contains one.
 _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
-# As much of a decoder's message as is shown: it may repeat a key that the client has chosen.
+# Characters of a decoder's message in an error: the message may repeat a key of the client's JSON.
 _MAX_MESSAGE_CHARS = 200
 
 
 def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
-    """Everything but inference.
+    """Create the FastAPI application of all routes except inference.
 
     Args:
         services: of the server.
-        client_limits: the limits on requests; the whole of a body only for what may carry a model's files.
-        metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
-            served elsewhere.
+        client_limits: limits of all requests; the full body size is allowed only for requests that may carry model files.
+        metrics: renders /metrics: takes the header Accept, returns (content type, body), and may run on any thread. None if
+            metrics have a port of their own.
     """
     app = FastAPI(
         title="Headrace",
@@ -72,7 +72,7 @@ def control_application(services: Services, client_limits: ClientLimits, metrics
 
 
 def check_path(raw_path: bytes) -> None:
-    """Refuse a path whose segments are not what they seem; raises BadRequest."""
+    """Raise BadRequest for a path with a percent-encoded slash, backslash or control character."""
     if b"%" in raw_path and _HIDDEN.search(raw_path):
         raise BadRequest(
             "no such path: a name in it has a slash, a backslash or a control character, and none here has"
@@ -87,7 +87,7 @@ def _endpoint(route: Route, client_limits: ClientLimits) -> Callable[[Request], 
 
 
 async def _respond(route: Route, request: Request, client_limits: ClientLimits) -> Response:
-    """Run a route; never raises for what the client did."""
+    """Run a route and encode its result or error; never raises for an invalid request."""
     try:
         result = route.run(**await _arguments(route, request, client_limits))
         if isinstance(result, Awaitable):
@@ -107,7 +107,7 @@ async def _respond(route: Route, request: Request, client_limits: ClientLimits) 
 
 
 async def _arguments(route: Route, request: Request, client_limits: ClientLimits) -> dict[str, Any]:
-    """Keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
+    """Collect the keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
     arguments: dict[str, Any] = dict(request.path_params)
     if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
         region = arguments["region"][:64]
@@ -131,7 +131,7 @@ def _check_media_type(request: Request) -> None:
 
 
 async def _read(request: Request, limit: int, client_limits: ClientLimits) -> bytes:
-    """The body; raises TooLarge or Cancelled."""
+    """Read the body; raises TooLarge or Cancelled."""
     declared = request.headers.get("content-length", "")
     parts: list[bytes] = []
     size = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
@@ -153,7 +153,7 @@ async def _read(request: Request, limit: int, client_limits: ClientLimits) -> by
 
 
 def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
-    """The body as the route's type; raises BadRequest."""
+    """Decode the body as the type of the route; raises BadRequest."""
     if not content and not route.body_required:
         content = b"{}"
     check_json(content, client_limits)
@@ -161,17 +161,17 @@ def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
         parsed = json.loads(
             content.decode(), object_pairs_hook=unique, parse_float=_number, parse_constant=_no_constant
         )
-        if b"\\u" in content:  # halves of surrogate pairs: no text in UTF-8 has them
+        if b"\\u" in content:  # lone surrogates are not valid UTF-8
             json.dumps(parsed, ensure_ascii=False).encode()
         return msgspec.convert(parsed, route.body)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the body is not what is expected here: {_shorten(error)}") from None
-    except (ValueError, RecursionError) as error:  # the codec's errors are ValueErrors too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
         raise BadRequest(f"the body is not valid JSON: {_shorten(error)}") from None
 
 
 def _number(text: str) -> float | int:
-    # To JSON Schema, which the page is written in, 1.0 is an integer.
+    # In JSON Schema, and so in the OpenAPI document, 1.0 is an integer.
     number = float(text)
     return int(number) if number.is_integer() else number
 
@@ -192,7 +192,7 @@ def _shorten(error: Exception) -> str:
 def _json(result: object) -> bytes:
     try:
         return orjson.dumps(result, default=_to_dict)
-    except TypeError:  # a name that is not UTF-8, as a file system may have it, or a number beyond 64 bits
+    except TypeError:  # a file name that is not UTF-8, or an integer beyond 64 bits
         return json.dumps(result, default=_to_dict, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -208,7 +208,7 @@ def _error(error: HeadraceError) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """Answer what Starlette's router found no endpoint for."""
+    """Respond 404 or 405 to a request for which Starlette has no endpoint."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     text, headers = "no such path; /docs lists what there is", {"content-type": JSON}
     if status == 405:
@@ -221,7 +221,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _pages(metrics: Metrics | None, openapi: Callable[[], bytes]) -> Iterator[Route]:
     async def describe() -> bytes:
-        # In a thread: the first request generates the document, which takes a tenth of a second.
+        # In a thread: the first request generates the document, which takes about 0.1 s.
         return await asyncio.to_thread(openapi)
 
     yield Route("pages", "/openapi.json", "This document, for programs", describe, dict[str, Any])
@@ -230,7 +230,7 @@ def _pages(metrics: Metrics | None, openapi: Callable[[], bytes]) -> Iterator[Ro
         render, media_type = metrics, metrics("")[0]
 
         async def scrape(accept: str) -> Page:
-            # In a thread: with many models it takes longer than requests should wait.
+            # In a thread: with many models, rendering would delay inference requests.
             return Page(*await asyncio.to_thread(render, accept))
 
         yield Route("pages", "/metrics", "For Prometheus", scrape, str, media_type=media_type, negotiates=True)

@@ -1,8 +1,8 @@
-"""JSON looked at before it is parsed: how deep it is nested, how many keys it has, and whether any is there twice.
+"""Limits on JSON texts before they are parsed: nesting depth, number of keys, duplicate keys.
 
-Parsers differ in what they do with a key that is there twice (the first counts, the last counts), so what a proxy has checked
-need not be what a server runs; and deep nesting or a million keys cost far more in objects than on the wire. Only the brackets,
-colons and quotes of a text are looked at, and those are few in what inference sends: numbers.
+Parsers differ in which of two duplicate keys they use, so a proxy may check another value than the one the server runs. Deep
+nesting and a million keys take far more memory as objects than on the wire. The checks read only brackets, colons and quotes,
+of which inference requests have few: most of their text is numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
 
-# An exponent of three digits, or 300 digits in a row: every number beyond FP64 has one of the two.
+# An exponent of three digits, or 300 digits in a row: every number outside the range of FP64 has one of the two.
 _HUGE = re.compile(rb"[eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
-# The parser that reads NaN takes ten times as long as the other: a second for this many bytes.
+# The parser that accepts NaN is ten times slower than the other: it needs one second for this many bytes.
 _MAX_NON_FINITE_BYTES = 16 << 20
-# Each part of a text between two quotes is an object; texts with Inf or -NaN have few strings.
+# Splitting at quotes creates an object for each part; texts with Inf or -NaN have few strings.
 _MAX_QUOTES = 1 << 17
 _STRUCTURE = b'[]{}:"'
 _NOT_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
@@ -32,12 +32,17 @@ _STEPS[[ord("]"), ord("}")]] = -1
 
 
 def check_json(text: bytes, client_limits: ClientLimits) -> int:
-    """Hold a JSON text against the limits; how many keys it has.
+    """Check the number of keys and the nesting depth of a JSON text before it is parsed.
 
-    What is no JSON may be told anything: the parser is still to come.
+    Args:
+        text: UTF-8; the result is meaningless for a text that is not JSON, which the parser rejects afterwards.
+        client_limits: `max_json_keys` and `max_json_depth`; counts violations.
+
+    Returns:
+        Number of keys in all objects of the text.
 
     Raises:
-        BadRequest: nested too deep, or too many keys; counted.
+        BadRequest: the text has too many keys or is nested too deep.
     """
     outside = _outside_strings(text)
     limits = client_limits.limits
@@ -56,10 +61,10 @@ def check_json(text: bytes, client_limits: ClientLimits) -> int:
 
 
 def check_unique(text: bytes) -> None:
-    """Parse a text for nothing but its keys.
+    """Check that no object of a JSON text has a key twice.
 
     Raises:
-        BadRequest: one is there twice in one object.
+        BadRequest: an object has a key twice, or the text is not JSON.
     """
     try:
         json.loads(text, object_pairs_hook=unique)
@@ -68,19 +73,19 @@ def check_unique(text: bytes) -> None:
 
 
 def parse_non_finite(text: bytes) -> Any:
-    """Parse JSON that has the literals NaN, Inf and Infinity, with or without a sign, as Triton's parser does.
+    """Parse JSON with the literals NaN, Inf and Infinity, with or without a sign, which Triton's parser accepts.
 
-    Slower than the parser of ordinary requests: for texts that the latter has refused.
+    This parser is slower than the one of ordinary requests: use it only for texts that the other has rejected.
 
     Args:
-        text: UTF-8, already within the limits (`check_json`).
+        text: UTF-8, within the limits of `check_json`.
 
     Returns:
-        The value, of plain Python types; every key is there once in its object.
+        The value, in plain Python types.
 
     Raises:
-        BadRequest: a key is there twice in one object.
-        ValueError: not JSON, not UTF-8, or a number beyond FP64.
+        BadRequest: an object has a key twice.
+        ValueError: the text is not JSON or not UTF-8, or a number is outside the range of FP64.
     """
     if len(text) > _MAX_NON_FINITE_BYTES:
         raise ValueError(
@@ -88,19 +93,19 @@ def parse_non_finite(text: bytes) -> Any:
         )
     if b"Inf" in text or b"-NaN" in text:
         text = _standard_literals(text)
-    # A call for each number costs ten times the parsing: only where a number may be beyond FP64.
+    # A call for each number makes parsing ten times slower: only where a number may be outside FP64.
     parse_float = _finite if _HUGE.search(text) else None
     parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_float=parse_float)
-    if b"\\u" in text:  # halves of surrogate pairs: no text in UTF-8 has them
+    if b"\\u" in text:  # lone surrogates are not valid UTF-8
         json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
 
 
 def _standard_literals(text: bytes) -> bytes:
-    """Replace Inf by Infinity and -NaN by NaN, outside strings."""
+    """Replace Inf by Infinity and -NaN by NaN outside of strings."""
     masked = text
     if b'\\"' in text:
-        # Same length, and every quote left is an end of a string.
+        # The text keeps its length, and every remaining quote begins or ends a string.
         masked = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     if masked.count(b'"') > _MAX_QUOTES:
         raise ValueError(f"Inf and -NaN beside more than {_MAX_QUOTES // 2} strings: write Infinity and NaN")
@@ -123,7 +128,7 @@ def _finite(text: str) -> float:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its members; raises BadRequest if a key is there twice."""
+    """Make a dict of the members of a JSON object; raises BadRequest for a duplicate key."""
     members = dict(pairs)
     if len(members) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -132,8 +137,8 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _outside_strings(text: bytes) -> bytes:
-    r"""Brackets, braces and colons that are not in a string."""
-    if b'\\"' in text:  # a quote inside of a string; first all pairs, of which the second backslash escapes nothing
+    r"""Return the brackets, braces and colons of a text that are not in a string."""
+    if b'\\"' in text:  # quotes within strings; escaped backslashes first, whose second character escapes nothing
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     structure = text.translate(None, _NOT_STRUCTURE)
     return b"".join(structure.split(b'"')[::2])

@@ -1,7 +1,7 @@
-"""What ends an HTTP connection whose client takes too long: to say what it wants, to send it, or to read the answer.
+"""Timeouts of HTTP connections: headers, body, and a client that does not read its response.
 
-One timer for all connections, which ticks a few times in the shortest of the limits; nothing is armed for a request. What a
-connection is at and since which tick it writes down itself.
+One timer serves all connections and ticks a few times within the shortest timeout, so that no request sets a timer. Each
+connection stores its stage and the tick at which that stage began.
 """
 
 from __future__ import annotations
@@ -12,58 +12,60 @@ from typing import Protocol
 
 from headrace.core.limits import ClientLimits
 
-# For a client to read the last words on a connection that the server has ended.
+# Time for a client to read the error on a connection that the server has ended, seconds.
 LINGER_S = 2.0
 
 
 class Stage(IntEnum):
-    """What a connection waits for."""
+    """Stage of an HTTP connection: the event it waits for."""
 
     BETWEEN = 0
-    """Nothing, or a next request."""
+    """The next request; nothing has arrived."""
     HEADERS = 1
-    """The headers of a request: from the connection on, or from their first byte."""
+    """The end of the headers, since the connection was made or since their first byte."""
     BODY = 2
-    """The body of a request."""
+    """The end of the request body."""
     ENDING = 3
-    """Its client's leaving: the last words are said."""
+    """The client's close: the server has sent its last response."""
 
 
 class TimedConnection(Protocol):
-    """A connection; see `headrace.http.connection.HeadraceHttpProtocol`.
+    """A connection with timeouts; see `headrace.http.connection.HeadraceHttpProtocol`.
 
     Attributes:
-        stage: what it waits for.
-        since: the epoch in which that began.
+        stage: the event it waits for.
+        since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
     """
 
     stage: Stage
     since: int
 
     def unread_bytes(self) -> int:
-        """Of answers that the client does not read; 0 if it reads well."""
+        """Bytes of responses in the write buffer that the client has not read; 0 for none."""
 
     def is_idle_without_timer(self) -> bool:
-        """True between two requests if nothing will end the connection."""
+        """True between two requests if no keep-alive timer is set."""
 
     def is_waiting_for_server(self) -> bool:
-        """True if the body waits for the server: an earlier request on the connection is being answered."""
+        """True if the server itself delays the body: an earlier request on the connection is still running."""
 
     def time_out(self, text: str) -> None:
-        """Tell the client that it took too long (408), and end."""
+        """Respond 408 with a text and end the connection."""
 
     def abort(self) -> None:
-        """End at once."""
+        """Close the connection immediately, without a response."""
 
 
 class ConnectionTimeouts:
-    """Of all connections of one listener. Ownership: the event loop.
+    """Enforces the timeouts of all connections of one listener.
+
+    Ownership: the event loop.
 
     Args:
-        client_limits: the limits, and where it is counted that one was reached.
+        client_limits: `header_timeout_s`, `body_timeout_s` and `stall_timeout_s`; counts the connections that reach one.
 
     Attributes:
-        epoch: counts the ticks.
+        epoch: ticks of the timer since the start.
     """
 
     def __init__(self, client_limits: ClientLimits) -> None:
@@ -76,18 +78,18 @@ class ConnectionTimeouts:
         self._linger_ticks = max(1, round(LINGER_S / self._tick_s))
         self._client_limits = client_limits
         self._timer: asyncio.TimerHandle | None = None
-        # Connections, each with what its client had not read when that last became less, and in which epoch that was.
+        # For each connection: its unread bytes when they last changed, and the epoch of that change.
         self._connections: dict[TimedConnection, tuple[int, int]] = {}
         self.epoch = 0
 
     def add(self, connection: TimedConnection) -> None:
-        """A connection was made."""
+        """Add a new connection."""
         self._connections[connection] = (0, self.epoch)
         if self._timer is None:
             self._arm()
 
     def discard(self, connection: TimedConnection) -> None:
-        """It is lost."""
+        """Remove a closed connection; the timer stops with the last one."""
         self._connections.pop(connection, None)
         if not self._connections and self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the HTTP API: FastAPI generates it from the route table and the types of `http_bodies`."""
+"""OpenAPI 3.1 document of the HTTP API: FastAPI generates it from the route table and the types of `bodies`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def add_route(app: FastAPI, route: Route, endpoint: Any) -> None:
     Args:
         app: FastAPI application.
         route: documentation, method and path.
-        endpoint: takes the request and returns the response. FastAPI validates nothing: it reads the request itself.
+        endpoint: takes the request and returns the response. It reads and validates the request itself, FastAPI does not.
     """
     is_json = route.response is not None and route.media_type == JSON
     responses: dict[int | str, dict[str, Any]] = {200: {"description": route.summary}}
@@ -116,7 +116,7 @@ def document(app: FastAPI, table: Sequence[Route]) -> dict[str, Any]:
 
 
 def infer_routes() -> Iterator[Route]:
-    """Routes of inference, which only document: their requests never reach FastAPI."""
+    """List the inference routes for the document only: `HttpApplication` serves them before FastAPI."""
     extra = {
         "description": (
             "The body is JSON, or JSON followed by the bytes of tensors; then `Inference-Header-Content-Length` has the size "
@@ -146,7 +146,7 @@ def infer_routes() -> Iterator[Route]:
 
 
 class _Schema(GenerateJsonSchema):
-    """JSON schema of models whose defaults are never sent: they only mark a field as optional."""
+    """JSON schema without default values: a default only marks a field as optional, it is never sent."""
 
     def default_schema(self, schema: Any) -> dict[str, Any]:
         return self.generate_inner(schema["schema"])

@@ -1,7 +1,7 @@
-"""The server's own pages: files of this package, served as they are. They fetch nothing from anywhere but this server.
+"""Web pages of the server: static files of this package, which load nothing from other hosts.
 
-A page shows what strangers have named: models, reasons, labels. So nothing in it may become a script: no page has any inline, the
-browser is told to run none (Content-Security-Policy), and to refuse text where it would be read as HTML (Trusted Types).
+Pages show text from untrusted sources: names of models, reasons, labels. Three measures keep such text from becoming a script:
+pages have no inline scripts, the Content-Security-Policy forbids them, and Trusted Types reject text that is inserted as HTML.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADERS: Mapping[str, str] = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    # They change with the server: a browser asks each time, they are small.
+    # Pages change with the version of the server and are small: browsers revalidate them at each visit.
     "cache-control": "no-cache",
 }
 _METRICS_LINK = b' <a href="metrics">Metrics</a>'
@@ -49,10 +49,10 @@ _PAGES = {
 
 
 def page_routes(metrics: bool) -> Iterator[Route]:
-    """Routes of all pages and of the files that they load.
+    """List the routes of all pages and of the files that they load.
 
     Args:
-        metrics: /metrics is served beside them; else no page leads there.
+        metrics: True if /metrics is served on the same port; otherwise the link to it is removed.
     """
     for path, (name, summary) in _PAGES.items():
         content = (_FOLDER / name).read_bytes()

@@ -82,7 +82,7 @@ class Route:
 
 
 def routes(services: Services, max_body_bytes: int) -> list[Route]:
-    """Every route of the control plane; the first that matches a path serves it.
+    """List every route of the control plane; the first that matches a path serves it.
 
     Args:
         services: of the server.

@@ -1,7 +1,7 @@
 """HTTP/2 streams and flow control (RFC 9113, section 5): limits of a connection, receive windows, write buffer.
 
 Receiving. Memory is bounded by the windows of the streams. Each stream starts with a small window. The application requests the
-rest of a body as soon as it knows the size (`Http2Stream.request_window`). A connection has one budget for all such grants. A
+rest of a body as soon as the size is read (`Http2Stream.request_window`). A connection has one budget for all such grants. A
 grant covers the rest of a whole body, so every body with a grant completes, and the waiting ones follow. The window of the
 connection is always kept open: it would only be a second bound over the same bytes, and a way to deadlock.
 

@@ -1,1 +1,1 @@
-"""What both protocols share: requests, options, tensors, load and errors."""
+"""Inference and control of models, independent of the protocol: HTTP and gRPC share it."""

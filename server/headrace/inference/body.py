@@ -1,8 +1,7 @@
-"""Bytes from the socket: headers and small bodies to the HTTP parser, large bodies straight into the array of their tensors.
+"""Socket reader: headers and small bodies go through the HTTP parser, large bodies directly into one array.
 
-Through the parser a body is copied four times (socket buffer, parser, request cycle, joined chunks); with 600 KB a request
-that is a large part of what a picture costs. Once the headers are read, the rest of a body with a Content-Length needs no
-parser: `recv` writes it where it stays.
+The parser copies a body four times (socket buffer, parser, request cycle, joined chunks), which is a large part of the cost of
+a 600 KB image. After the headers, the rest of a body with Content-Length needs no parser: `recv` writes into its final array.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# Smaller bodies go through the parser: its copies cost less than the detour.
+# Smaller bodies go through the parser: its copies cost less than the switch to direct reading.
 MIN_DIRECT_BYTES = 65536
 
 BodyBytes = npt.NDArray[np.uint8]
 
-# Where `recv` writes what the parser is to see; small, so that little of a large body takes that way. One is enough for all
-# connections of a process: it is read out before the loop goes on.
+# `recv` writes bytes for the parser here. The buffer is small, so that little of a large body goes through the parser. All
+# connections of a process share one: it is emptied before the event loop continues.
 READ_BYTES = 16384
 _SCRATCH = memoryview(bytearray(READ_BYTES))
 
@@ -34,11 +33,12 @@ class _Body:
 
 
 class SocketReader(asyncio.BufferedProtocol):
-    """The transport's protocol in front of the HTTP protocol: decides where the next bytes go.
+    """Transport protocol in front of the HTTP protocol: selects the buffer for the next bytes.
 
     Args:
-        http: the HTTP protocol of the connection; everything but data is its business.
-        on_body_data: called with their size whenever data of a direct body have arrived; it may forget or drop the body.
+        http: HTTP protocol of the connection; receives all other events.
+        on_body_data: called with the number of bytes when a part of a direct body has arrived; may call `end_body` or
+            `drop_body`.
     """
 
     def __init__(self, http: asyncio.Protocol, on_body_data: Callable[[int], None]) -> None:
@@ -49,17 +49,18 @@ class SocketReader(asyncio.BufferedProtocol):
     def receive_body(
         self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
     ) -> asyncio.Future[BodyBytes | None]:
-        """Receive a body directly from here on.
+        """Receive the rest of a body directly into one array.
 
-        Memory: the array is not touched before data arrive, so that a large Content-Length alone commits nothing.
+        The array is not touched before data arrive, so that a large Content-Length alone commits no memory.
 
         Args:
-            size_bytes: of the whole body, more than `start`.
-            start: what has arrived of it already.
-            on_complete: called with the whole body, or None if it was dropped, before the next byte is read.
+            size_bytes: of the complete body, larger than `start`.
+            start: first part of the body, already received.
+            on_complete: called with the complete body as uint8[size_bytes], or None if it was dropped, before further bytes
+                are read.
 
         Returns:
-            The whole body, or None if the client leaves before it is complete, or it was dropped.
+            Future of the complete body; its result is None if the client disconnects first or the body is dropped.
         """
         array: BodyBytes = np.empty(size_bytes, np.uint8)
         array.data[: len(start)] = start
@@ -68,25 +69,25 @@ class SocketReader(asyncio.BufferedProtocol):
         return complete
 
     def drop_body(self) -> None:
-        """Keep nothing of the body, and read the rest of it away."""
+        """Free the array; the rest of the body is read and discarded."""
         if self._body is not None:
             self._body.array = None
 
     def end_body(self) -> None:
-        """What comes from here on is no body any more."""
+        """End the direct body: the next bytes go to the HTTP parser."""
         body, self._body = self._body, None
         if body is not None and not body.complete.done():
             body.complete.set_result(None)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: never more room than the body has, so that the next request is not swallowed."""
+        """Return the buffer for the next bytes; it ends with the body, so that bytes of the next request stay out of it."""
         body = self._body
         if body is None:
             return _SCRATCH
         return _SCRATCH[: body.missing_bytes] if body.array is None else body.array.data[-body.missing_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """`nbytes` have arrived."""
+        """Process `nbytes` that were written into the buffer."""
         body = self._body
         if body is None:
             self._http.data_received(bytes(_SCRATCH[:nbytes]))
@@ -100,18 +101,18 @@ class SocketReader(asyncio.BufferedProtocol):
                 body.complete.set_result(body.array)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left, maybe in the middle of its body."""
+        """End an incomplete body and pass the event on."""
         self.end_body()
         self._http.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        """The client will send no more."""
+        """Pass the event on: the client has half-closed."""
         return self._http.eof_received()
 
     def pause_writing(self) -> None:
-        """Pass on."""
+        """Pass the event on."""
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """Pass on."""
+        """Pass the event on."""
         self._http.resume_writing()

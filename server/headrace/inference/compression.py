@@ -1,4 +1,4 @@
-"""gzip and deflate, both ways, within limits."""
+"""Content encodings gzip and deflate: decompression within limits, negotiation, compression."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headrace.core.limits import ClientLimits
 _GZIP_WINDOW = 31
 _ZLIB_WINDOW = 15
 _EITHER_WINDOW = 47
-# Less than this may come of any number of bytes: small bodies of zeros are no attack.
+# The ratio limit does not apply below this size: a small body of zeros is no decompression bomb.
 _FREE_BYTES = 1 << 20
-# Smaller answers are sent as they are, unless the client refuses that.
+# Smaller responses are sent uncompressed, if the client accepts that.
 MIN_COMPRESSED_BYTES = 1024
 _OFFERED = ("gzip", "deflate")
 _WEIGHT = re.compile(r"q=(?:0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)")
@@ -23,16 +23,20 @@ _LEVEL = 1  # tensors compress badly: the cheapest level loses little
 
 
 def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes:
-    """Undo a Content-Encoding.
+    """Decompress a body.
 
     Args:
-        body: as it came.
-        encoding: of the header, lower case.
-        client_limits: with the limits of the result; a bomb is refused when it passes one, not after.
+        body: as received.
+        encoding: value of Content-Encoding in lower case; "" and "identity" return the body unchanged.
+        client_limits: `max_body_bytes` and `max_unpack_ratio`. Decompression stops at the limit, so that a decompression bomb
+            never fills memory; violations are counted.
+
+    Returns:
+        The decompressed body.
 
     Raises:
-        BadRequest: unknown encoding, corrupt or truncated data, or something behind them.
-        TooLarge: the result would pass a limit; counted.
+        BadRequest: the encoding is unknown, or the data are corrupt, truncated or followed by other bytes.
+        TooLarge: the result exceeds a limit.
     """
     if encoding in ("", "identity"):
         return body
@@ -59,15 +63,15 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
 
 
 def select_encoding(accepted: str, size_bytes: int = MIN_COMPRESSED_BYTES) -> str:
-    """Select the encoding of an answer (RFC 9110, section 12.5.3).
+    """Select the content encoding of a response (RFC 9110, section 12.5.3).
 
     Args:
-        accepted: the header Accept-Encoding; several joined by commas.
-        size_bytes: of the answer; small ones are compressed only for a client that refuses identity.
+        accepted: value of Accept-Encoding; several headers are joined by commas.
+        size_bytes: of the response body; a small one is compressed only if the client refuses identity.
 
     Returns:
-        gzip or deflate, of those in the header the one that it weighs highest; "" for none: the client prefers identity, the
-        answer is small, or the client accepts nothing that is offered.
+        "gzip" or "deflate", the one with the highest weight. "" for no compression: the client prefers identity, the response
+        is small, or the client accepts neither encoding.
     """
     encoding, required = _preferred(accepted)
     return encoding if required or size_bytes >= MIN_COMPRESSED_BYTES else ""
@@ -75,7 +79,7 @@ def select_encoding(accepted: str, size_bytes: int = MIN_COMPRESSED_BYTES) -> st
 
 @lru_cache(maxsize=64)
 def _preferred(accepted: str) -> tuple[str, bool]:
-    """The encoding that a header prefers, "" for identity, and whether it refuses identity."""
+    """Return the preferred encoding of a header ("" for identity), and True if the header refuses identity."""
     weights: dict[str, float] = {}
     for part in accepted.lower().split(","):
         name, *parameters = (text.strip() for text in part.split(";"))
@@ -83,7 +87,7 @@ def _preferred(accepted: str) -> tuple[str, bool]:
         if _WEIGHT.fullmatch(weight):
             weights[name] = float(weight[2:])
     best = max((name for name in weights if name in _OFFERED), key=weights.__getitem__, default="")
-    identity = weights.get("identity", weights.get("*"))  # None: not mentioned, accepted as the last resort
+    identity = weights.get("identity", weights.get("*"))  # None: not in the header, accepted as a fallback
     required = identity == 0
     if best and weights[best] and (identity is None or weights[best] >= identity):
         return best, required
@@ -93,6 +97,6 @@ def _preferred(accepted: str) -> tuple[str, bool]:
 
 
 def compress(body: bytes, encoding: str) -> bytes:
-    """Apply a Content-Encoding that `select_encoding` gave."""
+    """Compress a body with the encoding that `select_encoding` has returned, "gzip" or "deflate"."""
     stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW if encoding == "gzip" else _ZLIB_WINDOW)
     return stream.compress(body) + stream.flush()

@@ -1,4 +1,4 @@
-"""Everything but inference, once for both protocols: results are Triton's JSON, errors are ours."""
+"""Control plane for HTTP and gRPC: health, metadata, statistics, repository, traces. Results are values of Triton's JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from headrace.inference.load_report import describe_load
 from headrace.inference.models import Handle, Services
 
 _FILE = "file:"
-# Of names in errors: one that is longer than any model may have is shown by its beginning.
+# Names in errors: a name that is longer than any model's is shortened.
 _LONGEST_NAME = 128
 _SHORTENED_CHARS = 40
 
 
 class ControlPlane:
-    """Health, metadata, configuration, statistics, repository control, trace settings.
+    """Health, metadata, configuration, statistics, repository control and trace settings.
 
-    Shared memory and logs need nothing between the protocols and `services`.
+    The protocols call `Services.regions` and `Services.logs` directly: shared memory and logs need no common code.
 
     Args:
         services: of the server.
@@ -32,11 +32,11 @@ class ControlPlane:
         self.services = services
 
     def live(self) -> dict[str, object]:
-        """Liveness as KServe's client reads it."""
+        """Return the liveness response that KServe's client parses."""
         return {"live": True}
 
     def require_ready(self) -> dict[str, object]:
-        """Readiness as KServe's client reads it; raises Unavailable unless the server is."""
+        """Return the readiness response that KServe's client parses; raises Unavailable if the server is not ready."""
         if not self.services.models.ready():
             raise Unavailable(
                 "the server is not ready: it is starting or draining, or models are not available; "
@@ -45,30 +45,30 @@ class ControlPlane:
         return {"ready": True}
 
     def server_metadata(self) -> dict[str, object]:
-        """Name, version and protocol extensions of the server."""
+        """Return name, version and protocol extensions of the server."""
         services = self.services
         return {"name": services.name, "version": services.version, "extensions": list(services.extensions)}
 
     def model_metadata(self, model: str, version: str = "") -> dict[str, object]:
-        """Inputs, outputs and versions; raises NotFound or Unavailable."""
+        """Return inputs, outputs and versions of a model; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             return describe(handle.spec, list(self.services.models.versions(model)))
 
     def require_model_ready(self, model: str, version: str = "") -> dict[str, object]:
-        """Readiness of a model; raises NotFound or Unavailable unless requests for it can be served."""
+        """Return the readiness response of a model; raises NotFound or Unavailable if it cannot serve requests."""
         with self._lease(model, version) as handle:
             handle.admit()
             return {"name": model, "ready": True}
 
     def list_models(self) -> dict[str, object]:
-        """Every model of the repository index by name: its platform, and the state of each of its versions."""
+        """List the models of the repository index with their platform and the state of each version."""
         models: dict[str, dict[str, Any]] = {}
         for row in self.services.models.index():
             name, version = str(row["name"]), str(row["version"])
             model = models.setdefault(name, {"name": name, "platform": "", "versions": []})
             if version:
                 model["versions"].append({"version": version, "state": row["state"], "reason": row["reason"]})
-            else:  # what is wrong with the model as a whole
+            else:  # an error of the model as a whole
                 model |= {"state": row["state"], "reason": row["reason"]}
             if row["state"] == "READY":
                 with suppress(HeadraceError), self._lease(name, version) as handle:  # unloaded meanwhile
@@ -76,49 +76,53 @@ class ControlPlane:
         return {"models": list(models.values())}
 
     def config(self, model: str, version: str = "") -> Mapping[str, object]:
-        """The configuration as it is in force; raises NotFound or Unavailable."""
+        """Return the configuration in force in Triton's JSON; raises NotFound or Unavailable."""
         return self.services.models.config(model, version)
 
     def statistics(self, model: str = "", version: str = "") -> dict[str, object]:
-        """Exact counts and times since the model was loaded, of all models if `model` is ""."""
+        """Return exact counts and times since a model was loaded; of all models if `model` is ""."""
         return {"model_stats": list(self.services.models.statistics(model, version))}
 
     def profile(self, model: str, version: str = "") -> dict[str, object]:
-        """How long batches of a version compute; raises NotFound or Unavailable."""
+        """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             return {"name": model, "version": handle.spec.version, "profile": list(handle.profile.table())}
 
     def explain(self, model: str, version: str = "") -> Mapping[str, object]:
-        """What limits a version now; raises NotFound or Unavailable."""
+        """Report the current bottleneck of a version; raises NotFound or Unavailable."""
         return self.services.explain(model, version)
 
     def model_load(self, model: str, version: str = "") -> dict[str, object]:
-        """How busy a version is; raises NotFound or Unavailable."""
+        """Return queue, running batches and predicted wait of a version; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             load = handle.load()
-            load = load._replace(in_flight=load.in_flight - 1)  # less this lease
+            load = load._replace(in_flight=load.in_flight - 1)  # without the lease of this call
             return describe_load(model, handle.spec.version, load)
 
     async def status(self) -> dict[str, object]:
-        """Every version with its state, counts and gauges."""
+        """Return the state, counts and gauges of every version."""
         services = self.services
         return {"name": "headrace", "version": services.version, **(await services.overview.status())}
 
     async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
-        """How long each layer of a version takes; raises NotFound or Unavailable."""
+        """Return the compute time of each layer of a version; raises NotFound or Unavailable."""
         return await self.services.overview.layers(model, version)
 
     def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
-        """Every version found, its state and reason; only those that serve if `ready`."""
+        """List every version in the repository with state and reason; only READY versions if `ready`."""
         rows = self.services.models.index()
         return [row for row in rows if row["state"] == "READY"] if ready else rows
 
     def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> Mapping[str, object]:
-        """Trace settings in force for a model, or for all if `model` is "", after the changes if there are any.
+        """Apply changes of trace settings, if any, and return the settings in force.
+
+        Args:
+            model: name; "" for the settings of all models.
+            changes: new values by name; None to change nothing.
 
         Raises:
-            NotFound, Unavailable: no such model.
-            HeadraceError: what `TraceControl.update` raises.
+            NotFound, Unavailable: the model does not exist or does not serve.
+            HeadraceError: raised by `TraceControl.update`.
         """
         if model:
             self.services.models.lease(model, "").release()
@@ -126,11 +130,15 @@ class ControlPlane:
         return traces.settings(model) if changes is None else traces.update(model, changes)
 
     async def load(self, model: str, parameters: Mapping[str, object]) -> None:
-        """Load a model; `parameters` are those of the request: `config` and `file:<path>` (base64 text, or bytes).
+        """Load a model.
+
+        Args:
+            model: name.
+            parameters: of the request: `config` (Triton's JSON), and `file:<path>` (base64 text, or bytes).
 
         Raises:
-            BadRequest: an unknown parameter or a value it does not take.
-            HeadraceError: what `Repository.load` raises.
+            BadRequest: a parameter is unknown or has an invalid value.
+            HeadraceError: raised by `Repository.load`.
         """
         config: str | None = None
         files: dict[str, bytes] = {}
@@ -145,11 +153,15 @@ class ControlPlane:
             await self.services.repository.load(model, config, files)
 
     async def unload(self, model: str, parameters: Mapping[str, object]) -> None:
-        """Unload a model; `parameters` are those of the request: `unload_dependents`.
+        """Unload a model.
+
+        Args:
+            model: name.
+            parameters: of the request: `unload_dependents` (bool).
 
         Raises:
-            BadRequest: an unknown parameter or a value it does not take.
-            HeadraceError: what `Repository.unload` raises.
+            BadRequest: a parameter is unknown or has an invalid value.
+            HeadraceError: raised by `Repository.unload`.
         """
         dependents = parameters.get("unload_dependents", False)
         if type(dependents) is not bool or not parameters.keys() <= {"unload_dependents"}:
@@ -159,7 +171,7 @@ class ControlPlane:
 
     @contextmanager
     def _lease(self, model: str, version: str) -> Iterator[Handle]:
-        """A lease on a model version; raises NotFound or Unavailable."""
+        """Lease a model version; raises NotFound or Unavailable."""
         handle = self.services.models.lease(model, version)
         try:
             yield handle
@@ -169,7 +181,7 @@ class ControlPlane:
 
 @contextmanager
 def _failed_to(action: str, model: str) -> Iterator[None]:
-    """Begin an error with Triton's words, which its example clients look for."""
+    """Prefix errors with Triton's words, which its example clients search for."""
     try:
         yield
     except HeadraceError as error:
@@ -179,7 +191,7 @@ def _failed_to(action: str, model: str) -> Iterator[None]:
 
 
 def describe(spec: ModelSpec, versions: list[str]) -> dict[str, object]:
-    """Model metadata of the protocol; with `parameters` where a built engine serves the model."""
+    """Return the model metadata of the protocol; with `parameters` if a built engine serves the model."""
     return {
         "name": spec.name,
         "versions": versions,

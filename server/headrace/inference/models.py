@@ -1,4 +1,4 @@
-"""What the front ends need of the rest of the server, handed in by `app`."""
+"""Interfaces of the server to the front ends; `headrace.app` passes the implementations."""
 
 from __future__ import annotations
 
@@ -17,137 +17,149 @@ from headrace.observability.tracing import Exemplars, SamplingDecision
 
 
 class Profile(Protocol):
-    """How long batches of a version compute; see `headrace.scheduling.latency_table.LatencyTable`."""
+    """Compute times of a version by batch size; see `headrace.scheduling.latency_table.LatencyTable`."""
 
     def table(self) -> Sequence[Mapping[str, object]]:
-        """rows, median_us, p95_us, observations, source of each number of rows known."""
+        """Return one entry per measured batch size: rows, median_us, p95_us, observations, source."""
 
 
 class Handle(Protocol):
-    """A leased model version; see `headrace.scheduling.handle.ModelHandle`."""
+    """A leased model version, which is not closed before `release`; see `headrace.scheduling.handle.ModelHandle`.
+
+    Attributes:
+        spec: input and output tensor specs.
+        recorder: counters of the version.
+    """
 
     spec: ModelSpec
     recorder: Recorder
 
     @property
     def profile(self) -> Profile:
-        """How long its batches compute."""
+        """Compute times by batch size."""
 
     def admit(self) -> None:
-        """Refuse early."""
+        """Check that the version accepts requests now; raises HeadraceError before a request is decoded."""
 
     def infer(self, request: InferRequest) -> LoopCompletion:
-        """Queue a request."""
+        """Queue a request; raises HeadraceError if it is rejected."""
 
     def load(self, by_level: bool = True) -> ModelLoad:
-        """How busy it is, each priority level by itself if `by_level`, else as a whole."""
+        """Return queue depth, running rows and predicted wait; also for each priority level if `by_level`."""
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
-        """Count an error."""
+        """Count a failed request; `received_ns` is the monotonic time of its arrival."""
 
     def release(self) -> None:
-        """Give the lease back."""
+        """End the lease."""
 
 
 class Models(Protocol):
-    """The registry as the front ends see it; see `headrace.repository.registry.Registry`."""
+    """Registry of the models that serve; see `headrace.repository.registry.Registry`."""
 
     def lease(self, name: str, version: str) -> Handle:
-        """A version to run requests on; "" is the latest. Give it back with `release`."""
+        """Lease a version, "" for the latest; raises NotFound or Unavailable. The caller ends the lease with `release`."""
 
     def versions(self, name: str) -> Sequence[str]:
-        """The versions that are ready."""
+        """Return the versions of a model that are READY."""
 
     def config(self, name: str, version: str) -> Mapping[str, object]:
-        """The configuration in Triton's JSON."""
+        """Return the configuration in force in Triton's JSON."""
 
     def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
-        """Statistics in Triton's JSON, of all models if `name` is ""."""
+        """Return statistics in Triton's JSON; of all models if `name` is ""."""
 
     def index(self) -> Sequence[Mapping[str, object]]:
-        """Every model found, its state and the reason for it."""
+        """List every version in the repository with its state and the reason for it."""
 
     def ready(self) -> bool:
-        """True if all that should be served can be."""
+        """Return True if every model that should serve can serve."""
 
 
 class Repository(Protocol):
-    """Loading and unloading while the server runs; see `headrace.repository.reconciler.Reconciler`."""
+    """Loads and unloads models while the server runs; see `headrace.repository.reconciler.Reconciler`."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        """Load a model, or load it anew; returns when the new versions serve.
+        """Load or reload a model; returns when the new versions serve.
 
         Args:
             name: of the model.
-            config: a configuration in Triton's JSON that takes the place of the model's own, or None.
-            files: by path in the model's folder, what takes the place of the files there; needs `config`.
+            config: configuration in Triton's JSON that replaces the one in the repository, or None.
+            files: content by path within the model's folder, replaces these files; requires `config`.
 
         Raises:
-            Forbidden: not switched on (model control, or overrides).
-            NotFound: no repository has the model.
-            ConfigError: it cannot be served; what served before still does.
+            Forbidden: model control or overrides are not enabled.
+            NotFound: the model is in no repository.
+            ConfigError: the model cannot be served; versions that served before still serve.
         """
 
     async def unload(self, name: str, dependents: bool) -> None:
-        """Stop serving a model once its requests in flight are answered; returns when nothing new is taken.
+        """Unload a model; returns when it accepts no new requests. Requests in flight are completed.
 
         Args:
             name: of the model.
-            dependents: unload the models with it that only it needs.
+            dependents: True to also unload the models that only this model uses.
 
         Raises:
-            Forbidden: not switched on.
-            NotFound: no such model.
+            Forbidden: model control is not enabled.
+            NotFound: the model does not exist.
         """
 
 
 class Region(Protocol):
-    """Shared memory that a client has registered. Bounds are relative to the region and checked by `check`."""
+    """Shared memory that a client has registered. Offsets are relative to the region."""
 
     def check(self, offset: int, size_bytes: int) -> None:
-        """Hold a range against the region.
+        """Check the bounds of a range.
 
         Raises:
-            BadRequest: it does not lie in the region.
+            BadRequest: the range exceeds the region.
         """
 
     def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
-        """A range where it lies, uint8[size_bytes], for these GPUs or whoever copies it; None if it has to be read now.
+        """Return a range without a copy, for models on these GPUs.
+
+        Returns:
+            The range as uint8[size_bytes], or None if it must be copied with `read`.
 
         Raises:
-            BadRequest: it does not lie in the region.
+            BadRequest: the range exceeds the region.
         """
 
     def read(self, offset: int, size_bytes: int) -> Array:
-        """A copy as uint8[size_bytes]; raises what `check` raises, or BadRequest if the memory is gone."""
+        """Copy a range, as uint8[size_bytes]; raises BadRequest if it exceeds the region or the memory no longer exists."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put data there; raises what `check` raises, or BadRequest if the memory is gone."""
+        """Write data; raises BadRequest if they exceed the region or the memory no longer exists."""
 
 
 class Regions(Protocol):
-    """Every region that clients have registered, system and CUDA ("kind") under one set of names.
+    """Registered regions of both kinds, "system" and "cuda", which share one set of names.
 
-    A request in flight holds the `Region` it works on: unregistering takes the name away, the memory goes with the last user.
+    Unregistering removes the name. A request in flight holds a reference to its `Region`: the memory is unmapped with the last
+    reference.
     """
 
     def find(self, name: str) -> Region:
-        """A region; NotFound if there is none of that name, Forbidden if shared memory is off."""
+        """Return a region; raises NotFound, or Forbidden if shared memory is disabled."""
 
     def register_system(self, name: str, key: str, offset: int, size_bytes: int) -> None:
-        """Take on POSIX shared memory; Forbidden, Conflict (name taken), BadRequest (key, bounds)."""
+        """Map POSIX shared memory; raises Forbidden, Conflict (the name is in use) or BadRequest (key, bounds)."""
 
     def register_cuda(self, name: str, handle: bytes, device: int, size_bytes: int) -> None:
-        """Take on memory of a GPU by its IPC handle; Forbidden, Conflict, BadRequest, Unsupported (no GPU here)."""
+        """Map memory of a GPU by its IPC handle; raises Forbidden, Conflict, BadRequest or Unsupported (no GPU)."""
 
     def unregister(self, kind: str, name: str) -> None:
-        """Let go of a region, of all of the kind if `name` is ""; a name that is not there is no error, as in Triton."""
+        """Unregister a region, or all of the kind if `name` is ""; an unknown name is no error, as in Triton."""
 
     def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
-        """name, key, offset, byte_size (CUDA: name, device_id, byte_size) of one region, of all if `name` is "".
+        """Describe one region, or all of the kind if `name` is "".
+
+        Returns:
+            For each region: name, key, offset, byte_size; for CUDA: name, device_id, byte_size. Sizes and offsets are bytes.
 
         Raises:
-            NotFound: no region of that name and kind.
+            NotFound: no region of the kind has this name.
         """
 
 
@@ -155,75 +167,75 @@ class TraceControl(Protocol):
     """Triton's trace settings; see `headrace.observability.tracing.Tracer`."""
 
     def settings(self, model: str) -> Mapping[str, object]:
-        """In force for a model, or for all if `model` is ""; values are strings, `trace_level` a list of them."""
+        """Return the settings of a model, or of all if `model` is ""; values are strings, `trace_level` is a list of strings."""
 
     def update(self, model: str, changes: Mapping[str, object]) -> Mapping[str, object]:
-        """Change settings (None resets one) and give what is in force then.
+        """Change settings and return those in force; None resets a setting.
 
         Raises:
-            BadRequest: an unknown setting or a value it does not take.
-            Forbidden: what only the operator sets (trace_file).
+            BadRequest: a setting is unknown or has an invalid value.
+            Forbidden: the setting belongs to the operator (trace_file).
         """
 
 
 class Observer(Protocol):
-    """Who traces and logs requests; see `headrace.observability.tracing.RequestObserver`."""
+    """Traces and logs requests; see `headrace.observability.tracing.RequestObserver`."""
 
     @property
     def active(self) -> bool:
-        """True if any request might be chosen: the only thing that one looks at while nothing is traced or logged."""
+        """True if a request may be sampled. Nothing else is read for a request while tracing and logging are off."""
 
     def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
-        """Called once for each request while `active`, before it is queued; None: it is not chosen."""
+        """Decide whether to trace or log a request, before it is queued; None for neither. Called only while `active`."""
 
     def answered(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
-        """A request that was chosen has its answer."""
+        """Record a successful request that was sampled."""
 
     def failed(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
-        """A request, chosen or not, got an error."""
+        """Record a failed request, sampled or not."""
 
 
 class LogControl(Protocol):
     """Triton's log settings; see `headrace.observability.logs.LogSettings`."""
 
     def settings(self) -> Mapping[str, bool | int | str]:
-        """In force now."""
+        """Return the settings in force."""
 
     def update(self, changes: Mapping[str, object]) -> Mapping[str, bool | int | str]:
-        """Change settings and give what is in force then.
+        """Change settings and return those in force.
 
         Raises:
-            BadRequest: an unknown setting or a value it does not take.
-            Forbidden: what only the operator sets (log_file).
+            BadRequest: a setting is unknown or has an invalid value.
+            Forbidden: the setting belongs to the operator (log_file).
         """
 
 
 class Overview(Protocol):
-    """What the server's own page shows; see `headrace.repository.reports.ServerOverview`."""
+    """Data of the server's web page; see `headrace.repository.reports.ServerOverview`."""
 
     async def status(self) -> Mapping[str, object]:
-        """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
+        """Return time, readiness and every version: state, reason, and counts and gauges if it serves."""
 
     async def layers(self, model: str, version: str) -> Mapping[str, object]:
-        """How long each layer of what serves takes; raises NotFound where nobody has measured it, or what `lease` raises."""
+        """Return the compute time of each layer; raises NotFound (also if it was not measured) or Unavailable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Everything the front ends need, in one parcel.
+    """Services of the server that the front ends call.
 
     Attributes:
-        models: the registry.
-        repository: loading and unloading.
+        models: registry.
+        repository: loads and unloads models.
         regions: shared memory.
         traces: trace settings.
-        observer: told of requests.
+        observer: traces and logs requests.
         logs: log settings.
-        overview: for the server's own page.
+        overview: data of the web page.
         version: of Headrace.
+        extensions: protocol extensions that are enabled.
+        explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.reports`.
         name: of the server, in its metadata.
-        extensions: of the protocol, exactly those that are switched on.
-        explain: reports in JSON what limits a model's version now ("" is the latest), see `headrace.repository.reports`.
     """
 
     models: Models

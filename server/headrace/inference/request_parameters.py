@@ -1,4 +1,4 @@
-"""Parameters of requests, inputs and outputs: what is reserved, where in shared memory a tensor lies."""
+"""Parameters of requests, inputs and outputs: reserved names, values, ranges of shared memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headrace.core.errors import BadRequest
 
 _MAX_OFFSET = 2**63
 _RESERVED = ("triton_", "headrace.", "headrace_")
-# Ours, and yet the client's: true asks for the timing of the answer.
+# Names with a reserved prefix that clients may send. True: the response has the time of each phase.
 TIMING_PARAMETER = "headrace_timing"
-# The request's own deadline, microseconds after its arrival. Triton's `timeout` is another thing: it acts on the queue only.
+# Deadline of the request, microseconds after its arrival. Triton's `timeout` limits only the time in the queue.
 DEADLINE_PARAMETER = "headrace_deadline_us"
-# True lets the answer overtake those of earlier requests of the same gRPC stream.
+# True: the response may be sent before those of earlier requests on the same gRPC stream.
 UNORDERED_PARAMETER = "headrace_unordered"
 _CLIENT_PARAMETERS = frozenset({TIMING_PARAMETER, DEADLINE_PARAMETER, UNORDERED_PARAMETER})
 _SHARED = "shared_memory_"
@@ -23,12 +23,12 @@ _SHARED_PARAMETERS = frozenset({"shared_memory_region", "shared_memory_byte_size
 
 
 class SharedRange(msgspec.Struct, frozen=True):
-    """A part of a client's shared memory as a request names it.
+    """Range of a client's shared memory.
 
     Attributes:
-        region: its registered name.
-        offset: where in the region the range begins, bytes.
-        size_bytes: of the range, 0 for a tensor without elements.
+        region: registered name.
+        offset: start within the region, bytes.
+        size_bytes: 0 for a tensor without elements.
     """
 
     region: str
@@ -37,12 +37,12 @@ class SharedRange(msgspec.Struct, frozen=True):
 
 
 def request_parameters(parameters: Mapping[str, Any]) -> None:
-    """Refuse what is reserved, or of a tensor and not of a request.
+    """Check the names of request parameters.
 
-    `sequence_id`, `sequence_start` and `sequence_end` pass: as in Triton, a model without sequences ignores them.
+    `sequence_id`, `sequence_start` and `sequence_end` are allowed: as in Triton, a model without sequences ignores them.
 
     Raises:
-        BadRequest: a reserved name, or one of shared memory.
+        BadRequest: a name is reserved, or belongs to a tensor (shared memory).
     """
     for name in parameters:
         if name in _CLIENT_PARAMETERS:
@@ -53,10 +53,18 @@ def request_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def tensor_parameters(parameters: Mapping[str, Any], kind: str, name: str) -> SharedRange | None:
-    """Check the parameters of an input or output; where in shared memory it lies if they say so.
+    """Check the parameters of an input or output, and parse its range of shared memory.
+
+    Args:
+        parameters: of the tensor.
+        kind: "input" or "output", for errors.
+        name: of the tensor, for errors.
+
+    Returns:
+        The range of shared memory, None if the tensor is not in shared memory.
 
     Raises:
-        BadRequest: a reserved name, or an incomplete or impossible range of shared memory.
+        BadRequest: a name is reserved, or the range is incomplete or invalid.
     """
     shared = False
     for parameter in parameters:
@@ -66,10 +74,10 @@ def tensor_parameters(parameters: Mapping[str, Any], kind: str, name: str) -> Sh
 
 
 def integer(parameters: Mapping[str, Any], name: str) -> int:
-    """A whole number among the parameters, 0 if it is not there.
+    """Return an integer parameter, 0 if it is absent.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: the value is no integer.
     """
     value = parameters.get(name, 0)
     if type(value) is not int:
@@ -78,10 +86,10 @@ def integer(parameters: Mapping[str, Any], name: str) -> int:
 
 
 def flag(parameters: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A boolean among the parameters.
+    """Return a boolean parameter, `default` if it is absent.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: the value is no boolean.
     """
     value = parameters.get(name, default)
     if type(value) is not bool:

@@ -1,7 +1,8 @@
-"""The one table from our errors to HTTP statuses and gRPC codes.
+"""Table of HTTP statuses and gRPC codes by error class, and retry delays.
 
-The order of meaning, for whoever retries: 503 = this server cannot now (overloaded, loading, draining), another replica may;
-429 is kept for a client over its own quota; 504 = the request's own deadline; 4xx = do not send it again as it is.
+For clients that retry: 503 means that this server cannot serve the request now (overloaded, loading, draining), but another
+replica may. 429 means that the client has exceeded its own quota. 504 means that the request's deadline has passed. Other 4xx
+statuses mean that the same request fails again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 
 from headrace.core import errors
 
-# Most specific first; gRPC codes by name, so that this table needs no gRPC.
+# Most specific class first. gRPC codes are names, so that this module does not import grpc.
 STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
     (errors.TooLarge, 413, "RESOURCE_EXHAUSTED"),
     (errors.Conflict, 409, "ALREADY_EXISTS"),
@@ -32,27 +33,27 @@ STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
 
 
 def http_status(error: errors.HeadraceError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return next(status for kind, status, _ in STATUS if isinstance(error, kind))
 
 
 def grpc_code(error: errors.HeadraceError) -> str:
-    """The name of the gRPC code of an error."""
+    """Return the name of the gRPC code of an error, e.g. "NOT_FOUND"."""
     return next(code for kind, _, code in STATUS if isinstance(error, kind))
 
 
 def retry_delay_s(error: errors.HeadraceError) -> float | None:
-    """When to come back, in seconds; None where coming back makes no sense."""
+    """Return the retry delay of an error in seconds; None if a retry cannot succeed."""
     return error.retry_after_s if isinstance(error, errors.Unavailable | errors.QuotaExceeded) else None
 
 
 def retry_after_s(error: errors.HeadraceError) -> int | None:
-    """The same in whole seconds, at least 1: a Retry-After header cannot say less."""
+    """Return the retry delay in whole seconds, at least 1, for the header Retry-After; None if a retry cannot succeed."""
     delay_s = retry_delay_s(error)
     return None if delay_s is None else max(math.ceil(delay_s), 1)
 
 
 def retry_after_ms(error: errors.HeadraceError) -> int | None:
-    """The same in whole milliseconds, which is fine enough for queues."""
+    """Return the retry delay in whole milliseconds; None if a retry cannot succeed."""
     delay_s = retry_delay_s(error)
     return None if delay_s is None else math.ceil(delay_s * 1000)
