@@ -117,9 +117,19 @@ class Timed(BatchRecorder):
         self._device = device
         self.added_ns: list[int] = []
 
-    def record(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
-        """A batch was run and answered."""
-        super().record(batch_rows, reason, times)
+    def batch(
+        self,
+        rows: int,
+        batch_rows: int,
+        reason: str,
+        times: BatchTimes,
+        queue_ns: list[int],
+        total_ns: list[int],
+        busy_ns: int = 0,
+        shape: object = None,
+    ) -> None:
+        """Record a batch and its time beyond the device's."""
+        super().batch(rows, batch_rows, reason, times, queue_ns, total_ns, busy_ns, shape)
         self.added_ns.append(times.split_ns - times.taken_ns - self._device.ns(batch_rows))
 
 

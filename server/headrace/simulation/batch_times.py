@@ -15,22 +15,22 @@ import numpy as np
 
 from headrace.core.clock import NS_PER_US
 
-# Factors are drawn this many at a time: one call for each would cost more than the batch.
+# Factors drawn at a time: one call for each would cost more than simulating the batch.
 _BLOCK = 4096
 _LINE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:\+\s*(\d+(?:\.\d+)?)\s*\*?\s*n\s*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class StepLatency:
-    """What a step takes for a batch, by its rows.
+    """Duration of one step of a batch, by its rows.
 
-    Between two sizes that are known the time is interpolated, or that of the next larger one where batches are padded; beyond the
-    largest it grows by the same amount a row as from the first to the last, and below the smallest it is the smallest's.
+    Between two known sizes the time is interpolated; with padding it is that of the next larger size. Above the largest size it
+    grows linearly with the mean slope of the points. Below the smallest size it is constant.
 
     Attributes:
-        points: (rows, nanoseconds), rows ascending and at least 1.
-        row_ns: what a row beyond the largest adds; None: as said.
-        padded: a batch between two sizes takes what the larger one does.
+        points: (rows, nanoseconds) pairs, rows ascending and at least 1.
+        row_ns: nanoseconds of each row above the largest size; None for the mean slope of the points.
+        padded: True if batches are padded to the next size.
     """
 
     points: tuple[tuple[int, float], ...] = ((1, 0.0),)
@@ -39,11 +39,11 @@ class StepLatency:
 
     @classmethod
     def line(cls, batch_us: float, row_us: float = 0.0) -> StepLatency:
-        """So many microseconds a batch, and so many for each of its rows."""
+        """Return the latency `batch_us + row_us * rows`, in microseconds."""
         return cls(((1, (batch_us + row_us) * NS_PER_US),), row_us * NS_PER_US)
 
     def table(self, max_rows: int) -> tuple[int, ...]:
-        """Whole nanoseconds by rows, from 0 to `max_rows`."""
+        """Return whole nanoseconds by rows, from 0 to `max_rows`."""
         return _table(self, max_rows)
 
 
@@ -64,13 +64,14 @@ def _table(latency: StepLatency, max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """What a batch takes on its way, and how much that varies.
+    """Durations of the steps of a batch, and their variation.
 
     Attributes:
-        compute: on the device, which computes one batch after the other.
-        fill: on the instance's thread, before the launch.
-        copy_in, copy_out: on the device, beside the computing of other batches.
-        variation: standard deviation of the compute time over its mean (gamma distributed): 0 is always the same, 1 exponential.
+        compute: compute on the device, which runs one batch after the other.
+        fill: copying inputs into the batch, on the instance's thread before the launch.
+        copy_in: host-to-device copy, concurrent with the compute of other batches.
+        copy_out: device-to-host copy, concurrent with the compute of other batches.
+        variation: coefficient of variation of the compute time (gamma distributed): 0 for constant, 1 for exponential.
     """
 
     compute: StepLatency
@@ -81,17 +82,22 @@ class LatencyProfile:
 
 
 def parse_profile(text: str) -> LatencyProfile:
-    """`450+20n` (microseconds: 450 a batch and 20 a row), or the name of a JSON file, see `profile_of`.
+    """Parse a latency profile of the command line.
+
+    Args:
+        text: `450+20n` (microseconds: 450 for a batch and 20 for each row), or the name of a JSON file, see `profile_of`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text or the file is no profile.
         OSError: the file cannot be read.
     """
     if _LINE.fullmatch(text):
         return LatencyProfile(_latency(text, text))
     path = Path(text)
     if path.suffix != ".json":
-        raise ValueError(f"'{text}' is no profile: write microseconds such as 450+20n, or the name of a .json file")
+        raise ValueError(
+            f"'{text}' is not a latency profile: use microseconds such as 450+20n, or the name of a .json file"
+        )
     try:
         return profile_of(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
@@ -99,30 +105,32 @@ def parse_profile(text: str) -> LatencyProfile:
 
 
 def profile_of(document: object) -> LatencyProfile:
-    """A profile as JSON has it.
+    """Read a latency profile from a JSON document.
 
     Args:
-        document: `{"1": 500, "8": 900}`, microseconds by rows; or `{"compute": ..., "fill": ..., "copy_in": ...,
-            "copy_out": ..., "padded": true, "variation": 0.1}` with such a table or a text such as "450+20n" for each step;
-            only `compute` is needed; or what a server answers at `/v2/models/{m}/profile`.
+        document: one of three forms. `{"1": 500, "8": 900}` has microseconds by rows. `{"compute": ..., "fill": ...,
+            "copy_in": ..., "copy_out": ..., "padded": true, "variation": 0.1}` has such a table or a text such as "450+20n" for
+            each step; only `compute` is required. The third form is the response of a server at `/v2/models/{m}/profile`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the document has none of these forms.
     """
     if not isinstance(document, Mapping):
-        raise ValueError('a profile is an object: {"1": 500, "8": 900}, microseconds by rows')
+        raise ValueError(
+            f'a profile is a JSON object such as {{"1": 500, "8": 900}} (microseconds by rows), not {document!r:.40}'
+        )
     if isinstance(measured := document.get("profile"), list):
         return LatencyProfile(_latency(_medians(measured), "the profile"))
     if "compute" not in document:
         return LatencyProfile(_latency(document, "the profile"))
     known = {"compute", "fill", "copy_in", "copy_out", "padded", "variation"}
     if unknown := sorted(set(document) - known):
-        raise ValueError(f"a profile has no '{unknown[0]}', only {', '.join(sorted(known))}")
+        raise ValueError(f"unknown key '{unknown[0]}' in the profile: use {', '.join(sorted(known))}")
     padded, variation = document.get("padded", False), document.get("variation", 0.0)
     if not isinstance(padded, bool):
-        raise ValueError("padded is true or false")
+        raise ValueError(f"padded is {padded!r:.40}: use true or false")
     if not _is_time(variation):
-        raise ValueError("variation is a number from 0")
+        raise ValueError(f"variation is {variation!r:.40}: use a number of at least 0")
     steps = {
         name: _latency(document[name], name, padded and name == "compute")
         for name in ("compute", "fill", "copy_in", "copy_out")
@@ -132,10 +140,10 @@ def profile_of(document: object) -> LatencyProfile:
 
 
 def _medians(measured: Sequence[object]) -> dict[str, object]:
-    """Microseconds by rows, of the server's own table."""
+    """Return microseconds by rows from a server's latency table."""
     for line in measured:
         if not isinstance(line, Mapping) or not {"rows", "median_us"} <= set(line):
-            raise ValueError("each line of the profile has rows and median_us")
+            raise ValueError(f"an entry of the profile is {line!r:.40}: use objects with rows and median_us")
     return {str(line["rows"]): line["median_us"] for line in measured if isinstance(line, Mapping)}
 
 
@@ -143,16 +151,16 @@ def _latency(value: object, where: str, padded: bool = False) -> StepLatency:
     if isinstance(value, str):
         match = _LINE.fullmatch(value)
         if match is None:
-            raise ValueError(f"{where}: '{value}' is no time: write microseconds such as 450+20n")
+            raise ValueError(f"{where}: '{value}' is not a time: use microseconds such as 450+20n")
         return StepLatency.line(float(match[1]), float(match[2] or 0))
     if not isinstance(value, Mapping) or not value:
-        raise ValueError(f'{where}: write microseconds by rows, {{"1": 500, "8": 900}}, or "450+20n"')
+        raise ValueError(f'{where} is {value!r:.40}: use microseconds by rows, {{"1": 500, "8": 900}}, or "450+20n"')
     points: list[tuple[int, float]] = []
     for rows, time_us in value.items():
         if not (isinstance(rows, str) and rows.isdecimal() and int(rows) >= 1):
-            raise ValueError(f"{where}: '{rows}' is no number of rows")
+            raise ValueError(f"{where}: '{rows}' is not a number of rows: use whole numbers from 1")
         if not _is_time(time_us):
-            raise ValueError(f"{where}: {time_us!r} for {rows} rows is no time in microseconds")
+            raise ValueError(f"{where}: {time_us!r} for {rows} rows is not a time: use microseconds, at least 0")
         points.append((int(rows), float(time_us) * NS_PER_US))
     return StepLatency(tuple(sorted(points)), padded=padded)
 
@@ -162,11 +170,11 @@ def _is_time(value: Any) -> bool:
 
 
 class Variation:
-    """Factors of mean 1 by which compute times vary.
+    """Random factors of mean 1 for compute times.
 
     Args:
-        coefficient: their standard deviation; 0: always 1.
-        generator: where they are drawn.
+        coefficient: standard deviation of the factors; 0 for constant times.
+        generator: source of randomness.
     """
 
     def __init__(self, coefficient: float, generator: np.random.Generator) -> None:
@@ -175,7 +183,7 @@ class Variation:
         self._factors: list[float] = []
 
     def apply(self, time_ns: int) -> int:
-        """The time that one batch takes, whose mean is `time_ns`."""
+        """Return the time of one batch, drawn from a distribution of mean `time_ns`."""
         if not self._shape:
             return time_ns
         if not self._factors:

@@ -1,9 +1,9 @@
-"""Replays a trace against models: arrivals enter the server's own handles, whose instances are simulated.
+"""Replays a trace against models: requests enter the server's model handles, whose instances are simulated.
 
 All decisions are the server's code: `ModelHandle.infer` (levels, deadlines, limits, splitting), `Scheduler` and its queue,
-`decide`, `LaunchPacing`, `Completion`. Simulated are time, devices, and when an instance's thread pulls from the queue.
+`decide`, `LaunchPacing`, `Completion`. Time, devices and the pulls of instance threads are simulated.
 
-`VirtualLoop` is an event loop in virtual time: it calls what is due in order and never waits. `VirtualInstance` performs the
+`VirtualLoop` is an event loop in virtual time: it runs due callbacks in order and never waits. `VirtualInstance` performs the
 steps of `headrace.scheduling.pipeline` as events of that loop.
 """
 
@@ -41,7 +41,7 @@ from headrace.simulation.traces import Trace
 
 
 class Timer:
-    """Stands for `asyncio.TimerHandle`."""
+    """Cancellable callback, in place of `asyncio.TimerHandle`."""
 
     __slots__ = ("_arguments", "_callback")
 
@@ -50,23 +50,23 @@ class Timer:
         self._arguments = arguments
 
     def cancel(self) -> None:
-        """Call it off."""
+        """Cancel the callback."""
         self._callback = None
         self._arguments = ()
 
     def fire(self) -> None:
-        """Its time has come."""
+        """Run the callback if it is not cancelled."""
         if self._callback is not None:
             self._callback(*self._arguments)
 
 
 class VirtualLoop:
-    """The event loop of a simulation: as much of asyncio's as the data plane uses, and the clock.
+    """Event loop and clock of a simulation, with the methods of asyncio's loop that the data plane uses.
 
-    Nothing waits, and no other thread calls. What is due at the same time is called in the order in which it was asked for.
+    It never waits, and only one thread may call. Callbacks due at the same time run in the order of scheduling.
 
     Attributes:
-        now_ns: virtual nanoseconds since the simulation began.
+        now_ns: virtual nanoseconds since the start of the simulation.
     """
 
     def __init__(self) -> None:
@@ -76,31 +76,31 @@ class VirtualLoop:
         self._order = itertools.count()
 
     def clock(self) -> int:
-        """`headrace.core.clock.Clock`."""
+        """Return `now_ns`; see `headrace.core.clock.Clock`."""
         return self.now_ns
 
     def time(self) -> float:
-        """Seconds since the simulation began."""
+        """Return seconds since the start of the simulation."""
         return self.now_ns / NS_PER_S
 
     def at(self, time_ns: int, callback: Callable[[], object]) -> None:
-        """Call back at a time that has not passed."""
+        """Schedule a callback at a time that has not passed."""
         heapq.heappush(self._due, (time_ns, next(self._order), callback))
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer:
-        """Call back after so many seconds."""
+        """Schedule a callback after `delay` seconds."""
         timer = Timer(callback, args)
         self.at(self.now_ns + round(delay * NS_PER_S), timer.fire)
         return timer
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call back before anything else happens."""
+        """Schedule a callback before every other event."""
         self._ready.append((callback, args))
 
     call_soon_threadsafe = call_soon
 
     def advance(self, until_ns: int) -> None:
-        """Call all that is due up to and including `until_ns`, which is the time from then on."""
+        """Run the callbacks due up to and including `until_ns`, and set the time to it."""
         due, ready = self._due, self._ready
         self.settle()
         while due and due[0][0] <= until_ns:
@@ -111,14 +111,14 @@ class VirtualLoop:
         self.now_ns = until_ns
 
     def finish(self) -> None:
-        """Call all that is due, and what that leads to, until there is nothing more."""
+        """Run callbacks, and those that they schedule, until none is left."""
         while self._ready or self._due:
             self.settle()
             if self._due:
                 self.advance(self._due[0][0])
 
     def settle(self) -> None:
-        """Call what `call_soon` has been given."""
+        """Run the callbacks of `call_soon`."""
         ready = self._ready
         while ready:
             callback, arguments = ready.popleft()
@@ -130,11 +130,13 @@ _NO_OUTPUTS: dict[str, Array] = {}
 
 @dataclass(slots=True)
 class VirtualDevice:
-    """Copies in, computes and copies out: one batch at a time each, in the order of launch.
+    """Simulated device with three engines (copy in, compute, copy out), each with one batch at a time in the order of launch.
 
     Attributes:
-        copied_in_ns, computed_ns, copied_out_ns: when each will be free.
-        busy_ns: how long it has computed.
+        copied_in_ns: time at which the copy-in engine becomes idle.
+        computed_ns: time at which the compute engine becomes idle.
+        copied_out_ns: time at which the copy-out engine becomes idle.
+        busy_ns: total compute time.
     """
 
     copied_in_ns: int = 0
@@ -143,7 +145,7 @@ class VirtualDevice:
     busy_ns: int = 0
 
     def run(self, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> int:
-        """Take a batch that is launched now; when it will be done."""
+        """Launch a batch; return the time of its completion."""
         self.copied_in_ns = max(now_ns, self.copied_in_ns) + copy_in_ns
         self.computed_ns = max(self.copied_in_ns, self.computed_ns) + compute_ns
         self.copied_out_ns = max(self.computed_ns, self.copied_out_ns) + copy_out_ns
@@ -152,12 +154,12 @@ class VirtualDevice:
 
 
 class StepTimes:
-    """A profile as tables of whole nanoseconds by rows, with what varies.
+    """Tables of a latency profile: whole nanoseconds by rows, and the variation of the compute time.
 
     Args:
-        profile: what batches take.
-        max_rows: rows in the largest batch.
-        variation: of the compute time.
+        profile: the latency profile.
+        max_rows: rows of the largest batch.
+        variation: draws the compute times.
     """
 
     def __init__(self, profile: LatencyProfile, max_rows: int, variation: Variation) -> None:
@@ -168,13 +170,13 @@ class StepTimes:
         self.vary = variation.apply
 
     def on_device_ns(self, rows: int) -> int:
-        """What a batch that is alone keeps a device busy, on average."""
+        """Return the mean device time of a batch that runs alone."""
         return self.copy_in[rows] + self.compute[rows] + self.copy_out[rows]
 
 
 @dataclass(slots=True, eq=False)
 class _PendingBatch:
-    """A batch on its way."""
+    """A batch that was pulled and is not settled."""
 
     entries: list[Entry]
     batch: Batch
@@ -184,23 +186,23 @@ class _PendingBatch:
 
 @dataclass(slots=True, eq=False)
 class VirtualInstance:
-    """A simulated instance: it takes virtual time and no processor.
+    """Simulated instance: it uses virtual time and no processor.
 
     It follows `Pipeline`: the thread pulls while fewer than `depth` batches are in flight, delayed by `pacing`. It fills and
     launches one batch after the other, and batches finish in the order of launch. With a depth of 1 it behaves as a
     `SerialRunner`.
 
     Attributes:
-        loop: virtual time.
-        device: where it computes; instances may share one.
-        times: what batches take.
-        batch_results: settles what has landed.
-        pull: has the instances look at the queue.
-        waiting_rows: rows in the queue.
-        depth: flights that may be open.
-        pacing: when to pull while flights are open; None: at once.
-        is_pulling: the thread is in `Scheduler.next_batch`: a batch would be taken.
-        open: flights that are launched, or about to be.
+        loop: event loop in virtual time.
+        device: simulated device; instances may share one.
+        times: durations of batches.
+        batch_results: settles the requests of finished batches.
+        pull: makes all instances of the model pull from the queue.
+        waiting_rows: returns the queued rows.
+        depth: most batches in flight.
+        pacing: delays pulls while batches are in flight; None pulls at once.
+        is_pulling: True while the thread is in `Scheduler.next_batch`, ready for a batch.
+        open: batches that are being filled or in flight.
     """
 
     loop: VirtualLoop
@@ -215,16 +217,16 @@ class VirtualInstance:
     open: int = 0
     _filling: _PendingBatch | None = None
     _in_flight: deque[_PendingBatch] = field(default_factory=deque)
-    _waits: int = 0  # counts waits of the thread, so that an alarm knows whether its own is over
+    _waits: int = 0  # number of waits of the thread; identifies the wait that a timer belongs to
     _last_ns: int = 0
 
     @property
     def begins_ns(self) -> int:
-        """When a batch that is taken now would begin to be computed, 0 if at once."""
+        """Time at which the compute of a batch that is pulled now would start; 0 for at once."""
         return self.pacing.free_ns if self.pacing is not None and self.open else 0
 
     def start(self, batch: Batch) -> None:
-        """The thread has pulled a batch: fill, and launch."""
+        """Fill and launch a batch that was pulled."""
         rows = 0
         for entry in batch.entries:
             rows += entry.rows
@@ -239,13 +241,13 @@ class VirtualInstance:
             self._launch(run)
 
     def in_flight_work(self) -> InFlightWork:
-        """What it has pulled and not answered."""
+        """Return the batches that were pulled and are not settled."""
         runs = [*self._in_flight, self._filling] if self._filling else self._in_flight
         return InFlightWork(self._last_ns, [(run.batch.taken_ns, run.rows) for run in runs])
 
     def _filled(self) -> None:
         run, self._filling = self._filling, None
-        assert run is not None, "it is filled once"
+        assert run is not None, "a batch is filled once"
         self._launch(run)
         if self.is_pulling:
             self.pull()
@@ -279,7 +281,7 @@ class VirtualInstance:
                 self.pull()
 
     def _decide_pull(self) -> None:
-        """The thread decides whether to ask for the next batch: now, later, or once a flight has landed."""
+        """Decide when the thread pulls the next batch: now, at a time, or once a batch has finished."""
         self._waits += 1
         self.is_pulling = False
         if self.open >= self.depth:
@@ -303,13 +305,13 @@ ANSWERED = "answered"
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """A model and where it runs.
+    """A model of the simulation and its devices.
 
     Attributes:
-        policy: how requests are treated.
-        profile: what batches take.
-        depth: flights that an instance may have open; 1: one batch after the other.
-        devices: number of the device of each instance; empty: a device of its own for each.
+        policy: policy of the model.
+        profile: durations of its batches.
+        depth: most batches in flight of an instance; 1 runs one batch after the other.
+        devices: index of the device of each instance; empty gives each instance a separate device.
     """
 
     policy: HandlePolicy
@@ -320,11 +322,12 @@ class SimulatedModel:
 
 @dataclass
 class BatchHistory:
-    """Those of one model, in the order in which they were done.
+    """Batches of one model, in the order of completion.
 
     Attributes:
-        taken_ns, rows: of each.
-        reasons: how many were closed for which reason.
+        taken_ns: close time of each batch.
+        rows: rows of each batch.
+        reasons: number of batches by close reason.
     """
 
     taken_ns: array[int] = field(default_factory=partial(array, "q"))
@@ -334,15 +337,15 @@ class BatchHistory:
 
 @dataclass
 class Replay:
-    """What became of a trace.
+    """Outcome of a trace.
 
     Attributes:
-        trace: what was asked.
-        latency_ns: of each request, from its arrival to its answer, whatever that was.
-        outcomes: of each: ANSWERED, or the reason of the error.
-        batches: by model.
-        busy_ns: by device, how long it has computed.
-        end_ns: when the last request was answered.
+        trace: the trace.
+        latency_ns: time from arrival to response or error of each request.
+        outcomes: ANSWERED or the reason of the error, for each request.
+        batches: batches of each model.
+        busy_ns: total compute time of each device.
+        end_ns: time of the last response or error.
     """
 
     trace: Trace
@@ -371,11 +374,7 @@ class BatchRecorder(Recorder):
         busy_ns: int = 0,
         shape: object = None,
     ) -> None:
-        """A batch was run and answered; see `Recorder`."""
-        self.record(batch_rows, reason, times)
-
-    def record(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
-        """The part of it that counts here."""
+        """Record a batch; see `Recorder`."""
         batches = self._batches
         batches.taken_ns.append(times.taken_ns)
         batches.rows.append(batch_rows)
@@ -383,7 +382,7 @@ class BatchRecorder(Recorder):
 
 
 class _NoModel:
-    """A model that nobody runs."""
+    """Placeholder for a loaded model; its executions are simulated."""
 
     def execution(self, index: int) -> Execution:
         raise AssertionError("a simulated handle is never started")
@@ -393,21 +392,19 @@ class _NoModel:
 
 
 class _Handle(ModelHandle):
-    """A handle that is never started: its instances are virtual."""
+    """A handle whose instances are simulated; it is never started."""
 
     def instances(
         self, model: SimulatedModel, loop: VirtualLoop, devices: Sequence[VirtualDevice], variation: Variation
     ) -> _Instances:
-        """Virtual ones, on these devices, and the profile as a server has it once it is loaded."""
+        """Create the simulated instances, one for each device, and fill the latency table as a server does at load."""
         policy = self.policy
         batch = policy.batch
         self._scheduler.set_instances(policy.instances)
         times = StepTimes(model.profile, batch.max_rows, variation)
         most = batch.max_rows
         sizes = {most, *batch.preferred_rows, *(1 << power for power in range(most.bit_length()))}
-        self.profile.seed(
-            {rows: [times.on_device_ns(rows)] for rows in sizes if rows <= most}
-        )  # as a server does at load
+        self.profile.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= most})
         instances = _Instances(loop, self._scheduler)
         paced = model.depth > 1 and batch.merge
         for device in devices:
@@ -428,16 +425,16 @@ class _Handle(ModelHandle):
 
 
 class _Instances:
-    """Those of one model, and the alarm for the time until which they wait."""
+    """The instances of one model, and the timer for the time until which they wait."""
 
     def __init__(self, loop: VirtualLoop, scheduler: Scheduler) -> None:
         self.members: list[VirtualInstance] = []
         self._loop = loop
         self._scheduler = scheduler
-        self._alarm_ns = 0  # when the queue will be looked at; 0: nobody waits for a time
+        self._alarm_ns = 0  # time of the next poll; 0 for none
 
     def pull(self) -> None:
-        """Each that asks takes what it can, those with the fewest flights first."""
+        """Poll for each instance that pulls, those with the fewest batches in flight first."""
         members, scheduler, now_ns = self.members, self._scheduler, self._loop.now_ns
         if not scheduler.depth:
             return
@@ -464,12 +461,12 @@ class _Instances:
 
 
 def replay(trace: Trace, models: Sequence[SimulatedModel], seed: int = 0) -> Replay:
-    """Replay a trace.
+    """Replay a trace against simulated models.
 
     Args:
-        trace: what is asked, of models by their number.
-        models: by their number.
-        seed: of what varies in the models' times; what is asked is the trace's.
+        trace: requests with the index of their model.
+        models: the models, in the order of `trace.names`.
+        seed: seed of the variation of compute times.
     """
     return _Simulation(trace, models, seed).run()
 

@@ -23,21 +23,21 @@ PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a model, or all of them, did in the time that counts.
+    """Results of one model, one client, or all models, after the warm-up.
 
     Attributes:
-        name: of the model.
-        requests: that came.
-        answered: of those.
-        errors: the others, by reason.
-        mean_us: latency of those answered, NaN if none was.
-        percentiles_us: the same, by `PERCENTILES`.
-        throughput_hz: requests answered a second.
-        goodput_hz: those within the SLO; None without one.
-        slo_ms: the latency promised; None if none is, or several are.
-        batches: that were closed.
-        mean_rows: rows of a batch, NaN if there was none.
-        reasons: why they were closed.
+        name: name of the model or client.
+        requests: number of requests.
+        answered: number of responses.
+        errors: number of errors by reason.
+        mean_us: mean latency of the responses, NaN without any.
+        percentiles_us: percentiles of that latency, in the order of `PERCENTILES`.
+        throughput_hz: responses per second.
+        goodput_hz: responses per second within the objective; None without one.
+        slo_ms: latency objective; None without one, or with different ones.
+        batches: number of batches.
+        mean_rows: mean rows of a batch, NaN without any.
+        reasons: number of batches by close reason.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Figures:
     reasons: dict[str, int]
 
     def as_json(self) -> dict[str, Any]:
-        """For `json`; what there is none of is null."""
+        """Return a JSON object; missing figures are null."""
         percentiles = zip(PERCENTILES, self.percentiles_us, strict=True)
         return {
             "name": self.name,
@@ -76,10 +76,10 @@ class Report:
     """Figures of one replay.
 
     Attributes:
-        total: of all models.
-        models: of each.
-        busy: share of the time in which a device computed, the mean of all devices.
-        clients: of each that has a name, without batches.
+        total: figures of all models together.
+        models: figures of each model.
+        busy: share of the time in which a device computed, averaged over the devices.
+        clients: figures of each named client, without batches.
     """
 
     total: Figures
@@ -88,7 +88,7 @@ class Report:
     clients: tuple[Figures, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For `json`."""
+        """Return a JSON object."""
         return {
             "all": self.total.as_json(),
             "devices_busy": _rounded(self.busy),
@@ -98,13 +98,13 @@ class Report:
 
 
 def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0, overhead_ns: int = 0) -> Report:
-    """Add up a replay.
+    """Compute the figures of a replay.
 
     Args:
-        replay: what became of a trace.
-        slos_ms: latency promised, by model.
-        warm_up_ns: requests that came, and batches that were closed, before do not count.
-        overhead_ns: what a request takes besides (network, codec), added to every latency.
+        replay: the replay.
+        slos_ms: latency objective of each model, None for none.
+        warm_up_ns: requests that arrived and batches that closed earlier are left out.
+        overhead_ns: added to every latency, for network and codec.
     """
     trace = replay.trace
     latency_ns = np.array(replay.latency_ns, dtype=np.int64) + overhead_ns
@@ -155,7 +155,7 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
 
 
 def _batches(replay: Replay, models: Sequence[int], warm_up_ns: int) -> tuple[npt.NDArray[np.int64], dict[str, int]]:
-    """Rows of the batches that count, and why they were closed (all of them)."""
+    """Return the rows of each batch after the warm-up, and the close reasons of all batches."""
     rows = [np.empty(0, np.int64)]
     reasons: Counter[str] = Counter()
     for model in models:
@@ -171,19 +171,19 @@ def _rounded(value: float) -> float | None:
     return None if value != value else round(value, 3)
 
 
-# Models, or clients, that a table lists: those that ask, or are asked, most.
+# Models or clients that a table lists: those with the most requests.
 _MOST_MODELS = 10
 
-# A name, its figures, and how busy the devices were where that is known.
+# Name, figures, and the busy share of the devices if it is known.
 _Line = tuple[str, Figures, float | None]
 
 
 def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> None:
-    """One setting: its models and clients, a line each. Several: a line each.
+    """Print tables: one line for each model and client of a single setting, else one line for each setting.
 
     Args:
-        reports: by the text that tells the setting.
-        console: where to print.
+        reports: pairs of a setting's label and its report.
+        console: terminal to print to.
     """
     if len(reports) == 1:
         report = reports[0][1]
@@ -191,7 +191,7 @@ def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> No
         lines: list[_Line] = [(figures.name, figures, None) for figures in listed]
         lines += [*_clients(report), (report.total.name, report.total, report.busy)]
         if len(report.models) > len(listed) > 0:
-            console.print(f"the {len(listed)} models of {len(report.models)} that were asked most, and all")
+            console.print(f"the {len(listed)} models of {len(report.models)} with the most requests, and all")
     else:
         lines = []
         for label, report in reports:
@@ -247,18 +247,18 @@ def _shares(counts: dict[str, int], of: int) -> str:
 
 
 _BINS = 60
-EMPTY = "nothing was answered"
+EMPTY = "no response"
 
 
 def panels(
     done: Sequence[tuple[str, Replay]], slos_ms: Sequence[Sequence[float | None]], overhead_ns: int = 0
 ) -> list[Panel]:
-    """What a picture of some settings shows: latencies, and good answers over time.
+    """Return the panels of a plot: distribution of latency, and goodput over time, a curve for each setting.
 
     Args:
-        done: the same trace, replayed by each setting.
-        slos_ms: of each setting, by model; without any every answer is good.
-        overhead_ns: added to every latency.
+        done: pairs of a setting's label and its replay of the same trace.
+        slos_ms: latency objectives of each setting, by model; without one every response counts as good.
+        overhead_ns: added to every latency, for network and codec.
     """
     within: list[PlotCurve] = []
     good: list[PlotCurve] = []

@@ -95,7 +95,7 @@ def test_levels_are_those_of_recorded_requests(tmp_path: Path, capsys: pytest.Ca
 def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--models", "12", "--skew", "1", "--slo-ms", "5"]) == 0
     out = capsys.readouterr().out
-    assert "the 10 models of 12 that were asked most, and all" in out
+    assert "the 10 models of 12 with the most requests, and all" in out
     assert "model0 " in out
     assert "model11 " not in out
     assert "p99.9 ms" in out
@@ -110,7 +110,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--profile", "quick"], "'quick' is no profile"),
+        (["--profile", "quick"], "'quick' is not a latency profile"),
         (["--profile", "other=5"], "no model 'other' is simulated, only model0"),
         (["--arrivals", "tidal"], "--arrivals tidal: write poisson, bursty, diurnal"),
         (["--arrivals", "none.csv"], "none.csv"),

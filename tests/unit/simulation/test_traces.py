@@ -69,13 +69,13 @@ def test_a_recorded_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows\n1\n", "names the columns"),
-        ("seconds,colour\n1,red\n", "names the columns"),
-        ("seconds\n", "no request"),
+        ("rows\n1\n", "the header has the columns"),
+        ("seconds,colour\n1,red\n", "the header has the columns"),
+        ("seconds\n", "has no request"),
         ("seconds\nsoon\n", "t.csv:2: "),
         ("seconds,rows\n1,1\n2,0\n", "t.csv:3: "),
         ("seconds\nnan\n", "t.csv:2: "),
-        ("seconds,model\n1,c\n", "t.csv:2: no model 'c'"),
+        ("seconds,model\n1,c\n", "t.csv:2: unknown model 'c'"),
         ("seconds,rows\n1,1,1\n", "t.csv:2: "),
     ],
 )
