@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from headrace.core.clock import NS_PER_US
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.simulation.batch_times import LatencyProfile, StepLatency
-from headrace.simulation.replay import SimulatedModel, replay
+from headrace.simulation.replay import LatencyProfile, SimulatedModel, StepLatency, replay
 from headrace.simulation.report import Figures, report
 from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
-from headrace.simulation.batch_times import LatencyProfile, StepLatency
-from headrace.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
+from headrace.simulation.replay import ANSWERED, LatencyProfile, Replay, SimulatedModel, StepLatency, replay
 from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace
 
 from loadtest.bench.clocked import play

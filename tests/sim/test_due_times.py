@@ -15,9 +15,8 @@ from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.scheduler import Batch, Scheduler
-from headrace.simulation.batch_times import LatencyProfile as Simulated
-from headrace.simulation.batch_times import StepLatency
-from headrace.simulation.replay import ANSWERED, SimulatedModel, replay
+from headrace.simulation.replay import ANSWERED, SimulatedModel, StepLatency, replay
+from headrace.simulation.replay import LatencyProfile as Simulated
 from headrace.simulation.report import Figures, report
 from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 from hypothesis import given, settings

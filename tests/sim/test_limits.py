@@ -13,9 +13,8 @@ from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottl
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 from headrace.simulation import replay
-from headrace.simulation.batch_times import LatencyProfile as Steps
-from headrace.simulation.batch_times import StepLatency
-from headrace.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel
+from headrace.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel, StepLatency
+from headrace.simulation.replay import LatencyProfile as Steps
 from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 
 MS = NS_PER_MS

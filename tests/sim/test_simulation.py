@@ -13,8 +13,7 @@ import pytest
 from headrace.core.request import InferResponse
 from headrace.scheduling import latency_table as dataplane
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.simulation.batch_times import LatencyProfile, StepLatency
-from headrace.simulation.replay import Replay, SimulatedModel, replay
+from headrace.simulation.replay import LatencyProfile, Replay, SimulatedModel, StepLatency, replay
 from headrace.simulation.report import report
 from headrace.simulation.traces import Trace, Workload, make_trace
 from hypothesis import given, settings

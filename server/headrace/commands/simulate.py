@@ -19,9 +19,8 @@ from headrace.core.errors import ConfigError, NotFound
 from headrace.core.svg_plot import curve_picture
 from headrace.repository.loader import handle_policy
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, Quota, RateLimits, Sharing
-from headrace.simulation.batch_times import LatencyProfile, parse_profile
 from headrace.simulation.options import KINDS, SettingParser, add_setting
-from headrace.simulation.replay import SimulatedModel, replay
+from headrace.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, replay
 from headrace.simulation.report import panels, print_reports, report
 from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.scheduling import latency_table as dataplane
-from headrace.simulation.batch_times import StepLatency, Variation, parse_profile, profile_of
+from headrace.simulation.replay import StepLatency, Variation, parse_profile, profile_of
 
 
 def test_a_line_costs_so_much_a_batch_and_so_much_a_row() -> None:
