@@ -30,11 +30,11 @@ from headrace.config.durable import is_temporary, locked, locked_folder, sync, t
 from headrace.config.manifest import (
     Machine,
     Stamp,
+    add_stamp,
     artefact_name,
     artefact_problem,
     is_artefact_name,
     onnx_digest,
-    put_stamp,
     read_stamps,
 )
 from headrace.config.serving_plan import engine_folder
@@ -481,7 +481,7 @@ def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
             _remove(version_folder, is_temporary)
             try:
                 _place(artefact, version_folder / stamp.artefact, stamp)
-                put_stamp(version_folder, stamp)
+                add_stamp(version_folder, stamp)
             finally:
                 # Also where the stamp could not be written: its artefact must not stay behind.
                 with suppress(ConfigError):

@@ -122,12 +122,12 @@ def test_the_second_build_takes_less_than_two_seconds(place: Place, tmp_path: Pa
 
 
 def test_the_server_finds_the_engine(place: Place) -> None:
-    from headrace.config.manifest import choose_in, config_digest, onnx_digest
+    from headrace.config.manifest import choose_from_folder, config_digest, onnx_digest
     from headrace_engines.project import open_project
 
     project = open_project("digits", place.repository)
     digests = onnx_digest(project.source), config_digest(project.config)
-    choice = choose_in(place.version, *digests, TensorRtTarget().describe())
+    choice = choose_from_folder(place.version, *digests, TensorRtTarget().describe())
     assert choice.stamp == place.stamp()
     assert choice.reason == ""
 

@@ -378,7 +378,7 @@ def _plan(project: Project, gpu: GpuRuntime, engines: Path | None) -> tuple[Serv
         plan = serving_plan(project.folder, project.version, gpu, engines)
     except ConfigError as error:
         return None, "; ".join(finding.message for finding in error.findings)
-    return (None, plan.remark or "it waits for its engine") if plan.waits else (plan, "")
+    return (None, plan.remark or "it waits for its engine") if plan.is_pending else (plan, "")
 
 
 def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: str) -> None:

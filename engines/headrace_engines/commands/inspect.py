@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from headrace.config.durable import write_durably
-from headrace.config.manifest import FORMAT, LAYERS_FILE, Machine, choose_in, onnx_digest
+from headrace.config.manifest import FORMAT, LAYERS_FILE, Machine, choose_from_folder, onnx_digest
 from headrace.core.command_line import is_pipe
 from headrace.core.errors import ConfigError
 from headrace.core.svg_plot import (
@@ -143,7 +143,7 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
         raise BuildError(str(error)) from error
     reasons = []
     for target in targets:
-        choice = choose_in(folder, digest, project.config, target.describe())
+        choice = choose_from_folder(folder, digest, project.config, target.describe())
         if choice.stamp is not None and choice.path is not None:
             return _inspect(project, target, choice.path, choice.stamp.precision, "", rows)
         reasons.append(choice.reason)

@@ -170,7 +170,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
         return
     try:
         file = read_config_file(folder.path)
-        text = file.edited(_changes(folder, result))
+        text = file.apply(_changes(folder, result))
     except OSError as error:
         raise ConfigError([Finding(folder.name, None, f"cannot be read: {error}", "check the permissions")]) from None
     if text == file.text:

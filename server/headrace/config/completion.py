@@ -22,9 +22,16 @@ from headrace.config.documents import Document, did_you_mean, read_value
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
 from headrace.core.config_base import Location, Problem, Problems
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import BACKENDS, OWN_FIELDS, DynamicBatching, InstanceGroup, ModelConfig, is_own
+from headrace.core.model_config import (
+    BACKENDS,
+    HEADRACE_FIELD_PATHS,
+    DynamicBatching,
+    InstanceGroup,
+    ModelConfig,
+    is_headrace_field,
+)
 from headrace.core.optimization_config import TENSORRT_ACCELERATORS, Optimization
-from headrace.core.tensor_config import ModelInput, ModelOutput, completed_problems, own_inputs, own_outputs
+from headrace.core.tensor_config import ModelInput, ModelOutput, completed_problems, model_inputs, model_outputs
 
 _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
@@ -119,22 +126,22 @@ _ONLY_REFUSED = ("model_operations", "model_transaction_policy", "response_cache
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
 
 
-def _says_nothing(value: object) -> bool:
+def _is_default(value: object) -> bool:
     if isinstance(value, str):
         return value == "" or value.rpartition("_")[2].lower() in _DEFAULT_WORDS
     return value in _DEFAULTS
 
 
-def _places(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
+def _matching_locations(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
     """Every place in `data` that `pattern` leads to."""
     if not pattern:
         yield loc
     elif pattern[0] == "*":
         items = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
         for key, item in items:
-            yield from _places(item, pattern[1:], (*loc, key))
+            yield from _matching_locations(item, pattern[1:], (*loc, key))
     elif isinstance(data, dict) and pattern[0] in data:
-        yield from _places(data[pattern[0]], pattern[1:], (*loc, pattern[0]))
+        yield from _matching_locations(data[pattern[0]], pattern[1:], (*loc, pattern[0]))
 
 
 def _parent(data: dict[str, object], loc: Location) -> Any:
@@ -144,7 +151,7 @@ def _parent(data: dict[str, object], loc: Location) -> Any:
     return parent
 
 
-def _take_out(data: dict[str, object], loc: Location) -> object:
+def _remove(data: dict[str, object], loc: Location) -> object:
     """Removes the value at `loc`, and the block around it if that is then empty and not part of our schema."""
     parent = _parent(data, loc)
     value: object = parent.pop(loc[-1])
@@ -164,20 +171,20 @@ def screen(document: Document) -> list[Finding]:
         if document.data.get(name) == {}:
             del document.data[name]
     for pattern, cure in REFUSED.items():
-        for loc in list(_places(document.data, tuple(pattern.split(".")))):
+        for loc in list(_matching_locations(document.data, tuple(pattern.split(".")))):
             feature = f": it asks for {FEATURES[pattern]}" if pattern in FEATURES else ""
             problem = Problem(loc, f'"{_dotted(loc)}" is not served here{feature}', cure)
-            if not _says_nothing(_take_out(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
+            if not _is_default(_remove(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
                 findings.append(document.finding(problem))
     for pattern, instead in IGNORED.items():
-        for loc in list(_places(document.data, tuple(pattern.split(".")))):
+        for loc in list(_matching_locations(document.data, tuple(pattern.split(".")))):
             problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
-            if not _says_nothing(_take_out(document.data, loc)):
+            if not _is_default(_remove(document.data, loc)):
                 findings.append(document.finding(problem, fatal=False))
     for pattern, instead in WITHOUT_EFFECT.items():
-        for loc in _places(document.data, tuple(pattern.split("."))):
+        for loc in _matching_locations(document.data, tuple(pattern.split("."))):
             value = _parent(document.data, loc)[loc[-1]]
-            if not _says_nothing(value) and not _read_by_build(document.data, loc):
+            if not _is_default(value) and not _is_read_by_build(document.data, loc):
                 problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
                 findings.append(document.finding(problem, fatal=False))
     return findings + _parameter_findings(document)
@@ -199,7 +206,7 @@ def _parameter_findings(document: Document) -> list[Finding]:
     return findings
 
 
-def _read_by_build(data: dict[str, object], loc: Location) -> bool:
+def _is_read_by_build(data: dict[str, object], loc: Location) -> bool:
     """True for a TensorRT accelerator and its parameters that count, and for parameters of one that is told of as a whole."""
     if loc[2:3] != ("gpu_execution_accelerator",):
         return False
@@ -221,26 +228,26 @@ def bind(document: Document) -> tuple[ModelConfig | None, list[Finding]]:
     Returns:
         The configuration, None if there is a fatal finding, and all findings.
     """
-    findings = _lift_own_fields(document)
+    findings = _move_headrace_parameters(document)
     findings += screen(document)
     config = None
     try:
         config = ModelConfig.model_validate(document.data)
     except ValidationError as error:
-        findings += [document.finding(problem) for problem in problems_of(error, document.own_prefix)]
+        findings += [document.finding(problem) for problem in problems_of(error, document.headrace_prefix)]
     if any(finding.fatal for finding in findings):
         config = None
     return config, sorted(findings, key=lambda finding: finding.line or 0)
 
 
-def _lift_own_fields(document: Document) -> list[Finding]:
+def _move_headrace_parameters(document: Document) -> list[Finding]:
     """Moves `parameters` entries such as "headrace.slo.p99_ms" to the fields they name. Changes the document."""
     parameters = document.data.get("parameters")
     findings: list[Finding] = []
     if not isinstance(parameters, dict):
         return findings
     for key in [key for key in parameters if isinstance(key, str) and key.startswith(PREFIX)]:
-        problem = _lift(document, key, parameters.pop(key))
+        problem = _move_parameter(document, key, parameters.pop(key))
         if problem is not None:
             findings.append(
                 Finding(document.path, document.lines.get(("parameters", key)), problem.message, problem.cure)
@@ -248,12 +255,12 @@ def _lift_own_fields(document: Document) -> list[Finding]:
     return findings
 
 
-def _lift(document: Document, key: str, text: object) -> Problem | None:
+def _move_parameter(document: Document, key: str, text: object) -> Problem | None:
     """Moves one entry; the value is read as YAML (so JSON will do) and checked later by the schema like any other."""
     loc: Location = ("parameters", key)
-    own = tuple(key.removeprefix(PREFIX).split("."))
-    if not is_own(own):
-        return Problem(loc, f'unknown parameter "{key}"', _cure_of(key, own))
+    path = tuple(key.removeprefix(PREFIX).split("."))
+    if not is_headrace_field(path):
+        return Problem(loc, f'unknown parameter "{key}"', _cure_of(key, path))
     if isinstance(text, dict):
         text = text.get("string_value")
     if not isinstance(text, str):
@@ -262,36 +269,36 @@ def _lift(document: Document, key: str, text: object) -> Problem | None:
         value = read_value(text, document.path)
     except ConfigError as error:
         return Problem(loc, f'"{key}": {error.findings[0].message}', error.findings[0].cure)
-    return _put(document, own, value, document.lines.get(loc))
+    return _write_value(document, path, value, document.lines.get(loc))
 
 
-def _cure_of(key: str, own: tuple[str, ...]) -> str:
+def _cure_of(key: str, path: tuple[str, ...]) -> str:
     """What to do about a parameter that is none of ours: it may be a field of Triton's message, or a misspelt one of ours."""
-    inside = own[0] == "optimization" and len(own) > 1
-    if own[0] in ModelConfig.model_fields and (not inside or own[1] in Optimization.model_fields):
-        return f"{'.'.join(own[:2] if inside else own[:1])} is a field of its own, write it as one"
-    return did_you_mean(key, [PREFIX + ".".join(map(str, place)) for place in OWN_FIELDS])
+    is_optimization = path[0] == "optimization" and len(path) > 1
+    if path[0] in ModelConfig.model_fields and (not is_optimization or path[1] in Optimization.model_fields):
+        return f"{'.'.join(path[:2] if is_optimization else path[:1])} is a field of its own, write it as one"
+    return did_you_mean(key, [PREFIX + ".".join(map(str, field_path)) for field_path in HEADRACE_FIELD_PATHS])
 
 
-def _put(document: Document, own: tuple[str, ...], value: object, line: int | None) -> Problem | None:
-    """Writes `value` at the dotted place `own`, making the blocks on the way."""
+def _write_value(document: Document, path: tuple[str, ...], value: object, line: int | None) -> Problem | None:
+    """Writes `value` at the dotted place `path`, making the blocks on the way."""
     block: Any = document.data
-    for depth, part in enumerate(own):
-        last = depth == len(own) - 1
-        if not isinstance(block, dict) or (last and part in block):
-            return Problem(own, f'"{PREFIX}{".".join(own)}" is written twice', "keep one of them")
+    for depth, part in enumerate(path):
+        is_last = depth == len(path) - 1
+        if not isinstance(block, dict) or (is_last and part in block):
+            return Problem(path, f'"{PREFIX}{".".join(path)}" is written twice', "keep one of them")
         if line is not None:
-            document.lines.setdefault(own[: depth + 1], line)
-        block = block.setdefault(part, value if last else {})
+            document.lines.setdefault(path[: depth + 1], line)
+        block = block.setdefault(part, value if is_last else {})
     return None
 
 
-def problems_of(error: ValidationError, own_prefix: str = "") -> list[Problem]:
+def problems_of(error: ValidationError, headrace_prefix: str = "") -> list[Problem]:
     """Says pydantic's findings in our words.
 
     Args:
         error: what the schema raised.
-        own_prefix: put in front of the names of Headrace's own fields.
+        headrace_prefix: put in front of the names of Headrace's own fields.
     """
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
@@ -299,50 +306,54 @@ def problems_of(error: ValidationError, own_prefix: str = "") -> list[Problem]:
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, Problems):
             for problem in cause.problems:
-                here = (*loc, *problem.loc)
+                item_loc = (*loc, *problem.loc)
                 # A problem of the whole names its field in the message; one of a value does not.
-                message = problem.message if problem.loc or not loc else f"{_shown(loc, own_prefix)}: {problem.message}"
-                problems.append(Problem(here, message, problem.cure))
+                message = (
+                    problem.message
+                    if problem.loc or not loc
+                    else f"{_field_name(loc, headrace_prefix)}: {problem.message}"
+                )
+                problems.append(Problem(item_loc, message, problem.cure))
         else:
-            problems.append(_problem(detail, loc, own_prefix))
+            problems.append(_problem(detail, loc, headrace_prefix))
     return problems
 
 
-def _problem(detail: Any, loc: Location, own_prefix: str) -> Problem:
-    shown = _shown(loc, own_prefix)
+def _problem(detail: Any, loc: Location, headrace_prefix: str) -> Problem:
+    name = _field_name(loc, headrace_prefix)
     match detail["type"]:
         case "extra_forbidden":
-            return Problem(loc, f'unknown field "{shown}"', did_you_mean(str(loc[-1]), _known_at(loc[:-1])))
+            return Problem(loc, f'unknown field "{name}"', did_you_mean(str(loc[-1]), _fields_at(loc[:-1])))
         case "missing":
-            return Problem(loc, f'"{shown}" is missing', f"write {loc[-1]}")
+            return Problem(loc, f'"{name}" is missing', f"write {loc[-1]}")
         case "model_type" | "dict_type" | "model_attributes_type":
             return Problem(
-                loc, f"{shown} must be a block of fields, not {detail['input']!r:.80}", "write {} for the defaults"
+                loc, f"{name} must be a block of fields, not {detail['input']!r:.80}", "write {} for the defaults"
             )
         case "tuple_type" | "list_type":
             return Problem(
                 loc,
-                f"{shown} must be a list, not {detail['input']!r:.80}",
+                f"{name} must be a list, not {detail['input']!r:.80}",
                 "write [...], or one item a line behind '-'",
             )
         case "string_type":
-            return Problem(loc, f"{shown} must be text, not {detail['input']!r:.80}", "put it in quotes")
+            return Problem(loc, f"{name} must be text, not {detail['input']!r:.80}", "put it in quotes")
         case "bool_type":
-            return Problem(loc, f"{shown} must be true or false, not {detail['input']!r:.80}", "write true or false")
+            return Problem(loc, f"{name} must be true or false, not {detail['input']!r:.80}", "write true or false")
         case "int_type" | "float_type" | "int_parsing" | "int_from_float":
             cure = "write the number without quotes" if isinstance(detail["input"], str) else "write a number"
             kind = "a number" if detail["type"] == "float_type" else "a whole number"
-            return Problem(loc, f"{shown} must be {kind}, not {detail['input']!r:.80}", cure)
+            return Problem(loc, f"{name} must be {kind}, not {detail['input']!r:.80}", cure)
     expected = str(detail["msg"]).removeprefix("Input should ").removeprefix("Tuple should ")
-    return Problem(loc, f"{shown} should {expected}, not {detail['input']!r:.80}", "correct the value")
+    return Problem(loc, f"{name} should {expected}, not {detail['input']!r:.80}", "correct the value")
 
 
-def _shown(loc: Location, own_prefix: str) -> str:
+def _field_name(loc: Location, headrace_prefix: str) -> str:
     dotted = ".".join(str(part) for part in loc)
-    return own_prefix + dotted if is_own(loc) else dotted
+    return headrace_prefix + dotted if is_headrace_field(loc) else dotted
 
 
-def _known_at(loc: Location) -> list[str]:
+def _fields_at(loc: Location) -> list[str]:
     """Field names of the part of the schema that `loc` leads to."""
     model: type[BaseModel] = ModelConfig
     for part in loc:
@@ -356,7 +367,7 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     """The model class in a field's annotation, e.g. of `tuple[ModelInput, ...]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for inner in get_args(annotation) if (found := model_in(inner)) is not None), None)
+    return next((model for inner in get_args(annotation) if (model := model_in(inner)) is not None), None)
 
 
 # Triton's default for models whose configuration it completes.
@@ -396,11 +407,11 @@ def complete_instances(config: ModelConfig) -> ModelConfig:
         config: complete but for that.
     """
     groups = config.instance_group or (_instances(config),)
-    named = tuple(
+    named_groups = tuple(
         group if group.name else group.model_copy(update={"name": f"{config.name}_{index}"})
         for index, group in enumerate(groups)
     )
-    return config.model_copy(update={"instance_group": named})
+    return config.model_copy(update={"instance_group": named_groups})
 
 
 def complete_from_model(
@@ -430,23 +441,23 @@ def complete_from_model(
     if batch_size > 1 and completes and config.dynamic_batching is None and signature.rows.independent:
         update["dynamic_batching"] = DynamicBatching()
     batched = update.get("max_batch_size", config.max_batch_size) > 0
-    fatal = [] if config.input else _untold("input", signature.required_inputs)
-    unreadable = [] if config.output else _untold("output", signature.outputs)
+    fatal = [] if config.input else _unsupported_types("input", signature.required_inputs)
+    unreadable = [] if config.output else _unsupported_types("output", signature.outputs)
     inputs = config.input or tuple(ModelInput(name=t.name) for t in signature.required_inputs if t.data_type)
     outputs = config.output or tuple(ModelOutput(name=t.name) for t in signature.outputs if t.data_type)
-    inputs = own_inputs(config.preprocess, inputs)
+    inputs = model_inputs(config.preprocess, inputs)
     if config.postprocess is not None:
         # Named, so that the configuration as it is shown to callers leads back to the model's own output.
-        named = config.postprocess.output or (outputs[0].name if len(outputs) == 1 else "")
-        update["postprocess"] = config.postprocess.model_copy(update={"output": named})
-        outputs = own_outputs(update["postprocess"], outputs)
+        output_name = config.postprocess.output or (outputs[0].name if len(outputs) == 1 else "")
+        update["postprocess"] = config.postprocess.model_copy(update={"output": output_name})
+        outputs = model_outputs(update["postprocess"], outputs)
     if outputs:
-        left_out = [p._replace(message=f"{p.message}: it is left out, the others are served") for p in unreadable]
-        remarks.extend(left_out)
+        omitted = [p._replace(message=f"{p.message}: it is left out, the others are served") for p in unreadable]
+        remarks.extend(omitted)
     else:
         fatal.extend(unreadable)
-    update["input"] = tuple(_completed(tensor, signature.inputs, batched) for tensor in inputs)
-    update["output"] = tuple(_completed(tensor, signature.outputs, batched) for tensor in outputs)
+    update["input"] = tuple(_complete_tensor(tensor, signature.inputs, batched) for tensor in inputs)
+    update["output"] = tuple(_complete_tensor(tensor, signature.outputs, batched) for tensor in outputs)
     values = {name: getattr(config, name) for name in config.model_fields_set} | update
     values |= {
         name: getattr(config, name)
@@ -469,16 +480,16 @@ def _instances(config: ModelConfig) -> InstanceGroup:
 
 def instances_on_each_gpu(config: ModelConfig) -> int:
     """Instances on each GPU of a model whose configuration names no instance group."""
-    many = config.max_batch_size > 0 and config.isolation == "none"
-    return _ON_EACH_GPU if many else 1
+    can_overlap = config.max_batch_size > 0 and config.isolation == "none"
+    return _ON_EACH_GPU if can_overlap else 1
 
 
 def _batch_size(config: ModelConfig, signature: OnnxSignature) -> tuple[int, list[Problem]]:
     """The `max_batch_size` of a configuration that gives none, and a remark if that is 0 for a reason worth knowing."""
-    known = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
-    listed: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
-    for tensor in listed:
-        shape = known[tensor.name].shape if tensor.name in known else None
+    signatures = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
+    configured: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
+    for tensor in configured:
+        shape = signatures[tensor.name].shape if tensor.name in signatures else None
         dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
         if "dims" in tensor.model_fields_set and shape is not None and len(dims) == len(shape):
             return 0, []
@@ -503,8 +514,8 @@ _CONFIRM = (
 
 def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tuple[str, str]:
     """Why requests must not be merged, and what to do about it; both empty if they may be."""
-    firsts = [tensor.shape[0] if tensor.shape else None for _, tensor in tensors]
-    fixed = [(side, tensor) for (side, tensor), first in zip(tensors, firsts, strict=True) if first != -1]
+    first_sizes = [tensor.shape[0] if tensor.shape else None for _, tensor in tensors]
+    fixed = [(side, tensor) for (side, tensor), first in zip(tensors, first_sizes, strict=True) if first != -1]
     if fixed or not tensors:
         # A model without any free first dimension takes just its own shape: there is nothing to explain.
         if len(fixed) == len(tensors):
@@ -519,8 +530,8 @@ def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tup
         return f"the first dimension of {', '.join(unnamed)} has no name, so it may be no batch dimension", _CONFIRM
     symbols = {tensor.batch_symbol: f'{side} "{tensor.name}"' for side, tensor in tensors}
     if len(symbols) > 1:
-        named = ", ".join(f'"{symbol}" of {tensor}' for symbol, tensor in symbols.items())
-        return f"the first dimensions have different names ({named}), so one may be no batch dimension", _CONFIRM
+        quoted = ", ".join(f'"{symbol}" of {tensor}' for symbol, tensor in symbols.items())
+        return f"the first dimensions have different names ({quoted}), so one may be no batch dimension", _CONFIRM
     defaults = [f'{side} "{tensor.name}"' for side, tensor in tensors if tensor.has_default]
     if defaults:
         return f"{', '.join(defaults)} has a default in the model, which has no rows", _CONFIRM
@@ -541,7 +552,7 @@ def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
     return Problem(("max_batch_size",), message, "write max_batch_size: 0, or remove dynamic_batching")
 
 
-def _untold(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
+def _unsupported_types(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
     """What cannot be derived: tensors of types that no request carries."""
     return [
         Problem(
@@ -557,8 +568,8 @@ def _untold(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
     ]
 
 
-def _completed(tensor: _Tensor, known: tuple[TensorSignature, ...], batched: bool) -> _Tensor:
-    signature = next((candidate for candidate in known if candidate.name == tensor.name), None)
+def _complete_tensor(tensor: _Tensor, signatures: tuple[TensorSignature, ...], batched: bool) -> _Tensor:
+    signature = next((candidate for candidate in signatures if candidate.name == tensor.name), None)
     if signature is None:
         return tensor
     update: dict[str, Any] = {}
@@ -577,8 +588,8 @@ def incomplete(config: ModelConfig) -> list[Problem]:
         Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
     ]
     both: tuple[tuple[str, tuple[ModelInput | ModelOutput, ...]], ...] = (
-        ("input", own_inputs(config.preprocess, config.input)),
-        ("output", own_outputs(config.postprocess, config.output)),
+        ("input", model_inputs(config.preprocess, config.input)),
+        ("output", model_outputs(config.postprocess, config.output)),
     )
     for field, tensors in both:
         for index, tensor in enumerate(tensors):
@@ -592,9 +603,9 @@ def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Proble
     problems = _compare("input", config.input, signature.inputs, config.max_batch_size > 0)
     problems += _compare("output", config.output, signature.outputs, config.max_batch_size > 0)
     problems += completed_problems(config.preprocess, config.input)
-    listed = {tensor.name: (index, tensor) for index, tensor in enumerate(config.input)}
+    configured = {tensor.name: (index, tensor) for index, tensor in enumerate(config.input)}
     for required in signature.required_inputs:
-        index, tensor = listed.get(required.name, (0, None))
+        index, tensor = configured.get(required.name, (0, None))
         if tensor is None:
             message = (
                 f'the model has the input "{required.name}" ({required.onnx_type}), the configuration does not list it'
@@ -611,12 +622,12 @@ def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Proble
 def _compare(
     field: str,
     tensors: tuple[ModelInput | ModelOutput, ...],
-    known: tuple[TensorSignature, ...],
+    signatures: tuple[TensorSignature, ...],
     batched: bool,
 ) -> list[Problem]:
     problems = []
-    by_name = {tensor.name: tensor for tensor in known}
-    names = ", ".join(tensor.name for tensor in known if not tensor.has_default)
+    by_name = {tensor.name: tensor for tensor in signatures}
+    names = ", ".join(tensor.name for tensor in signatures if not tensor.has_default)
     for index, tensor in enumerate(tensors):
         signature = by_name.get(tensor.name)
         if signature is None:
@@ -647,11 +658,15 @@ def _compare_shape(
             ("max_batch_size",), message, "write max_batch_size: 0, or export the model with a dynamic batch dimension"
         )
     dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
-    own = shape[1:] if batched else shape
+    model_dims = shape[1:] if batched else shape
     # A free dimension of the model takes any size; a fixed one must be told as it is.
-    if len(dims) == len(own) and all(size in (-1, declared) for declared, size in zip(dims, own, strict=True)):
+    if len(dims) == len(model_dims) and all(
+        size in (-1, declared) for declared, size in zip(dims, model_dims, strict=True)
+    ):
         return None
-    place = " behind the batch dimension" if batched else ""
+    suffix = " behind the batch dimension" if batched else ""
     return Problem(
-        (field, index, "dims"), f"{name} has dims {list(dims)}, the model has {list(own)}{place}", f"write {list(own)}"
+        (field, index, "dims"),
+        f"{name} has dims {list(dims)}, the model has {list(model_dims)}{suffix}",
+        f"write {list(model_dims)}",
     )

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headrace.config.completion import DEFAULT_MAX_BATCH_SIZE, IGNORED, REFUSED, WITHOUT_EFFECT, model_in
-from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_own
+from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_headrace_field
 
 SCHEMA_FILE = "config.schema.json"
 PAGE_FILE = "configuration.md"
@@ -164,18 +164,18 @@ The header of `--client-header` identifies clients. The server trusts it: with u
 """
 
 
-def _step(annotation: Any) -> tuple[str, ...]:
+def _index_step(annotation: Any) -> tuple[str, ...]:
     """`*` if one goes through an index or a key to reach the part inside of a field."""
     if get_origin(annotation) in (tuple, dict):
         return ("*",)
-    return next((step for inner in get_args(annotation) if (step := _step(inner))), ())
+    return next((step for inner in get_args(annotation) if (step := _index_step(inner))), ())
 
 
 def _parts(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
     """Every part of the schema with the pattern that leads to it, from the outside in."""
     yield path, model
     for name, field in model.model_fields.items():
-        pattern = (*path, name, *_step(field.annotation))
+        pattern = (*path, name, *_index_step(field.annotation))
         inner = model_in(field.annotation)
         if inner is not None and inner.model_fields:
             yield from _parts(inner, pattern)
@@ -190,7 +190,7 @@ def _matches(pattern: str, path: tuple[str, ...]) -> bool:
 def _status(path: tuple[str, ...]) -> str:
     if path == ("instance_group", "*", "kind"):
         return "docs/gpu.md has the rule"
-    if path[0] == "optimization" and is_own(path):
+    if path[0] == "optimization" and is_headrace_field(path):
         return "when an engine is built"
     for pattern, instead in WITHOUT_EFFECT.items():
         if _matches(pattern, path) and not any(_matches(informed, path) for informed in _INFORMATIVE):
@@ -241,30 +241,30 @@ def _row(cells: list[str]) -> str:
 
 
 def _table(path: tuple[str, ...], model: type[BaseModel], names: list[str]) -> list[str]:
-    own = any(is_own((*path, name)) for name in names)
-    head = ["field", "type", "default", "meaning", "served", *(["in `config.pbtxt`"] if own else [])]
+    has_parameters = any(is_headrace_field((*path, name)) for name in names)
+    head = ["field", "type", "default", "meaning", "served", *(["in `config.pbtxt`"] if has_parameters else [])]
     lines = [_row(head), _row(["---"] * len(head))]
     for name in names:
         field = model.model_fields[name]
-        here = (*path, name)
+        field_path = (*path, name)
         cells = [
             f"`{name}`",
             _type_name(field.annotation, name),
             _default(field),
             field.description or "",
-            _status(here),
+            _status(field_path),
         ]
-        lines.append(_row(cells + ([_parameter(here)] if own else [])))
+        lines.append(_row(cells + ([_parameter(field_path)] if has_parameters else [])))
     return lines
 
 
 def _parameter(path: tuple[str, ...]) -> str:
     """How `config.pbtxt` writes a field: what is in a list goes with the list."""
-    if not is_own(path):
+    if not is_headrace_field(path):
         return "the same"
-    listed = path.index("*") if "*" in path else None
-    key = "headrace." + ".".join(path[:listed])
-    return f'parameter `"{key}"`' if listed is None else f'in parameter `"{key}"`'
+    star = path.index("*") if "*" in path else None
+    key = "headrace." + ".".join(path[:star])
+    return f'parameter `"{key}"`' if star is None else f'in parameter `"{key}"`'
 
 
 def _refused_table() -> list[str]:
@@ -324,9 +324,9 @@ def _without_nulls(part: Any) -> Any:
     part = {key: _without_nulls(value) for key, value in part.items() if value is not None}
     choices = part.get("anyOf")
     if isinstance(choices, list) and {"type": "null"} in choices:
-        rest = [choice for choice in choices if choice != {"type": "null"}]
+        non_null = [choice for choice in choices if choice != {"type": "null"}]
         del part["anyOf"]
-        part = {**rest[0], **part} if len(rest) == 1 else {**part, "anyOf": rest}
+        part = {**non_null[0], **part} if len(non_null) == 1 else {**part, "anyOf": non_null}
     return part
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from headrace.core.command_line import nearest
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import OWN_FIELDS, InstanceGroup, ModelConfig
+from headrace.core.model_config import HEADRACE_FIELD_PATHS, InstanceGroup, ModelConfig
 from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
 from headrace.core.tensor_config import ModelWarmup
 
@@ -45,13 +45,13 @@ class Document:
         path: the file, relative to where the repository was named.
         data: field names to plain values (dict, list, str, int, float, bool).
         lines: 1-based line of every place in `data`.
-        own_prefix: how the file writes Headrace's own fields, "headrace." in `config.pbtxt`, "" in `config.yaml`.
+        headrace_prefix: how the file writes Headrace's own fields, "headrace." in `config.pbtxt`, "" in `config.yaml`.
     """
 
     path: str
     data: dict[str, object] = field(default_factory=dict)
     lines: dict[Location, int] = field(default_factory=dict)
-    own_prefix: str = ""
+    headrace_prefix: str = ""
 
     def line_of(self, loc: Location) -> int | None:
         """The line of `loc`, or of the nearest place around it that has one."""
@@ -70,9 +70,9 @@ def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigE
     return ConfigError([Finding(path, line, message, cure)])
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A cure that names the known word nearest to `word`, or all that are known."""
-    words = sorted(known)
+    words = sorted(choices)
     if near := nearest(word, words):
         return f"did you mean {near}?"
     if not words:
@@ -87,7 +87,7 @@ _NULL = "tag:yaml.org,2002:null"
 _TEXT_MAPS = {"parameters", "metric_tags"}
 
 
-class _Refused(yaml.MarkedYAMLError):
+class _UnsupportedYaml(yaml.MarkedYAMLError):
     """YAML that is well formed but not for configurations."""
 
 
@@ -99,11 +99,11 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise _Refused(
+            raise _UnsupportedYaml(
                 problem="anchors and aliases are not read; write the value out", problem_mark=event.start_mark
             )
         if self.depth >= MAX_DEPTH:
-            raise _Refused(problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark)
+            raise _UnsupportedYaml(problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark)
         self.depth += 1
         try:
             return super().compose_node(parent, index)
@@ -142,12 +142,12 @@ class _Conversion:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise refuse(self._path, line, "a key must be a word", "quote it if it is text")
             key = self._text(key_node, line)
-            here = (*loc, key)
+            item_loc = (*loc, key)
             if key in data:
                 cure = "remove one of them"
-                raise refuse(self._path, line, f'"{key}" is written twice, first in line {self.lines[here]}', cure)
-            self.lines[here] = line
-            data[key] = self.value(value_node, here)
+                raise refuse(self._path, line, f'"{key}" is written twice, first in line {self.lines[item_loc]}', cure)
+            self.lines[item_loc] = line
+            data[key] = self.value(value_node, item_loc)
         return data
 
     def _text(self, node: yaml.ScalarNode, line: int) -> str:
@@ -272,49 +272,49 @@ class _Outline:
                 line += 1
             elif not token.startswith("#"):
                 self._tokens.append((token, line))
-        self._next = 0
+        self._index = 0
 
     def _peek(self) -> str:
-        return self._tokens[self._next][0] if self._next < len(self._tokens) else ""
+        return self._tokens[self._index][0] if self._index < len(self._tokens) else ""
 
-    def _take(self) -> tuple[str, int]:
-        token = self._tokens[self._next] if self._next < len(self._tokens) else ("", 0)
-        self._next += 1
+    def _advance(self) -> tuple[str, int]:
+        token = self._tokens[self._index] if self._index < len(self._tokens) else ("", 0)
+        self._index += 1
         return token
 
     def fields(self, closing: str = "") -> list[_Field]:
-        found: list[_Field] = []
+        fields: list[_Field] = []
         while self._peek() not in ("", closing):
-            name, line = self._take()
+            name, line = self._advance()
             if name in ",;":
                 continue
             if self._peek() == ":":
-                self._take()
+                self._advance()
             if self._peek() != "[":
-                found.append(_Field(name, line, self._value()))
+                fields.append(_Field(name, line, self._value()))
                 continue
-            self._take()
+            self._advance()
             if self._peek() == "]":
-                found.append(_Field(name, line, [], empty_list=True))
+                fields.append(_Field(name, line, [], empty_list=True))
             while self._peek() not in ("", "]"):
                 if self._peek() == ",":
-                    self._take()
+                    self._advance()
                     continue
-                item_line = self._tokens[self._next][1]
-                found.append(_Field(name, item_line, self._value()))
-            self._take()
-        self._take()
-        return found
+                item_line = self._tokens[self._index][1]
+                fields.append(_Field(name, item_line, self._value()))
+            self._advance()
+        self._advance()
+        return fields
 
     def _value(self) -> str | list[_Field]:
-        token, _ = self._take()
+        token, _ = self._advance()
         if token in _OPENING:
             return self.fields(_OPENING[token])
         if token == "-":
-            return token + self._take()[0]
+            return token + self._advance()[0]
         text = token[1:-1] if token[:1] in "\"'" else token
         while token[:1] in "\"'" and self._peek()[:1] in ('"', "'"):
-            text += self._take()[0][1:-1]
+            text += self._advance()[0][1:-1]
         return text
 
 
@@ -331,33 +331,33 @@ def _note_lines(
         field = descriptor.fields_by_name.get(part.name)
         if field is None:
             continue
-        here: Location = (*loc, part.name)
+        item_loc: Location = (*loc, part.name)
         message = field.message_type
         if message is not None and message.GetOptions().map_entry:
-            lines.setdefault(here, part.line)
+            lines.setdefault(item_loc, part.line)
             keys = part.inner("key")
             key = keys[0].value if keys and isinstance(keys[0].value, str) else ""
-            here = (*here, key)
-            if here in lines:
+            item_loc = (*item_loc, key)
+            if item_loc in lines:
                 raise refuse(
-                    path, part.line, f'{part.name} has the key "{key}" twice', f"see line {lines[here]}, remove one"
+                    path, part.line, f'{part.name} has the key "{key}" twice', f"see line {lines[item_loc]}, remove one"
                 )
-            lines[here] = part.line
+            lines[item_loc] = part.line
             for value in part.inner("value"):
                 inner = message.fields_by_name["value"].message_type
                 if inner is not None and isinstance(value.value, list):
-                    _note_lines(value.value, inner, here, path, lines)
+                    _note_lines(value.value, inner, item_loc, path, lines)
             continue
-        lines.setdefault(here, part.line)
+        lines.setdefault(item_loc, part.line)
         if part.empty_list:
             continue
         if field.is_repeated:
             index = counts.get(part.name, 0)
             counts[part.name] = index + 1
-            here = (*here, index)
-            lines[here] = part.line
+            item_loc = (*item_loc, index)
+            lines[item_loc] = part.line
         if message is not None and isinstance(part.value, list):
-            _note_lines(part.value, message, here, path, lines)
+            _note_lines(part.value, message, item_loc, path, lines)
 
 
 def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int]) -> dict[str, Any]:
@@ -371,22 +371,22 @@ def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int])
     data: dict[str, Any] = {}
     for descriptor in message.DESCRIPTOR.fields:
         value = getattr(message, descriptor.name)
-        here = (*loc, descriptor.name)
+        item_loc = (*loc, descriptor.name)
         if isinstance(value, Mapping):
-            if value or here in lines:
+            if value or item_loc in lines:
                 # A protobuf map forgets the order in which its keys were written.
-                keys = sorted(value, key=lambda key: (lines.get((*here, str(key)), 0), key))
-                data[descriptor.name] = {key: _map_item(value[key], (*here, str(key)), lines) for key in keys}
+                keys = sorted(value, key=lambda key: (lines.get((*item_loc, str(key)), 0), key))
+                data[descriptor.name] = {key: _map_item(value[key], (*item_loc, str(key)), lines) for key in keys}
         elif isinstance(value, MutableSequence):
-            if value or here in lines:
+            if value or item_loc in lines:
                 data[descriptor.name] = [
-                    _plain_item(item, descriptor, (*here, index), lines) for index, item in enumerate(value)
+                    _plain_item(item, descriptor, (*item_loc, index), lines) for index, item in enumerate(value)
                 ]
         elif descriptor.message_type is not None:
             if message.HasField(descriptor.name):
-                data[descriptor.name] = plain_fields(value, here, lines)
-        elif here in lines or value != descriptor.default_value:
-            data[descriptor.name] = _plain_item(value, descriptor, here, lines)
+                data[descriptor.name] = plain_fields(value, item_loc, lines)
+        elif item_loc in lines or value != descriptor.default_value:
+            data[descriptor.name] = _plain_item(value, descriptor, item_loc, lines)
     return data
 
 
@@ -421,15 +421,15 @@ def read_pbtxt(text: str, path: str) -> Document:
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
-        raise refuse(path, error.GetLine(), *explain(str(error), model_config_pb2.DESCRIPTOR)) from None
+        raise refuse(path, error.GetLine(), *describe_parse_error(str(error), model_config_pb2.DESCRIPTOR)) from None
     except (ValueError, OverflowError, RecursionError) as error:
         raise refuse(path, None, f"cannot be read as protobuf text: {error}", "correct the value") from None
     lines: dict[Location, int] = {}
     _note_lines(_Outline(text).fields(), message.DESCRIPTOR, (), path, lines)
-    return Document(path, plain_fields(message, (), lines), lines, own_prefix="headrace.")
+    return Document(path, plain_fields(message, (), lines), lines, headrace_prefix="headrace.")
 
 
-def explain(error: str, file: Any, form: str = "protobuf text") -> tuple[str, str]:
+def describe_parse_error(error: str, file: Any, form: str = "protobuf text") -> tuple[str, str]:
     """Message and cure for what protobuf's parser says.
 
     Args:
@@ -465,7 +465,7 @@ def read_config_json(text: str) -> Document:
         raise refuse(NAME, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
     message = model_config_pb2.ModelConfig()
     try:
-        data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
         if not isinstance(data, dict):
             raise refuse(
                 NAME, None, "is no JSON object", 'write {"max_batch_size": 8}, or {} to have all of it completed'
@@ -474,16 +474,16 @@ def read_config_json(text: str) -> Document:
     except json.JSONDecodeError as error:
         raise refuse(NAME, error.lineno, f"cannot be read as JSON: {error.msg}", "correct the JSON") from None
     except json_format.Error as error:
-        message_and_cure = explain(_short(error), model_config_pb2.DESCRIPTOR, "JSON")
+        message_and_cure = describe_parse_error(_short(error), model_config_pb2.DESCRIPTOR, "JSON")
         raise refuse(NAME, None, *message_and_cure) from None
     except (ValueError, OverflowError, RecursionError, TypeError) as error:
         raise refuse(NAME, None, f"cannot be read as JSON: {_short(error)}", "correct the value") from None
-    written: dict[Location, int] = {}
-    _note(data, message.DESCRIPTOR, (), written)
-    return Document(NAME, plain_fields(message, (), written), own_prefix="headrace.")
+    order: dict[Location, int] = {}
+    _note_paths(data, message.DESCRIPTOR, (), order)
+    return Document(NAME, plain_fields(message, (), order), headrace_prefix="headrace.")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, value in pairs:
         name.encode()  # protobuf chokes on half of a surrogate pair
@@ -493,7 +493,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _no_number(word: str) -> Any:
+def _reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is no number of JSON")
 
 
@@ -502,26 +502,26 @@ def _short(error: Exception) -> str:
     return ascii(str(error))[1:-1][:400]
 
 
-def _note(data: dict[str, Any], descriptor: Descriptor, loc: Location, written: dict[Location, int]) -> None:
-    """Writes every place that the JSON names, in its order, into `written`; null is the same as left out."""
+def _note_paths(data: dict[str, Any], descriptor: Descriptor, loc: Location, order: dict[Location, int]) -> None:
+    """Writes every place that the JSON names, in its order, into `order`; null is the same as left out."""
     for name, value in data.items():
         field = descriptor.fields_by_name.get(name) or descriptor.fields_by_camelcase_name.get(name)
         if field is None or value is None:
             continue
-        here: Location = (*loc, field.name)
-        written[here] = len(written)
+        item_loc: Location = (*loc, field.name)
+        order[item_loc] = len(order)
         inner = field.message_type
         if inner is not None and inner.GetOptions().map_entry:
             inner = inner.fields_by_name["value"].message_type
-            items = [((*here, key), item) for key, item in value.items()]
+            items = [((*item_loc, key), item) for key, item in value.items()]
         elif isinstance(value, list):
-            items = [((*here, index), item) for index, item in enumerate(value)]
+            items = [((*item_loc, index), item) for index, item in enumerate(value)]
         else:
-            items = [(here, value)]
-        for place, item in items:
-            written[place] = len(written)
+            items = [(item_loc, value)]
+        for child_loc, item in items:
+            order[child_loc] = len(order)
             if inner is not None and isinstance(item, dict):
-                _note(item, inner, place, written)
+                _note_paths(item, inner, child_loc, order)
 
 
 # Fields of the published message that are refused here; a reader of Triton's JSON expects them with their defaults.
@@ -538,7 +538,7 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
     Names and nesting are those of Triton's published message, which the result parses into; 64-bit numbers are numbers, as
     Triton writes them. Headrace's own fields are `parameters` named "headrace.".
     """
-    shown: dict[str, object] = {
+    document: dict[str, object] = {
         "name": config.name,
         "platform": config.platform,
         "backend": config.backend,
@@ -555,35 +555,35 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
         },
     }
     if config.dynamic_batching is not None:
-        shown["dynamic_batching"] = _plain(config.dynamic_batching)
-    shown |= {
+        document["dynamic_batching"] = _plain(config.dynamic_batching)
+    document |= {
         "instance_group": [_group(group) for group in config.instance_group],
         "default_model_filename": config.default_model_filename,
         "cc_model_filenames": {},
         "metric_tags": dict(config.metric_tags),
         "parameters": {
-            key: {"string_value": text} for key, text in (config.parameters | own_parameters(config)).items()
+            key: {"string_value": text} for key, text in (config.parameters | headrace_parameters(config)).items()
         },
         "model_warmup": [_warmup(warmup) for warmup in config.model_warmup],
     }
-    return shown
+    return document
 
 
-def own_parameters(config: ModelConfig) -> dict[str, str]:
+def headrace_parameters(config: ModelConfig) -> dict[str, str]:
     """Headrace's own fields where they are not at their defaults, by the names they have in `config.pbtxt`."""
-    found: dict[str, str] = {}
-    shown = _plain(config)
-    for place in OWN_FIELDS:
+    parameters: dict[str, str] = {}
+    document = _plain(config)
+    for path in HEADRACE_FIELD_PATHS:
         part: Any = config
-        value: Any = shown
-        for name in map(str, place):
+        value: Any = document
+        for name in map(str, path):
             default = type(part).model_fields[name].default
             part = getattr(part, name)
             value = value.get(name)
         if part != default:
-            for key, leaf in _leaves(".".join(("headrace", *map(str, place))), value):
-                found[key] = _text(leaf)
-    return found
+            for key, leaf in _leaves(".".join(("headrace", *map(str, path))), value):
+                parameters[key] = _text(leaf)
+    return parameters
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,14 +21,14 @@ _TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
-def locked(path: Path, waits: Callable[[], None] | None = None, *, block: bool = True) -> Iterator[int]:
+def locked(path: Path, on_wait: Callable[[], None] | None = None, *, block: bool = True) -> Iterator[int]:
     """Hold the lock of a file, which is made if it is missing; its descriptor.
 
     The holder may unlink the file: who waited for it then locks the new one.
 
     Args:
         path: the file, used for nothing but this.
-        waits: called once if somebody else holds it.
+        on_wait: called once if somebody else holds it.
         block: wait for it.
 
     Raises:
@@ -38,9 +38,9 @@ def locked(path: Path, waits: Callable[[], None] | None = None, *, block: bool =
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            _flock(descriptor, waits, block)
-            waits = None
-            if _is(descriptor, path):
+            _flock(descriptor, on_wait, block)
+            on_wait = None
+            if _is_same_file(descriptor, path):
                 yield descriptor
                 return
         finally:
@@ -114,18 +114,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _flock(descriptor: int, waits: Callable[[], None] | None, block: bool) -> None:
+def _flock(descriptor: int, on_wait: Callable[[], None] | None, block: bool) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not block:
             raise
-        if waits is not None:
-            waits()
+        if on_wait is not None:
+            on_wait()
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _is(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -59,7 +59,7 @@ class ConfigFile:
         """The parsed file."""
         return CONFIG_FILES[self.path.name](self.text, self.path.name)
 
-    def edited(self, changes: Changes) -> str:
+    def apply(self, changes: Changes) -> str:
         """Return the text with the changes.
 
         Raises:
@@ -129,7 +129,7 @@ def _changed(document: Document, changes: Changes) -> dict[str, object]:
     if changes.dynamic_batching:
         data.setdefault("dynamic_batching", {})
     if changes.cpu_max_batch_size is not None:
-        if document.own_prefix:
+        if document.headrace_prefix:
             data.setdefault("parameters", {})[_CPU_PARAMETER] = str(changes.cpu_max_batch_size)
         else:
             data["cpu_max_batch_size"] = changes.cpu_max_batch_size
@@ -153,9 +153,9 @@ class _Replacement:
     text: str
 
 
-def _replaced(text: str, replacements: list[_Replacement]) -> str:
-    for one in sorted(replacements, key=lambda each: each.start, reverse=True):
-        text = text[: one.start] + one.text + text[one.end :]
+def _apply(text: str, replacements: list[_Replacement]) -> str:
+    for replacement in sorted(replacements, key=lambda replacement: replacement.start, reverse=True):
+        text = text[: replacement.start] + replacement.text + text[replacement.end :]
     return text
 
 
@@ -165,7 +165,7 @@ def _replaced(text: str, replacements: list[_Replacement]) -> str:
 def _edit_yaml(text: str, changes: Changes) -> str:
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
-        return _appended(text, [f"{line}\n" for line in _yaml_lines(changes)])
+        return _append_lines(text, [f"{line}\n" for line in _yaml_lines(changes)])
     fields = {key.value: value for key, value in root.value}
     replacements, missing = [], []
     for name in ("max_batch_size", "cpu_max_batch_size"):
@@ -184,20 +184,20 @@ def _edit_yaml(text: str, changes: Changes) -> str:
         else:
             missing.append(f"instance_group: [{{count: {changes.instances}}}]")
     if not missing:
-        return _replaced(text, replacements)
+        return _apply(text, replacements)
     if root.flow_style:
         comma = ", " if root.value else ""
         replacements.append(
             _Replacement(root.start_mark.index + 1, root.start_mark.index + 1, ", ".join(missing) + comma)
         )
-        return _replaced(text, replacements)
+        return _apply(text, replacements)
     # Behind the last field: what follows may be comments, or the end of the document.
     end = root.end_mark.index
     indent = " " * root.start_mark.column
     before = "" if not text[:end] or text[:end].endswith("\n") else "\n"
     lines = "".join(f"{indent}{line}\n" for line in missing)
     replacements.append(_Replacement(end, end, before + lines))
-    return _replaced(text, replacements)
+    return _apply(text, replacements)
 
 
 def _yaml_lines(changes: Changes) -> list[str]:
@@ -238,14 +238,14 @@ def _edit_pbtxt(text: str, changes: Changes) -> str:
     fields = _pbtxt_fields(text)
     replacements, missing = [], []
     if changes.max_batch_size is not None:
-        places = [value for field, value in fields if field == "max_batch_size"]
-        replacements += [_Replacement(place.start, place.end, str(changes.max_batch_size)) for place in places]
-        if not places:
+        spans = [value for field, value in fields if field == "max_batch_size"]
+        replacements += [_Replacement(span.start, span.end, str(changes.max_batch_size)) for span in spans]
+        if not spans:
             missing.append(f"max_batch_size: {changes.max_batch_size}\n")
     if changes.cpu_max_batch_size is not None:
-        place = _pbtxt_parameter(text, fields, _CPU_PARAMETER)
-        if place is not None:
-            replacements.append(_Replacement(place.start, place.end, f'"{changes.cpu_max_batch_size}"'))
+        span = _pbtxt_parameter(text, fields, _CPU_PARAMETER)
+        if span is not None:
+            replacements.append(_Replacement(span.start, span.end, f'"{changes.cpu_max_batch_size}"'))
         else:
             value = f'{{ string_value: "{changes.cpu_max_batch_size}" }}'
             missing.append(f'parameters {{ key: "{_CPU_PARAMETER}" value: {value} }}\n')
@@ -257,7 +257,7 @@ def _edit_pbtxt(text: str, changes: Changes) -> str:
             replacements.append(_pbtxt_count(text, groups[0], changes.instances))
         else:
             missing.append(f"instance_group [ {{ count: {changes.instances} }} ]\n")
-    return _appended(_replaced(text, replacements), missing)
+    return _append_lines(_apply(text, replacements), missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,27 +270,27 @@ class _Span:
 
 def _pbtxt_fields(text: str, start: int = 0, end: int | None = None) -> list[tuple[str, _Span]]:
     """Names and values of the fields of a message between two places of text that protobuf's parser has accepted."""
-    found: list[tuple[str, _Span]] = []
-    name, depth, opened = "", 0, 0
+    fields: list[tuple[str, _Span]] = []
+    name, depth, value_start = "", 0, 0
     for match in TOKEN.finditer(text, start, len(text) if end is None else end):
         token = match.group()
         if token == "\n" or token.startswith("#") or (not depth and token in ":,;"):
             continue
         if token in "{<[":
-            opened = opened if depth else match.start()
+            value_start = value_start if depth else match.start()
             depth += 1
         elif token in "}>]":
             depth -= 1
             if not depth:
-                found.append((name, _Span(opened, match.end())))
+                fields.append((name, _Span(value_start, match.end())))
                 name = ""
         elif not depth:
             if name:
-                found.append((name, _Span(match.start(), match.end())))
+                fields.append((name, _Span(match.start(), match.end())))
                 name = ""
             elif token[0] not in "\"'":  # a text may go on in a second pair of quotes
                 name = token
-    return found
+    return fields
 
 
 def _pbtxt_parameter(text: str, fields: list[tuple[str, _Span]], key: str) -> _Span | None:
@@ -313,13 +313,13 @@ def _pbtxt_count(text: str, group: _Span, instances: int) -> _Replacement:
         if not inner:
             return _Replacement(start, end, f"[ {{ count: {instances} }} ]")
         start, end = inner[0].start(), inner[-1].end()
-    for field, place in _pbtxt_fields(text, start + 1, end - 1):
+    for field, span in _pbtxt_fields(text, start + 1, end - 1):
         if field == "count":
-            return _Replacement(place.start, place.end, str(instances))
+            return _Replacement(span.start, span.end, str(instances))
     return _Replacement(start + 1, start + 1, f" count: {instances}")
 
 
-def _appended(text: str, lines: list[str]) -> str:
+def _append_lines(text: str, lines: list[str]) -> str:
     if not lines:
         return text
     return text + ("" if not text or text.endswith("\n") else "\n") + "".join(lines)

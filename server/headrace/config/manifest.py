@@ -49,12 +49,12 @@ def onnx_digest(path: Path) -> str:
     Raises:
         ConfigError: a file cannot be read, or holds tensors where it must not.
     """
-    shown = shown_file(path)
-    digest, may_name_files = _digest_of(path, shown)
+    name = display_path(path)
+    digest, may_name_files = _digest_of(path, name)
     if path.suffix == ".onnx" and may_name_files:
-        for place in external_files(path, shown):
-            content, _ = _digest_of(path.parent / place, shown)
-            digest.update(f"{place}\0{content.hexdigest()}\0".encode())
+        for location in external_files(path, name):
+            content, _ = _digest_of(path.parent / location, name)
+            digest.update(f"{location}\0{content.hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
@@ -113,25 +113,25 @@ def _with_other_precisions(optimization: Optimization) -> list[Optimization]:
     return variants
 
 
-def shown_file(path: Path) -> str:
+def display_path(path: Path) -> str:
     """How a finding names a file of a version: <model>/<version>/<file>, as it lies in a repository."""
     return "/".join(path.parts[-3:])
 
 
-def _digest_of(path: Path, shown: str) -> tuple[hashlib._Hash, bool]:
+def _digest_of(path: Path, name: str) -> tuple[hashlib._Hash, bool]:
     """The digest, and False where the content names no other file for sure."""
     digest = hashlib.sha256()
-    named, tail = False, b""
+    has_location, tail = False, b""
     try:
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
                 # The key under which protobuf stores where a tensor's data are; far cheaper than reading the message.
-                named = named or b"location" in tail + block
+                has_location = has_location or b"location" in tail + block
                 tail = block[-8:]
     except OSError as error:
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from error
-    return digest, named
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from error
+    return digest, has_location
 
 
 _LIBRARIES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
@@ -222,8 +222,8 @@ def _capability(cpuinfo: str, architecture: str) -> str:
         if colon and name.strip().lower() in ("flags", "features"):
             cores.append(frozenset(value.split()))
     features = frozenset.intersection(*cores) if cores else frozenset()
-    for capability, needed in (*_X86, *_ARM):
-        if needed <= features:
+    for capability, required in (*_X86, *_ARM):
+        if required <= features:
             return capability
     return architecture or "unknown"
 
@@ -283,25 +283,25 @@ def read_layers(folder: Path) -> LayerReport | None:
         ConfigError: the file cannot be read, or is no such report.
     """
     path = folder / LAYERS_FILE
-    shown = shown_file(path)
+    name = display_path(path)
     try:
         # A link is not followed, and a pipe not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise refuse(shown, None, "is no file", _CURE)
+                raise refuse(name, None, "is no file", _CURE)
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
     if len(content) > MAX_BYTES:
-        raise refuse(shown, None, f"is larger than {MAX_BYTES} bytes", _CURE)
+        raise refuse(name, None, f"is larger than {MAX_BYTES} bytes", _CURE)
     try:
         return _layers_adapter().validate_json(content)
     except ValidationError as error:
-        place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))[:80]
-        raise refuse(shown, None, f"is no report of layers ({place or 'JSON'})", _CURE) from None
+        location = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))[:80]
+        raise refuse(name, None, f"is no report of layers ({location or 'JSON'})", _CURE) from None
 
 
 @cache
@@ -317,7 +317,7 @@ MAX_STAMP_BYTES = 1 << 20
 _ARTEFACT = re.compile(r"model\.[0-9a-f]{12}\.(onnx|plan)")
 # An artefact that is not there may just have been replaced: the stamp was read before, and a second look finds the new one.
 # More than two only happen while builders publish in a loop.
-_LOOKS = 10
+_MAX_READS = 10
 _MISSING = "is missing"
 _REBUILD = "build the model again with `headrace build`, or remove the file"
 
@@ -456,27 +456,27 @@ def read_stamps(folder: Path) -> list[Stamp]:
         ConfigError: `build.json` cannot be read, is no such file, or is of a format that is not known here.
     """
     path = folder / STAMP_FILE
-    shown = shown_file(path)
-    content = _content(path, shown)
+    name = display_path(path)
+    content = _content(path, name)
     if content is None:
         return []
     try:
-        document = json.loads(content, parse_constant=_no_constant)
+        document = json.loads(content, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
-        _refuse(shown, "is no JSON, or cut short")
+        _refuse(name, "is no JSON, or cut short")
     if not isinstance(document, dict):
-        _refuse(shown, "is not what a builder writes")
+        _refuse(name, "is not what a builder writes")
     if "recipe" in document and "builds" not in document:
         return []
     if document.get("format") != FORMAT:
-        found = document.get("format")
+        file_format = document.get("format")
         raise refuse(
-            shown, None, f"is of format {found!r:.40}, known here is {FORMAT}", f"update Headrace, or {_REBUILD}"
+            name, None, f"is of format {file_format!r:.40}, known here is {FORMAT}", f"update Headrace, or {_REBUILD}"
         )
     builds = document.get("builds")
     if not isinstance(builds, list):
-        _refuse(shown, "has no list of builds")
-    return [Stamp.from_json(build, f"{shown} (build {number})") for number, build in enumerate(builds, 1)]
+        _refuse(name, "has no list of builds")
+    return [Stamp.from_json(build, f"{name} (build {number})") for number, build in enumerate(builds, 1)]
 
 
 def write_stamp(folder: Path, stamp: Stamp) -> None:
@@ -489,13 +489,13 @@ def write_stamp(folder: Path, stamp: Stamp) -> None:
     """
     try:
         with locked_folder(folder):
-            put_stamp(folder, stamp)
+            add_stamp(folder, stamp)
     except OSError as error:
         cure = "check the folder's permissions and the room on its disk"
-        raise refuse(shown_file(folder / STAMP_FILE), None, f"cannot be written: {error.strerror}", cure) from error
+        raise refuse(display_path(folder / STAMP_FILE), None, f"cannot be written: {error.strerror}", cure) from error
 
 
-def put_stamp(folder: Path, stamp: Stamp) -> None:
+def add_stamp(folder: Path, stamp: Stamp) -> None:
     """`write_stamp` for who holds the folder's lock.
 
     Raises:
@@ -508,13 +508,13 @@ def put_stamp(folder: Path, stamp: Stamp) -> None:
         stamps = read_stamps(folder)
     except ConfigError:
         stamps = []
-    _keep_recipe(path)
-    kept = [old for old in stamps if old.machine != stamp.machine]
-    builds = [one.to_json() for one in (*kept, stamp)]
+    _preserve_recipe(path)
+    other_stamps = [old for old in stamps if old.machine != stamp.machine]
+    builds = [each.to_json() for each in (*other_stamps, stamp)]
     content = (json.dumps({"format": FORMAT, "builds": builds}, indent=2, allow_nan=False) + "\n").encode()
     if len(content) > MAX_STAMP_BYTES:
         cure = "remove the file: it is written anew for this machine alone"
-        raise refuse(shown_file(path), None, f"would be larger than {MAX_STAMP_BYTES} bytes", cure)
+        raise refuse(display_path(path), None, f"would be larger than {MAX_STAMP_BYTES} bytes", cure)
     if path.is_symlink() or not path.is_file() or path.read_bytes() != content:
         write_durably(path, content)
 
@@ -541,16 +541,16 @@ def choose(
         return ArtefactMatch(None, None, "no engine is built")
     stamp = next((stamp for stamp in stamps if stamp.machine == machine), None)
     if stamp is None:
-        others = ", ".join(str(stamp.machine) for stamp in stamps)
-        return ArtefactMatch(None, None, f"built for {others}; this is {machine}")
+        machines = ", ".join(str(stamp.machine) for stamp in stamps)
+        return ArtefactMatch(None, None, f"built for {machines}; this is {machine}")
     if stamp.onnx_sha256 != onnx_sha256:
         return ArtefactMatch(None, None, "built from another model.onnx")
     fits = stamp.config_digest == config if isinstance(config, str) else stamp_fits(stamp, config)
     if not fits:
         return ArtefactMatch(None, None, f"built for another configuration (precision {stamp.requested})")
     path = folder / stamp.artefact
-    wrong = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256 if check else "")
-    return ArtefactMatch(None, None, wrong) if wrong else ArtefactMatch(stamp, path, "")
+    problem = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256 if check else "")
+    return ArtefactMatch(None, None, problem) if problem else ArtefactMatch(stamp, path, "")
 
 
 def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:
@@ -558,12 +558,12 @@ def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:
     return fits_config(stamp.config_digest, stamp.requested, config)
 
 
-def choose_in(
+def choose_from_folder(
     folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine, check: bool = True
 ) -> ArtefactMatch:
     """`choose` from the stamps in a folder, also while a builder publishes there; a `build.json` that is wrong is a reason."""
     choice = ArtefactMatch(None, None, "")
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_READS):
         try:
             stamps = read_stamps(folder)
         except ConfigError as error:
@@ -602,7 +602,7 @@ def artefact_problem(path: Path, size_bytes: int, sha256: str) -> str:
     return ""
 
 
-def _keep_recipe(path: Path) -> None:
+def _preserve_recipe(path: Path) -> None:
     """Put a demo model's own stamp, which once had this name, where it is now: it tells what its model was made from."""
     with suppress(ConfigError, ValueError, RecursionError, FileExistsError):
         content = _content(path, path.name)
@@ -611,24 +611,24 @@ def _keep_recipe(path: Path) -> None:
             os.link(path, path.with_name(RECIPE_FILE), follow_symlinks=False)
 
 
-def _content(path: Path, shown: str) -> bytes | None:
+def _content(path: Path, name: str) -> bytes | None:
     """What is in the file, None if there is none; reads no more than a stamp may have, and waits for no pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                _refuse(shown, "is no file")
+                _refuse(name, "is no file")
             content = stream.read(MAX_STAMP_BYTES + 1)
     except FileNotFoundError:
         return None
     except IsADirectoryError:
-        _refuse(shown, "is a folder")
+        _refuse(name, "is a folder")
     except OSError as error:
         if path.is_symlink():
-            _refuse(shown, "is a link, which is not followed")
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
+            _refuse(name, "is a link, which is not followed")
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
     if len(content) > MAX_STAMP_BYTES:
-        _refuse(shown, f"is larger than {MAX_STAMP_BYTES} bytes")
+        _refuse(name, f"is larger than {MAX_STAMP_BYTES} bytes")
     return content
 
 
@@ -639,8 +639,8 @@ def _finite(values: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _describe_problem(problem: Mapping[str, Any]) -> str:
-    place = ".".join(map(str, _plain(problem["loc"])))
-    return f"{place or 'it'}: {problem['msg']}"
+    location = ".".join(map(str, _plain(problem["loc"])))
+    return f"{location or 'it'}: {problem['msg']}"
 
 
 def _plain(location: Iterable[str | int]) -> list[str]:
@@ -652,7 +652,7 @@ def _refuse(where: str, message: str) -> NoReturn:
     raise refuse(where, None, message, _REBUILD)
 
 
-def _no_constant(word: str) -> NoReturn:
+def _reject_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no JSON")
 
 

@@ -52,32 +52,36 @@ def within(path: Path, root: Path) -> bool:
         return False
 
 
-def shown(path: Path, repository: Path) -> str:
+def relative_name(path: Path, repository: Path) -> str:
     """How a finding names `path`: relative to where the repository was named."""
     return path.relative_to(repository).as_posix()
 
 
 def find_versions(
-    folder: Path, repository: Path, others: Collection[str] = ()
+    folder: Path, repository: Path, ignored: Collection[str] = ()
 ) -> tuple[tuple[int, ...], list[Finding]]:
     """The version numbers on disk, ascending, and remarks on folders that look like a version and are none.
 
-    Files beside them (labels, notes), hidden folders, `warmup` and those among `others` are passed over in silence.
+    Files beside them (labels, notes), hidden folders, `warmup` and those among `ignored` are passed over in silence.
     """
-    passed = {*others, "warmup", "__pycache__"}
+    ignored_names = {*ignored, "warmup", "__pycache__"}
     versions = []
     findings = []
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or not entry.is_dir():
             continue
         if not _VERSION.fullmatch(entry.name):
-            if entry.name in passed:
+            if entry.name in ignored_names:
                 continue
             cure = "name a version's folder by a positive number without leading zeros"
-            findings.append(Finding(shown(entry, repository), None, "is no version and is ignored", cure, fatal=False))
+            findings.append(
+                Finding(relative_name(entry, repository), None, "is no version and is ignored", cure, fatal=False)
+            )
         elif not within(entry, repository):
             cure = "copy the files into the repository"
-            findings.append(Finding(shown(entry, repository), None, "is a link that leads out of the repository", cure))
+            findings.append(
+                Finding(relative_name(entry, repository), None, "is a link that leads out of the repository", cure)
+            )
         else:
             versions.append(int(entry.name))
     return tuple(sorted(versions)), findings
@@ -96,14 +100,18 @@ def find_model_folder(model: str, repository: Path) -> Path:
     Raises:
         NotFound: There is none; the text says what there is and what to write.
     """
-    named, direct = repository / model, Path(model)
-    for path in (named, direct):
-        if path.is_dir() and (path is named or "/" in model or not named.parent.is_dir()) and not _holds_models(path):
+    in_repository, direct = repository / model, Path(model)
+    for path in (in_repository, direct):
+        if (
+            path.is_dir()
+            and (path is in_repository or "/" in model or not in_repository.parent.is_dir())
+            and not _has_models(path)
+        ):
             return path.resolve()
     names = _model_names(repository)
-    if direct.is_dir() and _holds_models(direct):
-        inside = _model_names(direct)
-        cure = f"name one of its models ({', '.join(inside)}), e.g. {direct / inside[0]}"
+    if direct.is_dir() and _has_models(direct):
+        models = _model_names(direct)
+        cure = f"name one of its models ({', '.join(models)}), e.g. {direct / models[0]}"
         raise NotFound(f"{model} is a repository of models, not a model: {cure}")
     if direct.is_file():
         raise NotFound(f"{model} is a file, a model is a folder: put it into MODEL/1/model.onnx and name MODEL")
@@ -116,12 +124,12 @@ def find_model_folder(model: str, repository: Path) -> Path:
         raise NotFound(f"there is no model '{model}': there is no model repository {repository} here: {cure}")
     suggestion = did_you_mean(model, names)
     guess = f" ({suggestion})" if suggestion else ""
-    has = f"it has {', '.join(names)}" if names else "it is empty"
+    contents = f"it has {', '.join(names)}" if names else "it is empty"
     cure = "name one of them, a model's folder, or another repository with --model-repository DIR"
-    raise NotFound(f"there is no model '{model}' in {repository}{guess}: {has}: {cure}")
+    raise NotFound(f"there is no model '{model}' in {repository}{guess}: {contents}: {cure}")
 
 
-def _holds_models(path: Path) -> bool:
+def _has_models(path: Path) -> bool:
     """True for a folder without versions whose folders have some."""
     return not _has_version(path) and any(_has_version(path / name) for name in _model_names(path))
 
@@ -151,15 +159,15 @@ def find_model_file(folder: Path, version: int, filename: str) -> Path:
 
 def check_model_file(path: Path, repository: Path) -> list[Finding]:
     """What is wrong with a model's file from the outside; nothing if it is there and inside of the repository."""
-    name = shown(path, repository)
+    name = relative_name(path, repository)
     if not path.is_file():
-        others = (
+        siblings = (
             sorted(p.name for p in path.parent.iterdir() if p.is_file() and not p.name.startswith("."))
             if path.parent.is_dir()
             else []
         )
-        there = f"the folder has {', '.join(others[:5])}; " if others else ""
-        cure = f"{there}name the file {path.name}, or set default_model_filename; other formats: export to ONNX"
+        contents = f"the folder has {', '.join(siblings[:5])}; " if siblings else ""
+        cure = f"{contents}name the file {path.name}, or set default_model_filename; other formats: export to ONNX"
         return [Finding(name, None, "the model's file is missing", cure)]
     if not within(path, repository):
         return [Finding(name, None, "is a link that leads out of the repository", "copy the file into the repository")]
@@ -180,7 +188,7 @@ def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
     Raises:
         ConfigError: missing, outside of the repository, too large, or not UTF-8.
     """
-    name = shown(path, repository)
+    name = relative_name(path, repository)
     if not path.is_file():
         raise refuse(name, None, "the label file is missing", "add it to the model's folder, or remove label_filename")
     if not within(path, repository):
@@ -191,7 +199,7 @@ def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
     if content is None:
         raise refuse(name, None, f"is larger than {MAX_LABELS_BYTES} bytes", "write one short name a line")
-    text = decoded(content, name)
+    text = decode_utf8(content, name)
     # Not splitlines(): that also splits at characters which may stand in a name.
     return tuple(line.rstrip("\r") for line in text.rstrip("\r\n").split("\n")) if text.strip() else ()
 
@@ -206,7 +214,7 @@ def label_remarks(
         names = labels.get(output.name)
         if names is not None and len(names) < classes:
             message = f'has {len(names)} names, output "{output.name}" has {classes} classes'
-            name = shown(folder / output.label_filename, repository)
+            name = relative_name(folder / output.label_filename, repository)
             findings.append(Finding(name, None, message, "add the missing names, one a line", fatal=False))
     return findings
 
@@ -244,8 +252,8 @@ def sample_paths(config: ModelConfig, folder: Path) -> list[Path]:
 
 def _samples(config: ModelConfig) -> dict[str, str]:
     options = config.optimization
-    found = {"calibration": options.calibration.data, "accuracy": options.accuracy.data}
-    return {block: data for block, data in found.items() if data}
+    paths = {"calibration": options.calibration.data, "accuracy": options.accuracy.data}
+    return {block: data for block, data in paths.items() if data}
 
 
 def _file_of(data: str) -> str:
@@ -253,7 +261,7 @@ def _file_of(data: str) -> str:
     return data.rpartition(":")[0] if ".py:" in data else data
 
 
-def decoded(content: bytes, name: str) -> str:
+def decode_utf8(content: bytes, name: str) -> str:
     """The text of a file, without a byte order mark.
 
     Args:
@@ -287,7 +295,7 @@ def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list
         repository: that nothing may lead out of.
     """
     problems: list[Problem] = []
-    known = {tensor.name: tensor for tensor in config.served_input}
+    tensors = {tensor.name: tensor for tensor in config.served_input}
     for index, warmup in enumerate(config.model_warmup):
         loc: Location = ("model_warmup", index)
         if warmup.batch_size > max(config.max_batch_size, 1):
@@ -300,10 +308,10 @@ def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list
             message = f"the warm-up does not feed input {', '.join(missing)}"
             problems.append(Problem((*loc, "inputs"), message, "add what every request must bring"))
         for name, feed in warmup.inputs.items():
-            if name in known:
-                here: Location = (*loc, "inputs", name)
-                feed_problems = _feed_problems(feed, known[name], warmup.batch_size, folder, repository)
-                problems += [problem._replace(loc=(*here, *problem.loc)) for problem in feed_problems]
+            if name in tensors:
+                input_loc: Location = (*loc, "inputs", name)
+                feed_problems = _feed_problems(feed, tensors[name], warmup.batch_size, folder, repository)
+                problems += [problem._replace(loc=(*input_loc, *problem.loc)) for problem in feed_problems]
     return problems
 
 
@@ -337,7 +345,7 @@ def _file_problems(
 ) -> list[Problem]:
     path = folder / FOLDER / feed.input_data_file
     loc: Location = ("input_data_file",)
-    name = shown(path, repository)
+    name = relative_name(path, repository)
     if not path.is_file():
         return [Problem(loc, f"{name} is missing", f"put the file into the model's folder {FOLDER}/")]
     if not within(path, repository):
@@ -399,25 +407,25 @@ def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, 
     return tuple(ascending)
 
 
-def read_model_folder(path: Path, repository: Path, instead: Document | None = None) -> ModelFolder:
+def read_model_folder(path: Path, repository: Path, override: Document | None = None) -> ModelFolder:
     """Reads everything about a model but the model itself.
 
     Args:
         path: the model's folder, directly in `repository`.
         repository: the folder that nothing may lead out of.
-        instead: a configuration that takes the place of the folder's own.
+        override: a configuration that takes the place of the folder's own.
 
     Raises:
         ConfigError: the model cannot be served; with all findings, fatal ones and warnings.
     """
-    reader = _FolderReader(path, repository, instead)
+    reader = _FolderReader(path, repository, override)
     try:
         return reader.read()
     except ConfigError as error:
         findings = [*reader.findings, *error.findings]
         raise ConfigError(sorted(findings, key=lambda f: (f.path, f.line or 0))) from error.__cause__
     except OSError as error:
-        where = shown(Path(error.filename), repository) if _below(error.filename, repository) else path.name
+        where = relative_name(Path(error.filename), repository) if _below(error.filename, repository) else path.name
         raise refuse(
             where, None, f"cannot be read: {error.strerror}", "check the files and their permissions"
         ) from None
@@ -430,10 +438,10 @@ def _below(filename: object, repository: Path) -> bool:
 class _FolderReader:
     """One reading of one folder; collects findings on the way."""
 
-    def __init__(self, path: Path, repository: Path, instead: Document | None) -> None:
+    def __init__(self, path: Path, repository: Path, override: Document | None) -> None:
         self._path = path
         self._repository = repository
-        self._instead = instead
+        self._override = override
         self._document = Document(path.name)
         self.findings: list[Finding] = []
 
@@ -458,7 +466,7 @@ class _FolderReader:
         return ModelFolder(self._path.name, self._path, versions, config, tuple(self.findings), labels)
 
     def _fail(self, message: str, cure: str) -> None:
-        self.findings.append(Finding(shown(self._path, self._repository), None, message, cure))
+        self.findings.append(Finding(relative_name(self._path, self._repository), None, message, cure))
 
     def _stop_if_fatal(self) -> None:
         if any(finding.fatal for finding in self.findings):
@@ -478,8 +486,8 @@ class _FolderReader:
         self._stop_if_fatal()
 
     def _read_config(self) -> ModelConfig:
-        if self._instead is not None:
-            self._document = self._instead
+        if self._override is not None:
+            self._document = self._override
         elif not self._read_document():
             return ModelConfig()
         config, findings = bind(self._document)
@@ -497,30 +505,30 @@ class _FolderReader:
         if len(present) != 1:
             return False
         file = self._path / present[0]
-        name = shown(file, self._repository)
+        name = relative_name(file, self._repository)
         if not within(file, self._repository):
             raise refuse(name, None, "is a link that leads out of the repository", "copy the file into the repository")
         with file.open("rb") as stream:
             content = stream.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise refuse(name, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
-        self._document = CONFIG_FILES[present[0]](decoded(content, name), name)
+        self._document = CONFIG_FILES[present[0]](decode_utf8(content, name), name)
         return True
 
     def _served(self, config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
         served = served_versions(config, versions)
         loc = ("version_policy", "specific", "versions")
-        wanted = config.version_policy.specific.versions if config.version_policy.specific else ()
-        absent = [version for version in wanted if version not in versions]
-        if absent:
-            message = f"version {', '.join(map(str, absent))} of version_policy is not there"
-            there = ", ".join(map(str, versions))
-            self._report([Problem(loc, message, f"add the folder, or choose from {there}")], fatal=not served)
+        requested = config.version_policy.specific.versions if config.version_policy.specific else ()
+        missing = [version for version in requested if version not in versions]
+        if missing:
+            message = f"version {', '.join(map(str, missing))} of version_policy is not there"
+            listing = ", ".join(map(str, versions))
+            self._report([Problem(loc, message, f"add the folder, or choose from {listing}")], fatal=not served)
         for label, version in config.labels.items():
             if version not in served:
                 message = f'label "{label}" names version {version}, which is not served'
-                there = ", ".join(map(str, served)) or "none"
-                self._report([Problem(("labels", label), message, f"served here: {there}")], fatal=False)
+                listing = ", ".join(map(str, served)) or "none"
+                self._report([Problem(("labels", label), message, f"served here: {listing}")], fatal=False)
         return served
 
     def _check_filenames(self, config: ModelConfig) -> None:
@@ -551,7 +559,7 @@ class _FolderReader:
             try:
                 return ModelConfig.model_validate({name: getattr(config, name) for name in ModelConfig.model_fields})
             except ValidationError as error:
-                self._report(problems_of(error, self._document.own_prefix))
+                self._report(problems_of(error, self._document.headrace_prefix))
                 raise ConfigError([]) from None
         (file, newest), *older = signatures
         if not self._document.data:
@@ -587,7 +595,7 @@ class _FolderReader:
     def _signature(self, file: Path) -> list[tuple[str, OnnxSignature]]:
         findings = check_model_file(file, self._repository)
         if not findings:
-            name = shown(file, self._repository)
+            name = relative_name(file, self._repository)
             try:
                 return [(name, read_signature(file, name))]
             except ConfigError as error:

@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.config.documents import refuse
-from headrace.config.row_rules import ROWS, RULES, Call, NotShown, Rows, RowsMixed, RowTensor, Shape, Values, filled
+from headrace.config.row_rules import (
+    ROWS,
+    RULES,
+    Call,
+    Rows,
+    RowsMixed,
+    RowsUnproven,
+    RowTensor,
+    Shape,
+    Values,
+    rows_of_filled,
+)
 from headrace.core.tensor import BY_ONNX_NUMBER
 
 if TYPE_CHECKING:
@@ -40,7 +51,7 @@ _RANDOM = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 # These may take a shape that depends on the number of rows; everything else would compute with it.
-_TAKES_SHAPE = frozenset({"ConstantOfShape", "Expand", "Reshape", "Resize", "Tile"})
+_SHAPE_OPERATORS = frozenset({"ConstantOfShape", "Expand", "Reshape", "Resize", "Tile"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,9 @@ class _Walk:
             return  # an input with a default that requests do not bring
         tensor = info.type.tensor_type
         if info.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape") or not tensor.shape.dim:
-            self._tensors[info.name] = RowTensor(None, problem=NotShown(f'input "{info.name}" has no batch dimension'))
+            self._tensors[info.name] = RowTensor(
+                None, problem=RowsUnproven(f'input "{info.name}" has no batch dimension')
+            )
             return
         shape = (ROWS, *(self._size(dim) for dim in tensor.shape.dim[1:]))
         self._constants.pop(info.name, None)
@@ -157,9 +170,9 @@ class _Walk:
         if problem is None:
             try:
                 if any(name and name not in self._tensors for name in node.input):
-                    raise NotShown("takes a tensor that is not known")
+                    raise RowsUnproven("takes a tensor that is not known")
                 outputs = self._outputs(node, inputs)
-            except (RowsMixed, NotShown) as error:
+            except (RowsMixed, RowsUnproven) as error:
                 outputs = [RowTensor(None, problem=_at(node, error))] * len(node.output)
         for name, output in zip(node.output, outputs, strict=True):
             if name:
@@ -169,33 +182,33 @@ class _Walk:
         from onnx import helper
 
         if node.domain not in ("", "ai.onnx"):
-            raise NotShown(f"is of the domain {node.domain}")
+            raise RowsUnproven(f"is of the domain {node.domain}")
         attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         if node.op_type == "Constant":
             return [self._constant(node, attributes)]
         if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
-            raise NotShown("has a graph inside")
+            raise RowsUnproven("has a graph inside")
         if node.op_type in _RANDOM:
-            raise NotShown("gives random values")
+            raise RowsUnproven("gives random values")
         shapes = self._infer(node)
         call = Call(node.op_type, self._opset, inputs, attributes, shapes)
         counted = any(tensor is not None and tensor.counted is not None for tensor in inputs)
         with_rows = any(tensor is not None and tensor.rows is not None for tensor in inputs)
         folded = fold(call)
         if folded is not None:
-            self._remember(node, folded)
+            self._record(node, folded)
             return [folded]
         if node.op_type in ("Shape", "Size"):
-            raise NotShown("takes a tensor of unknown shape")
+            raise RowsUnproven("takes a tensor of unknown shape")
         if not with_rows and not counted:
             return [RowTensor(shape) for shape in shapes]
-        if counted and not (node.op_type in _TAKES_SHAPE and all(map(_multiple, inputs))):
-            raise (RowsMixed if with_rows else NotShown)("computes with the number of rows")
-        found = self._rows(call, with_rows)
-        for name, shape, rows in zip(node.output, shapes, found, strict=True):
+        if counted and not (node.op_type in _SHAPE_OPERATORS and all(map(_is_multiple, inputs))):
+            raise (RowsMixed if with_rows else RowsUnproven)("computes with the number of rows")
+        rows_of_outputs = self._rows(call, with_rows)
+        for name, shape, rows in zip(node.output, shapes, rows_of_outputs, strict=True):
             if name:
                 _check_rows(shape, rows)
-        return [RowTensor(shape, rows) for shape, rows in zip(shapes, found, strict=True)]
+        return [RowTensor(shape, rows) for shape, rows in zip(shapes, rows_of_outputs, strict=True)]
 
     def _constant(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> RowTensor:
         from onnx import numpy_helper
@@ -206,18 +219,18 @@ class _Walk:
         if kind in dtypes:
             value = numpy_helper.from_array(np.array(value, dtypes[kind]), name)
         elif kind != "value":
-            raise NotShown(f"has a {kind}")
+            raise RowsUnproven(f"has a {kind}")
         return self._add_constant(name, value)
 
     def _rows(self, call: Call, with_rows: bool) -> list[Rows | None]:
         if call.op == "ConstantOfShape" or (call.op in ("Expand", "Tile") and not with_rows):
             target = call.shapes[0]
             if target is None:
-                raise NotShown("makes a tensor of unknown shape")
-            return [filled(target)] if call.op == "ConstantOfShape" else RULES[call.op](call)
+                raise RowsUnproven("makes a tensor of unknown shape")
+            return [rows_of_filled(target)] if call.op == "ConstantOfShape" else RULES[call.op](call)
         rule = RULES.get(call.op)
         if rule is None or not with_rows:
-            raise NotShown("is not known to keep rows apart")
+            raise RowsUnproven("is not known to keep rows apart")
         return rule(call)
 
     def _infer(self, node: onnx.NodeProto) -> list[Shape | None]:
@@ -242,9 +255,9 @@ class _Walk:
                 logger.debug("no shape of %s: %s", node.op_type, error)
         for name, kind in inferred.items():
             self._types[name] = kind
-        return [_known_shape(inferred.get(name)) for name in node.output]
+        return [_static_shape(inferred.get(name)) for name in node.output]
 
-    def _remember(self, node: onnx.NodeProto, tensor: RowTensor) -> None:
+    def _record(self, node: onnx.NodeProto, tensor: RowTensor) -> None:
         from onnx import helper, numpy_helper
 
         (name,) = node.output
@@ -253,19 +266,19 @@ class _Walk:
             self._types[name] = helper.make_tensor_type_proto(proto.data_type, tensor.value.shape)
 
 
-def _at(node: onnx.NodeProto, error: RowsMixed | NotShown) -> RowsMixed | NotShown:
+def _at(node: onnx.NodeProto, error: RowsMixed | RowsUnproven) -> RowsMixed | RowsUnproven:
     name = node.name or next(iter(node.output), "")
     return type(error)(f'{node.op_type} node "{name}" {error}')
 
 
-def _known_shape(kind: onnx.TypeProto | None) -> Shape | None:
+def _static_shape(kind: onnx.TypeProto | None) -> Shape | None:
     if kind is None or kind.WhichOneof("value") != "tensor_type" or not kind.tensor_type.HasField("shape"):
         return None
     dims = kind.tensor_type.shape.dim
     return tuple(int(dim.dim_value) for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
 
 
-def _multiple(tensor: RowTensor | None) -> bool:
+def _is_multiple(tensor: RowTensor | None) -> bool:
     """True if every element that depends on the number of rows is a multiple of it."""
     if tensor is None or tensor.counted is None:
         return True
@@ -276,15 +289,15 @@ def _check_rows(shape: Shape | None, rows: Rows | None) -> None:
     """Hold what a rule found against the shape.
 
     Raises:
-        NotShown: the number of rows is not on this axis, or on others, too.
+        RowsUnproven: the number of rows is not on this axis, or on others, too.
     """
     if shape is None:
-        raise NotShown("gives a tensor of unknown shape")
-    held = [axis for axis, size in enumerate(shape) if size % ROWS == 0]
-    if rows is None or held != [rows.axis] or shape[rows.axis] != rows.outer * ROWS * rows.inner:
-        raise NotShown("gives the batch dimension another meaning")
+        raise RowsUnproven("gives a tensor of unknown shape")
+    axes = [axis for axis, size in enumerate(shape) if size % ROWS == 0]
+    if rows is None or axes != [rows.axis] or shape[rows.axis] != rows.outer * ROWS * rows.inner:
+        raise RowsUnproven("gives the batch dimension another meaning")
     if rows.outer * rows.inner % ROWS == 0:
-        raise NotShown("gives a tensor whose size is not in proportion to the number of rows")
+        raise RowsUnproven("gives a tensor whose size is not in proportion to the number of rows")
 
 
 # Folding: the few operators that shapes are computed with, on the values and on the marks of what depends on the rows.
@@ -372,7 +385,7 @@ def _slice(call: Call, values: list[Values]) -> Values:
     index = [slice(None)] * data.ndim
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         if step < 1:
-            raise NotShown("reads a shape backwards")
+            raise RowsUnproven("reads a shape backwards")
         index[int(axis)] = slice(int(start), int(end), int(step))
     result: Values = data[tuple(index)]
     return result
@@ -477,31 +490,31 @@ class OnnxSignature:
         return tuple(tensor for tensor in self.inputs if not tensor.has_default)
 
 
-def external_files(path: Path, shown: str) -> tuple[str, ...]:
+def external_files(path: Path, name: str) -> tuple[str, ...]:
     """The files beside an ONNX file that hold tensors of it: their places in its folder, sorted, each once.
 
     Args:
         path: the ONNX file; tensors are not loaded.
-        shown: its name for findings.
+        name: its name for findings.
 
     Raises:
         ConfigError: unreadable, no ONNX model, or tensors stored outside of the file's folder.
     """
-    model = _load(path, shown)
-    places = set()
+    model = _load(path, name)
+    locations = set()
     for tensor in _tensors(model):
-        _check_external(tensor, path.parent, shown)
+        _check_external(tensor, path.parent, name)
         if tensor.data_location == _EXTERNAL:
-            places.add(_location(tensor))
-    return tuple(sorted(places))
+            locations.add(_location(tensor))
+    return tuple(sorted(locations))
 
 
-def read_signature(path: Path, shown: str) -> OnnxSignature:
+def read_signature(path: Path, name: str) -> OnnxSignature:
     """Reads what the model in `path` takes and gives; remembers it while the file stays the same.
 
     Args:
         path: the ONNX file.
-        shown: its name for findings.
+        name: its name for findings.
 
     Raises:
         ConfigError: unreadable, no ONNX model, or tensors stored outside of the file's folder.
@@ -509,17 +522,17 @@ def read_signature(path: Path, shown: str) -> OnnxSignature:
     try:
         status = path.stat()
     except OSError as error:
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
-    return _read_signature(path, shown, status.st_mtime_ns, status.st_size, status.st_ino)
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
+    return _read_signature(path, name, status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 @lru_cache(maxsize=256)
-def _read_signature(path: Path, shown: str, mtime_ns: int, size_bytes: int, inode: int) -> OnnxSignature:
-    model = _load(path, shown)
+def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode: int) -> OnnxSignature:
+    model = _load(path, name)
     if not model.graph.output:
-        raise refuse(shown, None, "holds no graph with outputs", _EXPORT)
+        raise refuse(name, None, "holds no graph with outputs", _EXPORT)
     for tensor in _tensors(model):
-        _check_external(tensor, path.parent, shown)
+        _check_external(tensor, path.parent, name)
     graph = model.graph
     constants = {tensor.name for tensor in graph.initializer} | {
         tensor.values.name for tensor in graph.sparse_initializer
@@ -541,7 +554,7 @@ def _rows(
     return analyse_rows(model, [tensor.name for tensor in required])
 
 
-def _load(path: Path, shown: str) -> onnx.ModelProto:
+def _load(path: Path, name: str) -> onnx.ModelProto:
     # onnx costs a tenth of a second to import, which `headrace infer` and other commands need not spend.
     import onnx
     from google.protobuf.message import DecodeError
@@ -550,9 +563,9 @@ def _load(path: Path, shown: str) -> onnx.ModelProto:
         return onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
         # The decoder's own text ("Error parsing message") does not help the reader.
-        raise refuse(shown, None, "is no ONNX model, or a truncated one", _EXPORT) from error
+        raise refuse(name, None, "is no ONNX model, or a truncated one", _EXPORT) from error
     except OSError as error:
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
 
 
 def _signature(info: onnx.ValueInfoProto, has_default: bool) -> TensorSignature:
@@ -562,17 +575,19 @@ def _signature(info: onnx.ValueInfoProto, has_default: bool) -> TensorSignature:
     if kind != "tensor_type":
         return TensorSignature(info.name, "", kind.removesuffix("_type"), None, has_default=has_default)
     tensor = info.type.tensor_type
-    known = BY_ONNX_NUMBER.get(tensor.elem_type)
-    name = (
+    datatype = BY_ONNX_NUMBER.get(tensor.elem_type)
+    type_name = (
         TensorProto.DataType.Name(tensor.elem_type) if tensor.elem_type in TensorProto.DataType.values() else "unknown"
     )
     if not tensor.HasField("shape"):
-        return TensorSignature(info.name, known.config_name if known else "", name, None, has_default=has_default)
+        return TensorSignature(
+            info.name, datatype.config_name if datatype else "", type_name, None, has_default=has_default
+        )
     dims = tensor.shape.dim
     # Exporters also write 0 or a negative number for "any size".
     shape = tuple(int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value > 0 else -1 for dim in dims)
     symbol = dims[0].dim_param if dims and shape[0] == -1 else ""
-    return TensorSignature(info.name, known.config_name if known else "", name, shape, symbol, has_default)
+    return TensorSignature(info.name, datatype.config_name if datatype else "", type_name, shape, symbol, has_default)
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -604,7 +619,7 @@ def _location(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
-def _check_external(tensor: onnx.TensorProto, folder: Path, shown: str) -> None:
+def _check_external(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
     """Refuses weights stored where the model's file has no business, or nowhere.
 
     Raises:
@@ -613,12 +628,12 @@ def _check_external(tensor: onnx.TensorProto, folder: Path, shown: str) -> None:
     if tensor.data_location != _EXTERNAL:
         return
     location = _location(tensor)
-    what = f'the weights of "{tensor.name}" are stored in "{location}"'
-    inside = PurePosixPath(location)
+    subject = f'the weights of "{tensor.name}" are stored in "{location}"'
+    relative = PurePosixPath(location)
     cure = "save the model with its external data in the same folder"
-    if not location or "\0" in location or inside.is_absolute() or ".." in inside.parts or "\\" in location:
-        raise refuse(shown, None, f"{what}, which is not in the model's folder", cure)
-    if not (folder / inside).resolve().is_relative_to(folder.resolve()):
-        raise refuse(shown, None, f"{what}, which leads out of the model's folder", cure)
-    if not (folder / inside).is_file():
-        raise refuse(shown, None, f"{what}, which is not there", cure)
+    if not location or "\0" in location or relative.is_absolute() or ".." in relative.parts or "\\" in location:
+        raise refuse(name, None, f"{subject}, which is not in the model's folder", cure)
+    if not (folder / relative).resolve().is_relative_to(folder.resolve()):
+        raise refuse(name, None, f"{subject}, which leads out of the model's folder", cure)
+    if not (folder / relative).is_file():
+        raise refuse(name, None, f"{subject}, which is not there", cure)

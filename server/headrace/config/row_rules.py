@@ -2,7 +2,7 @@
 
 A tensor that depends on the rows has one axis that counts them. The axis may hold more than rows: a reshape of (rows, heads, d)
 to (rows * heads, d) keeps every row's elements together. `Rows` says where on the axis a row is. An operator that computes across
-that axis raises `RowsMixed`; one whose effect is not shown here raises `NotShown`.
+that axis raises `RowsMixed`; one whose effect is not shown here raises `RowsUnproven`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowsMixed(Exception):
     """The operator computes across the rows of a batch, or with their number."""
 
 
-class NotShown(Exception):
+class RowsUnproven(Exception):
     """It is not shown that the operator keeps the rows apart."""
 
 
@@ -62,7 +62,7 @@ class RowTensor:
     rows: Rows | None = None
     value: Values | None = None
     counted: npt.NDArray[np.bool_] | None = None
-    problem: RowsMixed | NotShown | None = None
+    problem: RowsMixed | RowsUnproven | None = None
 
     @property
     def constant(self) -> bool:
@@ -97,42 +97,42 @@ class Call:
         """The first input, which must hold the rows."""
         tensor = self.inputs[0]
         if tensor is None or tensor.rows is None:
-            raise NotShown("takes the rows as another input than its first")
+            raise RowsUnproven("takes the rows as another input than its first")
         return tensor, shape_of(tensor), tensor.rows
 
-    def others_constant(self, first: int = 1) -> None:
+    def require_constant(self, first: int = 1) -> None:
         """Require that no input from `first` on depends on the rows.
 
         Raises:
-            NotShown: one does.
+            RowsUnproven: one does.
         """
         if any(tensor is not None and not tensor.constant for tensor in self.inputs[first:]):
-            raise NotShown("takes the rows in more inputs than its first")
+            raise RowsUnproven("takes the rows in more inputs than its first")
 
     def constants(self, index: int, attribute: str = "") -> list[int] | None:
         """Whole numbers from an attribute or a constant input; None if neither is there.
 
         Raises:
-            NotShown: the input is there, its values are not known before the model runs.
+            RowsUnproven: the input is there, its values are not known before the model runs.
         """
         if attribute and attribute in self.attributes:
-            given = self.attributes[attribute]
-            return list(given) if isinstance(given, list | tuple) else [given]
+            value = self.attributes[attribute]
+            return list(value) if isinstance(value, list | tuple) else [value]
         tensor = self.input(index)
         if tensor is None:
             return None
         if tensor.value is None or not tensor.constant:
-            raise NotShown("has axes that are not constants")
+            raise RowsUnproven("has axes that are not constants")
         return [int(value) for value in tensor.value.reshape(-1)]
 
     def constants_of(self, tensor: RowTensor) -> list[float]:
         """The values of a constant input.
 
         Raises:
-            NotShown: they are not known before the model runs.
+            RowsUnproven: they are not known before the model runs.
         """
         if tensor.value is None or not tensor.constant:
-            raise NotShown("has scales that are not constants")
+            raise RowsUnproven("has scales that are not constants")
         return [float(value) for value in tensor.value.reshape(-1)]
 
 
@@ -143,23 +143,23 @@ def shape_of(tensor: RowTensor) -> Shape:
     """The shape of a tensor.
 
     Raises:
-        NotShown: it is not known.
+        RowsUnproven: it is not known.
     """
     if tensor.shape is None:
-        raise NotShown("takes a tensor of unknown shape")
+        raise RowsUnproven("takes a tensor of unknown shape")
     return tensor.shape
 
 
-def across() -> RowsMixed:
+def across_rows() -> RowsMixed:
     """The operator works along the batch dimension."""
     return RowsMixed("computes across the rows of the batch")
 
 
-def reshaped(shape: Shape, rows: Rows, target: Shape) -> Rows:
+def rows_after_reshape(shape: Shape, rows: Rows, target: Shape) -> Rows:
     """Where the rows are after a reshape, which keeps the order of the elements.
 
     Raises:
-        NotShown: rows are not on one axis any more.
+        RowsUnproven: rows are not on one axis any more.
     """
     before = math.prod(shape[: rows.axis]) * rows.outer
     axis = next((index for index, size in enumerate(target) if size % ROWS == 0), None)
@@ -169,68 +169,68 @@ def reshaped(shape: Shape, rows: Rows, target: Shape) -> Rows:
             outer = before // leading
             if outer and (target[axis] // ROWS) % outer == 0:
                 return Rows(axis, outer, target[axis] // ROWS // outer)
-    raise NotShown("gives the batch dimension another meaning")
+    raise RowsUnproven("gives the batch dimension another meaning")
 
 
 def _same(call: Call) -> list[Rows | None]:
     """Each element from one element at the same place."""
     _, _, rows = call.first
-    call.others_constant()
+    call.require_constant()
     return [rows] * len(call.shapes)
 
 
 def broadcast(call: Call) -> list[Rows | None]:
     """Element by element of all inputs, aligned at their last axes."""
     rank = max(len(shape_of(tensor)) for tensor in call.inputs if tensor is not None)
-    found: Rows | None = None
+    rows: Rows | None = None
     for tensor in call.inputs:
         if tensor is None or tensor.rows is None:
             continue
         aligned = tensor.rows._replace(axis=tensor.rows.axis + rank - len(shape_of(tensor)))
-        if found is not None and found != aligned:
+        if rows is not None and rows != aligned:
             raise RowsMixed("combines the batch dimension with another dimension")
-        found = aligned
-    assert found is not None, "a rule is for inputs with rows"
+        rows = aligned
+    assert rows is not None, "a rule is for inputs with rows"
     for tensor in call.inputs:
         if tensor is None or tensor.rows is not None:
             continue
         if tensor.counted is not None:
             raise RowsMixed("computes with the number of rows")
         shape = shape_of(tensor)
-        place = found.axis - rank + len(shape)
-        if place >= 0 and shape[place] != 1:
-            raise NotShown("combines the batch dimension with a fixed one")
-    return [found] * len(call.shapes)
+        index = rows.axis - rank + len(shape)
+        if index >= 0 and shape[index] != 1:
+            raise RowsUnproven("combines the batch dimension with a fixed one")
+    return [rows] * len(call.shapes)
 
 
 def _matmul_at(call: Call, left: int, right: int) -> list[Rows | None]:
     """A matrix product of the inputs `left` and `right`; the others are constants."""
     if any(not t.constant for i, t in enumerate(call.inputs) if t is not None and i not in (left, right)):
-        raise NotShown("takes the rows in its scales or zero points")
+        raise RowsUnproven("takes the rows in its scales or zero points")
     a, b = call.inputs[left], call.inputs[right]
     if a is None or b is None:
-        raise NotShown("lacks an input")
+        raise RowsUnproven("lacks an input")
     (shape_a, shape_b), rank = (shape_of(a), shape_of(b)), max(len(shape_of(a)), len(shape_of(b)))
     if len(shape_a) < 2 or len(shape_b) < 2:
-        raise NotShown("multiplies by a vector")
-    found: Rows | None = None
+        raise RowsUnproven("multiplies by a vector")
+    rows: Rows | None = None
     for tensor, shape, contracted, free in ((a, shape_a, 1, 2), (b, shape_b, 2, 1)):
         if tensor.rows is None:
             continue
         from_end = len(shape) - tensor.rows.axis
         if from_end == contracted:
-            raise across()
+            raise across_rows()
         other, other_shape = (b, shape_b) if tensor is a else (a, shape_a)
         aligned = tensor.rows._replace(axis=rank - from_end)
-        if found is not None and found != aligned:
+        if rows is not None and rows != aligned:
             raise RowsMixed("multiplies the rows by one another")
         if from_end == free:
             if other.rows is not None:
                 raise RowsMixed("multiplies the rows by one another")
         elif other.rows is None and len(other_shape) >= from_end and other_shape[-from_end] != 1:
-            raise NotShown("combines the batch dimension with a fixed one")
-        found = aligned
-    return [found]
+            raise RowsUnproven("combines the batch dimension with a fixed one")
+        rows = aligned
+    return [rows]
 
 
 def _matmul(call: Call) -> list[Rows | None]:
@@ -246,7 +246,7 @@ def _gemm(call: Call) -> list[Rows | None]:
     if call.input(1) is not None and not call.inputs[1].constant:  # type: ignore[union-attr]
         raise RowsMixed("multiplies the rows by one another")
     if rows.axis != (1 if call.attributes.get("transA", 0) else 0):
-        raise across()
+        raise across_rows()
     bias = call.input(2)
     out = rows._replace(axis=0)
     if bias is not None:
@@ -256,29 +256,29 @@ def _gemm(call: Call) -> list[Rows | None]:
         if bias.rows is not None and (len(shape) != 2 or bias.rows != out):
             raise RowsMixed("combines the batch dimension with another dimension")
         if bias.rows is None and len(shape) == 2 and shape[0] != 1:
-            raise NotShown("combines the batch dimension with a fixed one")
+            raise RowsUnproven("combines the batch dimension with a fixed one")
     return [out]
 
 
 def _leading(call: Call) -> list[Rows | None]:
     """Operators that treat every entry of axis 0 alone: convolution, pooling, normalisation by channel."""
     _, _, rows = call.first
-    call.others_constant()
+    call.require_constant()
     if rows.axis != 0:
-        raise across()
+        raise across_rows()
     return [rows] * len(call.shapes)
 
 
 def _max_pool(call: Call) -> list[Rows | None]:
     if len(call.shapes) > 1:
-        raise NotShown("gives indices into the whole batch")
+        raise RowsUnproven("gives indices into the whole batch")
     return _leading(call)
 
 
 def _dropout(call: Call) -> list[Rows | None]:
     training = call.input(2)
     if training is not None and (training.value is None or bool(training.value.any())):
-        raise NotShown("gives random values (training mode)")
+        raise RowsUnproven("gives random values (training mode)")
     return _same(call)
 
 
@@ -291,13 +291,13 @@ def _batch_norm(call: Call) -> list[Rows | None]:
 def _along(call: Call, axes: Sequence[int], result: Rows | None = None) -> list[Rows | None]:
     _, shape, rows = call.first
     if any(axis % len(shape) == rows.axis for axis in axes):
-        raise across()
+        raise across_rows()
     return [result or rows] * len(call.shapes)
 
 
 def _axis_of(default: int) -> Rule:
     def rule(call: Call) -> list[Rows | None]:
-        call.others_constant()
+        call.require_constant()
         return _along(call, [int(call.attributes.get("axis", default))])
 
     return rule
@@ -315,7 +315,7 @@ def _from_axis(default: int) -> Rule:
     """Normalisation over all axes from one on."""
 
     def rule(call: Call) -> list[Rows | None]:
-        call.others_constant()
+        call.require_constant()
         _, shape, _ = call.first
         axis = int(call.attributes.get("axis", default)) % len(shape)
         return _along(call, range(axis, len(shape)))
@@ -333,7 +333,7 @@ def _reduce(call: Call) -> list[Rows | None]:
     if not axes:
         if call.attributes.get("noop_with_empty_axes", 0):
             return [rows]
-        raise across()
+        raise across_rows()
     return [_without(call, [axis % len(shape) for axis in axes], rows)]
 
 
@@ -344,7 +344,7 @@ def _arg(call: Call) -> list[Rows | None]:
 
 def _without(call: Call, axes: Sequence[int], rows: Rows) -> Rows:
     if rows.axis in axes:
-        raise across()
+        raise across_rows()
     if call.attributes.get("keepdims", 1):
         return rows
     return rows._replace(axis=rows.axis - sum(axis < rows.axis for axis in set(axes)))
@@ -355,13 +355,13 @@ def _reshape(call: Call) -> list[Rows | None]:
     _, shape, rows = call.first
     target = call.shapes[0]
     if target is None:
-        raise NotShown("gives a tensor of unknown shape")
-    return [reshaped(shape, rows, target)]
+        raise RowsUnproven("gives a tensor of unknown shape")
+    return [rows_after_reshape(shape, rows, target)]
 
 
 def _squeeze(call: Call) -> list[Rows | None]:
     if call.constants(1, "axes") is None:
-        raise NotShown("removes the batch dimension of a single row")
+        raise RowsUnproven("removes the batch dimension of a single row")
     return _reshape(call)
 
 
@@ -372,46 +372,46 @@ def _transpose(call: Call) -> list[Rows | None]:
 
 
 def _concat(call: Call) -> list[Rows | None]:
-    found = {tensor.rows for tensor in call.inputs if tensor is not None}
-    rows = next(rows for rows in found if rows is not None)
+    all_rows = {tensor.rows for tensor in call.inputs if tensor is not None}
+    rows = next(rows for rows in all_rows if rows is not None)
     rank = next(len(shape_of(tensor)) for tensor in call.inputs if tensor is not None)
     if int(call.attributes.get("axis", 0)) % rank == rows.axis:
         raise RowsMixed("puts tensors one behind the other along the batch dimension")
-    if len(found) > 1:
-        raise NotShown("combines the batch dimension with another dimension")
+    if len(all_rows) > 1:
+        raise RowsUnproven("combines the batch dimension with another dimension")
     return [rows]
 
 
 def _split(call: Call) -> list[Rows | None]:
-    call.others_constant()
+    call.require_constant()
     return _along(call, [int(call.attributes.get("axis", 0))])
 
 
 def _slice(call: Call) -> list[Rows | None]:
     _, shape, rows = call.first
-    call.others_constant()
+    call.require_constant()
     axes = call.constants(3, "axes")
     if axes is None:
         axes = list(range(len(call.constants(1, "starts") or shape)))
-    places = [axis % len(shape) for axis in axes]
-    if rows.axis in places:
-        place = places.index(rows.axis)
+    fixed_axes = [axis % len(shape) for axis in axes]
+    if rows.axis in fixed_axes:
+        index = fixed_axes.index(rows.axis)
         starts, ends = call.constants(1, "starts") or [], call.constants(2, "ends") or []
-        steps = call.constants(4) or [1] * len(places)
+        steps = call.constants(4) or [1] * len(fixed_axes)
         # PyTorch writes x[:] as a slice from 0 to the largest number.
-        if (starts[place], steps[place]) != (0, 1) or ends[place] < _NO_END:
+        if (starts[index], steps[index]) != (0, 1) or ends[index] < _NO_END:
             raise RowsMixed("picks single rows of the batch")
     return [rows]
 
 
 def _pad(call: Call) -> list[Rows | None]:
     _, shape, rows = call.first
-    call.others_constant()
+    call.require_constant()
     pads, axes = call.constants(1, "pads") or [], call.constants(3)
-    places = [axis % len(shape) for axis in axes] if axes is not None else list(range(len(shape)))
-    if rows.axis in places:
-        place = places.index(rows.axis)
-        if pads[place] or pads[place + len(places)]:
+    fixed_axes = [axis % len(shape) for axis in axes] if axes is not None else list(range(len(shape)))
+    if rows.axis in fixed_axes:
+        index = fixed_axes.index(rows.axis)
+        if pads[index] or pads[index + len(fixed_axes)]:
             raise RowsMixed("pads the batch dimension")
     return [rows]
 
@@ -419,7 +419,7 @@ def _pad(call: Call) -> list[Rows | None]:
 def _resize(call: Call) -> list[Rows | None]:
     tensor, shape, rows = call.first
     if any(other is not None and other.rows is not None for other in call.inputs if other is not tensor):
-        raise NotShown("takes the rows in more inputs than its first")
+        raise RowsUnproven("takes the rows in more inputs than its first")
     target = call.shapes[0]
     if target is None or len(target) != len(shape) or target[rows.axis] != shape[rows.axis]:
         raise RowsMixed("resizes the batch dimension")
@@ -427,16 +427,16 @@ def _resize(call: Call) -> list[Rows | None]:
     if scales is not None and scales.shape != (0,):
         factors = call.constants_of(scales)
         if "axes" in call.attributes or len(factors) != len(shape) or factors[rows.axis] != 1:
-            raise NotShown("may resize the batch dimension")
+            raise RowsUnproven("may resize the batch dimension")
     if call.attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        raise NotShown("crops by a region of interest")
+        raise RowsUnproven("crops by a region of interest")
     return [rows]
 
 
 def _gather(call: Call) -> list[Rows | None]:
     data, indices = call.inputs[0], call.inputs[1]
     if data is None or indices is None:
-        raise NotShown("lacks an input")
+        raise RowsUnproven("lacks an input")
     axis = int(call.attributes.get("axis", 0)) % len(shape_of(data))
     if data.rows is not None and indices.rows is not None:
         raise RowsMixed("looks up rows by other rows")
@@ -455,7 +455,7 @@ def _together_along(call: Call) -> list[Rows | None]:
     """All inputs with the same rows, the operator along one other axis: GatherElements, ScatterElements."""
     _, _, rows = call.first
     if any(tensor is not None and tensor.rows != rows for tensor in call.inputs):
-        raise NotShown("takes the rows in some of its inputs only")
+        raise RowsUnproven("takes the rows in some of its inputs only")
     return _along(call, [int(call.attributes.get("axis", 0))])
 
 
@@ -468,63 +468,63 @@ def _gather_nd(call: Call) -> list[Rows | None]:
                 return [indices.rows]
         elif data.rows is not None and data.rows == indices.rows and data.rows.axis < shared:
             return [data.rows]
-    raise NotShown("looks up rows by other rows")
+    raise RowsUnproven("looks up rows by other rows")
 
 
 def _one_hot(call: Call) -> list[Rows | None]:
     _, shape, rows = call.first
-    call.others_constant()
+    call.require_constant()
     axis = int(call.attributes.get("axis", -1)) % (len(shape) + 1)
     return [rows._replace(axis=rows.axis + (axis <= rows.axis))]
 
 
 def _quantize(call: Call) -> list[Rows | None]:
     _, shape, rows = call.first
-    call.others_constant()
+    call.require_constant()
     scale = call.input(1)
     single = scale is not None and math.prod(shape_of(scale)) == 1
     if not single and int(call.attributes.get("axis", 1)) % len(shape) == rows.axis:
-        raise NotShown("has a scale for each row")
+        raise RowsUnproven("has a scale for each row")
     return [rows]
 
 
 def _expand(call: Call) -> list[Rows | None]:
     tensor, target = call.inputs[0], call.shapes[0]
     if tensor is None or target is None:
-        raise NotShown("gives a tensor of unknown shape")
+        raise RowsUnproven("gives a tensor of unknown shape")
     if tensor.rows is not None:
         shape = shape_of(tensor)
         axis = tensor.rows.axis + len(target) - len(shape)
         if target[axis] != shape[tensor.rows.axis]:
             raise RowsMixed("repeats the rows of the batch")
         return [tensor.rows._replace(axis=axis)]
-    return [filled(target)]
+    return [rows_of_filled(target)]
 
 
 def _tile(call: Call) -> list[Rows | None]:
     tensor, target = call.inputs[0], call.shapes[0]
     if tensor is None or target is None:
-        raise NotShown("gives a tensor of unknown shape")
+        raise RowsUnproven("gives a tensor of unknown shape")
     shape = shape_of(tensor)
     if tensor.rows is not None:
         if target[tensor.rows.axis] != shape[tensor.rows.axis]:
             raise RowsMixed("repeats the rows of the batch")
         return [tensor.rows]
-    rows = filled(target)
+    rows = rows_of_filled(target)
     if rows is not None and shape[rows.axis] != 1:
-        raise NotShown("repeats a constant as often as there are rows")
+        raise RowsUnproven("repeats a constant as often as there are rows")
     return [rows]
 
 
-def filled(target: Shape) -> Rows | None:
+def rows_of_filled(target: Shape) -> Rows | None:
     """Where the rows are in a tensor that is the same for each of them, made in a shape that has their number.
 
     Raises:
-        NotShown: the shape depends on their number in another way.
+        RowsUnproven: the shape depends on their number in another way.
     """
     axes = [axis for axis, size in enumerate(target) if size % ROWS == 0 and size]
     if len(axes) != 1:
-        raise NotShown("makes a tensor whose shape depends on the number of rows")
+        raise RowsUnproven("makes a tensor whose shape depends on the number of rows")
     return Rows(axes[0], 1, target[axes[0]] // ROWS)
 
 
@@ -533,13 +533,13 @@ def _recurrent(call: Call) -> list[Rows | None]:
     _, _, rows = call.first
     layout = int(call.attributes.get("layout", 0))
     if rows != Rows(0 if layout else 1):
-        raise across()
+        raise across_rows()
     expected = {4: Rows(0), 5: Rows(0 if layout else 1), 6: Rows(0 if layout else 1)}
     for index, tensor in enumerate(call.inputs[1:], start=1):
         if tensor is None:
             continue
         if tensor.rows != expected.get(index) or (tensor.rows is None and tensor.counted is not None):
-            raise NotShown("takes states that do not belong to the rows")
+            raise RowsUnproven("takes states that do not belong to the rows")
     return [Rows(0) if layout else Rows(2), *[Rows(0) if layout else Rows(1)] * (len(call.shapes) - 1)]
 
 
@@ -547,28 +547,28 @@ def _einsum(call: Call) -> list[Rows | None]:
     left, arrow, right = str(call.attributes.get("equation", "")).replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow or "." in left or len(terms) != len(call.inputs):
-        raise NotShown("has an equation without explicit letters")
-    letters, found = set(), set()
+        raise RowsUnproven("has an equation without explicit letters")
+    letters, all_rows = set(), set()
     for term, tensor in zip(terms, call.inputs, strict=True):
         if tensor is not None and tensor.rows is not None:
             letters.add(term[tensor.rows.axis])
-            found.add(tensor.rows._replace(axis=0))
+            all_rows.add(tensor.rows._replace(axis=0))
         elif tensor is None or not tensor.constant:
             raise RowsMixed("computes with the number of rows")
-    if len(letters) != 1 or len(found) != 1:
+    if len(letters) != 1 or len(all_rows) != 1:
         raise RowsMixed("multiplies the rows by one another")
     letter = letters.pop()
     for term, tensor in zip(terms, call.inputs, strict=True):
         if letter in term and (term.count(letter) > 1 or tensor is None or tensor.rows is None):
-            raise NotShown("combines the batch dimension with a fixed one")
+            raise RowsUnproven("combines the batch dimension with a fixed one")
     if right.count(letter) != 1:
-        raise across()
-    return [found.pop()._replace(axis=right.index(letter))]
+        raise across_rows()
+    return [all_rows.pop()._replace(axis=right.index(letter))]
 
 
 def _trilu(call: Call) -> list[Rows | None]:
     _, shape, _ = call.first
-    call.others_constant()
+    call.require_constant()
     return _along(call, [len(shape) - 1, len(shape) - 2])
 
 
@@ -579,24 +579,24 @@ def _mixes(text: str) -> Rule:
     return rule
 
 
-def _words(text: str) -> list[str]:
+def _operators(text: str) -> list[str]:
     return text.split()
 
 
-_SAME = _words(
+_SAME = _operators(
     """Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Cast Ceil Celu Clip Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish
     Identity IsInf IsNaN LeakyRelu Log Mish Neg Not Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign
     Sqrt Swish Tan Tanh ThresholdedRelu"""
 )
-_BROADCAST = _words(
+_BROADCAST = _operators(
     """Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or
     PRelu Pow Sub Sum Where Xor"""
 )
-_LEADING = _words(
+_LEADING = _operators(
     """AveragePool Conv ConvInteger ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
     InstanceNormalization LRN LpPool QLinearConv SpaceToDepth"""
 )
-_REDUCE = _words(
+_REDUCE = _operators(
     """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare"""
 )
 

@@ -18,7 +18,7 @@ from headrace.config.manifest import (
     ArtefactMatch,
     Machine,
     Stamp,
-    choose_in,
+    choose_from_folder,
     config_digest,
     onnx_digest,
     onnxruntime_machine,
@@ -60,17 +60,17 @@ class GpuRuntime:
     @cached_property
     def problem(self) -> str:
         """Why TensorRT cannot run here, "" if it can."""
-        return self._found[1]
+        return self._probe[1]
 
     @property
     def machine(self) -> Machine:
         """This machine as TensorRT sees it; only where there is no `problem`."""
-        machine = self._found[0]
+        machine = self._probe[0]
         assert machine is not None
         return machine
 
     @cached_property
-    def _found(self) -> tuple[Machine | None, str]:
+    def _probe(self) -> tuple[Machine | None, str]:
         try:
             return self._describe(), ""
         except ConfigError as error:
@@ -94,8 +94,8 @@ class ServingPlan:
         build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
         target: the runtime that it would be built for.
         precision: that would be built.
-        spare: what is loaded should this not load; None: nothing is.
-        waits: nothing is loaded until the engine is built: the configuration asks for a GPU, and allows nothing else.
+        fallback: what is loaded should this not load; None: nothing is.
+        is_pending: nothing is loaded until the engine is built: the configuration asks for a GPU, and allows nothing else.
         not_on_gpu: why a version is on the CPU although a GPU is present or requested; "" otherwise.
         substitutes: the CPU serves though the configuration asks for a GPU and names no `fallback`; `--strict` refuses it.
     """
@@ -109,8 +109,8 @@ class ServingPlan:
     build: str = ""
     target: str = ""
     precision: str = ""
-    spare: ServingPlan | None = None
-    waits: bool = False
+    fallback: ServingPlan | None = None
+    is_pending: bool = False
     not_on_gpu: str = ""
     substitutes: bool = False
 
@@ -129,36 +129,36 @@ class ServingPlan:
         """Of what is loaded, e.g. "fp16"; of a model's own file only the file itself tells."""
         return self.stamp.precision if self.stamp is not None else f"as in {self.file.name}"
 
-    def serves_as(self, other: ServingPlan) -> bool:
+    def loads_same_as(self, other: ServingPlan) -> bool:
         """True if both load the same."""
         stamps = [(p.stamp.artefact_sha256, p.stamp.forced) if p.stamp else None for p in (self, other)]
         return (self.runtime, self.file) == (other.runtime, other.file) and stamps[0] == stamps[1]
 
-    def replaced(self, error: ConfigError) -> ServingPlan | None:
+    def fallback_plan(self, error: ConfigError) -> ServingPlan | None:
         """The spare and why it serves; None if there is none.
 
         Args:
             error: why this could not be loaded.
         """
-        if self.spare is None:
+        if self.fallback is None:
             return None
         # What would mend a model's own file, which the rest of the error tells, mends no engine.
-        why = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
-        what = self.file.name if self.artefact is None else engine_words(self.stamp)
-        remark = f"{self.spare.file.name} serves in place of {what}, which cannot be loaded: {why}"
+        reason = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
+        subject = self.file.name if self.artefact is None else engine_label(self.stamp)
+        remark = f"{self.fallback.file.name} serves in place of {subject}, which cannot be loaded: {reason}"
         rebuild = "" if self.artefact is None else " --rebuild"
-        not_on_gpu = f"{what} cannot be loaded: {why}" if self.runtime == "tensorrt" else self.spare.not_on_gpu
-        if self.spare.runtime == "tensorrt":
+        not_on_gpu = f"{subject} cannot be loaded: {reason}" if self.runtime == "tensorrt" else self.fallback.not_on_gpu
+        if self.fallback.runtime == "tensorrt":
             not_on_gpu = ""
-        return replace(self.spare, remark=remark, cure=f"{self.cure}{rebuild}", not_on_gpu=not_on_gpu)
+        return replace(self.fallback, remark=remark, cure=f"{self.cure}{rebuild}", not_on_gpu=not_on_gpu)
 
-    def refused(self, error: ConfigError) -> ConfigError:
+    def with_cure(self, error: ConfigError) -> ConfigError:
         """The error for a version that is not served, with what else would help.
 
         Args:
             error: why this could not be loaded.
         """
-        if self.spare is not None or self.remark or not self.cure:
+        if self.fallback is not None or self.remark or not self.cure:
             return error
         return ConfigError(
             [replace(finding, cure=", or ".join(filter(None, (finding.cure, self.cure)))) for finding in error.findings]
@@ -184,8 +184,8 @@ def requests_tensorrt(config: ModelConfig) -> bool:
     """True if TensorRT is named (by `runtime`, `backend`, `platform` or the model's file), or KIND_GPU, which only it serves."""
     if requested_device(config) == "cpu":
         return False
-    named = config.runtime == "tensorrt" or config.backend == "tensorrt"
-    return named or requested_device(config) == "gpu"
+    is_named = config.runtime == "tensorrt" or config.backend == "tensorrt"
+    return is_named or requested_device(config) == "gpu"
 
 
 def builds_by_default(config: ModelConfig) -> bool:
@@ -209,7 +209,7 @@ def serving_plan(folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Pa
     Raises:
         ConfigError: nothing here can serve it, or its file cannot be read.
     """
-    return _Choosing(folder, version, gpu, engines).plan()
+    return _PlanChooser(folder, version, gpu, engines).plan()
 
 
 def engine_folder(state: Path, model: Path, version: int) -> Path:
@@ -220,29 +220,29 @@ def engine_folder(state: Path, model: Path, version: int) -> Path:
         model: the model's folder.
         version: its number.
     """
-    place = hashlib.sha256(str(model.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    return state / ENGINES_FOLDER / f"{model.name}-{place}" / str(version)
+    digest = hashlib.sha256(str(model.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return state / ENGINES_FOLDER / f"{model.name}-{digest}" / str(version)
 
 
-def samples_seen(folder: ModelFolder) -> tuple[tuple[str, int, int], ...]:
+def sample_fingerprints(folder: ModelFolder) -> tuple[tuple[str, int, int], ...]:
     """Name, size and time of change of what a build takes its samples from; nothing where nothing is built on load."""
-    config, found = folder.config, []
+    config, fingerprints = folder.config, []
     builds = config.build_on_load or (config.build_on_load is None and builds_by_default(config))
     for path in sample_paths(config, folder.path) if builds else ():
         try:
-            state = path.stat()
+            status = path.stat()
         except OSError:
             continue
-        found.append((path.name, state.st_size, state.st_mtime_ns))
-    return tuple(found)
+        fingerprints.append((path.name, status.st_size, status.st_mtime_ns))
+    return tuple(fingerprints)
 
 
-def engine_words(stamp: Stamp | None) -> str:
+def engine_label(stamp: Stamp | None) -> str:
     """An engine in a sentence, e.g. "the fp16 engine"."""
     return "the engine" if stamp is None else f"the {stamp.precision} engine"
 
 
-class _Choosing:
+class _PlanChooser:
     """One choice; what is read twice is kept."""
 
     def __init__(self, folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None) -> None:
@@ -250,8 +250,8 @@ class _Choosing:
         self._version = version
         self._config = folder.config
         self._source = folder.source_file(version)
-        self._own = folder.model_file(version)
-        self._places = [folder.path / str(version), *([engines] if engines is not None else [])]
+        self._model_file = folder.model_file(version)
+        self._folders = [folder.path / str(version), *([engines] if engines is not None else [])]
         self._precision = requested_precision(folder.config.optimization)
         self._requests_tensorrt = requests_tensorrt(folder.config)
         self._gpu = gpu
@@ -264,7 +264,7 @@ class _Choosing:
             pinned = f"the configuration keeps it on the CPU ({cpu_pin(self._config)})"
             return self._on_cpu(pinned if self._gpu.visible else "")
         if not (self._requests_tensorrt or self._builds_for_gpu() or self._has_plan()):
-            return self._on_cpu(self._unasked() if self._gpu.visible else "")
+            return self._on_cpu(self._unrequested() if self._gpu.visible else "")
         gpu = self._gpu
         if not gpu.problem:
             return self._on_gpu()
@@ -301,7 +301,7 @@ class _Choosing:
     def _has_plan(self) -> bool:
         """True if TensorRT engines are there, for whatever machine."""
         try:
-            return any(stamp.machine.target == "tensorrt" for place in self._places for stamp in read_stamps(place))
+            return any(stamp.machine.target == "tensorrt" for folder in self._folders for stamp in read_stamps(folder))
         except ConfigError:
             return False
 
@@ -310,23 +310,25 @@ class _Choosing:
         choice = self._choose("tensorrt", self._gpu.machine)
         may_fall_back = requested_device(self._config) != "gpu" or self._config.fallback is not None
         if choice.stamp is not None:
-            return self._engine("tensorrt", choice, self._own_plan(choice) or self._spare(may_fall_back))
-        own = self._own_plan(choice)
-        if own is not None:
-            return own
+            return self._engine("tensorrt", choice, self._plan_of_model_file(choice) or self._fallback(may_fall_back))
+        own_file_plan = self._plan_of_model_file(choice)
+        if own_file_plan is not None:
+            return own_file_plan
         if not self._source.is_file():
             raise self._no_engine(choice)
         if self._builds_for_gpu():
             wait = f"{self._source.name} serves on the CPU until its engine is built"
-            plan = self._building(self._on_cpu(wait), "tensorrt", choice.reason)
+            plan = self._with_build(self._on_cpu(wait), "tensorrt", choice.reason)
             if not may_fall_back:
-                return replace(plan, runtime="tensorrt", waits=True, artefact=None, stamp=None, source=self._source)
+                return replace(
+                    plan, runtime="tensorrt", is_pending=True, artefact=None, stamp=None, source=self._source
+                )
             return plan
         if self._requests_tensorrt and self._config.fallback is None:
             raise self._no_engine(choice)
         reason = choice.reason or "none is built"
         if not self._requests_tensorrt:
-            return self._on_cpu(f"{reason}: {self._command('tensorrt')}" if choice.reason else self._unasked())
+            return self._on_cpu(f"{reason}: {self._command('tensorrt')}" if choice.reason else self._unrequested())
         return replace(
             self._on_cpu(f"no engine fits: {reason}"), remark=self._missing(reason), cure=self._command("tensorrt")
         )
@@ -339,7 +341,7 @@ class _Choosing:
             return replace(self._engine("onnxruntime", choice, source), not_on_gpu=not_on_gpu)
         explicit = self._config.build_on_load is True
         if explicit and not (not_on_gpu and self._gpu_serves()):
-            source = self._building(source, "onnxruntime")
+            source = self._with_build(source, "onnxruntime")
         missed = self._precision not in ("fp32", *_GPU_PRECISIONS) or (
             self._precision != "fp32" and requested_device(self._config) == "cpu"
         )
@@ -351,38 +353,38 @@ class _Choosing:
         """True if a GPU could serve the version: what is missing then is its engine, not one of the CPU's."""
         return requested_device(self._config) != "cpu" and not self._gpu.problem
 
-    def _engine(self, runtime: str, choice: ArtefactMatch, spare: ServingPlan | None) -> ServingPlan:
+    def _engine(self, runtime: str, choice: ArtefactMatch, fallback: ServingPlan | None) -> ServingPlan:
         stamp = choice.stamp
         assert stamp is not None
-        remark = f"{engine_words(stamp)} is below its accuracy bar: {'; '.join(stamp.refusal)}" if stamp.forced else ""
-        source = self._source if spare is None else spare.source
-        return ServingPlan(runtime, source, choice.path, stamp, remark, self._command(runtime), spare=spare)
+        remark = f"{engine_label(stamp)} is below its accuracy bar: {'; '.join(stamp.refusal)}" if stamp.forced else ""
+        source = self._source if fallback is None else fallback.source
+        return ServingPlan(runtime, source, choice.path, stamp, remark, self._command(runtime), fallback=fallback)
 
-    def _own_plan(self, choice: ArtefactMatch) -> ServingPlan | None:
+    def _plan_of_model_file(self, choice: ArtefactMatch) -> ServingPlan | None:
         """The plan that the model came with; None if there is none.
 
         Where it does not load the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load: true`. An
         automatic build does not take the place of a plan that somebody has put there.
         """
-        if self._config.backend != "tensorrt" or not self._own.is_file() or self._own == self._source:
+        if self._config.backend != "tensorrt" or not self._model_file.is_file() or self._model_file == self._source:
             return None
         if not self._source.is_file():
             return ServingPlan(
-                "tensorrt", self._own, cure=f"put {self._source.name} beside it and write fallback: onnxruntime"
+                "tensorrt", self._model_file, cure=f"put {self._source.name} beside it and write fallback: onnxruntime"
             )
         builds = self._config.build_on_load is True and requested_device(self._config) != "gpu"
         if not builds and self._config.fallback is None:
-            return ServingPlan("tensorrt", self._own, cure="write fallback: onnxruntime")
-        spare = ServingPlan("onnxruntime", self._source, not_on_gpu="its plan cannot be loaded")
+            return ServingPlan("tensorrt", self._model_file, cure="write fallback: onnxruntime")
+        fallback = ServingPlan("onnxruntime", self._source, not_on_gpu="its plan cannot be loaded")
         if builds:
-            spare = self._building(spare, "tensorrt", choice.reason)
-        return ServingPlan("tensorrt", self._own, cure=self._command("tensorrt"), spare=spare)
+            fallback = self._with_build(fallback, "tensorrt", choice.reason)
+        return ServingPlan("tensorrt", self._model_file, cure=self._command("tensorrt"), fallback=fallback)
 
-    def _spare(self, may_fall_back: bool) -> ServingPlan | None:
+    def _fallback(self, may_fall_back: bool) -> ServingPlan | None:
         return ServingPlan("onnxruntime", self._source) if may_fall_back and self._source.is_file() else None
 
-    def _building(self, plan: ServingPlan, target: str, reason: str = "") -> ServingPlan:
-        parts = [self._onnx_sha256(), config_digest(self._config), target, samples_seen(self._folder)]
+    def _with_build(self, plan: ServingPlan, target: str, reason: str = "") -> ServingPlan:
+        parts = [self._onnx_sha256(), config_digest(self._config), target, sample_fingerprints(self._folder)]
         build = hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
         described = replace(plan, build=build, target=target, precision=self._precision)
         return replace(described, remark=self._missing(reason), cure=self._command(target))
@@ -390,14 +392,14 @@ class _Choosing:
     def _choose(self, runtime: str, machine: Machine) -> ArtefactMatch:
         """The engine that fits, from the version's folder or the state folder; the reason is "" where nothing is built."""
         reasons: list[str] = []
-        for place in self._places:
+        for folder in self._folders:
             try:
-                if not read_stamps(place) or (runtime == "tensorrt" and not self._source.is_file()):
+                if not read_stamps(folder) or (runtime == "tensorrt" and not self._source.is_file()):
                     continue
             except ConfigError as error:
                 reasons.append(f"{error.findings[0].path} {error.findings[0].message}")
                 continue
-            choice = choose_in(place, self._onnx_sha256(), self._config, machine)
+            choice = choose_from_folder(folder, self._onnx_sha256(), self._config, machine)
             if choice.stamp is not None:
                 return choice
             reasons.append(choice.reason)
@@ -408,17 +410,17 @@ class _Choosing:
         return self._digest
 
     def _missing(self, reason: str) -> str:
-        wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(
+        engine = {"fp32": "an engine", "best": "the fastest engine"}.get(
             self._precision, f"the {self._precision} engine"
         )
-        return f"{self._source.name} serves in place of {wanted}: {reason or 'none is built'}"
+        return f"{self._source.name} serves in place of {engine}: {reason or 'none is built'}"
 
     def _no_engine(self, choice: ArtefactMatch) -> ConfigError:
         message = f"has no engine for this machine ({choice.reason or 'none is built'})"
         cure = f"{self._command('tensorrt')}, or write fallback: onnxruntime"
         return ConfigError([Finding(f"{self._folder.name}/{self._version}", None, message, cure)])
 
-    def _unasked(self) -> str:
+    def _unrequested(self) -> str:
         precision = "write optimization: {precision: fp16}"
         return f"no engine is asked for: {precision}, or run headrace build {self._folder.name}"
 
@@ -431,10 +433,10 @@ class _Choosing:
             return ""
         machine = onnxruntime_machine() if target == "onnxruntime" else self._gpu.machine
         precisions: list[str] = []
-        for place in self._places:
+        for folder in self._folders:
             try:
                 precisions += [
-                    stamp.requested for stamp in read_stamps(place) if stamp.overridden and stamp.machine == machine
+                    stamp.requested for stamp in read_stamps(folder) if stamp.overridden and stamp.machine == machine
                 ]
             except ConfigError:
                 continue

@@ -1,7 +1,7 @@
 """A model's configuration: one schema for `config.pbtxt` and `config.yaml`.
 
 The field names are those of Triton's published `ModelConfig` message. What that message has no field for is ours
-(`OWN_FIELDS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
+(`HEADRACE_FIELD_PATHS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
 dotted name behind "headrace.". The object is frozen and validated at construction; a problem is raised as pydantic's
 `ValidationError` that carries `Problems`.
 
@@ -547,12 +547,12 @@ HEADRACE_FIELDS: tuple[str, ...] = (
     "isolation_timeout_s",
 )
 # Every place that is ours: whole fields, and those inside of Triton's `optimization`.
-OWN_FIELDS: tuple[Location, ...] = (
+HEADRACE_FIELD_PATHS: tuple[Location, ...] = (
     *((name,) for name in HEADRACE_FIELDS),
     *(("optimization", name) for name in HEADRACE_OPTIMIZATION_FIELDS),
 )
 
 
-def is_own(loc: Location) -> bool:
+def is_headrace_field(loc: Location) -> bool:
     """True for a place that Triton's message does not have, and for all that is inside of one."""
-    return any(loc[: len(own)] == own for own in OWN_FIELDS)
+    return any(loc[: len(own)] == own for own in HEADRACE_FIELD_PATHS)

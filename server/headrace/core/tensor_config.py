@@ -336,7 +336,7 @@ def served_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, 
     return (*outputs[:index], *made, *outputs[index + 1 :])
 
 
-def own_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) -> tuple[ModelInput, ...]:
+def model_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) -> tuple[ModelInput, ...]:
     """The inputs as the model has them; one that is written as callers see it has its type and dims left open."""
     index = picture_input(preprocess, inputs)
     if preprocess is None or index is None or not _is_served(inputs[index], preprocess):
@@ -345,7 +345,7 @@ def own_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) ->
     return (*inputs[:index], own, *inputs[index + 1 :])
 
 
-def own_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...]) -> tuple[ModelOutput, ...]:
+def model_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...]) -> tuple[ModelOutput, ...]:
     """The outputs as the model has them; those written as callers see them become the one they are made from."""
     if postprocess is None or not postprocess.top_k or not postprocess.output:
         return outputs
@@ -406,7 +406,7 @@ def postprocess_problems(
     postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...], max_batch_size: int | None
 ) -> list[Problem]:
     """Why the outputs of a model cannot be ranked; arguments as for `preprocess_problems`."""
-    outputs = own_outputs(postprocess, outputs)
+    outputs = model_outputs(postprocess, outputs)
     if postprocess is None or not outputs:
         return []
     names = [tensor.name for tensor in outputs]

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from headrace.config.documents import Document, refuse, to_triton_json
 from headrace.config.model_folder import ModelFolder, filename_problem, read_model_folder, served_versions
-from headrace.config.serving_plan import ServingPlan, requests_tensorrt, samples_seen
+from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_fingerprints
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
 from headrace.core.ledger import NoRoom
@@ -383,7 +383,7 @@ class Deployments:
     def _signature(self, source: ModelSource, folder: ModelFolder, number: str, files: Fingerprint) -> _Signature:
         engines = self._loader.engines(source.path, int(number))
         engine_files = ABSENT if engines is None else fingerprint_version(engines)
-        return _Signature(files, _digest(folder), samples_seen(folder), engine_files)
+        return _Signature(files, _digest(folder), sample_fingerprints(folder), engine_files)
 
     def finish_build(self, order: BuildOrder, failure: str) -> None:
         """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
@@ -492,7 +492,7 @@ class Deployments:
         if without_builds(signature.files, model_file) != without_builds(version.signature.files, model_file):
             return None
         plan = _as_config_error(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
-        return replace(version, signature=signature, plan=plan) if plan.serves_as(version.plan) else None
+        return replace(version, signature=signature, plan=plan) if plan.loads_same_as(version.plan) else None
 
     def _build(
         self, source: ModelSource, folder: ModelFolder, number: str, signature: _Signature
@@ -536,7 +536,7 @@ class Deployments:
         """A handle on the engine, or on the model's own file where there is none or it is broken; None: it waits."""
         version, subject = int(number), f"{folder.name} version {number}"
         plan = _as_config_error(lambda: self._loader.plan(folder, version), subject)
-        if plan.waits:
+        if plan.is_pending:
             return plan, None
         if plan.remark and plan.stamp is None:
             level, cure = (
@@ -551,9 +551,9 @@ class Deployments:
                 # An engine that does not fit is not broken: the CPU replaces it only where the configuration allows that.
                 gpu_only = folder.config.fallback is None and requests_tensorrt(folder.config)
                 out_of_memory = isinstance(error, NoRoom) and gpu_only
-                fallback_plan = None if out_of_memory else plan.replaced(error)
+                fallback_plan = None if out_of_memory else plan.fallback_plan(error)
                 if fallback_plan is None:
-                    raise plan.refused(error) from error
+                    raise plan.with_cure(error) from error
                 logger.error("model %s: %s (%s)", subject, fallback_plan.remark, fallback_plan.cure)
                 plan = fallback_plan
         if plan.stamp is not None:

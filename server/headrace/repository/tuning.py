@@ -303,7 +303,7 @@ class _Sweeper:
         with _loop() as loop:
             self._plan = Loader(Mailbox(loop)).plan(folder, self._version)
         self._automatic = "max_batch_size" not in read_config_file(folder.path).document.data
-        if self._plan.waits:
+        if self._plan.is_pending:
             cure = f"build it first: headrace build {folder.name}"
             raise ConfigError([Finding(folder.name, None, "has no engine for this machine's GPU yet", cure)])
         on_gpu = self._plan.runtime == "tensorrt"

@@ -13,7 +13,7 @@ ALL = Changes(instances=3, max_batch_size=16, dynamic_batching=True)
 
 
 def edited(name: str, text: str, changes: Changes = ALL) -> str:
-    return ConfigFile(Path(name), text, True).edited(changes)
+    return ConfigFile(Path(name), text, True).apply(changes)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_file_is_replaced_whole_with_its_permissions(tmp_path: Path) -> None:
     path.write_text("max_batch_size: 8 # a\n")
     path.chmod(0o640)
     file = read_config_file(tmp_path)
-    text = file.edited(Changes(max_batch_size=32))
+    text = file.apply(Changes(max_batch_size=32))
     assert file.diff(text).splitlines()[3:] == ["-max_batch_size: 8 # a", "+max_batch_size: 32 # a"]
     file.write(text)
     assert path.read_text() == "max_batch_size: 32 # a\n"
@@ -107,7 +107,7 @@ def test_a_file_is_replaced_whole_with_its_permissions(tmp_path: Path) -> None:
 def test_a_model_without_a_file_gets_one(tmp_path: Path) -> None:
     file = read_config_file(tmp_path)
     assert not file.exists
-    text = file.edited(ALL)
+    text = file.apply(ALL)
     assert file.diff(text).startswith("--- /dev/null\n+++ config.yaml\n")
     file.write(text)
     assert (tmp_path / "config.yaml").read_text() == text

@@ -21,7 +21,7 @@ from headrace.config.manifest import (
     Stamp,
     artefact_name,
     choose,
-    choose_in,
+    choose_from_folder,
     onnx_digest,
     read_stamps,
     write_stamp,
@@ -148,7 +148,7 @@ def test_a_corrupt_file_is_told_with_a_cure_and_replaced(folder: Path, content: 
     (finding,) = caught.value.findings
     assert finding.path.startswith("digits/1/build.json")
     assert "headrace build" in finding.cure
-    choice = choose_in(folder, ONNX, CONFIG, CPU)
+    choice = choose_from_folder(folder, ONNX, CONFIG, CPU)
     assert choice.stamp is None
     assert message in choice.reason
     write_stamp(folder, _stamp(folder))
@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_told(folder: Path, change: dict[str, Any], reason:
 
 
 def test_where_nothing_is_built_that_is_told(folder: Path) -> None:
-    assert choose_in(folder, ONNX, CONFIG, CPU).reason == "no engine is built"
+    assert choose_from_folder(folder, ONNX, CONFIG, CPU).reason == "no engine is built"
 
 
 def test_an_artefact_that_is_a_link_is_not_served(folder: Path, tmp_path: Path) -> None:
@@ -346,4 +346,4 @@ def test_a_reader_whose_artefact_is_replaced_looks_again(folder: Path, monkeypat
         return found
 
     monkeypatch.setattr(manifest, "read_stamps", publish_after_the_first_look)
-    assert choose_in(folder, ONNX, CONFIG, CPU).stamp == new
+    assert choose_from_folder(folder, ONNX, CONFIG, CPU).stamp == new

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.manifest import STAMP_FILE, Machine, Stamp, choose_in, read_stamps, write_stamp
+from headrace.config.manifest import STAMP_FILE, Machine, Stamp, choose_from_folder, read_stamps, write_stamp
 from headrace.core.errors import ConfigError
 from headrace_engines import store as publishing
 from headrace_engines.errors import BuildError
@@ -66,7 +66,7 @@ def _names(folder: Path) -> set[str]:
 def test_an_engine_is_published_as_the_file_in_the_store(store: Store, folder: Path) -> None:
     entry = _entry(store, "a")
     publish(entry.path, folder, _stamp(entry))
-    choice = choose_in(folder, ONNX, CONFIG, CPU)
+    choice = choose_from_folder(folder, ONNX, CONFIG, CPU)
     assert choice.path == folder / entry.path.name
     assert choice.path.samefile(entry.path)
     assert _names(folder) == {entry.path.name, STAMP_FILE}
@@ -132,7 +132,7 @@ def test_a_disk_without_room_for_a_copy_is_told_with_the_bytes(
     assert store.find(entry.key) is not None
 
 
-@pytest.mark.parametrize("step", ["put_stamp", "sync", "_link_or_copy", "locked_folder"])
+@pytest.mark.parametrize("step", ["add_stamp", "sync", "_link_or_copy", "locked_folder"])
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
 def test_a_repository_that_cannot_be_written_keeps_what_it_had(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int
@@ -144,7 +144,7 @@ def test_a_repository_that_cannot_be_written_keeps_what_it_had(
         with pytest.raises(BuildError, match="stays in the store"):
             publish(new.path, folder, _stamp(new))
     assert _names(folder) == {old.path.name, STAMP_FILE}
-    assert choose_in(folder, ONNX, CONFIG, CPU).path == folder / old.path.name
+    assert choose_from_folder(folder, ONNX, CONFIG, CPU).path == folder / old.path.name
     assert store.find(new.key) is not None
 
 
@@ -173,7 +173,7 @@ def test_a_published_file_that_was_changed_is_put_right(store: Store, folder: Pa
     entry = _entry(store, "a")
     (folder / entry.path.name).symlink_to("/etc/passwd")
     publish(entry.path, folder, _stamp(entry))
-    assert choose_in(folder, ONNX, CONFIG, CPU).path is not None
+    assert choose_from_folder(folder, ONNX, CONFIG, CPU).path is not None
     assert Path("/etc/passwd").exists()
 
 
@@ -199,13 +199,13 @@ READER = """
 import sys
 from pathlib import Path
 from headrace.config.manifest import Machine
-from headrace.config.manifest import choose_in
+from headrace.config.manifest import choose_from_folder
 
 folder, machine = Path(sys.argv[1]), Machine("onnxruntime", "1.31", "cpu", "avx2")
 seen, looks = set(), 0
 print("reads", flush=True)
 while not (folder / "enough").exists():
-    choice = choose_in(folder, "a" * 64, "b" * 64, machine)
+    choice = choose_from_folder(folder, "a" * 64, "b" * 64, machine)
     looks += 1
     if choice.stamp is None:
         sys.exit(f"look {looks}: {choice.reason}")
