@@ -115,7 +115,8 @@ class LoopCompletion(Completion):
     __slots__ = ("_callback", "_future", "_mailbox", "_timers", "_woken")
 
     def __init__(self, mailbox: Mailbox) -> None:
-        super().__init__()
+        self._once = threading.Lock()  # as in `Completion`, without the call: there is one for every request
+        self.outcome = self.after = None
         self._mailbox = mailbox
         self._callback: Callable[[], object] | None = None
         self._timers: tuple[asyncio.TimerHandle, ...] = ()

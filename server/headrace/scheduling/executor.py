@@ -12,6 +12,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
 
+_ROWS = attrgetter("rows")
 _UNTIL_RELOADED = "Its requests run alone until it is loaded again"
 
 
@@ -168,12 +170,31 @@ class BatchResults:
             self._admission.changed = True
 
     def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
-        """Check the outputs of a batch and cut them into every entry's rows; see `headrace.scheduling.executor.split`.
+        """Check the outputs of a batch and cut them into every entry's rows, as views.
+
+        Args:
+            outputs: by name, as the execution returned them.
+            entries: the members of the batch, in the order of their rows; a batch of one entry is checked, too.
 
         Raises:
-            OutputMismatch: they are not the outputs of the rows sent.
+            OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
         """
-        return split(outputs, entries, self._check)
+        if len(entries) == 1:
+            self._check.check(outputs, entries[0].rows)
+            return [outputs]
+        self._check.check(outputs, sum(map(_ROWS, entries)))
+        # Only declared outputs: one that the configuration leaves out may have no batch dimension.
+        named = [(name, outputs[name]) for name in self._check.names]
+        results: list[dict[str, Array]] = []
+        start = 0
+        for entry in entries:
+            stop = start + entry.rows
+            rows: dict[str, Array] = {}
+            for name, array in named:
+                rows[name] = array[start:stop]
+            results.append(rows)
+            start = stop
+        return results
 
     def settle(
         self,
@@ -194,12 +215,11 @@ class BatchResults:
             busy_ns: how long the instance was kept by it.
             instances: at work when it was begun, its own included.
         """
-        batch_rows = rows = sum([entry.rows for entry in entries])
+        batch_rows = rows = sum(map(_ROWS, entries))
         closed = reason.value
-        pairs: list[tuple[Completion, Outcome]] = [
-            (entry.completion, InferResponse(outputs, times, batch_rows, closed))
-            for entry, outputs in zip(entries, results, strict=True)
-        ]
+        pairs: list[tuple[Completion, Outcome]] = []
+        for entry, outputs in zip(entries, results, strict=True):
+            pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
         taken = self._deliver(pairs)
         answered = entries
         if taken != len(answered):  # some callers left while the batch ran: theirs is no success
@@ -208,15 +228,21 @@ class BatchResults:
                 for entry, (completion, outcome) in zip(answered, pairs, strict=True)
                 if completion.outcome is outcome or completion.outcome is None
             ]
-            rows = sum([entry.rows for entry in answered])
-        primary = [entry for entry in answered if entry.counts_as_request]
+            rows = sum(map(_ROWS, answered))
+        primary: list[Entry] = []
+        queue_ns, total_ns = [], []
+        for entry in answered:
+            if entry.counts_as_request:
+                primary.append(entry)
+                queue_ns.append(times.taken_ns - entry.enqueued_ns)
+                total_ns.append(times.split_ns - entry.received_ns)
         self._recorder.batch(
             rows,
             batch_rows,
             closed,
             times,
-            [times.taken_ns - entry.enqueued_ns for entry in primary],
-            [times.split_ns - entry.received_ns for entry in primary],
+            queue_ns,
+            total_ns,
             busy_ns,
             entries[0].shape_key,
         )
@@ -311,32 +337,6 @@ def _aligned(array: Array) -> Array:
     if is_resident(array):
         return np.asarray(array)
     return array if array.flags.aligned and array.flags.c_contiguous else array.copy()
-
-
-def split(outputs: dict[str, Array], entries: list[Entry], check: OutputCheck) -> list[dict[str, Array]]:
-    """Cut the outputs of a batch into every entry's rows, as views.
-
-    Args:
-        outputs: by name, as the execution returned them.
-        entries: the members of the batch, in the order of their rows.
-        check: of the model; a batch of one entry is checked, too.
-
-    Raises:
-        OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
-    """
-    if len(entries) == 1:
-        check.check(outputs, entries[0].rows)
-        return [outputs]
-    check.check(outputs, sum([entry.rows for entry in entries]))
-    results: list[dict[str, Array]] = []
-    start = 0
-    # An output that the configuration leaves out may have no batch dimension.
-    named = [(name, outputs[name]) for name in check.names]
-    for entry in entries:
-        stop = start + entry.rows
-        results.append({name: array[start:stop] for name, array in named})
-        start = stop
-    return results
 
 
 class SerialRunner:
