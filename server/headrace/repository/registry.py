@@ -123,6 +123,7 @@ class Serving:
         config: the configuration in Triton's JSON.
         remarks: by version, what the index is to say beside READY.
         substitutes: by version, why the CPU serves though the configuration asks for a GPU.
+        by_name: handles by version and by label; "" is the latest version.
     """
 
     handles: dict[str, ModelHandle]
@@ -130,12 +131,13 @@ class Serving:
     config: Mapping[str, object] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     substitutes: Mapping[str, str] = field(default_factory=dict)
+    by_name: Mapping[str, ModelHandle | None] = field(init=False)
 
-    def find(self, version: str) -> ModelHandle | None:
-        """By number or label; "" is the latest."""
-        if not version:
-            return next(reversed(self.handles.values()), None)
-        return self.handles.get(self.labels.get(version, version))
+    def __post_init__(self) -> None:
+        by_name: dict[str, ModelHandle | None] = dict(self.handles)
+        by_name |= {label: self.handles.get(version) for label, version in self.labels.items()}
+        by_name[""] = next(reversed(self.handles.values()), None)
+        object.__setattr__(self, "by_name", by_name)
 
 
 # Triton's words: its example clients look for them at the beginning of the message.
@@ -193,7 +195,7 @@ class Registry:
         """
         while True:
             serving = self._serving.get(name)
-            handle = serving.find(version) if serving is not None else None
+            handle = serving.by_name.get(version) if serving is not None else None
             if handle is None:
                 raise self._missing(name, version)
             if handle.lease():
@@ -207,7 +209,7 @@ class Registry:
     def config(self, name: str, version: str) -> Mapping[str, object]:
         """The configuration in force; raises what `lease` raises."""
         serving = self._serving.get(name)
-        if serving is None or serving.find(version) is None:
+        if serving is None or serving.by_name.get(version) is None:
             raise self._missing(name, version)
         return serving.config
 
@@ -216,9 +218,9 @@ class Registry:
         serving = self._serving
         if not name:
             return [_statistics(model, number, handle) for model, number, handle in self.sources()]
-        if name not in serving or serving[name].find(version) is None:
+        if name not in serving or serving[name].by_name.get(version) is None:
             raise self._missing(name, version)
-        handle_of_version = serving[name].find(version) if version else None
+        handle_of_version = serving[name].by_name[version] if version else None
         return [
             _statistics(name, number, handle)
             for number, handle in serving[name].handles.items()

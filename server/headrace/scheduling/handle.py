@@ -110,8 +110,7 @@ class ModelHandle:
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._lock = threading.Lock()  # guards _leases, _closing, _restore_requested, and the first mismatch of outputs
         self._leases, self._restore_requested, self._closing = 0, False, False
-        self._idle = threading.Event()
-        self._idle.set()
+        self._idle = threading.Event()  # set once the version is closing and has no leases
         name = f"{spec.name}/{spec.version}"
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
@@ -136,14 +135,13 @@ class ModelHandle:
             if self._closing:
                 return False
             self._leases += 1
-            self._idle.clear()
         return True
 
     def release(self) -> None:
         """Give a lease back."""
         with self._lock:
             self._leases -= 1
-            if self._leases == 0:
+            if self._closing and self._leases == 0:
                 self._idle.set()
 
     def admit(self) -> None:
@@ -313,6 +311,8 @@ class ModelHandle:
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         with self._lock:
             self._closing = True
+            if self._leases == 0:
+                self._idle.set()
         self._instance_group.disable_death_callbacks()
         self._idle.wait(timeout_s)
         self._scheduler.close()
