@@ -136,6 +136,9 @@ class RequestLog:
         rate: of `sampled`.
         text: for people instead of JSON.
         capacity: lines that may wait.
+
+    Attributes:
+        active: True while successful requests may be logged.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class RequestLog:
         capacity: int = CAPACITY,
     ) -> None:
         self._mode = mode
-        self._answers = mode in ("sampled", "all")
+        self.active = mode in ("sampled", "all")
         self._stream = stream
         self._rate = rate
         self._format = as_text if text else as_json
@@ -155,12 +158,9 @@ class RequestLog:
         self._second, self._in_second = 0, 0
         self._lines: BackgroundWorker[tuple[AccessRecord, str]] | None = None
         if mode != "off":
-            self._lines = BackgroundWorker("headrace-request-log", "request_log", self._write, capacity)
-
-    @property
-    def active(self) -> bool:
-        """A request that is answered with success might be logged."""
-        return self._answers and self.errors
+            self._lines = BackgroundWorker(
+                "headrace-request-log", "request_log", self._write, capacity, on_failed=self._deactivate
+            )
 
     @property
     def errors(self) -> bool:
@@ -198,6 +198,9 @@ class RequestLog:
         """Write what waits; waits a few seconds at most for a slow disk or terminal."""
         if self._lines is not None and not self._lines.close(_CLOSE_TIMEOUT_S):
             logger.error("the request log is stuck, lines are lost")
+
+    def _deactivate(self) -> None:
+        self.active = False
 
     def _write(self, lines: list[tuple[AccessRecord, str]]) -> None:
         offset_ns = time.time_ns() - monotonic_ns()

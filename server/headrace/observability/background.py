@@ -32,6 +32,7 @@ class BackgroundWorker(Generic[T]):
             comes, None for not at all. What it raises ends the work for good.
         capacity: items that may wait.
         gather_s: how long the first of them waits for company.
+        on_failed: called on the thread once `failed` is set.
 
     Attributes:
         failed: `work` has raised; the log says why, and whatever is put is dropped.
@@ -44,8 +45,10 @@ class BackgroundWorker(Generic[T]):
         work: Callable[[list[T]], float | None],
         capacity: int = CAPACITY,
         gather_s: float = _GATHER_S,
+        on_failed: Callable[[], None] | None = None,
     ) -> None:
         self.failed = False
+        self._on_failed = on_failed
         self._name, self._kind, self._work = name, kind, work
         self._capacity, self._gather_s = capacity, gather_s
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
@@ -86,6 +89,8 @@ class BackgroundWorker(Generic[T]):
         except Exception:
             logger.exception("%s: has died", self._name)
         self.failed = True
+        if self._on_failed is not None:
+            self._on_failed()
         rest = 0
         while not self._queue.empty():
             rest += self._queue.get_nowait() is not None
