@@ -236,16 +236,8 @@ class BatchResults:
                 primary.append(entry)
                 queue_ns.append(times.taken_ns - entry.enqueued_ns)
                 total_ns.append(times.split_ns - entry.received_ns)
-        self._recorder.batch(
-            rows,
-            batch_rows,
-            closed,
-            times,
-            queue_ns,
-            total_ns,
-            busy_ns,
-            entries[0].shape_key,
-        )
+        shape_key = entries[0].shape_key
+        self._recorder.batch(rows, batch_rows, closed, times, queue_ns, total_ns, busy_ns, shape_key)
         self._report(busy_ns)
         # Behind another batch in the air it computed no longer than it kept the instance from the next.
         compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
@@ -313,7 +305,7 @@ class Staging:
         first = entries[0].inputs
         if len(entries) == 1:
             return {name: _aligned(array) for name, array in first.items()}
-        rows = sum(entry.rows for entry in entries)
+        rows = sum(map(_ROWS, entries))
         stacked: dict[str, Array] = {}
         for name, array in first.items():
             parts = [entry.inputs[name] for entry in entries]
