@@ -144,7 +144,7 @@ def test_the_engine_takes_over_under_load(repository: Path, tmp_path: Path, mode
         assert grpc.get_model_metadata("m").name == "m"
         grpc.close()
         assert server.text.count("runs the engine") == 1
-        assert "has changed while it was being loaded" not in server.text
+        assert "has changed during the load" not in server.text
     with serving(repository, tmp_path, "--model-control", mode, env={"HOME": str(tmp_path)}) as server:
         assert "runs the engine" in server.text, "the next start takes it at once"
         assert "is being built" not in server.text

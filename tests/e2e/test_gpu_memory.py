@@ -81,7 +81,7 @@ def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tm
     fraction = repr((2 * size + 0.5) / (1 << 30))
     with serving(repository, tmp_path / "two.log", "--gpu-memory-fraction", fraction) as server:
         assert server.request("GET", "/v2/health/ready")[0] == 200
-        assert index(server) == {"a": ("READY", "parked: loaded on demand"), "b": ("READY", ""), "c": ("READY", "")}
+        assert index(server) == {"a": ("READY", "evicted: loaded on demand"), "b": ("READY", ""), "c": ("READY", "")}
         assert server.request("GET", "/v2/models/a/ready")[0] == 200
         assert set(memory(server)) == {"b", "c"}
         failures: list[BaseException] = []

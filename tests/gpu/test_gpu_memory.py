@@ -37,7 +37,7 @@ ALL = ControlPolicy("none")
 # An instance's berths are 8 MB then; what TensorRT and the driver take beside them is more (33 MB on an H200).
 ROWS = 1 << 15
 CONFIG = f"backend: tensorrt\nmax_batch_size: {ROWS}\nparameters: {{cuda_graphs: '0'}}\n"
-READY, PARKED = ("READY", ""), ("READY", "parked: loaded on demand")
+READY, PARKED = ("READY", ""), ("READY", "evicted: loaded on demand")
 
 
 @pytest.fixture(scope="module")

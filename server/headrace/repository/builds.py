@@ -18,32 +18,32 @@ from typing import IO
 logger = logging.getLogger("headrace.builds")
 
 BUILDER: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace_engines", "build", "--progress")
-# Serving goes first: a process of this niceness gets a tenth of what one of ours gets where both want the core.
+# Serving has priority: a process of this niceness gets a tenth of the CPU time where both compete for a core.
 _NICENESS = 10
-# How long a builder that is called off may take to put away what it has begun.
+# Time in seconds for a cancelled builder to remove its temporary files, before SIGKILL.
 _GRACE_S = 5.0
-_STOPPED = "engines are not built any more; the server's log has the cause"
+_STOPPED = "engines are not built any more: see the server's log for the cause, then restart the server"
 _TAIL_BYTES = 16 * 1024
 _TAIL_LINES = 3
 _MAX_REASON = 400
 _MAX_PHASE = 60
 PROGRESS = "progress"
-"""First word of a builder's lines on standard output that say how far it is, in front of a share from 0 to 1 and the phase."""
+"""First word of a builder's progress lines on standard output: "progress SHARE PHASE", share from 0 to 1."""
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"()]+[\\/])*")
 _FRAME = re.compile("[\u2500-\u257f]")
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOrder:
-    """One engine that is to be built; equal ones give equal engines.
+    """One engine to build; equal orders give equal engines.
 
     Attributes:
-        name: of the model.
-        version: its number.
-        folder: of the model, in a repository.
-        target: the runtime that is to load the engine.
-        digest: of all that the engine is made from.
-        options: of the builder's command line, more than these.
+        name: name of the model.
+        version: version number.
+        folder: folder of the model in a repository.
+        target: runtime that loads the engine.
+        digest: digest of everything that the engine is built from.
+        options: further options of the builder's command line.
     """
 
     name: str
@@ -59,12 +59,12 @@ class EngineBuilds:
 
     A completed order is not built again, whatever its outcome, until it changes or is forgotten.
 
-    Ownership: everything is guarded by `_lock`; `on_end` is called without it, from the thread that builds.
+    Ownership: `_lock` guards everything. `on_end` is called without it, on the build thread.
 
     Args:
-        command: of the builder, to which the model's folder and options are added.
-        on_end: called with an order and why it failed, "" if it did not; not for orders that were called off.
-        on_progress: called with an order when its build begins, and when it has come further.
+        command: builder command; the model's folder and options are appended.
+        on_end: called with an order and its error ("" if it succeeded); not called for cancelled orders.
+        on_progress: called with an order when its build begins and when its progress changes.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class EngineBuilds:
         self._changed = threading.Condition(self._lock)
         self._waiting: list[BuildOrder] = []
         self._current: BuildOrder | None = None
-        self._progress = ""  # of the current one, in words
-        self._share = 0.0  # of the current one that is done
+        self._progress = ""  # progress of the current build as text
+        self._share = 0.0  # completed share of the current build, 0 to 1
         self._process: subprocess.Popen[bytes] | None = None
         self._outcomes: dict[BuildOrder, str] = {}
         self._started = False
@@ -90,7 +90,7 @@ class EngineBuilds:
         self._kill_timer: threading.Timer | None = None
 
     def start(self) -> None:
-        """Start building; orders only queue before."""
+        """Start building; orders that arrive earlier are queued."""
         with self._lock:
             self._started = True
             self._ensure_thread()
@@ -117,25 +117,25 @@ class EngineBuilds:
             return self._outcomes.get(order)
 
     def forget(self, order: BuildOrder) -> None:
-        """Work on an order again, though it has ended, if it is wanted again."""
+        """Drop the outcome of an order, so that it is built again if it is requested again."""
         with self._lock:
             self._outcomes.pop(order, None)
 
     def describe(self, order: BuildOrder, engine: str) -> str:
-        """How far an order is, in words, while it has not ended.
+        """Describe the progress of an order that has not ended.
 
         Args:
-            order: that is wanted.
-            engine: what it makes, e.g. "TensorRT FP16".
+            order: a requested order.
+            engine: name of the engine, e.g. "TensorRT FP16".
         """
         with self._lock:
             if order in self._waiting:
-                return f"{engine} waits to be built"
+                return f"{engine} is queued to be built"
             progress = f" ({self._progress})" if self._current == order and self._progress else ""
             return f"building {engine}{progress}, usually a minute or two"
 
     def quarter(self, order: BuildOrder) -> int:
-        """How many quarters of an order's build are done; 0 if it is not being built."""
+        """Return the number of completed quarters of an order's build; 0 if it is not being built."""
         with self._lock:
             return int(4 * self._share) if self._current == order else 0
 
@@ -148,7 +148,11 @@ class EngineBuilds:
             self._changed.notify()
 
     def join(self) -> bool:
-        """Wait for the builder's end after `stop`; False if it survives SIGKILL."""
+        """Wait for the end of the builder after `stop`.
+
+        Returns:
+            False if the builder survives SIGKILL.
+        """
         thread = self._thread
         if thread is not None:
             thread.join(2 * _GRACE_S)
@@ -196,7 +200,7 @@ class EngineBuilds:
             if self._kill_timer is not None:
                 self._kill_timer.cancel()
             if self._current != order:
-                return  # called off
+                return  # cancelled
             self._current = None
             self._outcomes[order] = failure
         self._on_end(order, failure)
@@ -212,7 +216,7 @@ class EngineBuilds:
             self._on_end(order, _STOPPED)
 
     def _build(self, order: BuildOrder) -> str:
-        """Run the builder; why it failed, or ""."""
+        """Run the builder; returns its error, "" if it succeeded."""
         self._on_progress(order)
         command = [
             *self._command,
@@ -225,7 +229,8 @@ class EngineBuilds:
         ]
         try:
             with tempfile.TemporaryFile() as output:
-                # A group of its own, so that Ctrl-C reaches us alone; in our session, where niceness tells us apart.
+                # Its own process group, so that Ctrl-C reaches the server only. The same session: the scheduler applies
+                # niceness within one session.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, process_group=0
                 )
@@ -243,7 +248,7 @@ class EngineBuilds:
             return f"the builder cannot be started: {error.strerror}"
 
     def _read_progress(self, order: BuildOrder, line: bytes) -> None:
-        """Take note of a line such as "progress 0.45 timing 8 rows"; a builder may say other things too."""
+        """Read a line such as "progress 0.45 timing 8 rows"; other lines are ignored."""
         word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
         number, _, phase = rest.partition(" ")
         try:
@@ -259,12 +264,12 @@ class EngineBuilds:
             progress = f"{share:.0%}, {phase}" if phase else f"{share:.0%}"
             changed, self._progress, self._share = progress != self._progress, progress, share
         if changed:
-            logger.debug("model %s version %s: its engine is built to %s", order.name, order.version, progress)
+            logger.debug("model %s version %s: engine build at %s", order.name, order.version, progress)
             self._on_progress(order)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Reaches the builder's own children too; no error if it has ended."""
+    """Send a signal to the builder and its children; no error if it has ended."""
     try:
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -280,7 +285,7 @@ def _lower_priority(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(status: int, output: IO[bytes], order: BuildOrder) -> str:
-    """The last output lines of a failed builder, without paths of this machine."""
+    """Return the last output lines of a failed builder, without paths of this machine."""
     if status < 0:
         name = signal.Signals(-status).name if -status in list(signal.Signals) else str(-status)
         return f"the builder was killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
@@ -288,6 +293,6 @@ def _reason(status: int, output: IO[bytes], order: BuildOrder) -> str:
     output.seek(max(size - _TAIL_BYTES, 0))
     lines = output.read().decode("utf-8", "replace").splitlines()
     messages = [line.strip() for line in lines if line.strip() and not _FRAME.search(line)]
-    text = " ".join(messages[-_TAIL_LINES:]) or f"the builder ended with status {status} and said nothing"
+    text = " ".join(messages[-_TAIL_LINES:]) or f"the builder ended with status {status} without output"
     text = _PATH.sub("", "".join(c if c.isprintable() else " " for c in text.replace(str(order.folder), order.name)))
     return text if len(text) <= _MAX_REASON else f"...{text[-_MAX_REASON:]}"

@@ -37,37 +37,39 @@ _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 
 
 def check_files(files: Mapping[str, bytes], config: Document) -> None:
-    """Hold files against what a load request may bring: files below a version's folder, label files, data for warm-ups.
+    """Check the files that a load request carries: files of a version, label files and warm-up data.
 
     Args:
-        files: content by path in the model's folder.
-        config: of the same request; it names the label files.
+        files: content by path, relative to the model's folder.
+        config: configuration in the same request; it names the label files.
 
     Raises:
-        BadRequest: a path that is none of these, or two that stand in each other's way.
-        TooLarge: too many, or too much.
+        BadRequest: a path is not allowed, or one path is both a file and a folder.
+        TooLarge: more than `MAX_FILES` files, or more than `MAX_BYTES` bytes.
     """
     if len(files) > MAX_FILES:
-        raise TooLarge(f"the load request brings {len(files)} files, {MAX_FILES} are the most")
+        raise TooLarge(f"the load request has {len(files)} files, at most {MAX_FILES} are allowed: send fewer files")
     size = sum(map(len, files.values()))
     if size > MAX_BYTES:
-        raise TooLarge(f"the files of the load request have {size} bytes, {MAX_BYTES} are the most")
+        raise TooLarge(
+            f"the files of the load request have {size} bytes, at most {MAX_BYTES} are allowed: send smaller files"
+        )
     labels = set(_label_files(config))
     for path in files:
         _check_path(path, labels)
     for path in files:
         for folder in PurePosixPath(path).parents:
             if str(folder) in files:
-                raise BadRequest(f"'file:{folder}' cannot be a file and the folder of 'file:{path}' at once")
+                raise BadRequest(f"'file:{folder}' is a file and also the folder of 'file:{path}': rename one of them")
     if not any(_VERSION.fullmatch(path.partition("/")[0]) for path in files):
-        raise BadRequest("the load request brings files but no version; send 'file:1/model.onnx'")
+        raise BadRequest("the load request has files but no version folder: send 'file:1/model.onnx'")
 
 
 def _check_path(path: str, labels: set[str]) -> None:
-    parameter = ascii("file:" + path[:80])  # it reaches logs and terminals
+    parameter = ascii("file:" + path[:80])  # the value appears in logs and terminals
     problem = filename_problem(path)
     if problem is not None:
-        raise BadRequest(f"parameter {parameter} leads out of the model's folder ({problem[1]})")
+        raise BadRequest(f"parameter {parameter} is a path outside of the model's folder: {problem[1]}")
     parts = PurePosixPath(path).parts
     if (
         not path.isprintable()
@@ -76,14 +78,14 @@ def _check_path(path: str, labels: set[str]) -> None:
         or str(PurePosixPath(path)) != path
     ):
         raise BadRequest(
-            f"Invalid file path: parameter {parameter} is no plain path; write one such as 'file:1/model.onnx'"
+            f"Invalid file path: parameter {parameter} is not a plain relative path: write one such as 'file:1/model.onnx'"
         )
     if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] == "warmup"):
         return
     if path not in labels:
         raise BadRequest(
-            f"parameter {parameter} is no file of a version; send 'file:<version>/<name>', 'file:warmup/<name>', or a file that "
-            "the configuration names as label_filename"
+            f"parameter {parameter} is not a file of a version: send 'file:<version>/<name>', 'file:warmup/<name>', or a "
+            "file that the configuration names as label_filename"
         )
 
 
@@ -95,18 +97,18 @@ def _label_files(config: Document) -> Iterable[str]:
 
 
 class PrivateFolder:
-    """A folder of the server's own with one model in it; removed when nobody holds it any more. Thread-safe.
+    """Temporary folder with the uploaded files of one model; removed with its last reference. Thread-safe.
 
     Args:
-        name: of the model.
-        files: checked content by path in the model's folder.
+        name: name of the model.
+        files: checked content by path, relative to the model's folder.
 
     Raises:
         Unavailable: the files cannot be stored.
 
     Attributes:
-        repository: the folder; only this process's user may look into it.
-        path: of the model in it.
+        repository: the folder; only the user of this process may read it.
+        path: the model's folder in it.
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -115,7 +117,9 @@ class PrivateFolder:
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         except OSError as error:
-            raise Unavailable(f"the files of the load request cannot be stored: {error.strerror}") from error
+            raise Unavailable(
+                f"the files of the load request cannot be stored: {error.strerror}; free space in the server's temporary folder"
+            ) from error
         self.repository = Path(self._folder.name)
         self.path = self.repository / name
         try:
@@ -126,15 +130,17 @@ class PrivateFolder:
                     stream.write(content)
         except OSError as error:
             self._folder.cleanup()
-            raise Unavailable(f"the files of the load request cannot be stored: {error.strerror}") from error
+            raise Unavailable(
+                f"the files of the load request cannot be stored: {error.strerror}; free space in the server's temporary folder"
+            ) from error
 
     def acquire(self) -> None:
-        """One more has need of it."""
+        """Add a reference."""
         with self._lock:
             self._references += 1
 
     def release(self) -> None:
-        """One less; the last one removes it."""
+        """Drop a reference; the last one removes the folder."""
         with self._lock:
             self._references -= 1
             if self._references:
@@ -157,11 +163,11 @@ class _ClosingVersion:
 class VersionCloser:
     """Closes handles in the background, and updates the registry when the last handle of an unloaded version is closed.
 
-    Ownership: `_closing` is guarded by `_lock`; the registry's lock may be taken under it, never the other way round.
+    Ownership: `_closing` is guarded by `_lock`. The registry's lock may be acquired while `_lock` is held, never the reverse.
 
     Args:
-        registry: that learns of the end.
-        on_closed: called with every handle that was closed.
+        registry: receives the state of closed versions.
+        on_closed: called with every closed handle, on the thread that closed it.
     """
 
     def __init__(self, registry: Registry, on_closed: Callable[[ModelHandle], None] = lambda _handle: None) -> None:
@@ -171,13 +177,13 @@ class VersionCloser:
         self._closing: set[_ClosingVersion] = set()
 
     def begin(self, name: str, version: str, handle: ModelHandle, after: Callable[[], None]) -> None:
-        """Close a handle after its requests have completed, without a timeout.
+        """Close a handle after its requests have completed, without a timeout; returns at once.
 
         Args:
-            name: of the model.
-            version: its number.
+            name: name of the model.
+            version: version number.
             handle: a handle that can no longer be leased.
-            after: called when it is closed, and once more if that comes too late for `wait`.
+            after: called when the handle is closed. Called a second time if the handle closes after `wait` timed out.
         """
         thread = threading.Thread(target=lambda: self._run(closing), name=f"drain {name}/{version}", daemon=True)
         closing = _ClosingVersion(name, version, handle, after, thread)
@@ -186,10 +192,13 @@ class VersionCloser:
         thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """At the end of the process: wait for all drains; what has not ended after `timeout_s` answers with an error.
+        """Wait for all handles at the end of the process; requests that remain after the timeout fail.
+
+        Args:
+            timeout_s: maximum wait in seconds for all handles together.
 
         Returns:
-            False if something still runs.
+            False if a request still runs.
         """
         deadline_ns = monotonic_ns() + int(timeout_s * NS_PER_S)
         with self._lock:
@@ -198,10 +207,20 @@ class VersionCloser:
             closing.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
         late = [closing for closing in all_closing if closing.thread.is_alive() and not closing.handle.close(0.0)]
         for closing in late:
-            closing.after()  # the process is about to end without it
-            logger.error("model %s version %s did not stop within %g s", closing.name, closing.version, timeout_s)
+            closing.after()  # the process ends without this thread
+            logger.error(
+                "model %s version %s did not stop within %g s; its requests failed",
+                closing.name,
+                closing.version,
+                timeout_s,
+            )
             if self._registry.state(closing.name, closing.version) is State.UNLOADING:
-                self._registry.mark(closing.name, closing.version, State.UNAVAILABLE, "it did not stop in time")
+                self._registry.mark(
+                    closing.name,
+                    closing.version,
+                    State.UNAVAILABLE,
+                    "its requests did not end before the shutdown timeout",
+                )
         return not late
 
     def _run(self, closing: _ClosingVersion) -> None:
@@ -209,8 +228,8 @@ class VersionCloser:
             closing.handle.close(None)
             self._on_closed(closing.handle)
             closing.after()
-            logger.info("model %s version %s has ended", closing.name, closing.version)
-        except BaseException:  # the index must not say for ever that it is being unloaded
+            logger.info("model %s version %s is closed", closing.name, closing.version)
+        except BaseException:  # the index must not show UNLOADING for ever
             logger.exception("model %s version %s could not be closed", closing.name, closing.version)
         finally:
             with self._lock:
@@ -227,12 +246,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model is loaded from.
+    """Source of a model: its folder and an optional replacement of its configuration.
 
     Attributes:
         name: name of the model.
         path: folder of the model.
-        repository: folder that no link may lead out of.
+        repository: links must not lead out of this folder.
         config: replaces the configuration of the folder.
         private: temporary folder of uploaded files; removed with the last version loaded from it.
     """
@@ -249,10 +268,10 @@ class _Signature:
     """Inputs of a loaded version; equal signatures give equal versions.
 
     Attributes:
-        files: of the version.
-        config: digest of the configuration and what goes with it.
-        samples: that its engine would be built with.
-        engines: of the version in the state folder, for where its own folder cannot be written.
+        files: files of the version.
+        config: digest of the configuration and the labels.
+        samples: calibration samples from which its engine would be built.
+        engines: engines of the version in the state folder, used if its own folder is read-only.
     """
 
     files: Fingerprint
@@ -269,14 +288,14 @@ class _Version:
     private: PrivateFolder | None
 
     def release_files(self) -> None:
-        """The handle is closed."""
+        """Drop the reference to uploaded files; called when the handle is closed."""
         if self.private is not None:
             self.private.release()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingVersion:
-    """A version that is LOADING until its engine is built."""
+    """A version that stays LOADING until its engine is built."""
 
     signature: _Signature
     plan: ServingPlan
@@ -284,7 +303,7 @@ class _PendingVersion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Model:
-    """What serves of a model, what waits for its engine, and what both were loaded from."""
+    """Serving and pending versions of a model, and the source of both."""
 
     source: ModelSource
     folder: ModelFolder
@@ -292,12 +311,12 @@ class _Model:
     pending: dict[str, _PendingVersion]
 
     def plan(self, number: str) -> ServingPlan:
-        """Of a version that serves or waits."""
+        """Return the plan of a serving or pending version."""
         pending = self.pending.get(number)
         return self.versions[number].plan if pending is None else pending.plan
 
     def order(self, number: str) -> BuildOrder | None:
-        """The engine that is to be built for a version, if one is; never from files or for words that a client has sent."""
+        """Return the build order of a version; None if nothing is built, or the source is a client's upload."""
         if number not in self.versions and number not in self.pending:
             return None
         return _order(self.source, number, self.plan(number))
@@ -310,8 +329,8 @@ class Deployments:
 
     Args:
         loader: creates handles.
-        registry: publishes them.
-        closer: closes them in the background.
+        registry: publishes handles.
+        closer: closes handles in the background.
         builds: builds engines for versions that serve without one.
     """
 
@@ -322,12 +341,15 @@ class Deployments:
         self._builds = builds
         self._live: dict[str, _Model] = {}
         self._logged_progress: tuple[BuildOrder, int] | None = (
-            None  # the build whose progress was logged last, and how far it was
+            None  # build of the last progress log line, and its quarter
         )
         loader.gpu_model_cache.on_change = self._cache_changed
 
     def load(self, source: ModelSource) -> None:
         """Load a model from its current files: changed versions are loaded beside the old ones, then swapped.
+
+        Args:
+            source: the model's folder and configuration.
 
         Raises:
             ConfigError: a version or the whole model cannot be served; the registry has the reason.
@@ -368,7 +390,7 @@ class Deployments:
             if isinstance(result, _Version):
                 versions[number] = result
             elif number in live and live[number].handle.ready:
-                # What serves goes on until the engine is there.
+                # The present version serves until the engine is built.
                 versions[number] = replace(live[number], signature=result.signature, plan=result.plan)
             else:
                 pending[number] = result
@@ -386,7 +408,12 @@ class Deployments:
         return _Signature(files, _digest(folder), sample_fingerprints(folder), engine_files)
 
     def finish_build(self, order: BuildOrder, failure: str) -> None:
-        """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
+        """Load a built engine into its version, or record the build's error; ignored if the version has changed since the order.
+
+        Args:
+            order: the build order.
+            failure: error of the build; "" if it succeeded.
+        """
         name, number = order.name, order.version
         model = self._live.get(name)
         if model is None or model.order(number) != order:
@@ -394,16 +421,16 @@ class Deployments:
         BUILDS.count(name, "failed" if failure else "built")
         version = model.versions.get(number)
         if failure:
-            logger.error("model %s version %s: no engine was built: %s", name, number, failure)
+            logger.error("model %s version %s: building its engine failed: %s", name, number, failure)
             self._update_remark(model, number)
             return
         old = model.pending[number].signature if version is None else version.signature
         files, model_file = fingerprint_version(order.folder / number), model.folder.config.default_model_filename
         is_ready = version is None or version.handle.ready
         if not is_ready or without_builds(files, model_file) != without_builds(old.files, model_file):
-            # Who wants the files as they are now will load them, with the engine if it fits them.
+            # A load request for the present files also loads the engine if it fits.
             self._update_remark(
-                model, number, "an engine is built, but the model's files have changed meanwhile: load the model again"
+                model, number, "an engine is built, but the model's files have changed since: load the model again"
             )
             return
         signature = self._signature(model.source, model.folder, number, files)
@@ -422,7 +449,11 @@ class Deployments:
         self._swap(model.source, model.folder, numbers, {**model.versions, number: new}, pending)
 
     def update_progress(self, order: BuildOrder) -> None:
-        """The builder of an order has come further: the index says so."""
+        """Show the progress of a build in the index and log each quarter.
+
+        Args:
+            order: the build order.
+        """
         model = self._live.get(order.name)
         if model is None or model.order(order.version) != order:
             return
@@ -433,12 +464,12 @@ class Deployments:
             logger.info("model %s version %s: %s", order.name, order.version, self._remark(model, order.version))
 
     def _update_remark(self, model: _Model, number: str, reason: str = "") -> None:
-        """Renew what index and metadata say beside a version.
+        """Update the index and the metadata of a version.
 
         Args:
-            model: of the version.
-            number: of the version.
-            set_reason: why the engine that was built cannot be taken, "" if none was.
+            model: the model.
+            number: version number.
+            reason: why a built engine cannot be used; "" if none was built.
         """
         name, version = model.source.name, model.versions.get(number)
         text = reason or self._remark(model, number)
@@ -451,17 +482,21 @@ class Deployments:
             self._registry.set_loading_reason(name, number, text)
 
     def _failure(self, model: _Model, number: str) -> str:
-        """Why the engine of a version could not be built; "" if it could, or while that is open."""
+        """Return the error of a version's engine build; "" while it runs or if it succeeded."""
         order = model.order(number)
         return "" if order is None else self._builds.failure(order) or ""
 
     def _not_on_gpu(self, model: _Model, number: str) -> str:
-        """Why a version does not run on the GPU, "" if it does or nothing is to be said."""
+        """Return the reason why a version does not run on the GPU; "" if it does, or if none is expected."""
         plan, failure = model.plan(number), self._failure(model, number)
         return f"building its engine failed: {failure}" if failure and plan.not_on_gpu else plan.not_on_gpu
 
     def unload(self, name: str) -> None:
-        """Take nothing new for a model; what it has is answered in the background."""
+        """Accept no new requests for a model; its queued requests complete in the background.
+
+        Args:
+            name: name of the model.
+        """
         self._builds.set_orders(name, ())
         self._registry.publish(name, None)
         for number, version in self._versions(name).items():
@@ -483,7 +518,7 @@ class Deployments:
     def _reusable(
         self, folder: ModelFolder, number: str, signature: _Signature, version: _Version | None
     ) -> _Version | None:
-        """The version that serves, if loading it anew would give the same."""
+        """Return the serving version if a new load would give the same version, else None."""
         if version is None or not version.handle.ready or signature.config != version.signature.config:
             return None
         if signature == version.signature:
@@ -497,7 +532,7 @@ class Deployments:
     def _build(
         self, source: ModelSource, folder: ModelFolder, number: str, signature: _Signature
     ) -> _Version | _PendingVersion:
-        """A new version, warm but not yet published; or one that waits until its engine is built."""
+        """Load a new version without publishing it, or return a pending one if its engine must be built first."""
         name = source.name
         if self._registry.state(name, number) not in (State.READY, State.LOADING):
             self._registry.mark(name, number, State.LOADING)
@@ -509,8 +544,8 @@ class Deployments:
             current, model_file = fingerprint_version(source.path / number), folder.config.default_model_filename
             if without_builds(current, model_file) != without_builds(signature.files, model_file):
                 self._closer.begin(name, number, handle, lambda: None)
-                # The outcome of a build from a half-written file is unknown.
-                raise refuse(f"{name}/{number}", None, "has changed while it was being loaded", "load the model again")
+                # A load from a half-written file has an undefined result.
+                raise refuse(f"{name}/{number}", None, "has changed during the load", "load the model again")
         except ConfigError as error:
             if self._registry.state(name, number) is not State.READY:
                 self._mark_unavailable(name, number, error)
@@ -520,20 +555,22 @@ class Deployments:
         return _Version(handle, signature, plan, source.private)
 
     def _check_order(self, source: ModelSource, number: str, plan: ServingPlan) -> None:
-        """A version can wait only for an engine that will be built.
+        """Check that the engine of a pending version will be built.
 
         Raises:
-            ConfigError: nothing is built from what a client has sent.
+            ConfigError: no engine is built from a client's files or configuration.
         """
         order = _order(source, number, plan)
         if order is None:
-            message = "has no engine for this machine's GPU, and none is built from what a load request brings"
+            message = "has no engine for this machine's GPU, and none is built from the files or configuration of a load request"
             raise refuse(f"{source.name}/{number}", None, message, "write fallback: onnxruntime, or KIND_AUTO")
         if self._builds.failure(order) is not None:
             self._builds.forget(order)
 
     def _open(self, folder: ModelFolder, number: str) -> tuple[ServingPlan, ModelHandle | None]:
-        """A handle on the engine, or on the model's own file where there is none or it is broken; None: it waits."""
+        """Load the engine, or the model's own file if there is no engine or it is broken; the handle is None if the version is
+        pending.
+        """
         version, subject = int(number), f"{folder.name} version {number}"
         plan = _as_config_error(lambda: self._loader.plan(folder, version), subject)
         if plan.is_pending:
@@ -548,7 +585,8 @@ class Deployments:
                 handle = _as_config_error(partial(self._loader.load, folder, version, plan), subject)
                 break
             except ConfigError as error:
-                # An engine that does not fit is not broken: the CPU replaces it only where the configuration allows that.
+                # An engine that does not fit into GPU memory is not broken: the CPU replaces it only if the configuration
+                # allows that.
                 gpu_only = folder.config.fallback is None and requests_tensorrt(folder.config)
                 out_of_memory = isinstance(error, NoRoom) and gpu_only
                 fallback_plan = None if out_of_memory else plan.fallback_plan(error)
@@ -565,12 +603,12 @@ class Deployments:
         return plan, handle
 
     def _remark(self, model: _Model, number: str) -> str:
-        """What the index says beside READY, or beside LOADING while the version waits for its engine."""
+        """Return the index text of a version: beside READY, or beside LOADING while the version waits for its engine."""
         build, version = self._build_remark(model, number), model.versions.get(number)
         if version is None or not version.handle.evicted:
             return build
         problem = self._loader.gpu_model_cache.problem(version.handle)
-        state = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"
+        state = f"evicted: loading on demand failed: {problem}" if problem else "evicted: loaded on demand"
         return f"{state}; {build}" if build else state
 
     def _build_remark(self, model: _Model, number: str) -> str:
@@ -636,7 +674,7 @@ class Deployments:
             LOADS.count(name, "reloaded" if before else "loaded")
 
     def _discard(self, name: str, versions: dict[str, _Version]) -> None:
-        """Close what was built for a load that failed in another version."""
+        """Close the versions of a load that failed in another version."""
         live = self._versions(name)
         for number, version in versions.items():
             if number in live and live[number].handle is version.handle:
@@ -646,7 +684,7 @@ class Deployments:
             self._closer.begin(name, number, version.handle, version.release_files)
 
     def _record_failed_load(self, name: str, error: ConfigError) -> None:
-        logger.error("model %s serves on as it was: %s", name, error)
+        logger.error("model %s keeps its serving versions, the load failed: %s", name, error)
         self._registry.set_reason(name, f"the last load failed: {error}")
 
     def _mark_unavailable(self, name: str, number: str, error: ConfigError) -> None:
@@ -657,14 +695,14 @@ class Deployments:
 
 
 def _order(source: ModelSource, number: str, plan: ServingPlan) -> BuildOrder | None:
-    """The engine that a plan has built; None where none is, or where a client has sent files or a configuration."""
+    """Return the build order of a plan; None if nothing is built, or if a client has sent files or a configuration."""
     if not plan.build or source.private is not None or source.config is not None:
         return None
     return BuildOrder(source.name, number, source.path.absolute(), plan.target, plan.build)
 
 
 def _set_not_on_gpu(version: _Version, reason: str) -> None:
-    """Renew what the metadata say; the control thread alone writes, a reader sees the old mapping's value or the new one."""
+    """Update the metadata of a version. Only the control thread writes; a reader sees the old value or the new one."""
     parameters = version.handle.spec.parameters
     if isinstance(parameters, dict):
         if reason:
@@ -677,7 +715,7 @@ def _as_config_error(call: Callable[[], _T], subject: str) -> _T:
     """Call `call` and turn every error into a ConfigError, so that one model cannot affect the others.
 
     Raises:
-        ConfigError: it failed.
+        ConfigError: the call failed.
     """
     try:
         return call()
@@ -698,11 +736,13 @@ def _read(source: ModelSource) -> ModelFolder:
         logger.warning("%s", finding)
     if not served_versions(folder.config, folder.versions):
         available = ", ".join(map(str, folder.versions))
-        raise refuse(source.name, None, f"no version on disk is served: there are {available}", "change version_policy")
+        raise refuse(
+            source.name, None, f"no version on disk is served: the folder has {available}", "change version_policy"
+        )
     return folder
 
 
 def _digest(folder: ModelFolder) -> str:
-    """Of all that a version's handle was made from, less its files: labels of versions and the policy are not."""
+    """Digest of the configuration and labels of a version, without `labels` of versions and `version_policy`."""
     config = folder.config.model_dump_json(exclude={"labels", "version_policy"})
     return hashlib.sha256(f"{config}\n{sorted(folder.labels.items())}".encode("utf-8", "surrogatepass")).hexdigest()

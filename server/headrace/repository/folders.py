@@ -1,4 +1,4 @@
-"""Model repositories on disk: the models in them, models given as single files, and fingerprints that show changes."""
+"""Model repositories on disk: models in them, models given as single files, and fingerprints that show changes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import name_problem
 
-# Folders that file systems and interpreters make.
+# Folders that file systems and interpreters create.
 _IGNORED_FOLDERS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
-# A folder with such a file but without a version folder is a model put in the wrong place, which is an error with a cure.
+# A folder with such a file and without a version folder is a misplaced model: an error, not a skipped folder.
 _MODEL_SUFFIXES = (".onnx", ".plan", ".engine", ".pt", ".pb", ".graphdef", ".savedmodel")
 
 
@@ -30,10 +30,10 @@ class RepositoryModel:
     """A model's folder in a repository.
 
     Attributes:
-        name: of the folder, which is the model's.
-        path: of the folder.
-        repository: in which it lies.
-        problem: why it cannot be taken, or None.
+        name: name of the folder and of the model.
+        path: the folder.
+        repository: the repository that has it.
+        problem: reason why it cannot be served, or None.
     """
 
     name: str
@@ -47,9 +47,9 @@ class SkippedFolder:
     """A folder of a repository that cannot be a model.
 
     Attributes:
-        path: of the folder.
+        path: the folder.
         reason: why it is skipped.
-        warn: True if it may hide a model: it cannot be read.
+        warn: True if it may contain a model, because it cannot be read.
     """
 
     path: Path
@@ -65,17 +65,17 @@ def scan(
     model_names: Collection[str] = (),
     on_skipped: Callable[[SkippedFolder], None] = lambda _check_folder: None,
 ) -> list[RepositoryModel]:
-    """Every model folder, by name; files, and folders that cannot be models, are passed over.
+    """Return every model folder, sorted by name; files, and folders that cannot be models, are skipped.
 
-    A name that several repositories have is taken from the first; the others are reported with it as a problem.
+    A name that several repositories have is served from the first; the others are returned with a problem.
 
     Args:
         repositories: folders of models.
-        model_names: names of models; a folder of such a name stays a model while its files are being replaced.
-        on_skipped: called with every folder that is passed over.
+        model_names: models in the index; a folder of such a name stays a model while its files are replaced.
+        on_skipped: called with every skipped folder.
 
     Raises:
-        ConfigError: a repository is not a folder that can be read.
+        ConfigError: a repository is not a readable folder.
     """
     models: list[RepositoryModel] = []
     names: dict[str, Path] = {}
@@ -99,7 +99,7 @@ def scan(
 
 
 def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
-    """The folders of a repository that are models, and those that cannot be, both by name.
+    """Return the folders of a repository that are models, and those that cannot be, both sorted by name.
 
     Raises:
         ConfigError: the repository cannot be read.
@@ -108,7 +108,7 @@ def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
         entries = sorted(entry for entry in repository.iterdir() if os.path.isdir(entry))
     except OSError as error:
         message = f"the model repository cannot be read: {error.strerror}"
-        cure = "let the user that the server runs as read and enter the folder"
+        cure = "give the server's user read and execute permission on the folder"
         raise ConfigError([Finding(str(repository), None, message, cure)]) from None
     skipped = [folder for entry in entries if (folder := _check_folder(entry)) is not None]
     skipped_paths = {folder.path for folder in skipped}
@@ -116,7 +116,7 @@ def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
 
 
 def is_model_folder(path: Path) -> bool:
-    """True for a folder with a configuration or with folders named by numbers."""
+    """True for a folder with a configuration file or with folders named by numbers."""
     try:
         return any(os.path.lexists(path / name) for name in CONFIG_FILES) or any(
             entry.name.isdecimal() and os.path.isdir(entry) for entry in path.iterdir()
@@ -126,7 +126,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def folder_names(path: Path) -> list[str]:
-    """The names of the folders in `path`, for suggestions; none if it cannot be read."""
+    """Return the names of the folders in `path`, for suggestions; empty if it cannot be read."""
     try:
         return [entry.name for entry in path.iterdir() if os.path.isdir(entry)]
     except OSError:
@@ -134,7 +134,7 @@ def folder_names(path: Path) -> list[str]:
 
 
 def _check_folder(path: Path) -> SkippedFolder | None:
-    """Why a folder cannot be a model; None for one that is, or that its owner takes for one."""
+    """Return the reason why a folder cannot be a model; None for a model, also for a broken one."""
     if path.name.startswith("."):
         return SkippedFolder(path, "it is hidden")
     if path.name in _IGNORED_FOLDERS:
@@ -151,7 +151,7 @@ def _check_folder(path: Path) -> SkippedFolder | None:
 
 
 def _has_model_file(entry: Path) -> bool:
-    """True for a model's file, and for a folder with one directly in it."""
+    """True for a model file, and for a folder with one directly in it."""
     if entry.suffix in _MODEL_SUFFIXES:
         return True
     try:
@@ -161,11 +161,11 @@ def _has_model_file(entry: Path) -> bool:
 
 
 def find(repositories: Sequence[Path], name: str) -> RepositoryModel | None:
-    """The folder of one model, in the first repository that has it.
+    """Return the folder of one model in the first repository that has it, or None.
 
     Args:
         repositories: folders of models.
-        name: checked by `name_problem`, so that it leads nowhere else.
+        name: checked by `name_problem`, so that it cannot leave the repository.
     """
     for repository in repositories:
         if os.path.isdir(repository / name):
@@ -177,18 +177,18 @@ logger = logging.getLogger("headrace.control")
 
 _PREFIX = "headrace-files-"
 _LOCK = "lock"
-# Copies of larger files are announced, as they take time and room.
+# Copies of larger files are logged, as they take time and disk space.
 _LARGE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPaths:
-    """The repositories behind the paths of a command line.
+    """Repositories behind the paths of a command line.
 
     Attributes:
         repositories: folders of models, in the order of the paths.
-        model_filter: the models served of a repository that is not served as a whole.
-        first_model: name of the first model that was named by a file, "" without one.
+        model_filter: names of the served models, for each repository that is served in part.
+        first_model: name of the first model given as a file; "" if there is none.
     """
 
     repositories: tuple[Path, ...] = ()
@@ -198,14 +198,14 @@ class ServedPaths:
 
 @contextmanager
 def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[ServedPaths]:
-    """Find or make a repository for each path, and remove those that were made.
+    """Find or create a repository for each path; created ones are removed on exit.
 
     Args:
         paths: each a model file (ONNX), a folder with one model file, the folder of one model, or a repository.
-        state_dir: where links to the files are made if the file system allows; "" for the folder of temporary files.
+        state_dir: links to the files are created here if the file system allows; "" for the folder of temporary files.
 
     Raises:
-        ConfigError: a path is none of these; two have the same name; the files cannot be linked or copied.
+        ConfigError: a path is none of these, two have the same name, or the files cannot be linked or copied.
     """
     repositories: list[Path] = []
     model_filter: dict[Path, frozenset[str]] = {}
@@ -242,10 +242,10 @@ def _error(path: Path, message: str, cure: str) -> ConfigError:
 
 
 def _model_file(path: Path) -> Path | None:
-    """The model file that a path names: itself, or the only one in a folder without version folders; None for a folder.
+    """Return the model file of a path: the file, or the only one in a folder without version folders; None for other folders.
 
     Raises:
-        ConfigError: nothing is there, or a file that is no ONNX model.
+        ConfigError: the path does not exist, or the file is not an ONNX model.
     """
     if not path.exists():
         raise _error(path, "does not exist", "name an ONNX file, the folder of a model, or a model repository")
@@ -269,7 +269,7 @@ def _model_file(path: Path) -> Path | None:
 
 
 def _model_name(path: Path, file: Path) -> str:
-    """The file's name without its suffix, or the folder's where the file is called model.onnx; with a model's characters."""
+    """Return the file's name without suffix, or the folder's name if the file is model.onnx, reduced to allowed characters."""
     stem = Path(os.path.abspath(path)).name if path.is_dir() and file.name == SOURCE else file.stem
     name = re.sub(r"[^A-Za-z0-9_.-]|\.(?=\.)", "_", stem).lstrip(".-")[:128]
     return name if name and name_problem(name) is None else "model"
@@ -278,16 +278,16 @@ def _model_name(path: Path, file: Path) -> str:
 def _repository(
     name: str, file: Path, with_folder: bool, state_dir: str, temporary: list[Path], locks: list[int]
 ) -> Path:
-    """A repository with one model; adds what is to be removed and closed to `temporary` and `locks`.
+    """Create a repository with one model; adds the folder to `temporary` and its lock to `locks`.
 
     Args:
-        name: of the model.
+        name: name of the model.
         file: the ONNX file.
-        with_folder: the folder of the file was named, so that its configuration and labels belong to the model.
-        state_dir, made, locks: as `open_paths` has them.
+        with_folder: the path was the file's folder, so its configuration and labels belong to the model.
+        state_dir, temporary, locks: as in `open_paths`.
 
     Raises:
-        ConfigError: no folder can be written to, or the disk is full.
+        ConfigError: no folder is writable, or the disk is full.
     """
     parents = [Path(parent) for parent in (os.path.expanduser(state_dir), tempfile.gettempdir()) if parent]
     problem: OSError | None = None
@@ -315,14 +315,14 @@ def _repository(
 
 
 def _create_model(model: Path, file: Path, with_folder: bool, link: bool) -> None:
-    """Put a file and its external weights, with `with_folder` also configuration and labels, where a repository has them."""
+    """Link or copy a file and its external weights into a model folder; `with_folder` adds configuration and labels."""
     version = model / "1"
     version.mkdir(parents=True)
     siblings = [entry for entry in file.parent.iterdir() if entry.is_file()] if with_folder else []
     is_configured = any(entry.name in CONFIG_FILES for entry in siblings)
     # A configuration may name the file.
     _link_or_copy(file, version / (file.name if is_configured else SOURCE), link)
-    with suppress(ConfigError):  # a file that is no model is reported when it is loaded
+    with suppress(ConfigError):  # an invalid file is reported when it is loaded
         for location in external_files(file, file.name):
             (version / location).parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(file.parent / location, version / location, link)
@@ -343,7 +343,7 @@ def _link_or_copy(source: Path, target: Path, link: bool) -> None:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the repositories of servers that were killed: nobody holds their locks."""
+    """Remove the repositories of killed servers; their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)
@@ -363,30 +363,30 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 ABSENT: Fingerprint = ()
 
-# A model has a handful of files; whoever keeps a data set beside it shall not have it walked over again and again.
+# A model has a handful of files. The limit bounds the scan of a model folder that also contains a data set.
 MAX_ENTRIES = 10_000
 _MAX_DEPTH = 8
 
 
 def fingerprint_version(path: Path) -> Fingerprint:
-    """Everything in a version's folder, and the folder itself; links to files are followed, links to folders are not.
+    """Fingerprint a version's folder and everything in it; links to files are followed, links to folders are not.
 
-    A folder that cannot be seen looks like `ABSENT`.
+    A folder that cannot be read gives `ABSENT`.
     """
     return _fingerprint([path], [(path, "")])
 
 
 def fingerprint_versions(path: Path) -> dict[str, Fingerprint]:
-    """`fingerprint_version` of every version in a model's folder, by number."""
+    """Return `fingerprint_version` of every version in a model's folder, by version number."""
     return {entry.name: fingerprint_version(entry) for entry in _folders(path) if entry.name.isdecimal()}
 
 
 def without_builds(fingerprint: Fingerprint, model_file: str) -> Fingerprint:
-    """A look at a version less what builders put beside the model: engines and their stamps come and go while it serves.
+    """Remove the files that builders write from a fingerprint: engines and their stamps change while the model serves.
 
     Args:
-        fingerprint: of the version's folder.
-        model_file: name of the model's own file, which stays whatever it is called.
+        fingerprint: fingerprint of the version's folder.
+        model_file: name of the model's own file, which is never removed.
     """
     return tuple(entry for entry in fingerprint if entry[0] == model_file or not _is_built(entry[0]))
 
@@ -396,9 +396,9 @@ def _is_built(name: str) -> bool:
 
 
 def fingerprint_model(path: Path) -> Fingerprint:
-    """A model's folder: its own files, the version folders and the data for warm-ups with all that is in them.
+    """Fingerprint a model's folder: its own files, and everything in the version folders and the warm-up folder.
 
-    A folder that cannot be seen looks like `ABSENT`.
+    A folder that cannot be read gives `ABSENT`.
     """
     below = [(entry, entry.name + "/") for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
     return _fingerprint([path, *(entry for entry, _ in below)], [(path, ""), *below], recurse=False)
@@ -419,7 +419,7 @@ def _fingerprint(roots: list[Path], folders: list[tuple[Path, str]], recurse: bo
             state = root.stat()
         except OSError:
             continue
-        # The folder's own time changes with every file that comes or goes, which the entries tell already.
+        # The folder's own modification time repeats what the entries show, so it is left out.
         entries.append((f"{root.name}/", 0, 0, state.st_ino))
     if not entries:
         return ABSENT
@@ -433,7 +433,7 @@ def _fingerprint(roots: list[Path], folders: list[tuple[Path, str]], recurse: bo
 
 
 def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
-    """Every file below `folder`; what vanishes on the way is passed over, the next look tells."""
+    """Yield every file below `folder`; files that vanish during the scan are skipped and found missing by the next scan."""
     try:
         with os.scandir(folder) as scanned:
             entries = list(scanned)

@@ -41,9 +41,9 @@ def memory_bytes(device: int) -> int:
 
 
 def devices_of(config: ModelConfig) -> list[int]:
-    """GPU numbers, one for each instance: `count` instances on each GPU of a group, on all GPUs if it names none.
+    """Return the GPU number of each instance: `count` instances on each GPU of a group, on all GPUs if it names none.
 
-    Groups of KIND_CPU beside others are for where no GPU is.
+    KIND_CPU groups beside others apply only on machines without a GPU.
     """
     devices: list[int] = []
     for group in config.instance_group:
@@ -56,7 +56,7 @@ def devices_of(config: ModelConfig) -> list[int]:
 
 
 def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
-    """Parameters of the configuration with those that the backend adds."""
+    """Return the configuration's parameters with those that the backend needs: largest batch and GPU numbers."""
     added = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
     return {**config.parameters, **added}
 
@@ -65,7 +65,7 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
     """Compare the tensors of a TensorRT plan with the configuration.
 
     Raises:
-        ConfigError: one is missing, or of another type or shape; with all that was found.
+        ConfigError: tensors are missing or have another type or shape; lists all of them.
     """
     findings: list[Finding] = []
     for side, declared, tensors in (

@@ -4,7 +4,7 @@ A version that does not fit evicts the least recently used versions. A request t
 way. Each loaded version stays for a minimum time while it is in use, so that two models that do not fit together take turns
 instead of evicting each other at once. Versions that wait for memory are served first come, first served.
 
-    loaded --(make_room: least recently used)--> evicted --(wanted, and there is or can be room)--> loaded
+    loaded --(make_room: least recently used)--> evicted --(requested, and memory is or can be freed)--> loaded
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class GpuModelCache:
     # For the control thread
 
     def load_requested(self) -> int | None:
-        """Load the requested versions for which there is room now.
+        """Load the requested versions for which there is memory now.
 
         Returns:
             Time of the next call for versions that still wait, in monotonic nanoseconds; None if none waits.
@@ -224,7 +224,11 @@ class GpuModelCache:
     # From any thread
 
     def request(self, handle: ModelHandle) -> None:
-        """Note that a request waits for an evicted version."""
+        """Queue an evicted version for which a request waits; callable from any thread.
+
+        Args:
+            handle: handle of the version.
+        """
         with self._lock:
             load_error = self._load_error
             should_notify = load_error is None and not self._notified
@@ -313,10 +317,10 @@ class GpuModelCache:
                 self._back_off(model, error)
             except Exception:
                 logger.exception("model %s could not be loaded again", model.name)
-                self._back_off(model, HeadraceError("the server's log has the cause"))
+                self._back_off(model, HeadraceError("see the server's log for the cause"))
             else:
                 self._record_load(model, account, begun_ns, on_demand=True)
-                logger.info("model %s is back: a request waited for it", model.name)
+                logger.info("model %s is loaded again for a request", model.name)
                 self.on_change(model.handle)
             return 0
 
@@ -358,12 +362,14 @@ class GpuModelCache:
             if freed_bytes and freed_bytes >= lacking_bytes:
                 break
             if not victim.handle.evict(_EVICT_TIMEOUT_S):
-                logger.warning("model %s cannot make room for %s: it does not come to an end", victim.name, requester)
+                logger.warning(
+                    "model %s cannot be evicted for %s: its requests did not end in time", victim.name, requester
+                )
                 victim.retry_eviction_ns = self.clock() + _RETRY_EVICTION_NS
                 continue
             freed_bytes += victim.memory_bytes[gpu]
             freed = format_bytes(victim.memory_bytes[gpu])
-            logger.info("model %s makes room for %s: %s of GPU %d", victim.name, requester, freed, gpu)
+            logger.info("model %s is evicted for %s: frees %s of GPU %d", victim.name, requester, freed, gpu)
             with self._lock:
                 self._loads[_key(victim.handle)].evictions += 1
             self.on_change(victim.handle)

@@ -135,7 +135,7 @@ def test_a_failed_build_is_told_and_not_tried_again(workshop: Workshop, caplog: 
     with caplog.at_level(logging.ERROR, "headrace"):
         workshop.run(check)
     assert [r.getMessage() for r in caplog.records] == [
-        "model m version 1: no engine was built: m: node 'x' cannot be quantised"
+        "model m version 1: building its engine failed: m: node 'x' cannot be quantised"
     ]
 
 
@@ -210,7 +210,7 @@ def test_files_that_nobody_asked_to_load_are_not_loaded_by_a_builds_end(workshop
         put(workshop.repository, 3)
         workshop.let_go()
         await until(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))
-        await until(lambda: "files have changed meanwhile: load the model again" in reason_of(registry))
+        await until(lambda: "files have changed since: load the model again" in reason_of(registry))
         assert same(await ask(registry), 1)
         await reconciler.load("m", None, {})
         assert same(await ask(registry), 2), "the engine was built from the new file"

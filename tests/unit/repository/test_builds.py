@@ -130,7 +130,7 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
     ("words", "failure"),
     [
         (("/nowhere/builder",), "the builder cannot be started: No such file or directory"),
-        ((sys.executable, "-c", "raise SystemExit(3)"), "the builder ended with status 3 and said nothing"),
+        ((sys.executable, "-c", "raise SystemExit(3)"), "the builder ended with status 3 without output"),
         (
             (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"),
             "the builder was killed by SIGKILL: is there enough memory?",

@@ -25,7 +25,7 @@ from tests.unit.repository.test_tensorrt_models import plan_of
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
 pytestmark = pytest.mark.usefixtures("trt")
-READY, PARKED = ("READY", ""), ("READY", "parked: loaded on demand")
+READY, PARKED = ("READY", ""), ("READY", "evicted: loaded on demand")
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: P
             await ask(registry, "a")
         state, reason = index(registry)["a", "1"]
         assert state == "READY"
-        assert "parked: loading it on demand failed" in reason
+        assert "evicted: loading on demand failed" in reason
         await reconciler.load("a", None, {})
         await asked(registry, "a", 1)
         await until(lambda: index(registry)["a", "1"] == READY)

@@ -49,7 +49,7 @@ def test_files_of_the_clients_own_live_in_a_private_folder(repository: Path, tmp
         before = everything(tmp_path)
         with pytest.raises(BadRequest, match="config"):
             await reconciler.load("m", None, {"1/model.onnx": content})
-        with pytest.raises(BadRequest, match="leads out"):
+        with pytest.raises(BadRequest, match="outside of"):
             await reconciler.load("m", "{}", {"../../evil": content, "1/model.onnx": content})
         await reconciler.load("m", "{}", {"3/model.onnx": content})
         assert list(registry.versions("m")) == ["3"]

@@ -117,4 +117,4 @@ def test_unreadable_folders_are_skipped_and_read_only_models_serve(
 def test_an_unreadable_repository_is_an_error_with_a_cure(volume: Path) -> None:
     with without_rights(volume), pytest.raises(ConfigError) as caught:
         scan([volume])
-    assert "the model repository cannot be read: Permission denied (let the user" in str(caught.value)
+    assert "the model repository cannot be read: Permission denied (give the server" in str(caught.value)
