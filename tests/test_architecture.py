@@ -338,7 +338,10 @@ PEOPLE = re.compile(
     re.IGNORECASE,
 )
 RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|All that|That which|The one)\b")
-PLAIN_PROSE: tuple[str, ...] = ("server/headrace/http2",)
+PLAIN_PROSE: tuple[str, ...] = (
+    "server/headrace/http2",
+    "server/headrace/commands",
+)
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
     "server/headrace/simulation",
@@ -364,6 +367,7 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/settings.py",
     "server/headrace/tls.py",
     "server/headrace/triton_flags.py",
+    "server/headrace/commands",
 )
 
 

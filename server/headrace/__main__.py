@@ -155,7 +155,7 @@ def _health(arguments: Sequence[str]) -> int:
     settings.add_arguments(parser)
     defaults = settings.from_arguments(parser.parse_args([]))
     return health_command.main(
-        arguments, health_command.Listening(defaults.host, defaults.http_port, defaults.tls_cert)
+        arguments, health_command.ListenAddress(defaults.host, defaults.http_port, defaults.tls_cert)
     )
 
 

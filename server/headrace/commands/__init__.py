@@ -1,1 +1,1 @@
-"""A thin client of the Open Inference Protocol V2 over HTTP, for Headrace's own command line."""
+"""Subcommands of `headrace` that need no server of their own: infer, health, explain, validate, tune and simulate."""

@@ -1,4 +1,4 @@
-"""`headrace explain MODEL`: what limits a model of a running server now, and what would help."""
+"""`headrace explain MODEL`: prints what limits a model of a running server, and the setting that would help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 _TIMEOUT_S = 60.0
 
-# What is shown of the numbers, as people read them: name -> unit, and what it is divided by.
+# Numbers to print: JSON key -> unit, and the divisor that converts the server's value to that unit.
 _SHOWN = {
     "requests_per_s": ("requests/s", 1),
     "rows_per_batch": ("rows a batch", 1),
@@ -43,53 +43,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command with what `add_arguments` declared; the exit status."""
+    """Run the command with the options of `add_arguments`; return the exit status."""
     return run(args.model, args.url, args.model_version, args.json, open_console(highlight=False))
 
 
 def run(model: str, url: str, version: str, as_json: bool, console: Console, errors: Console | None = None) -> int:
-    """Ask the server and print what it says.
+    """Fetch the explanation of a model and print it.
 
     Args:
-        model: its name.
-        url: of the server.
-        version: of the model, empty for the one that the server chooses.
-        as_json: print JSON as it came.
-        console: where the answer goes.
-        errors: where an error goes; standard error by default.
+        model: name of the model.
+        url: HTTP address of the server.
+        version: version of the model; "" lets the server choose.
+        as_json: print the server's JSON instead of text.
+        console: output of the explanation.
+        errors: output of an error; None uses standard error.
 
     Returns:
-        0, or 1 if the server refused or is not there.
+        0, or 1 if the server returned an error or cannot be reached.
     """
     try:
-        told = fetch(url, model, version)
+        document = fetch(url, model, version)
     except HeadraceError as error:
         errors = errors or open_console(stderr=True, highlight=False)
         errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
         return 1
     if as_json:
-        console.print(orjson.dumps(told).decode(), markup=False, soft_wrap=True)
+        console.print(orjson.dumps(document).decode(), markup=False, soft_wrap=True)
         return 0
-    console.print(Text(printable(f"{told.get('name', model)}, version {told.get('version', '')}"), style="bold"))
-    _findings(console, told.get("findings", ()))
-    _numbers(console, told.get("numbers", {}))
+    console.print(
+        Text(printable(f"{document.get('name', model)}, version {document.get('version', '')}"), style="bold")
+    )
+    _findings(console, document.get("findings", ()))
+    _numbers(console, document.get("numbers", {}))
     return 0
 
 
 def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
-    """The server's explanation of a model.
+    """Fetch the explanation of a model from a server.
 
     Args:
-        url: of the server's HTTP, e.g. "http://127.0.0.1:8000".
-        model: its name.
-        version: of the model, empty for the one that the server chooses.
+        url: HTTP address of the server, e.g. "http://127.0.0.1:8000".
+        model: name of the model.
+        version: version of the model; "" lets the server choose.
         timeout_s: for connecting, and for every wait for bytes.
+
+    Returns:
+        The JSON object of `GET /v2/models/MODEL/explain`.
 
     Raises:
         BadRequest: the URL is wrong.
-        Unavailable: no server answers.
+        Unavailable: no server listens there, or it does not answer in time.
         HeadraceError: the server returns an error.
-        ModelFailed: the answer is not a JSON object.
+        ModelFailed: the response is not a JSON object.
     """
     path = f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
     try:
@@ -100,11 +105,13 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
         cure = "start one with `headrace serve` (or `make serve`), or name its address with --url"
         raise Unavailable(f"no server answers at {url}: {cure}") from None
     except TimeoutError:
-        cure = "the server may be busy or stopped; look at its log"
+        cure = "the server may be busy or stopped: read its log"
         raise Unavailable(f"no answer from {url} within {timeout_s:g} s: {cure}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = str(error) or type(error).__name__
-        raise Unavailable(f"talking to {url} failed ({reason}): check the address, and the server's log") from None
+        raise Unavailable(
+            f"the connection to {url} failed ({reason}): check the address, and read the server's log"
+        ) from None
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -112,9 +119,11 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
     if isinstance(document, dict) and status == 200:
         return document
     if isinstance(document, dict) and isinstance(document.get("error"), str):
-        raise HeadraceError(f"the server says {status}: {document['error']}")
+        raise HeadraceError(f"the server returned {status}: {document['error']}")
     start = body[:200].decode("utf-8", "replace").strip() or "no text"
-    raise ModelFailed(f"the answer is {status} {start}: is the URL that of a V2 inference server?")
+    raise ModelFailed(
+        f"the response is {status} {start}, expected a JSON object: check that the URL is that of a V2 inference server"
+    )
 
 
 def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
@@ -131,14 +140,14 @@ def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:
-    shown = [
-        f"{numbers[name] / over:,.4g} {unit}"
-        for name, (unit, over) in _SHOWN.items()
+    figures = [
+        f"{numbers[name] / divisor:,.4g} {unit}"
+        for name, (unit, divisor) in _SHOWN.items()
         if isinstance(numbers.get(name), int | float)
     ]
     closed = numbers.get("closed")
     if isinstance(closed, Mapping) and closed:
         total = sum(closed.values())
-        shown.append("closed: " + ", ".join(f"{reason} {count / total:.0%}" for reason, count in closed.items()))
-    if shown:
-        console.print(Text(printable(f"last {numbers.get('seconds', 0):g} s: " + ", ".join(shown)), style="dim"))
+        figures.append("closed: " + ", ".join(f"{reason} {count / total:.0%}" for reason, count in closed.items()))
+    if figures:
+        console.print(Text(printable(f"last {numbers.get('seconds', 0):g} s: " + ", ".join(figures)), style="dim"))

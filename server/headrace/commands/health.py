@@ -1,4 +1,4 @@
-"""`headrace health`: exit status 0 while a server is ready. For health checks of containers, which then need no curl.
+"""`headrace health`: exit status 0 while a server is ready. Health checks of containers then need no curl.
 
 It runs every few seconds, so this module imports only the standard library.
 """
@@ -23,15 +23,16 @@ def get(
     """Send a GET request and return the response's status and body.
 
     Args:
-        url: of the server, e.g. "http://127.0.0.1:8000"; the scheme may be missing, a path is a prefix of every route.
-        path: of the route, quoted.
+        url: address of the server, e.g. "http://127.0.0.1:8000"; the scheme may be missing, a path is a prefix of
+            every route.
+        path: route, quoted.
         timeout_s: for connecting, and for every wait for bytes.
-        context: for a URL with TLS; None trusts the system's authorities.
-        max_bytes: of the body to read; None reads all.
+        context: TLS settings for an https URL; None trusts the system's authorities.
+        max_bytes: number of bytes of the body to read; None reads all.
 
     Raises:
-        ValueError: not a URL of HTTP.
-        OSError: no server listens, TLS fails, or there is no answer in time.
+        ValueError: the URL is not one of HTTP.
+        OSError: no server listens, TLS fails, or no response comes in time.
         http.client.HTTPException: the peer does not speak HTTP, or closes the connection early.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -50,17 +51,18 @@ def get(
         connection.close()
 
 
-_MOST_BYTES = 4096
+_MAX_BODY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
-    """Where the server of this machine listens, by the environment that it is started with.
+class ListenAddress:
+    """HTTP address of the server on this machine, from the settings that it is started with.
 
     Attributes:
-        host: as of `headrace serve`; that of every address means the loopback one here.
-        port: of HTTP.
-        certificate: of the server (PEM), "" without TLS. It is trusted as it is, whatever names and signature it bears.
+        host: value of `headrace serve --host`; an unspecified address (0.0.0.0, ::) stands for loopback here.
+        port: HTTP port.
+        certificate: path of the server's certificate (PEM), "" without TLS. It is trusted whatever names and
+            signature it has.
     """
 
     host: str = "127.0.0.1"
@@ -69,7 +71,7 @@ class Listening:
 
     @property
     def url(self) -> str:
-        """E.g. "http://127.0.0.1:8000"."""
+        """Base URL, e.g. "http://127.0.0.1:8000"."""
         host = self.host
         try:
             address = ip_address(host)
@@ -81,28 +83,30 @@ class Listening:
         return f"{'https' if self.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def main(arguments: Sequence[str], here: Listening) -> int:
+def main(arguments: Sequence[str], address: ListenAddress) -> int:
     """Run the command.
 
     Args:
-        arguments: of the command line, behind `health`.
-        here: the server that is asked where no URL is given.
+        arguments: command line after `health`.
+        address: default server if no URL is given.
 
     Returns:
-        0 while the server is ready (with --live: answers at all), 1 if not; standard error says why.
+        0 if the server is ready (with --live: if it responds at all), else 1; standard error has the reason.
     """
     text = "Exit status 0 while a server is ready, 1 if not: for health checks."
     parser = argparse.ArgumentParser(prog="headrace health", description=text)
     add = parser.add_argument
-    add("--url", default=here.url, help="the server's address (%(default)s)")
+    add("--url", default=address.url, help="the server's address (%(default)s)")
     add("--live", action="store_true", help="only that it answers, ready or not")
     add("--timeout", type=float, default=3.0, metavar="S", help="for the answer (%(default)s)")
     add("--client-cert", default="", metavar="FILE", help="to show to a server with --tls-client-ca (PEM)")
     add("--client-key", default=None, metavar="FILE", help="private key of --client-cert (PEM)")
     args = parser.parse_args(arguments)
-    own = here.certificate if args.url == here.url else ""
+    certificate = address.certificate if args.url == address.url else ""
     try:
-        reason = ask(args.url, args.live, args.timeout, _context(own, args.client_cert, args.client_key))
+        reason = readiness_error(
+            args.url, args.live, args.timeout, _context(certificate, args.client_cert, args.client_key)
+        )
     except ssl.SSLError as error:
         reason = f"TLS: {error.reason or error}"
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -115,36 +119,36 @@ def main(arguments: Sequence[str], here: Listening) -> int:
     return 0
 
 
-def ask(url: str, live: bool, timeout_s: float, context: ssl.SSLContext) -> str:
-    """Why a server is not ready; "" if it is.
+def readiness_error(url: str, live: bool, timeout_s: float, context: ssl.SSLContext) -> str:
+    """Return the reason why a server is not ready, "" if it is.
 
     Args:
-        url: of the server.
-        live: ask only that it answers.
+        url: address of the server.
+        live: check only that it responds.
         timeout_s: for every wait.
-        context: where the URL is one of TLS.
+        context: TLS settings of an https URL.
 
     Raises:
-        OSError: nobody listens, TLS fails, or there is no answer in time.
-        ValueError: no URL of HTTP.
-        http.client.HTTPException: what listens speaks something else.
+        OSError: no server listens, TLS fails, or no response comes in time.
+        ValueError: the URL is not one of HTTP.
+        http.client.HTTPException: the peer does not speak HTTP.
     """
-    status, body = get(url, f"/v2/health/{'live' if live else 'ready'}", timeout_s, context, _MOST_BYTES)
-    return "" if status == 200 else f"{status} {_told(body)}".rstrip()
+    status, body = get(url, f"/v2/health/{'live' if live else 'ready'}", timeout_s, context, _MAX_BODY_BYTES)
+    return "" if status == 200 else f"{status} {_error_text(body)}".rstrip()
 
 
-def _told(body: bytes) -> str:
-    """What an answer says, on one line without control characters: it goes to terminals and logs."""
+def _error_text(body: bytes) -> str:
+    """Error message of a response body, on one line without control characters: it is printed to terminals and logs."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         text = str(json.loads(text)["error"])
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:500]
 
 
-def _context(own: str, client_cert: str, client_key: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=own or None)
-    if own:
-        # The very file that the server shows: neither a name nor an authority can say more.
+def _context(certificate: str, client_cert: str, client_key: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=certificate or None)
+    if certificate:
+        # Trust exactly the certificate that the server sends, whatever its names and issuer.
         context.check_hostname = False
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if client_cert:

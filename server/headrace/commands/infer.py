@@ -1,4 +1,7 @@
-"""`headrace infer MODEL photo.jpg`: send pictures or tensors to a running server and print what it says."""
+"""`headrace infer MODEL photo.jpg`: sends pictures or tensors to a running server and prints the results.
+
+Pictures become tensors by the model's own `preprocess` section; the classification extension returns the best classes.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ if TYPE_CHECKING:
     from headrace.commands.infer_client import AnyArray, InferClient
 
 
-# What a recipe's floats can be sent as.
+# Datatypes to which the floats of a preprocessed picture can be converted.
 _PIXEL_TYPES = {"FP32": np.float32, "FP16": np.float16, "UINT8": np.uint8}
 
 
 class Client(Protocol):
-    """A client of one server; see `headrace.commands.infer_client.InferClient`."""
+    """Client of one server; `headrace.commands.infer_client.InferClient` implements it."""
 
     def infer(
         self, model: str, inputs: Mapping[str, AnyArray], version: str = "", outputs: Mapping[str, int] | None = None
     ) -> dict[str, AnyArray]:
-        """Run a model; `outputs` has the number of classes to return, 0 for the tensor itself."""
+        """Run a model; `outputs` maps a name to the number of classes to return, 0 for the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,9 @@ class RankedClass:
     """One class of a picture.
 
     Attributes:
-        score: what the model gave, a probability or not.
+        score: output of the model, a probability or not.
         index: of the class.
-        label: its name, empty if the server has none.
+        label: name of the class, "" if the server has none.
     """
 
     score: float
@@ -56,7 +59,7 @@ class RankedClass:
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """A picture's best classes, best first."""
+    """Best classes of one picture, best first."""
 
     file: str
     classes: list[RankedClass]
@@ -64,17 +67,19 @@ class Classified:
 
 @dataclass(frozen=True, slots=True)
 class PictureTask:
-    """How one model takes pictures and names classes.
+    """Input and output of a model that classifies pictures.
 
     Attributes:
-        model: its name.
-        recipe: how a picture becomes a tensor.
-        input, datatype: of the tensor.
-        batched: True if the tensor's first dimension is the batch; several pictures then share a request.
-        one_dimension_less: True if the model takes a picture without a batch dimension of 1.
-        output: the scores.
-        ranked: names of the outputs with scores, classes and, where they have names, labels, if the server ranks them itself.
-        pictures_per_request: at most.
+        model: name of the model.
+        recipe: preprocessing of a picture.
+        input: name of the input tensor.
+        datatype: datatype of the input tensor.
+        batched: True if the first dimension is the batch; several pictures then share a request.
+        one_dimension_less: True if the model takes one picture without a batch dimension of 1.
+        output: name of the output with the scores.
+        ranked: names of the outputs with scores, classes and, if there are names, labels, if the server ranks; else
+            empty.
+        pictures_per_request: maximum number of pictures in a request.
     """
 
     model: str
@@ -89,11 +94,12 @@ class PictureTask:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Self:
-        """Read it from the server's answers.
+        """Read the task from the server's configuration and metadata of a model.
 
         Raises:
-            BadRequest: the model takes no pictures; says what its configuration lacks.
-            ConfigError: its recipe is wrong.
+            BadRequest: the model takes no pictures; the message says what its configuration lacks.
+            ConfigError: the `preprocess` section is wrong.
+            ModelFailed: the server's response lacks a field.
         """
         try:
             return cls._read(config, metadata)
@@ -108,7 +114,7 @@ class PictureTask:
         recipe = ImageRecipe.from_parameters(config.get("parameters") or {}, f"the server's configuration of '{model}'")
         if recipe is None:
             raise BadRequest(
-                f"model '{model}' does not say how a picture becomes its input: add a `preprocess` section to its "
+                f"model '{model}' has no preprocessing for pictures: add a `preprocess` section to its "
                 f"config.yaml (`headrace.preprocess.*` parameters to a config.pbtxt), or send tensors with --raw FILE.npz"
             )
         inputs = {tensor["name"]: tensor for tensor in metadata["inputs"]}
@@ -138,54 +144,54 @@ class PictureTask:
         )
 
     def requests(self, pictures: int) -> int:
-        """How many requests so many pictures take."""
+        """Number of requests for `pictures` pictures."""
         return -(-pictures // self.pictures_per_request)
 
 
 def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, version: str = "") -> list[Classified]:
-    """The best classes of every picture, in the order of the files.
+    """Classify pictures and return the best classes of each, in the order of the files.
 
     Args:
-        client: of the server.
-        task: of the model.
+        client: connection to the server.
+        task: input and output of the model.
         files: paths of pictures.
-        top: how many classes for each.
-        version: of the model.
+        top: number of classes for each picture.
+        version: version of the model; "" lets the server choose.
 
     Raises:
-        BadRequest: a file cannot be read, or is no picture; names it.
-        HeadraceError: the server refused or failed.
+        BadRequest: a file cannot be read or is no picture; the message names it.
+        HeadraceError: the server returns an error.
     """
-    found: list[Classified] = []
+    results: list[Classified] = []
     for start in range(0, len(files), task.pictures_per_request):
-        some = files[start : start + task.pictures_per_request]
-        tensor = np.concatenate([_tensor(file, task) for file in some])
+        batch = files[start : start + task.pictures_per_request]
+        tensor = np.concatenate([_tensor(file, task) for file in batch])
         if task.one_dimension_less:
             tensor = tensor[0]
         if task.ranked:
             outputs = client.infer(task.model, {task.input: tensor}, version, dict.fromkeys(task.ranked, 0))
-            found += _read_ranks(some, [outputs.get(name) for name in task.ranked], top)
+            results += _read_ranks(batch, [outputs.get(name) for name in task.ranked], top)
             continue
         outputs = client.infer(task.model, {task.input: tensor}, version, {task.output: top})
         lines = outputs.get(task.output)
-        if lines is None or lines.dtype != object or (task.batched and lines.shape[:1] != (len(some),)):
+        if lines is None or lines.dtype != object or (task.batched and lines.shape[:1] != (len(batch),)):
             raise ModelFailed(
                 f"the server did not classify output '{task.output}': does it offer the classification extension?"
             )
-        for file, row in zip(some, lines.reshape(len(some), -1).tolist(), strict=True):
-            found.append(Classified(file, [_ranked(line) for line in row]))
-    return found
+        for file, row in zip(batch, lines.reshape(len(batch), -1).tolist(), strict=True):
+            results.append(Classified(file, [_ranked(line) for line in row]))
+    return results
 
 
 def server_time_ns(before: tuple[int, int] | None, after: tuple[int, int] | None, requests: int) -> int | None:
-    """Time that the server spent on our requests, by its statistics before and after them.
+    """Time that the server spent on our requests, from its statistics before and after them.
 
     Args:
-        before, after: number of successful requests and their time in ns; None from a server without statistics.
-        requests: how many were sent in between.
+        before, after: number of successful requests and their total time in ns; None from a server without statistics.
+        requests: number of requests sent in between.
 
     Returns:
-        Nanoseconds, or None if there are no statistics or the server had other requests meanwhile.
+        Nanoseconds; None without statistics, or if the server had other requests meanwhile.
     """
     if before is None or after is None or after[0] - before[0] != requests:
         return None
@@ -193,7 +199,7 @@ def server_time_ns(before: tuple[int, int] | None, after: tuple[int, int] | None
 
 
 def _tensor(file: str, task: PictureTask) -> AnyArray:
-    # Pillow is loaded where a picture is, not by every `headrace serve`.
+    # Imported here, so that commands without pictures do not load Pillow.
     from headrace.pipelines.image import decode, prepare, to_pixels
 
     try:
@@ -210,43 +216,47 @@ def _tensor(file: str, task: PictureTask) -> AnyArray:
     return pixels.astype(_PIXEL_TYPES[task.datatype], copy=False)
 
 
-def _ranked_outputs(parameters: Mapping[str, Any], offered: Sequence[str]) -> tuple[str, ...]:
-    """The outputs of `postprocess` by the model's parameters, none where the server does not rank."""
+def _ranked_outputs(parameters: Mapping[str, Any], output_names: Sequence[str]) -> tuple[str, ...]:
+    """Names of the `postprocess` outputs in the model's parameters; empty if the server does not rank."""
     prefix = "headrace.postprocess."
-    told = {
+    settings = {
         name.removeprefix(prefix): parameter_value(parameter.get("string_value", ""))
         for name, parameter in parameters.items()
         if name.startswith(prefix)
     }
-    if int(told.get("top_k", 0)) == 0:
+    if int(settings.get("top_k", 0)) == 0:
         return ()
-    names = [str(told.get(field, field)) for field in ("scores", "classes", "labels")]
-    return tuple(name for name in names if name in offered)
+    names = [str(settings.get(field, field)) for field in ("scores", "classes", "labels")]
+    return tuple(name for name in names if name in output_names)
 
 
 def _read_ranks(files: Sequence[str], outputs: Sequence[AnyArray | None], top: int) -> list[Classified]:
-    """The classes that a server has ranked; `outputs` are scores, classes and perhaps labels, a row a picture."""
+    """Classes ranked by the server; `outputs` are scores, classes and optionally labels, one row for each picture."""
     if len(outputs) < 2 or any(output is None or output.size % len(files) for output in outputs):
-        raise ModelFailed("the server's answer has no row of scores and classes for every picture")
+        raise ModelFailed(
+            "the server's response lacks a row of scores and classes for every picture: check the outputs of `postprocess`"
+        )
     scores, classes, *labels = [
         output.reshape(len(files), -1)[:, :top].tolist() for output in outputs if output is not None
     ]
-    found = []
+    results = []
     for number, file in enumerate(files):
         names = [text.decode("utf-8", "replace") for text in labels[0][number]] if labels else [""] * top
         ranks = zip(scores[number], classes[number], names, strict=False)
-        found.append(Classified(file, [RankedClass(score, index, name) for score, index, name in ranks]))
-    return found
+        results.append(Classified(file, [RankedClass(score, index, name) for score, index, name in ranks]))
+    return results
 
 
 def _ranked(line: bytes) -> RankedClass:
-    """One element of the classification extension: b"score:index" or b"score:index:label"."""
+    """Parse one element of the classification extension: b"score:index" or b"score:index:label"."""
     score, _, rest = line.decode("utf-8", "replace").partition(":")
     index, _, label = rest.partition(":")
     try:
         return RankedClass(float(score), int(index), label)
     except ValueError:
-        raise ModelFailed(f"the server's answer {line[:64]!r} is no score:index:label") from None
+        raise ModelFailed(
+            f"the server's response has {line[:64]!r}, expected score:index:label: check its classification extension"
+        ) from None
 
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -256,10 +266,10 @@ _FIRST_VALUES = 4
 
 
 def print_classes(console: Console, results: Sequence[Classified]) -> None:
-    """Each picture's file name, and its classes with a bar for each.
+    """Print each picture's file name and its classes, each with a bar.
 
-    Scores between 0 and 1 that add up to no more than 1 are probabilities: they are shown in percent, the bar from 0 to 1.
-    Others are shown as they are, the bar in proportion to the picture's best.
+    Scores between 0 and 1 that add up to at most 1 are probabilities: they are printed in percent, with bars from 0
+    to 1. Other scores are printed as they are, with bars in proportion to the picture's best score.
     """
     percent = all(_are_probabilities([c.score for c in result.classes]) for result in results)
     for result in results:
@@ -271,14 +281,14 @@ def print_classes(console: Console, results: Sequence[Classified]) -> None:
 
 
 def print_times(console: Console, pictures: int, requests: int, total_ns: int, server_ns: int | None) -> None:
-    """One line: how much was sent and how long it took.
+    """Print one line with the number of requests and their duration.
 
     Args:
-        console: where to.
-        pictures: how many, 0 if tensors were sent.
-        requests: how many.
-        total_ns: from the first question to the last answer, pre-processing included.
-        server_ns: of it in the server, None if it is not known.
+        console: output.
+        pictures: number of pictures, 0 if tensors were sent.
+        requests: number of requests.
+        total_ns: time from the first request to the last response, preprocessing included.
+        server_ns: part of it that the server needed; None if unknown.
     """
     what = (
         f"{_plural(pictures, 'picture')} in {_plural(requests, 'request')}"
@@ -290,19 +300,19 @@ def print_times(console: Console, pictures: int, requests: int, total_ns: int, s
 
 
 def print_tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: Mapping[str, str]) -> None:
-    """Datatype, shape, range and first values of every output.
+    """Print datatype, shape, range and first values of every output.
 
     Args:
-        console: where to.
+        console: output.
         outputs: arrays by name.
-        datatypes: the protocol's name of each output's datatype.
+        datatypes: the protocol's datatype of each output.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("output", "datatype", "shape", "min", "mean", "max", "first values"):
         table.add_column(title, overflow="fold")
     for name, array in outputs.items():
         datatype = datatypes[name]
-        if datatype == "BF16":  # NumPy's functions of statistics do not take it
+        if datatype == "BF16":  # NumPy's min, mean and max do not support BF16
             array = array.astype(np.float32)
         numbers = array.astype(np.float64) if array.size and array.dtype.kind in "fiub" else None
         spread = (
@@ -311,14 +321,14 @@ def print_tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: 
             else [f"{v:.6g}" for v in (np.min(numbers), np.mean(numbers), np.max(numbers))]
         )
         first = " ".join(_value(value) for value in array.ravel()[:_FIRST_VALUES].tolist())
-        more = " ..." if array.size > _FIRST_VALUES else ""
-        cells = [printable(name), datatype, str(list(array.shape)), *spread, first + more]
+        ellipsis = " ..." if array.size > _FIRST_VALUES else ""
+        cells = [printable(name), datatype, str(list(array.shape)), *spread, first + ellipsis]
         table.add_row(*(Text(_fit_encoding(console, cell)) for cell in cells))
     console.print(table)
 
 
 def tensor_as_json(array: AnyArray, datatype: str) -> dict[str, Any]:
-    """An output for JSON: datatype, shape, and its elements as a flat list; bytes as text, BF16 as its bits."""
+    """Output as JSON: datatype, shape, and its elements as a flat list; bytes as text, BF16 as bit patterns."""
     elements = (array.view(np.uint16) if datatype == "BF16" else array).ravel().tolist()
     if array.dtype == object:
         elements = [element.decode("utf-8", "replace") for element in elements]
@@ -326,7 +336,7 @@ def tensor_as_json(array: AnyArray, datatype: str) -> dict[str, Any]:
 
 
 def bar(ratio: float, width: int, ascii_only: bool = False) -> str:
-    """A bar of `ratio` of `width` cells, to an eighth of a cell, padded with blanks."""
+    """Draw a bar of `ratio` of `width` cells, to an eighth of a cell, padded with blanks."""
     ratio = min(max(ratio, 0.0), 1.0) if math.isfinite(ratio) else 0.0
     if ascii_only:
         return ("#" * round(ratio * width)).ljust(width)
@@ -335,7 +345,7 @@ def bar(ratio: float, width: int, ascii_only: bool = False) -> str:
 
 
 def _lines(console: Console, labels: list[str], scores: list[str], ratios: list[float]) -> list[Text]:
-    """Lines "  label  bar  score" that fit the console; the bar goes first where it is narrow."""
+    """Lines "  label  bar  score" that fit the console; on a narrow console the bar is shortened first."""
     score_width = max((len(score) for score in scores), default=0)
     room = console.width - 2 - 1 - score_width
     label_width = min(max((cell_len(label) for label in labels), default=0), _MAX_LABEL)
@@ -358,7 +368,7 @@ def _label(console: Console, ranked: RankedClass) -> str:
 
 
 def _fit_encoding(console: Console, text: str) -> str:
-    """The text, with "?" for what a terminal or pipe of another encoding cannot show."""
+    """Replace characters that the terminal's or pipe's encoding lacks by "?"."""
     return text.encode(console.encoding, "replace").decode(console.encoding)
 
 
@@ -367,7 +377,7 @@ def _are_probabilities(scores: Sequence[float]) -> bool:
 
 
 def _ratios(scores: Sequence[float]) -> list[float]:
-    """Each score in proportion to the best; of negative ones the best is the one closest to 0."""
+    """Ratio of each score to the best one; of negative scores the best is the one closest to 0."""
     best = max(scores, default=0.0)
     if best > 0:
         return [score / best for score in scores]
@@ -400,7 +410,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command with what `add_arguments` declared; the exit status."""
+    """Run the command with the options of `add_arguments`; return the exit status."""
     return run(
         args.model,
         args.files,
@@ -429,20 +439,20 @@ def run(
     timeout_s: float = 60.0,
     errors: Console | None = None,
 ) -> int:
-    """Classify pictures, or send tensors, and print the answer.
+    """Classify pictures, or send tensors, and print the results.
 
     Args:
-        model: its name.
-        files: pictures; none if `raw` or `json_input` is given.
+        model: name of the model.
+        files: paths of pictures; empty if `raw` or `json_input` is given.
         url: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS.
-        top: how many labels to print for a picture.
-        console: where the answer goes.
-        version: of the model, empty for the one that the server chooses.
-        raw: an .npz file with the model's inputs by name.
-        json_input: a file with the inputs as the protocol's JSON has them.
+        top: number of labels to print for a picture.
+        console: output of the results.
+        version: version of the model; "" lets the server choose.
+        raw: .npz file with the model's inputs by name.
+        json_input: file with the inputs in the protocol's JSON.
         as_json: print JSON instead of bars and tables.
         timeout_s: for each wait for the server.
-        errors: where an error goes; standard error by default.
+        errors: output of an error; None uses standard error.
 
     Returns:
         0; 1 if the server or a file failed; 2 if the arguments do not fit together.
@@ -451,7 +461,7 @@ def run(
     if (bool(files), raw is not None, json_input is not None).count(True) != 1:
         _complain(errors, "give pictures, or --raw FILE.npz, or --json-input FILE.json: exactly one of them")
         return 2
-    # tritonclient takes 0.3 s to import, which the other commands need not spend.
+    # tritonclient takes 0.3 s to import: only this command pays for it.
     from headrace.commands.infer_client import InferClient
 
     try:
@@ -476,13 +486,13 @@ def _classify(
     server_ns = server_time_ns(before, client.successes(model, version), task.requests(len(files)))
     total_ns = time.monotonic_ns() - start_ns
     if as_json:
-        shown = {
+        document = {
             "model": model,
             "results": [{"file": r.file, "classes": [asdict(c) for c in r.classes]} for r in results],
             "total_ms": total_ns / NS_PER_MS,
             "server_ms": None if server_ns is None else server_ns / NS_PER_MS,
         }
-        _print_json(console, shown)
+        _print_json(console, document)
         return
     print_classes(console, results)
     print_times(console, len(files), task.requests(len(files)), total_ns, server_ns)

@@ -1,6 +1,7 @@
-"""The client of `headrace infer`: models of a V2 server over gRPC, by tritonclient.
+"""gRPC client of `headrace infer`, and the files that it reads inputs from: .npz, or the protocol's JSON.
 
-tritonclient and its libraries take 0.3 s to import, so only the command that uses this module imports it.
+It wraps tritonclient, which takes 0.3 s to import with its libraries: only the command that needs this module imports
+it.
 """
 
 from __future__ import annotations
@@ -28,30 +29,31 @@ AnyArray = npt.NDArray[Any]
 
 
 def read_npz(file: Path) -> dict[str, AnyArray]:
-    """The arrays of an .npz by name. Text goes to BYTES; arrays of Python objects are refused, for they need pickle.
+    """Read the arrays of an .npz file by name. Text becomes BYTES; arrays of Python objects are refused, since they need
+    pickle.
 
     Raises:
-        BadRequest: no such file, no .npz, or nothing in it.
+        BadRequest: the file does not exist, is no .npz, or holds no array.
     """
     cure = "write it with numpy.savez(file, input_name=array)"
     try:
         archive = np.load(file, allow_pickle=False)
         if isinstance(archive, np.ndarray):
-            raise BadRequest(f"{file}: one array without a name: {cure}")
+            raise BadRequest(f"{file}: is one array without a name, expected an .npz of named arrays: {cure}")
         with archive:
             arrays = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise BadRequest(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadRequest(f"{file}: is no .npz of plain arrays ({error}): {cure}") from None
+        raise BadRequest(f"{file}: cannot be read as an .npz of plain arrays ({error}): {cure}") from None
     if not arrays:
         raise BadRequest(f"{file}: holds no array: {cure}")
     return arrays
 
 
 def bfloat16_inputs(metadata: Mapping[str, Any], inputs: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
-    """The inputs, those in uint16 as BF16 where the model's metadata say so: an .npz has no BF16, only its bits."""
-    import ml_dtypes  # takes long to import, so only where arrays are sent
+    """Reinterpret uint16 inputs as BF16 if the model's metadata say BF16: an .npz cannot store BF16, only its bits."""
+    import ml_dtypes  # slow to import, needed only for --raw
 
     datatypes = {tensor.get("name"): tensor.get("datatype") for tensor in metadata.get("inputs", [])}
     return {
@@ -61,13 +63,13 @@ def bfloat16_inputs(metadata: Mapping[str, Any], inputs: Mapping[str, AnyArray])
 
 
 def read_json(file: Path) -> dict[str, AnyArray]:
-    """The inputs of a request as the protocol writes it: {"inputs": [{"name", "shape", "datatype", "data"}]}.
+    """Read the inputs of a request in the protocol's form: {"inputs": [{"name", "shape", "datatype", "data"}]}.
 
     Returns:
-        Arrays by name, each of its tensor's datatype.
+        Arrays by name, each with its tensor's datatype.
 
     Raises:
-        BadRequest: not that; says which input and what is wrong.
+        BadRequest: the file has another form; the message names the input and the reason.
     """
     try:
         request = orjson.loads(file.read_bytes())
@@ -84,31 +86,31 @@ def read_json(file: Path) -> dict[str, AnyArray]:
             raise BadRequest(f"{where}: expected the fields name, shape, datatype, data and no other")
         name, shape = tensor["name"], tensor["shape"]
         if not isinstance(name, str) or name in arrays:
-            raise BadRequest(f"{where}: the name {name!r} is no text, or is there twice")
+            raise BadRequest(f"{where}: the name {name!r} is not text or occurs twice: give each input its own name")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise BadRequest(f"{where}: the shape {shape!r} is no list of whole numbers")
+            raise BadRequest(f"{where}: the shape {shape!r} is not a list of whole numbers: write e.g. [1, 16]")
         try:
-            arrays[name] = _from_json(tensor["data"], _named(tensor["datatype"], name), tuple(shape), name)
+            arrays[name] = _from_json(tensor["data"], _datatype_by_name(tensor["datatype"], name), tuple(shape), name)
         except BadRequest as error:
             raise BadRequest(f"{where}: {error}") from None
     return arrays
 
 
 def _from_json(data: Any, datatype: Datatype, shape: tuple[int, ...], name: str = "") -> Array:
-    """The array of a tensor whose elements stand in JSON, flat or nested.
+    """Convert a tensor's elements from JSON, flat or nested, to an array.
 
     Args:
-        data: the elements as the JSON parser gave them.
+        data: elements as the JSON parser returns them.
         datatype: of the elements.
         shape: of the result.
         name: of the tensor, for the error.
 
     Raises:
-        BadRequest: the elements do not fit the datatype or the shape; BF16, which JSON has no form for.
+        BadRequest: the elements do not fit the datatype or the shape; or BF16, which JSON cannot express.
     """
     if datatype is BF16:
         raise BadRequest(
-            f"tensor '{name}' is BF16, which JSON has no form for: give its bits as uint16 in an .npz file"
+            f"tensor '{name}' is BF16, which JSON cannot express: write its bits as uint16 into an .npz file"
         )
     flat = _flatten(data) if isinstance(data, list) else [data]
     if len(flat) != math.prod(shape):
@@ -119,7 +121,7 @@ def _from_json(data: Any, datatype: Datatype, shape: tuple[int, ...], name: str 
     )
     for element in flat:
         if not isinstance(element, kinds) or (isinstance(element, bool) and bool not in kinds):
-            raise BadRequest(f"tensor '{name}' holds {element!r}, which is no {datatype}")
+            raise BadRequest(f"tensor '{name}' holds {element!r}, which is not of datatype {datatype}")
     try:
         array[:] = [element.encode() for element in flat] if datatype is BYTES else flat
     except (OverflowError, ValueError) as error:
@@ -127,20 +129,20 @@ def _from_json(data: Any, datatype: Datatype, shape: tuple[int, ...], name: str 
     return array.reshape(shape)
 
 
-def _named(datatype: Any, name: str) -> Datatype:
-    """The datatype of a name such as "FP32".
+def _datatype_by_name(datatype: Any, name: str) -> Datatype:
+    """Datatype of a name such as "FP32".
 
     Raises:
-        BadRequest: there is none.
+        BadRequest: the protocol has no such datatype.
     """
-    found = BY_NAME.get(datatype) if isinstance(datatype, str) else None
-    if found is None:
+    match = BY_NAME.get(datatype) if isinstance(datatype, str) else None
+    if match is None:
         raise BadRequest(f"tensor '{name}' has datatype {datatype!r}, expected one of {', '.join(BY_NAME)}")
-    return found
+    return match
 
 
 def _flatten(nested: list[Any]) -> list[Any]:
-    """Level by level, so that no depth of nesting exhausts the stack."""
+    """Flatten level by level, so that no depth of nesting exhausts the stack."""
     while any(isinstance(element, list) for element in nested):
         nested = [inner for element in nested for inner in (element if isinstance(element, list) else [element])]
     return nested
@@ -151,12 +153,12 @@ DEFAULT_PORT = 8001
 _CHANNEL_ARGUMENTS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # the address is meant as it stands, whatever `http_proxy` says
+    ("grpc.enable_http_proxy", 0),  # connect to the address itself, whatever `http_proxy` says
 ]
 
 
 class InferClient:
-    """A connection to one server, made on entering the `with` block.
+    """Connection to one server, opened on entering the `with` block.
 
     Args:
         address: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS; the port may be missing.
@@ -164,7 +166,7 @@ class InferClient:
 
     Raises:
         BadRequest: the address is not one of gRPC.
-        Unavailable: no server listens, or there is no answer in time; from every method.
+        Unavailable: no server listens, or no response comes in time; from every method.
         HeadraceError: the server returns an error; from every method.
     """
 
@@ -199,7 +201,7 @@ class InferClient:
         return config
 
     def successes(self, model: str, version: str = "") -> tuple[int, int] | None:
-        """Number of successful requests since the model was loaded and their time in ns; None without statistics."""
+        """Number of successful requests since the model was loaded and their total time in ns; None without statistics."""
         try:
             (statistics,) = self._call(self._triton.get_inference_statistics, model, version).model_stats
         except (HeadraceError, ValueError):
@@ -213,9 +215,9 @@ class InferClient:
         """Run a model.
 
         Args:
-            model: its name.
+            model: name of the model.
             inputs: arrays by input name; text and bytes are sent as BYTES, `ml_dtypes.bfloat16` as BF16.
-            version: the model's, empty for the one that the server chooses.
+            version: version of the model; "" lets the server choose.
             outputs: names of the outputs to return, each with the number of classes of the classification extension,
                 0 for the tensor itself; None returns all tensors.
 
@@ -247,26 +249,26 @@ class InferClient:
             return BadRequest(f"the request cannot be sent: {message}")
         if (
             status == "DEADLINE_EXCEEDED" and message == "Deadline Exceeded"
-        ):  # gRPC's own text: the server has not answered
+        ):  # set by the gRPC client itself: the server has not responded
             return Unavailable(
-                f"no answer from {self._address} within {self._timeout_s:g} s: the server may be busy or stopped; "
-                f"look at its log, or wait longer with --timeout"
+                f"no response from {self._address} within {self._timeout_s:g} s: the server may be busy or stopped; "
+                f"read its log, or wait longer with --timeout"
             )
         if self._is_connected or status != "UNAVAILABLE":
-            return HeadraceError(f"the server says {status}: {message}")
+            return HeadraceError(f"the server returned {status}: {message}")
         if "Connection refused" in message:
             cure = "start one with `headrace serve` (or `make serve`), or name its gRPC address with --url"
             return Unavailable(f"no server answers at {self._address}: {cure}")
         return Unavailable(
-            f"talking to {self._address} failed ({message}): check that it is the server's gRPC address, and its log"
+            f"the connection to {self._address} failed ({message}): check that it is the server's gRPC address, and read its log"
         )
 
 
 def parse_address(address: str) -> tuple[str, bool]:
-    """Target of the channel ("host:port") and whether it uses TLS.
+    """Split a gRPC address into the channel's target ("host:port") and whether it uses TLS.
 
     Raises:
-        BadRequest: not an address of gRPC; an HTTP URL is answered with the gRPC address to try.
+        BadRequest: not a gRPC address; for an HTTP URL the message has the gRPC address to try.
     """
     cure = f"write HOST:PORT of its gRPC, e.g. 127.0.0.1:{DEFAULT_PORT}, or grpcs://HOST:PORT for TLS"
     try:
@@ -288,14 +290,14 @@ def parse_address(address: str) -> tuple[str, bool]:
 
 
 def datatype_of(array: AnyArray, name: str = "") -> str:
-    """The protocol's datatype of an array, e.g. "FP32"; text and bytes of any kind are BYTES.
+    """Return the protocol's datatype of an array, e.g. "FP32"; text and bytes of any kind are BYTES.
 
     Args:
         array: of native byte order.
         name: of the tensor, for the error.
 
     Raises:
-        BadRequest: the protocol has no such type, e.g. complex numbers.
+        BadRequest: the protocol has no such datatype, e.g. for complex numbers.
     """
     datatype = "BYTES" if array.dtype.kind in "OSUT" else np_to_triton_dtype(array.dtype)
     if datatype is None:

@@ -1,4 +1,4 @@
-"""`headrace simulate`: what a policy would do with a load, on models and devices that need not be there."""
+"""`headrace simulate`: replays a load against batching and scheduling policies in virtual time, without models or devices."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PROFILE = "1000+100n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """What answers: a first one, or one to compare.
+class _SimulatedSetting:
+    """One configuration to simulate: the first one, or one of `--compare`.
 
     Attributes:
         label: the options in which it differs.
         models: by number.
-        slos_ms: latency promised, by model.
-        overhead_ns: of each request.
+        slos_ms: latency objective by model, None without one.
+        overhead_ns: added to each request.
     """
 
     label: str
@@ -45,10 +45,10 @@ class _Setting:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command with what `options.add_arguments` declared; the exit status."""
+    """Run the command with the options of `options.add_arguments`; return the exit status."""
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
-        configured = _configured(args.folders, args.model_repository)
+        configured = _read_policies(args.folders, args.model_repository)
         names = tuple(configured) or tuple(f"model{number}" for number in range(args.models))
         policies = list(configured.values()) or [(HandlePolicy(BatchPolicy(max_rows=8)), None)] * args.models
         settings = _settings(args, names, policies)
@@ -56,44 +56,44 @@ def main(args: argparse.Namespace) -> int:
         warm_up_ns = round(args.warm_up * NS_PER_S)
         if warm_up_ns >= trace.duration_ns:
             raise ValueError(f"--warm-up {args.warm_up:g} leaves nothing of {trace.duration_ns / NS_PER_S:g} seconds")
-        begun_ns = monotonic_ns()
-        done = [(setting.label, replay(trace, setting.models, args.seed)) for setting in settings]
+        start_ns = monotonic_ns()
+        replays = [(setting.label, replay(trace, setting.models, args.seed)) for setting in settings]
         reports = [
             (label, report(replayed, setting.slos_ms, warm_up_ns, setting.overhead_ns))
-            for (label, replayed), setting in zip(done, settings, strict=True)
+            for (label, replayed), setting in zip(replays, settings, strict=True)
         ]
-        took_ns = monotonic_ns() - begun_ns
+        elapsed_ns = monotonic_ns() - start_ns
         if args.plot:
-            shown = panels(done, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
+            plot_panels = panels(replays, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
             args.plot.write_text(
-                curve_picture(shown, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8"
+                curve_picture(plot_panels, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8"
             )
     except (ValueError, OSError, ConfigError, NotFound) as error:
         errors.print(Text(f"headrace simulate: {error}", style="red"))
         return 2
     if args.json:
-        told = [{"setting": label, **each.as_json()} for label, each in reports]
+        document = [{"setting": label, **each.as_json()} for label, each in reports]
         seconds = trace.duration_ns / NS_PER_S
         console.print_json(
-            json.dumps({"requests": len(trace), "seconds": seconds, "seed": args.seed, "settings": told})
+            json.dumps({"requests": len(trace), "seconds": seconds, "seed": args.seed, "settings": document})
         )
         return 0
     print_reports(reports, console)
     count = len(trace) * len(reports)
     console.print(
-        f"{count:,} requests simulated in {took_ns / NS_PER_S:.1f} s, {count * NS_PER_S / took_ns:,.0f} a second"
+        f"{count:,} requests simulated in {elapsed_ns / NS_PER_S:.1f} s, {count * NS_PER_S / elapsed_ns:,.0f} a second"
     )
     return 0
 
 
-def _configured(models: Sequence[str], repository: Path) -> dict[str, tuple[HandlePolicy, float | None]]:
-    """Policies and SLOs of configured models, by name."""
-    found = {}
+def _read_policies(models: Sequence[str], repository: Path) -> dict[str, tuple[HandlePolicy, float | None]]:
+    """Policies and latency objectives of configured models, by name."""
+    policies = {}
     for model in models:
         path = find_model_folder(model, repository)
         config = read_model_folder(path, path.parent).config
-        found[config.name] = (handle_policy(config), config.slo.p99_ms)
-    return found
+        policies[config.name] = (handle_policy(config), config.slo.p99_ms)
+    return policies
 
 
 def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
@@ -114,7 +114,7 @@ def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
 
 def _settings(
     args: argparse.Namespace, names: Sequence[str], policies: Sequence[tuple[HandlePolicy, float | None]]
-) -> list[_Setting]:
+) -> list[_SimulatedSetting]:
     parser = SettingParser(prog="--compare", add_help=False)
     add_setting(parser)
     settings = [_setting("as given", args, names, policies)]
@@ -129,71 +129,76 @@ def _settings(
 
 def _setting(
     label: str, args: argparse.Namespace, names: Sequence[str], policies: Sequence[tuple[HandlePolicy, float | None]]
-) -> _Setting:
-    given = vars(args)
-    profiles = _profiles(given.get("profile", _PROFILE), names)
-    if "variation" in given:
+) -> _SimulatedSetting:
+    options = vars(args)
+    profiles = _profiles(options.get("profile", _PROFILE), names)
+    if "variation" in options:
         profiles = [replace(profile, variation=args.variation) for profile in profiles]
-    depth, devices = given.get("depth", 1), given.get("devices", 0)
+    depth, devices = options.get("depth", 1), options.get("devices", 0)
     models, placed = [], 0
-    slos_ms = _slos_ms(given.get("slo_ms", {}), names, [slo_ms for _, slo_ms in policies])
+    slos_ms = _slos_ms(options.get("slo_ms", {}), names, [slo_ms for _, slo_ms in policies])
     for (configured, _), profile, slo_ms in zip(policies, profiles, slos_ms, strict=True):
         policy = _policy(configured, args, slo_ms)
         numbers = range(placed, placed + policy.instances) if devices else ()
         placed += policy.instances
         models.append(SimulatedModel(policy, profile, depth, tuple(number % devices for number in numbers)))
-    return _Setting(label, tuple(models), slos_ms, round(given.get("overhead_us", 0.0) * NS_PER_US))
+    return _SimulatedSetting(label, tuple(models), slos_ms, round(options.get("overhead_us", 0.0) * NS_PER_US))
 
 
 def _slos_ms(
-    told: Mapping[str, float], names: Sequence[str], configured: Sequence[float | None]
+    slo_options: Mapping[str, float], names: Sequence[str], configured: Sequence[float | None]
 ) -> tuple[float | None, ...]:
-    for name in told:
+    for name in slo_options:
         if name and name not in names:
             raise ValueError(f"--slo-ms {name}=...: no model '{name}' is simulated, only {', '.join(list(names)[:5])}")
-    return tuple(told.get(name, told.get("", slo_ms)) for name, slo_ms in zip(names, configured, strict=True))
+    return tuple(
+        slo_options.get(name, slo_options.get("", slo_ms)) for name, slo_ms in zip(names, configured, strict=True)
+    )
 
 
 def _profiles(text: str, names: Sequence[str]) -> list[LatencyProfile]:
-    """Of each model: `450+20n`, `some.json`, or both kinds after the names of models, e.g. `tiny=20+1n,resnet50=r.json`."""
+    """Parse `--profile`, one latency profile for each model.
+
+    The text is `450+20n`, `some.json`, or either of them after a model's name, e.g. `tiny=20+1n,resnet50=r.json`.
+    """
     default, named = _PROFILE, {}
     for part in text.split(","):
-        name, equals, told = part.rpartition("=")
+        name, equals, profile = part.rpartition("=")
         if not equals:
-            default = told
+            default = profile
         elif name in names:
-            named[name] = told
+            named[name] = profile
         else:
             raise ValueError(f"--profile {part}: no model '{name}' is simulated, only {', '.join(list(names)[:5])}")
-    profiles = {told: parse_profile(told) for told in {default, *named.values()}}
+    profiles = {profile: parse_profile(profile) for profile in {default, *named.values()}}
     return [profiles[named.get(name, default)] for name in names]
 
 
 def _policy(policy: HandlePolicy, args: argparse.Namespace, slo_ms: float | None) -> HandlePolicy:
-    """A configured policy with what the options say instead."""
-    given, batch = vars(args), policy.batch
-    if "max_batch_size" in given:
+    """Replace fields of a configured policy by the command's options."""
+    options, batch = vars(args), policy.batch
+    if "max_batch_size" in options:
         batch = replace(batch, max_rows=args.max_batch_size)
-    if "preferred" in given:
+    if "preferred" in options:
         batch = replace(batch, preferred_rows=args.preferred)
-    if "delay_us" in given:
+    if "delay_us" in options:
         batch = replace(batch, max_delay_ns=round(args.delay_us * NS_PER_US))
     if batch != policy.batch:
         batch = replace(batch, merge=True)
-    promised = given.get("scheduler", "promise") == "promise"
+    promised = options.get("scheduler", "promise") == "promise"
     batch = replace(batch, objective_ns=round((slo_ms or 0) * NS_PER_MS) if promised else 0)
-    policy = replace(policy, batch=batch, instances=given.get("instances", policy.instances))
-    if "max_queue_size" in given:
+    policy = replace(policy, batch=batch, instances=options.get("instances", policy.instances))
+    if "max_queue_size" in options:
         policy = replace(policy, limits=replace(policy.limits, max_count=args.max_queue_size))
-    if "queue_timeout_us" in given:
+    if "queue_timeout_us" in options:
         policy = replace(policy, queue_timeout_ns=round(args.queue_timeout_us * NS_PER_US))
-    if "levels" in given:
+    if "levels" in options:
         policy = replace(policy, levels=args.levels, default_level=args.levels)
-    if "aging_us" in given:
+    if "aging_us" in options:
         policy = replace(policy, aging_ns=round(args.aging_us * NS_PER_US))
-    if "share" in given:
+    if "share" in options:
         policy = replace(policy, sharing=Sharing(dict(args.share)))
-    if "quota" in given:
+    if "quota" in options:
         quotas = {name: Quota(*quota) for name, quota in args.quota.items()}
         policy = replace(policy, rate_limits=RateLimits(quotas, quotas.pop("", None)))
     return policy

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command with what `add_arguments` declared; the exit status."""
+    """Run the command with the options of `add_arguments`; return the exit status."""
     from headrace.config.model_folder import (
         find_model_folder,
         read_model_folder,  # here, since every command declares its options
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
             max_rows=args.max_batch_size,
             input_file=args.input,
         )
-        result = _swept(folder, options, errors)
+        result = _run_sweep(folder, options, errors)
         if args.json:
             console.print(json.dumps(_document(result)), markup=False, soft_wrap=True)
         else:
@@ -87,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _swept(folder: ModelFolder, options: Options, errors: Console) -> Sweep:
-    """Sweep with a progress bar, on terminals only."""
+def _run_sweep(folder: ModelFolder, options: Options, errors: Console) -> Sweep:
+    """Run the sweep, with a progress bar on terminals."""
     from headrace.repository.tuning import sweep
 
     progress = Progress(
@@ -104,12 +104,12 @@ def _swept(folder: ModelFolder, options: Options, errors: Console) -> Sweep:
     with progress:
         task = progress.add_task(folder.name, total=None, last="")
         return sweep(
-            folder, options, lambda done, total, text: progress.update(task, completed=done, total=total, last=text)
+            folder, options, lambda count, total, text: progress.update(task, completed=count, total=total, last=text)
         )
 
 
 def _document(result: Sweep) -> dict[str, Any]:
-    """The sweep for JSON."""
+    """Sweep as JSON."""
     return {
         "points": [_point(point) for point in result.points],
         "now": result.current and _point(result.current),
@@ -155,18 +155,18 @@ def _print(console: Console, name: str, result: Sweep, slo_ms: float) -> None:
 
 
 def _change(console: Console, errors: Console, folder: ModelFolder, result: Sweep, args: argparse.Namespace) -> None:
-    """Show the recommended change as a diff, and write it where that is asked for.
+    """Print the recommended change as a diff, and write it with `--apply`.
 
     Raises:
-        ConfigError: The change cannot be written, or the model could not be served with it.
+        ConfigError: the change cannot be written, or the model could not be served with it.
     """
     from headrace.config.edit import read_config_file
     from headrace.config.model_folder import read_model_folder
 
-    say = errors if args.json else console
+    output = errors if args.json else console
     if not result.advice.change or result.best is None:
         if args.apply:
-            say.print(f"{folder.name}: the configuration stays as it is.", markup=False)
+            output.print(f"{folder.name}: the configuration stays as it is.", markup=False)
         return
     try:
         file = read_config_file(folder.path)
@@ -175,36 +175,38 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
         raise ConfigError([Finding(folder.name, None, f"cannot be read: {error}", "check the permissions")]) from None
     if text == file.text:
         return
-    # What is written must be served: the changed text takes the place of the file's for one reading.
+    # Check that the changed configuration can be served before it is written.
     read_model_folder(folder.path, folder.path.parent, file.with_text(text).document)
-    say.print(Text(file.diff(text)), soft_wrap=True)
+    output.print(Text(file.diff(text)), soft_wrap=True)
     if not args.apply:
-        say.print("--apply writes it.", markup=False)
+        output.print("--apply writes it.", markup=False)
         return
     file.write(text)
-    say.print(f"Written to {file.path}.", markup=False, soft_wrap=True)
+    output.print(f"Written to {file.path}.", markup=False, soft_wrap=True)
     if folder.config.optimization.profiles or result.runtime.startswith("tensorrt"):
-        say.print(
+        output.print(
             f"Then: headrace build {folder.name} (an engine is for one max_batch_size).", markup=False, soft_wrap=True
         )
-    say.print(pickup_text(folder.name, str(folder.path.parent)), markup=False, soft_wrap=True)
+    output.print(pickup_text(folder.name, str(folder.path.parent)), markup=False, soft_wrap=True)
 
 
 def _changes(folder: ModelFolder, result: Sweep) -> Changes:
-    """The best setting as changes of the configuration: those that the present one does not have already."""
+    """The best setting as changes of the configuration, without values that it already has."""
     from headrace.config.edit import Changes
 
-    best, now, config = result.best, result.current, folder.config
+    best, current, config = result.best, result.current, folder.config
     assert best is not None
-    rows = best.rows if config.max_batch_size and (now is None or best.rows != now.rows) else None
-    # A GPU may want larger batches than this CPU: its bound stays where the CPU has one of its own.
-    own = rows is not None and config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
+    rows = best.rows if config.max_batch_size and (current is None or best.rows != current.rows) else None
+    # A GPU may need larger batches than this CPU: max_batch_size stays if the CPU has a limit of its own.
+    keeps_cpu_limit = (
+        rows is not None and config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
+    )
     return Changes(
-        instances=best.instances if now is None or best.instances != now.instances else None,
-        max_batch_size=rows if not own or (rows or 0) > config.max_batch_size else None,
-        # A max_batch_size that is written does not turn batching on by itself, as one that is completed does.
+        instances=best.instances if current is None or best.instances != current.instances else None,
+        max_batch_size=rows if not keeps_cpu_limit or (rows or 0) > config.max_batch_size else None,
+        # A written max_batch_size does not enable batching; a completed one does.
         dynamic_batching=rows is not None and rows > 1,
-        cpu_max_batch_size=rows if own else None,
+        cpu_max_batch_size=rows if keeps_cpu_limit else None,
     )
 
 

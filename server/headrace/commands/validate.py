@@ -1,6 +1,6 @@
 """`headrace validate`: loads every model of a repository as the server does and reports every problem, without serving.
 
-Run as a module it is the child process that loads the models: `python -m headrace.commands.validate`.
+Run as `python -m headrace.commands.validate`, this module is the child process that loads the models.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _READY, _LOADING = "READY", "LOADING"
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """The outcome for one model's folder.
+    """Result for one model folder.
 
     Attributes:
         model: the model, None if its folder cannot be read as one.
-        findings: errors and warnings; those of the files in the order of file and line, then those of loading.
-        states: version, state and reason as the index of a server would have them; empty where nothing was loaded.
-        substitutes: version and reason where the CPU serves though the configuration asks for a GPU.
-        skipped: the folder is not a model's, and why.
+        findings: errors and warnings; those of the files by file and line, then those of loading.
+        states: (version, state, reason) as in a server's repository index; empty if nothing was loaded.
+        substitutes: (version, reason) for each version that runs on the CPU although the configuration requests a GPU.
+        skipped: set if the folder is not a model's, with the reason.
     """
 
     model: ModelFolder | None
@@ -59,20 +59,20 @@ class ModelCheck:
 
     @property
     def ready(self) -> tuple[str, ...]:
-        """The versions that a server would serve."""
+        """Versions that a server would serve."""
         return tuple(version for version, state, _ in self.states if state == _READY)
 
 
 def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[ModelCheck]:
-    """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
+    """Read and load the models in `path`, or the one model whose folder it is. Problems become findings, not exceptions.
 
     Args:
-        path: a repository, one model's folder, or an ONNX file; findings name files relative to it (to the folder around a
-            model or file).
-        load: load the models too, in a process of their own; False: only read their files.
-        state_dir: of the server, where engines of read-only folders lie; "" for none.
+        path: a repository, one model's folder, or an ONNX file; findings name files relative to it (for a model or
+            file: to the folder around it).
+        load: also load the models, in a child process; False only reads their files.
+        state_dir: state folder of the server, with engines of read-only folders; "" for none.
     """
-    # "." and ".." have no name that a model could have; links stay as they are, for the reader to judge.
+    # "." and ".." are not names of models, so the path is made absolute. Links stay: the reader checks them.
     path = Path(os.path.abspath(path))
     if path.is_file() and path.suffix == ".onnx":
         with open_paths([path]) as named:
@@ -81,28 +81,28 @@ def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[ModelChe
         state = "is not a folder" if path.exists() else "does not exist"
         suggestion = did_you_mean(path.name, folder_names(path.parent))
         cure = " ".join(filter(None, (suggestion, "name a model repository, or one model's folder")))
-        return [_only(Finding(path.name, None, state, cure))]
+        return [_unreadable(Finding(path.name, None, state, cure))]
     if is_model_folder(path):
-        inspections = [_read(path, path.parent)]
-        return _loaded(inspections, path.parent, state_dir) if load else inspections
+        inspections = [_read_folder(path, path.parent)]
+        return _with_load_outcomes(inspections, path.parent, state_dir) if load else inspections
     try:
         models, skipped = folders(path)
     except ConfigError as error:
-        return [_only(replace(error.findings[0], path=path.name))]
+        return [_unreadable(replace(error.findings[0], path=path.name))]
     if not models:
         cure = "put each model in a folder of its own: <model>/1/model.onnx"
-        empty = _only(Finding(path.name, None, "holds no models", cure, fatal=False))
+        empty = _unreadable(Finding(path.name, None, "holds no models", cure, fatal=False))
         return [*(ModelCheck(None, (), skipped=folder) for folder in skipped), empty]
-    inspections = [_read(folder, path) for folder in models]
+    inspections = [_read_folder(folder, path) for folder in models]
     notes = [ModelCheck(None, (), skipped=folder) for folder in skipped]
-    return [*notes, *(_loaded(inspections, path, state_dir) if load else inspections)]
+    return [*notes, *(_with_load_outcomes(inspections, path, state_dir) if load else inspections)]
 
 
-def _only(finding: Finding) -> ModelCheck:
+def _unreadable(finding: Finding) -> ModelCheck:
     return ModelCheck(None, (finding,))
 
 
-def _read(folder: Path, repository: Path) -> ModelCheck:
+def _read_folder(folder: Path, repository: Path) -> ModelCheck:
     try:
         model = read_model_folder(folder, repository)
     except ConfigError as error:
@@ -110,8 +110,8 @@ def _read(folder: Path, repository: Path) -> ModelCheck:
     return ModelCheck(model, model.findings)
 
 
-def _loaded(inspections: Sequence[ModelCheck], repository: Path, state_dir: str) -> list[ModelCheck]:
-    """The inspections, with what came of loading the models that could be read."""
+def _with_load_outcomes(inspections: Sequence[ModelCheck], repository: Path, state_dir: str) -> list[ModelCheck]:
+    """Add the outcome of loading to the inspections of models that could be read."""
     models = [inspection.model for inspection in inspections if inspection.model is not None]
     outcomes = load_in_child(models, repository, state_dir)
     return [
@@ -129,7 +129,7 @@ def _with_outcome(inspection: ModelCheck, model: ModelFolder, outcomes: Mapping[
 
 
 def _below_model(finding: Finding, model: ModelFolder) -> Finding:
-    """A finding of loading, which may name a file of a version without its folder, with the model in front."""
+    """Prefix a finding of loading, which may name a version's file without its folder, with the model's name."""
     if finding.path == model.name or finding.path.startswith(f"{model.name}/"):
         return finding
     if finding.path.startswith(f"{model.name} "):
@@ -138,15 +138,15 @@ def _below_model(finding: Finding, model: ModelFolder) -> Finding:
 
 
 def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: str = "") -> dict[str, dict[str, Any]]:
-    """Load models as the server does, in a process of their own, which a crash of a runtime ends.
+    """Load models as the server does, in a child process: a crash of a runtime ends only that process.
 
     Args:
         models: to load, one after the other.
-        repository: that their folders are in.
+        repository: folder that contains the models.
         state_dir: as for `inspect`.
 
     Returns:
-        By model name what `headrace.commands.validate` reports.
+        For each model name the result of `trial_load`.
     """
     outcomes: dict[str, dict[str, Any]] = {}
     waiting = list(models)
@@ -160,7 +160,7 @@ def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: st
                 outcomes[model.name] = json.loads(line)
             waiting = waiting[len(lines) :]
             if waiting:
-                # The first without a line is the one that ended the process; the others get a new one.
+                # The first model without a line crashed the process; the others are loaded in a new one.
                 crashed = waiting.pop(0)
                 outcomes[crashed.name] = _crash(crashed.name, child.returncode, _last_line(errors))
     return outcomes
@@ -183,17 +183,18 @@ def _crash(name: str, status: int, detail: str) -> dict[str, Any]:
 
 
 def main(paths: Sequence[Path], console: Console, load: bool = True, strict: bool = False, state_dir: str = "") -> int:
-    """Print what is wrong in `paths`, a line for each good model, and a summary.
+    """Print the findings of `paths`, a line for each good model, and a summary.
 
     Args:
         paths: repositories, or folders of single models.
-        console: where to print.
+        console: output.
         load: as for `inspect`.
-        strict: a model that the CPU serves in place of a GPU is an error, as with `headrace serve --strict`.
+        strict: count a model that runs on the CPU instead of a GPU as an error, like `headrace serve --strict`.
         state_dir: as for `inspect`.
 
     Returns:
-        The exit status: 1 if a model is not served (with `strict` also if `headrace serve --strict` would not start), else 0.
+        The exit status: 1 if a model would not be served (with `strict` also if `headrace serve --strict` would not
+            start), else 0.
     """
     counts: Counter[str] = Counter()
     for path in paths:
@@ -213,16 +214,16 @@ def main(paths: Sequence[Path], console: Console, load: bool = True, strict: boo
                 _print_model(inspection.model, inspection, console)
             _print_states(inspection.model, inspection, console)
     summary = [
-        _counted(counts["model"], "good model"),
-        _counted(counts["error"], "error"),
-        _counted(counts["warning"], "warning"),
+        _count_text(counts["model"], "good model"),
+        _count_text(counts["error"], "error"),
+        _count_text(counts["warning"], "warning"),
     ]
     console.print(Text(", ".join(summary), style="bold red" if counts["error"] else "bold green"))
     return 1 if counts["error"] else 0
 
 
 def _from_here(finding: Finding, path: Path, single: bool) -> Finding:
-    """The finding with its file as it can be opened from where the command was typed."""
+    """Rewrite a finding's path so that it can be opened from the current folder."""
     if path.is_file() or finding.path == os.path.basename(os.path.abspath(path)):
         return replace(finding, path=str(path))
     if single:
@@ -237,8 +238,8 @@ def _print_finding(finding: Finding, console: Console) -> None:
 
 
 def _print_skipped(skipped: SkippedFolder, path: Path, console: Console) -> None:
-    shown = path / skipped.path.name
-    console.print(Text(f"{shown}: note: skipped: {skipped.reason}", style="dim"), soft_wrap=True)
+    path_text = path / skipped.path.name
+    console.print(Text(f"{path_text}: note: skipped: {skipped.reason}", style="dim"), soft_wrap=True)
 
 
 def _print_model(model: ModelFolder, inspection: ModelCheck, console: Console) -> None:
@@ -248,7 +249,7 @@ def _print_model(model: ModelFolder, inspection: ModelCheck, console: Console) -
 
 
 def _print_states(model: ModelFolder, inspection: ModelCheck, console: Console) -> None:
-    """What the index says beside a version that serves, or that is still loading: its engine is built first."""
+    """Print the index's reason for a version that serves, or that is still loading because its engine is built first."""
     for version, state, reason in inspection.states:
         if version and reason and state in (_READY, _LOADING):
             word = "" if state == _READY else f"{state}: "
@@ -256,19 +257,19 @@ def _print_states(model: ModelFolder, inspection: ModelCheck, console: Console) 
 
 
 def _strict(inspection: ModelCheck) -> ModelCheck:
-    """The inspection with an error for each version that the CPU serves in place of a GPU."""
+    """Add an error for each version that runs on the CPU instead of a GPU."""
     if inspection.model is None:
         return inspection
     cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
     errors = [
-        Finding(f"{inspection.model.name}/{version}", None, f"asks for a GPU: {reason}", cure)
+        Finding(f"{inspection.model.name}/{version}", None, f"requests a GPU: {reason}", cure)
         for version, reason in inspection.substitutes
     ]
     return replace(inspection, findings=(*inspection.findings, *errors))
 
 
 def signature_line(config: ModelConfig) -> str:
-    """A model's inputs, outputs and batching in one line, e.g. `x FP32[-1,16] -> y FP32[-1,16], batches of up to 4`."""
+    """One line with a model's inputs, outputs and batching, e.g. `x FP32[-1,16] -> y FP32[-1,16], batches of up to 4`."""
     batched = config.max_batch_size > 0
     inputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_input)
     outputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_output)
@@ -281,34 +282,35 @@ def _tensor(tensor: ModelInput | ModelOutput, batched: bool) -> str:
     return f"{tensor.name} {tensor.data_type.removeprefix('TYPE_')}[{shape}]"
 
 
-def _counted(number: int, thing: str) -> str:
+def _count_text(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 _CLOSE_TIMEOUT_S = 30.0
-# A server runs each model for a while before it serves, to measure it; a few runs find what fails in them.
+# A server measures each model for longer before it serves it; a few runs show whether it fails.
 _MEASURE_S = 0.02
 
 
 def trial_load(name: str, folder: Path, repository: Path, state: Path | None = None) -> dict[str, object]:
-    """Load one model through the server's own `Deployments` and close it again.
+    """Load one model with the server's own `Deployments` and close it again.
 
-    It is run for a moment, as a server measures it before it serves; no engine is built.
+    It runs briefly, as in a server that measures it before serving. No engine is built.
 
     Args:
         name: of the model.
         folder: of the model.
-        repository: that contains the folder.
-        state: the state folder, where engines of read-only folders lie; None: there are none.
+        repository: folder that contains it.
+        state: state folder with engines of read-only folders; None for none.
 
     Returns:
-        `states`: version, state and reason as the server's index has them; `findings`: why a version is not served;
-        `substitutes`: version and reason where the CPU serves though the configuration asks for a GPU.
+        `states`: version, state and reason as in the server's index; `findings`: why a version is not served;
+        `substitutes`: version and reason for each version that runs on the CPU although the configuration requests a
+        GPU.
     """
     registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
     drains = VersionCloser(registry, gpu_model_cache.remove)
     loader = Loader(Mailbox(loop), histograms=False, gpu_model_cache=gpu_model_cache, profile_s=_MEASURE_S, state=state)
-    # Never started, so that orders for engines only wait.
+    # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)
     findings: Sequence[Finding] = ()
@@ -326,9 +328,9 @@ def trial_load(name: str, folder: Path, repository: Path, state: Path | None = N
 
 
 def load_in_this_process() -> int:
-    """Load what standard input lists; exit status 0."""
+    """Load the models listed on standard input, print one JSON line for each; return exit status 0."""
     logging.disable()
-    # Libraries print to standard output too; the results keep it to themselves.
+    # Libraries print to standard output too: results get a copy of it, and everything else goes to standard error.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
         order = json.load(sys.stdin)
@@ -340,7 +342,7 @@ def load_in_this_process() -> int:
 
 
 if __name__ == "__main__":
-    # Threads of a runtime that never end must not keep the process.
+    # A runtime's threads may never end; they must not keep the process alive.
     _status = load_in_this_process()
     sys.stderr.flush()
     os._exit(_status)

@@ -102,7 +102,7 @@ def test_no_answer_in_time() -> None:
 
 def test_a_connection_that_breaks_off(server: Any) -> None:
     server.say("GET /v2/models/m/explain", b"{}", headers={"Content-Length": "100"})
-    with pytest.raises(Unavailable, match=r"talking to .* failed"):
+    with pytest.raises(Unavailable, match=r"the connection to .* failed"):
         fetch(server.url, "m", timeout_s=5)
 
 
@@ -117,18 +117,18 @@ def test_a_status_is_shown_with_the_servers_text(server: Any, status: int) -> No
     server.say("GET /v2/models/m/explain", b'{"error":"model \'m\' is wrong"}', status)
     with pytest.raises(HeadraceError) as caught:
         fetch(server.url, "m")
-    assert str(caught.value) == f"the server says {status}: model 'm' is wrong"
+    assert str(caught.value) == f"the server returned {status}: model 'm' is wrong"
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>Not here</html>", b'{"detail":1}', b"[1]", b"\xff\xfe"])
 def test_an_error_of_another_server_is_told_as_such(server: Any, body: bytes) -> None:
     server.say("GET /v2/models/m/explain", body, 404)
-    with pytest.raises(ModelFailed, match="is the URL that of a V2 inference server"):
+    with pytest.raises(ModelFailed, match="check that the URL is that of a V2 inference server"):
         fetch(server.url, "m")
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"1"])
 def test_a_page_that_is_no_json_object(server: Any, body: bytes) -> None:
     server.say("GET /v2/models/m/explain", body)
-    with pytest.raises(ModelFailed, match="is the URL that of a V2"):
+    with pytest.raises(ModelFailed, match="check that the URL is that of a V2"):
         fetch(server.url, "m")

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import pytest
 from headrace.__main__ import main
-from headrace.commands.health import Listening
+from headrace.commands.health import ListenAddress
 from headrace.commands.health import main as health
 from headrace.tls import TlsFiles
 
 from tests.support.certificates import Certificates
 
-NOWHERE = Listening(port=1)
+NOWHERE = ListenAddress(port=1)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -51,8 +51,8 @@ class Peer(ThreadingHTTPServer):
         Answers.told = {f"/v2/health/{name}": told for name, told in bodies.items()}
 
     @property
-    def here(self) -> Listening:
-        return Listening(port=self.server_port)
+    def here(self) -> ListenAddress:
+        return ListenAddress(port=self.server_port)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_url_of_something_else_is_told(url: str, capsys: pytest.CaptureFixture
 
 def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as silent:  # listens, and nobody serves
-        assert health(["--timeout", "0.05"], Listening(port=silent.server_port)) == 1
+        assert health(["--timeout", "0.05"], ListenAddress(port=silent.server_port)) == 1
     assert "timed out" in capsys.readouterr().err
 
 
@@ -110,9 +110,9 @@ def test_its_own_certificate_is_trusted_and_no_other(tmp_path: Path) -> None:
     tls = TlsFiles(str(certificates.server.certificate), str(certificates.server.key))
     for server in _running(Peer(tls)):
         server.answer(ready=(200, b""))
-        here = Listening(port=server.server_port, certificate=tls.certificate)
+        here = ListenAddress(port=server.server_port, certificate=tls.certificate)
         assert health([], here) == 0
-        stranger = Listening(port=server.server_port, certificate=str(certificates.stranger.certificate))
+        stranger = ListenAddress(port=server.server_port, certificate=str(certificates.stranger.certificate))
         assert health([], stranger) == 1
         assert health(["--url", f"https://127.0.0.1:{server.server_port}"], NOWHERE) == 1
 
@@ -122,7 +122,7 @@ def test_it_shows_a_certificate_where_one_is_asked(tmp_path: Path) -> None:
     own, client = certificates.server, certificates.client
     for server in _running(Peer(TlsFiles(str(own.certificate), str(own.key), str(certificates.authority)))):
         server.answer(ready=(200, b""))
-        here = Listening(port=server.server_port, certificate=str(own.certificate))
+        here = ListenAddress(port=server.server_port, certificate=str(own.certificate))
         assert health([], here) == 1
         assert health(["--client-cert", str(client.certificate), "--client-key", str(client.key)], here) == 0
 
@@ -137,7 +137,7 @@ def test_it_shows_a_certificate_where_one_is_asked(tmp_path: Path) -> None:
     ],
 )
 def test_it_asks_where_the_server_listens(host: str, url: str) -> None:
-    assert Listening(host).url == url
+    assert ListenAddress(host).url == url
 
 
 def test_the_environment_of_the_server_says_where_to_ask(

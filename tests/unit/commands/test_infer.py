@@ -198,7 +198,7 @@ def test_what_to_send_must_be_said_once(net: Any, headrace: Any) -> None:
 def test_an_unknown_model_and_no_server(grpc_server: Any, headrace: Any) -> None:
     status, _, errors = headrace("other", CAT)
     assert status == 1
-    assert "the server says NOT_FOUND: model 'other' is not found" in errors
+    assert "the server returned NOT_FOUND: model 'other' is not found" in errors
     with socket.socket() as taken:
         taken.bind(
             ("127.0.0.1", 0)
@@ -283,8 +283,11 @@ def test_json_input(adder: Any, headrace: Any, tmp_path: Path) -> None:
         ("[]", "expected"),
         ('{"inputs": [{"name": "x"}]}', "inputs[0]: expected the fields name, shape, datatype, data"),
         ('{"inputs": [{"name":"x","shape":[-1],"datatype":"INT8","data":[1]}]}', "inputs[0]: the shape [-1]"),
-        ('{"inputs": [{"name":"x","shape":[1],"datatype":"BF16","data":[1]}]}', "BF16, which JSON has no form for"),
-        ('{"inputs": [{"name":"x","shape":[1],"datatype":"INT8","data":[1.5]}]}', "holds 1.5, which is no INT8"),
+        ('{"inputs": [{"name":"x","shape":[1],"datatype":"BF16","data":[1]}]}', "BF16, which JSON cannot express"),
+        (
+            '{"inputs": [{"name":"x","shape":[1],"datatype":"INT8","data":[1.5]}]}',
+            "holds 1.5, which is not of datatype INT8",
+        ),
         ('{"inputs": [{"name":"x","shape":[1],"datatype":"INT9","data":[1]}]}', "datatype 'INT9'"),
     ],
 )
@@ -299,10 +302,10 @@ def test_json_input_that_is_wrong(adder: Any, headrace: Any, tmp_path: Path, tex
 def test_raw_files_that_are_wrong(adder: Any, headrace: Any, tmp_path: Path) -> None:
     file = tmp_path / "x.npz"
     for make, message in (
-        (lambda: file.write_bytes(b"text"), "is no .npz of plain arrays"),
-        (lambda: np.savez(file, x=np.array([{}], dtype=object)), "is no .npz of plain arrays"),
+        (lambda: file.write_bytes(b"text"), "cannot be read as an .npz of plain arrays"),
+        (lambda: np.savez(file, x=np.array([{}], dtype=object)), "cannot be read as an .npz of plain arrays"),
         (lambda: np.savez(file), "holds no array"),
-        (lambda: np.save(file.open("wb"), np.zeros(1)), "one array without a name"),
+        (lambda: np.save(file.open("wb"), np.zeros(1)), "is one array without a name"),
         (file.unlink, "cannot be read: No such file"),
     ):
         make()

@@ -80,7 +80,7 @@ def test_tls_trusts_the_systems_authorities(tmp_path: Path, monkeypatch: pytest.
         address = f"grpcs://127.0.0.1:{served.add_secure_port('127.0.0.1:0', credentials)}"
         served.start()
         try:
-            with pytest.raises(Unavailable, match=r"talking to grpcs.* failed"), InferClient(address, 5):
+            with pytest.raises(Unavailable, match=r"the connection to grpcs.* failed"), InferClient(address, 5):
                 pass
             monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
             with InferClient(address, 5) as client:
@@ -107,7 +107,7 @@ def test_nobody_listens() -> None:
 def test_no_answer_in_time() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(Unavailable, match=r"no answer .* within 0.05 s"),
+        pytest.raises(Unavailable, match=r"no response .* within 0.05 s"),
         InferClient(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05),
     ):
         pass
@@ -115,7 +115,9 @@ def test_no_answer_in_time() -> None:
 
 def test_a_server_of_http_is_no_server_of_grpc(server: Any) -> None:
     with (
-        pytest.raises(HeadraceError, match=r"talking to .* failed .* check that it is the server's gRPC address"),
+        pytest.raises(
+            HeadraceError, match=r"the connection to .* failed .* check that it is the server's gRPC address"
+        ),
         InferClient(server.url.removeprefix("http://"), timeout_s=5),
     ):
         pass
@@ -157,7 +159,7 @@ def test_a_status_is_shown_with_the_servers_text(grpc_server: Any, status: str) 
     grpc_server.infer["m"] = fail
     with InferClient(grpc_server.address) as client, pytest.raises(HeadraceError) as caught:
         client.infer("m", golden_arrays())
-    assert str(caught.value) == f"the server says {status}: input 'a' is wrong"
+    assert str(caught.value) == f"the server returned {status}: input 'a' is wrong"
 
 
 def test_a_deadline_of_the_server_is_the_servers_error(grpc_server: Any) -> None:
