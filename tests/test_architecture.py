@@ -100,7 +100,7 @@ EXTRA: dict[str, str] = {
     "server/headrace/core/command_line.py": "rich",
     "server/headrace/backends/onnxruntime.py": "onnxruntime",
     "server/headrace/http/bodies.py": "pydantic",
-    "server/headrace/http/openapi.py": "pydantic",
+    "server/headrace/http/routes.py": "pydantic",
     "server/headrace/cuda/tensorrt.py": "tensorrt",
     "server/headrace/repository/shared_memory.py": "numpy",
     "server/headrace/repository/tuning.py": "numpy",

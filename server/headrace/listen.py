@@ -19,8 +19,7 @@ from starlette.responses import Response
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
-from headrace.http.connection import HeadraceHttpProtocol
-from headrace.http.lifetime import ConnectionTimeouts
+from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol
 from headrace.settings import Settings
 from headrace.tls import TlsFiles
 

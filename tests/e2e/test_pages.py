@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 import skimage
-from headrace.http.pages import page_routes
+from headrace.http.routes import page_routes
 
 from tests.support import models
 from tests.support.browser import PHONE, Browser, Page, chromium

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from headrace.http2 import frames
-from headrace.http2.frames import ErrorCode
-from headrace.http2.hpack import HeaderField
+from headrace.http2.frames import ErrorCode, HeaderField
 
 from tests.support.grpc_echo import EchoServer, echo_server
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from headrace.http2 import frames
 from headrace.http2.connection import Http2Connection, MalformedHeadersError
-from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode
-from headrace.http2.hpack import HeaderField, HpackDecoder, encode
+from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, HeaderField, HpackDecoder, encode
 from headrace.http2.stream import Http2Limits, Http2Stream
 
 HELLO = frames.PREFACE + frames.settings({})

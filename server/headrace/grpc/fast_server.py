@@ -31,8 +31,7 @@ from headrace.grpc.fast_wire import (
 )
 from headrace.grpc.methods import Message, Methods
 from headrace.http2.connection import Http2Connection
-from headrace.http2.frames import DATA, FRAME_HEADER, ErrorCode, rst_stream
-from headrace.http2.hpack import HeaderField
+from headrace.http2.frames import DATA, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
 from headrace.http2.stream import Http2Limits, Http2Stream
 from headrace.tls import TlsFiles
 

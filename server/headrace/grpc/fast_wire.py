@@ -18,8 +18,7 @@ from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import CODES, error_status
 from headrace.http2.connection import MalformedHeadersError
-from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS
-from headrace.http2.hpack import HeaderField, encode
+from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS, HeaderField, encode
 from headrace.inference.compression import decompress
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions, RequestOptionsReader
 

@@ -1,21 +1,28 @@
-"""ModelInfer on serialized messages, in two halves: `begin` queues a request, `finish` encodes its response.
+"""ModelInfer and ModelStreamInfer on serialized messages.
 
-Between the halves there is only the completion, so that a stream can have many requests in flight without a task for each.
+A request has two halves: `GrpcInference.begin` queues it, `finish` encodes its response. Between the halves there is only the
+completion, so that a stream can have many requests in flight without a task for each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
+from functools import partial
 from typing import NoReturn
 
+from tritonclient.grpc import service_pb2
+
 from headrace.core.clock import Clock, monotonic_ns
-from headrace.core.errors import HeadraceError
-from headrace.grpc.codec import Envelope, GrpcCodec, scan
-from headrace.grpc.methods import GrpcCall, Message
+from headrace.core.errors import HeadraceError, Unavailable, forget_frames
+from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
+from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.inference.models import Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
-from headrace.inference.service import InferenceService, PendingRequest, Wire
-from headrace.inference.status import grpc_code
+from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
+from headrace.inference.status import grpc_code, retry_after_ms
+from headrace.observability.counters import ERRORS
 
 WIRE = Wire("grpc", "OK", grpc_code, load_in_parameters=True)
 
@@ -118,3 +125,225 @@ class GrpcInference:
         if failure is error:
             raise error
         raise failure from error
+
+
+# --- ModelStreamInfer: many requests in flight on one stream, with responses in the order of the requests --------------
+#
+# A stream has two coroutines, and a request has none. The reader decodes and queues requests. Completions call back. The writer
+# encodes and sends the responses that are next in order. Stock clients match responses by their order, as Triton sends them. A
+# request with the parameter `headrace_unordered` is answered as soon as it is done and delays no other. The limit on requests in
+# flight is the backpressure: a stream whose client does not read responses is not read, and a response that waits for an
+# earlier one counts as in flight.
+
+logger = logging.getLogger("headrace.grpc")
+
+# Requests of one stream between their arrival and the sending of their answers.
+MAX_IN_FLIGHT = 256
+
+# Field 2 of ModelStreamInferResponse, a message; and as its last field the entry of `parameters` (field 4 of
+# ModelInferResponse) that Triton's clients look for in every answer of a stream: {"triton_final_response": true}.
+_INFER_RESPONSE = b"\x12"
+_FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
+_RETRY = "headrace_retry_after_ms"
+
+
+class InferStreams:
+    """Serves ModelStreamInfer.
+
+    Args:
+        infer: what is done with each request.
+        max_bytes: of the requests in flight on one stream; a single one may have as many.
+        max_in_flight: requests in flight on one stream.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self, infer: GrpcInference, max_bytes: int, max_in_flight: int = MAX_IN_FLIGHT, clock: Clock = monotonic_ns
+    ) -> None:
+        self._infer = infer
+        self._max_bytes = max_bytes
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+
+    async def serve(self, call: StreamCall) -> None:
+        """The method: ModelInferRequest in, ModelStreamInferResponse out; an error ends its request, not the stream.
+
+        Raises:
+            HeadraceError: of a request, if the stream's metadata have `triton_grpc_error: true`; all behind it is abandoned.
+            Cancelled: the client has left; all that was in flight is abandoned.
+            Unavailable: the server stops; what was in flight has been answered.
+        """
+        stream = _Stream(self._infer, call, self._max_bytes, self._max_in_flight, self._clock)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(stream.write())
+                await stream.read()
+        except BaseExceptionGroup as errors:
+            for error in errors.exceptions:
+                forget_frames(error)
+            raise errors.exceptions[0] from None
+        finally:
+            stream.close()
+        if stream.rejection is not None:
+            raise stream.rejection
+
+
+class _StreamEntry:
+    """One request of a stream, from its arrival until its answer is sent.
+
+    Attributes:
+        request_bytes: size of its message.
+        response: an encoded error, or a request whose completion is settled; None while it is computed. The error itself where it
+            ends the stream.
+    """
+
+    __slots__ = ("request_bytes", "response")
+
+    def __init__(self, request_bytes: int) -> None:
+        self.request_bytes = request_bytes
+        self.response: PendingRequest | Message | HeadraceError | None = None
+
+
+class _Stream:
+    """The state of one stream; everything happens on the event loop.
+
+    Attributes:
+        rejection: why the reader stopped before the client had half-closed.
+    """
+
+    def __init__(
+        self, infer: GrpcInference, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock
+    ) -> None:
+        self._infer = infer
+        self._call = call
+        self._options = call.options
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+        self._in_flight_bytes = 0
+        self._queued: set[PendingRequest] = set()
+        self._ordered: deque[_StreamEntry] = deque()  # in the order of arrival, without the unordered ones
+        self._ready: deque[_StreamEntry] = deque()  # answers that can be sent now
+        self._anything_ready = asyncio.Event()
+        self._room = asyncio.Event()
+        self._read_all = False
+        self.rejection: Unavailable | None = None
+
+    async def read(self) -> None:
+        """Queue requests until the client half-closes or the server stops."""
+        while True:
+            try:
+                message = await self._call.read()
+            except Unavailable as error:
+                self.rejection = error
+                message = None
+            if message is None:
+                self._read_all = True
+                self._anything_ready.set()
+                return
+            self._in_flight += 1
+            self._in_flight_bytes += len(message)
+            self._begin(message)
+            del message  # or it is kept until the next one comes
+            while self._in_flight >= self._max_in_flight or self._in_flight_bytes >= self._max_bytes:
+                self._room.clear()
+                await self._room.wait()
+
+    async def write(self) -> None:
+        """Send answers until the reader is through and nothing is left."""
+        ready = self._ready
+        while self._in_flight or not self._read_all:
+            self._anything_ready.clear()
+            while ready:
+                entry = ready.popleft()
+                response = entry.response
+                if isinstance(response, PendingRequest):
+                    await self._call.write(self._finish(response))
+                    self._call.reservation.shrink(entry.request_bytes)
+                elif isinstance(response, HeadraceError):
+                    raise response
+                elif response is not None:
+                    await self._call.write(response)
+                self._in_flight -= 1
+                self._in_flight_bytes -= entry.request_bytes
+                self._room.set()
+            if self._in_flight or not self._read_all:
+                await self._anything_ready.wait()
+
+    def close(self) -> None:
+        """Abandon whatever is still in flight."""
+        for pending in self._queued:
+            self._infer.drop(pending)
+        self._queued.clear()
+
+    def _begin(self, message: bytes) -> None:
+        received_ns, reservation, entry = self._clock(), self._call.reservation, _StreamEntry(len(message))
+        request_id = ""
+        try:
+            try:
+                envelope = scan(message)
+                request_id = envelope.id
+                reservation.grow(len(message))
+            except HeadraceError as error:
+                self._infer.record_unreadable(error, received_ns)
+                raise
+            try:
+                # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
+                pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
+            except BaseException:
+                reservation.shrink(len(message))
+                raise
+        except HeadraceError as error:
+            forget_frames(error)
+            self._reject(entry, error, request_id)
+            return
+        except Exception as error:
+            self._reject(entry, internal_error(error, logger), request_id)
+            return
+        self._queued.add(pending)
+        if pending.template.unordered:
+            pending.completion.then(partial(self._on_settled_unordered, entry, pending))
+        else:
+            self._ordered.append(entry)
+            pending.completion.then(partial(self._on_settled, entry, pending))
+
+    def _reject(self, entry: _StreamEntry, error: HeadraceError, request_id: str) -> None:
+        self._ordered.append(entry)
+        self._on_settled(entry, error if self._options.ends_stream else _error(error, request_id))
+
+    def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
+        entry.response = response
+        ordered = self._ordered
+        if ordered[0] is not entry:
+            return
+        while ordered and ordered[0].response is not None:
+            self._ready.append(ordered.popleft())
+        self._anything_ready.set()
+
+    def _on_settled_unordered(self, entry: _StreamEntry, pending: PendingRequest) -> None:
+        entry.response = pending
+        self._ready.append(entry)
+        self._anything_ready.set()
+
+    def _finish(self, pending: PendingRequest) -> Message:
+        self._queued.discard(pending)
+        try:
+            parts = self._infer.finish(pending)
+        except HeadraceError as error:
+            forget_frames(error)
+            if self._options.ends_stream:
+                raise
+            return _error(error, pending.id)
+        size = sum(map(len, parts)) + len(_FINAL)
+        return [_INFER_RESPONSE + varint(size), *parts, _FINAL]
+
+
+def _error(error: HeadraceError, request_id: str) -> Message:
+    ERRORS.count("grpc", error.reason)
+    response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
+    response.infer_response.id = request_id
+    delay_ms = retry_after_ms(error)
+    if delay_ms is not None:  # as the trailers of a call that failed
+        response.infer_response.parameters[_RETRY].int64_param = delay_ms
+    return [response.SerializeToString()]

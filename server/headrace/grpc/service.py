@@ -1,21 +1,335 @@
-"""All services of the gRPC port, as methods on serialized messages for every engine."""
+"""Methods of the gRPC port on serialized messages, for every engine: control, health, reflection, and the table of all."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
-from headrace.grpc.control import (
-    HEALTH_SERVICE,
-    REFLECTION_SERVICES,
-    HealthService,
-    ReflectionService,
-    control_methods,
-)
-from headrace.grpc.infer import GrpcInference
-from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
-from headrace.grpc.stream import InferStreams
-from headrace.inference.models import Services
+from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
+from headrace.grpc.infer import GrpcInference, InferStreams
+from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.inference.control_plane import ControlPlane
+from headrace.inference.models import Models, Regions, Services
 from headrace.inference.request_options import RequestOptionsReader
+
+# The classes of these modules are created at import, where no type checker sees them.
+pb: Any = service_pb2
+health_pb: Any = health_pb2
+reflection_pb: Any = reflection_pb2
+
+HEALTH_SERVICE: str = health_pb.DESCRIPTOR.services_by_name["Health"].full_name
+# Polling interval of Watch: readiness has no event to wait for.
+WATCH_INTERVAL_S = 1.0
+
+_V1ALPHA = "grpc.reflection.v1alpha"
+_V1 = "grpc.reflection.v1"
+REFLECTION_SERVICES = (f"{_V1}.ServerReflection", f"{_V1ALPHA}.ServerReflection")
+
+_NOT_FOUND = 5  # google.rpc.Code, which ErrorResponse carries as a number
+
+P = TypeVar("P", bound=Protobuf)
+# Handles a request message; returns Triton's JSON, whose keys are the fields of the response message.
+Handler = Callable[[Any], Mapping[str, object] | Awaitable[Mapping[str, object]]]
+
+
+def parse(kind: type[P], message: bytes) -> P:
+    """Parse a serialized message.
+
+    Args:
+        kind: class of the message.
+        message: serialized protobuf.
+
+    Raises:
+        BadRequest: the bytes are not a message of that class.
+    """
+    parsed = kind()
+    try:
+        parsed.ParseFromString(message)
+    except DecodeError as error:
+        raise BadRequest(
+            f"the message is not a valid {kind.DESCRIPTOR.full_name}: its protobuf encoding is broken"
+        ) from error
+    return parsed
+
+
+def _unary(name: str, handler: Handler) -> UnaryMethod:
+    """Make the method on serialized messages of a handler."""
+    request_type, response_type = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+
+    async def method(message: bytes, call: GrpcCall) -> Message:
+        values = handler(parse(request_type, message))
+        if isinstance(values, Awaitable):
+            values = await values
+        response: Protobuf = json_format.ParseDict(dict(values), response_type())
+        return [response.SerializeToString()]
+
+    return method
+
+
+def control_methods(services: Services) -> dict[str, UnaryMethod]:
+    """The methods of GRPCInferenceService except inference, by name.
+
+    Args:
+        services: of the server.
+    """
+    plane, regions = ControlPlane(services), services.regions
+
+    def trace_settings(request: Any) -> Mapping[str, object]:
+        changes = {name: _trace_value(name, list(setting.value)) for name, setting in request.settings.items()}
+        settings = plane.trace_settings(request.model_name, changes or None)
+        return {"settings": {name: {"value": _string_list(value)} for name, value in settings.items()}}
+
+    def log_settings(request: Any) -> Mapping[str, object]:
+        changes = {name: _parameter_value(name, setting) for name, setting in request.settings.items()}
+        settings = services.logs.update(changes) if changes else services.logs.settings()
+        return {"settings": {name: {_log_field(value): value} for name, value in settings.items()}}
+
+    handlers: dict[str, Handler] = {
+        "ServerLive": lambda request: plane.live(),
+        "ServerReady": lambda request: {"ready": services.models.ready()},
+        "ModelReady": lambda request: {"ready": _is_ready(plane, request.name, request.version)},
+        "ServerMetadata": lambda request: plane.server_metadata(),
+        # Triton's messages have no field for the precision of an engine and the device of a version.
+        "ModelMetadata": lambda request: _without("parameters", plane.model_metadata(request.name, request.version)),
+        "ModelConfig": lambda request: {"config": plane.config(request.name, request.version)},
+        "ModelStatistics": lambda request: {
+            "model_stats": [
+                _without("headrace", each) for each in services.models.statistics(request.name, request.version)
+            ]
+        },
+        "TraceSetting": trace_settings,
+        "LogSettings": log_settings,
+    }
+    handlers |= _repository(plane) | _shared_memory("System", regions) | _shared_memory("Cuda", regions)
+    return {name: _unary(name, handler) for name, handler in handlers.items()}
+
+
+def _repository(plane: ControlPlane) -> dict[str, Handler]:
+    def index(request: Any) -> Mapping[str, object]:
+        _only_repository(request)
+        return {"models": list(plane.index(request.ready))}
+
+    async def load(request: Any) -> Mapping[str, object]:
+        _only_repository(request)
+        await plane.load(request.model_name, _parameters(request))
+        return {}
+
+    async def unload(request: Any) -> Mapping[str, object]:
+        _only_repository(request)
+        await plane.unload(request.model_name, _parameters(request))
+        return {}
+
+    return {"RepositoryIndex": index, "RepositoryModelLoad": load, "RepositoryModelUnload": unload}
+
+
+def _shared_memory(kind: str, regions: Regions) -> dict[str, Handler]:
+    def status(request: Any) -> Mapping[str, object]:
+        return {"regions": {str(row["name"]): dict(row) for row in regions.status(kind.lower(), request.name)}}
+
+    def register(request: Any) -> Mapping[str, object]:
+        if not request.name:
+            raise BadRequest("'name' is empty: a shared memory region needs one")
+        if kind == "System":
+            regions.register_system(request.name, request.key, request.offset, request.byte_size)
+        else:
+            regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return {}
+
+    def unregister(request: Any) -> Mapping[str, object]:
+        regions.unregister(kind.lower(), request.name)
+        return {}
+
+    name = f"{kind}SharedMemory"
+    return {f"{name}Status": status, f"{name}Register": register, f"{name}Unregister": unregister}
+
+
+def _is_ready(plane: ControlPlane, model: str, version: str) -> bool:
+    """True if the model can serve requests; a model that does not exist is not ready, as in Triton."""
+    try:
+        plane.require_model_ready(model, version)
+    except (NotFound, Unavailable):
+        return False
+    return True
+
+
+def _without(key: str, values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def _only_repository(request: Any) -> None:
+    if request.repository_name:
+        raise Unsupported("'repository_name' is not supported: all repositories share one set of model names")
+
+
+def _parameters(request: Any) -> dict[str, object]:
+    return {name: _parameter_value(name, value) for name, value in request.parameters.items()}
+
+
+def _parameter_value(name: str, value: Any) -> Any:
+    field = value.WhichOneof("parameter_choice")
+    if field is None:
+        raise BadRequest(f"{name[:64]!r} has no value")
+    return getattr(value, field)
+
+
+def _trace_value(name: str, values: list[str]) -> object:
+    """Value of a trace setting by Triton's rules: none resets it, `trace_level` is a list, every other setting has one value."""
+    if not values:
+        return None
+    if name == "trace_level":
+        return values
+    if len(values) > 1:
+        raise BadRequest(f"trace setting {name[:64]!r} takes one value, not {len(values)}")
+    return values[0]
+
+
+def _string_list(value: object) -> list[str]:
+    return list(value) if isinstance(value, list | tuple) else [str(value)]
+
+
+def _log_field(value: object) -> str:
+    if isinstance(value, bool):
+        return "bool_param"
+    return "uint32_param" if isinstance(value, int) else "string_param"
+
+
+class HealthService:
+    """The standard health service grpc.health.v1: status of the server (""), of the inference service, and of each model by name.
+
+    Args:
+        models: the registry.
+        service: full name of the inference service, whose status is that of the server.
+        interval_s: polling interval of Watch.
+    """
+
+    def __init__(self, models: Models, service: str, interval_s: float = WATCH_INTERVAL_S) -> None:
+        self._models = models
+        self._service = service
+        self._interval_s = interval_s
+
+    async def check(self, message: bytes, call: GrpcCall) -> Message:
+        """Check: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
+        name = parse(health_pb.HealthCheckRequest, message).service
+        status = self._status(name)
+        if status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
+            raise NotFound(f"service {name[:128]!r} is not found; it is '', {self._service!r} or a model's name")
+        return [health_pb.HealthCheckResponse(status=status).SerializeToString()]
+
+    async def watch(self, call: StreamCall) -> None:
+        """Watch: one HealthCheckRequest in, then one HealthCheckResponse at once and one at each change.
+
+        Raises:
+            Cancelled: the client disconnected.
+            Unavailable: the server stops.
+        """
+        message = await call.read()
+        if message is None:
+            return
+        name = parse(health_pb.HealthCheckRequest, message).service
+        sent_status = None
+        while True:
+            status = self._status(name)
+            if status != sent_status:
+                await call.write([health_pb.HealthCheckResponse(status=status).SerializeToString()])
+                sent_status = status
+            if call.stopping:
+                raise Unavailable("the server is shutting down")
+            await asyncio.sleep(self._interval_s)
+
+    def _status(self, name: str) -> int:
+        kind = health_pb.HealthCheckResponse
+        if name in ("", self._service):
+            return int(kind.SERVING if self._models.ready() else kind.NOT_SERVING)
+        try:
+            handle = self._models.lease(name, "")
+        except NotFound:
+            return int(kind.SERVICE_UNKNOWN)
+        except Unavailable:
+            return int(kind.NOT_SERVING)
+        try:
+            handle.admit()
+        except Unavailable:
+            return int(kind.NOT_SERVING)
+        finally:
+            handle.release()
+        return int(kind.SERVING)
+
+
+class ReflectionService:
+    """Server reflection for grpcurl and similar clients, by the servicer of grpcio-reflection.
+
+    v1 and v1alpha are one protocol under two names.
+
+    Args:
+        services: full names of all services of the server.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        # The package has v1alpha only. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
+        v1: Any = descriptor_pool.DescriptorPool()
+        v1.Add(_as_v1(reflection_pb.DESCRIPTOR))
+        self._pools: tuple[Any, ...] = (descriptor_pool.Default(), v1)
+        names = tuple(services)
+        self._servicers = [ReflectionServicer(names, pool) for pool in self._pools]
+
+    async def info(self, call: StreamCall) -> None:
+        """ServerReflectionInfo: one ServerReflectionResponse for each ServerReflectionRequest."""
+        while (message := await call.read()) is not None:
+            response = self._respond(parse(reflection_pb.ServerReflectionRequest, message))
+            await call.write([response.SerializeToString()])
+
+    def _respond(self, request: Any) -> Any:
+        lookup = reflection_pb.ServerReflectionRequest()
+        lookup.CopyFrom(request)
+        if request.HasField("file_containing_symbol"):
+            lookup.file_containing_symbol = self._service_of_method(request.file_containing_symbol)
+        for servicer in self._servicers:
+            (response,) = servicer.ServerReflectionInfo([lookup], None)
+            if response.error_response.error_code != _NOT_FOUND:
+                break
+        response.valid_host = request.host
+        response.original_request.CopyFrom(request)
+        if response.HasField("error_response"):
+            kind = request.WhichOneof("message_request")
+            text = f"{kind.replace('_', ' ')}: not found" if kind else "'message_request' has no value"
+            response.error_response.error_message = text
+        return response
+
+    def _service_of_method(self, symbol: str) -> str:
+        """Full name of the service for that of a method, which a pool does not find; other symbols unchanged."""
+        service, _, method = symbol.rpartition(".")
+        for pool in self._pools:
+            try:
+                if method in pool.FindServiceByName(service).methods_by_name:
+                    return service
+            except KeyError:
+                continue
+        return symbol
+
+
+def _as_v1(file: Any) -> Any:
+    """Make the FileDescriptorProto of v1 from that of v1alpha."""
+    proto = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
+    proto.name = proto.name.replace("v1alpha", "v1")
+    proto.package = _V1
+    for message in proto.message_type:
+        for field in (field for field in message.field if field.type_name):
+            field.type_name = field.type_name.replace(_V1ALPHA, _V1)
+    for service in proto.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(_V1ALPHA, _V1)
+            method.output_type = method.output_type.replace(_V1ALPHA, _V1)
+    return proto
+
 
 SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 

@@ -1,13 +1,249 @@
-"""ASGI application of the HTTP port: inference goes to `InferEndpoint`, every other path to FastAPI."""
+"""ASGI application of the HTTP port: inference goes to `InferEndpoint`, every other path to the control plane on FastAPI.
+
+FastAPI serves the route table of `routes`. Sizes of bodies, JSON depth and media types are checked before a handler runs.
+"""
 
 from __future__ import annotations
 
-from headrace.core.errors import HeadraceError
-from headrace.core.limits import ClientLimits
-from headrace.http.control_api import Metrics, check_path, control_application
-from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send, send_error, send_method_not_allowed
+import asyncio
+import functools
+import json
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
+from headrace.core.limits import REGION_PATTERN, ClientLimits
+from headrace.http.codec import check_json, unique
+from headrace.http.infer_endpoint import (
+    InferEndpoint,
+    Receive,
+    Scope,
+    Send,
+    error_response,
+    send_error,
+    send_method_not_allowed,
+)
+from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
 from headrace.inference.models import Services
 from headrace.inference.request_options import RequestOptionsReader
+
+logger = logging.getLogger("headrace.http")
+
+Metrics = Callable[[str], tuple[str, bytes]]
+
+# JSON; media types of clients that name none (Triton's clients among them); and the default of `curl --data`.
+_MEDIA_TYPES = ("", JSON, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
+# A percent-encoded slash, backslash or control character within one segment of the path: no name contains one.
+_HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
+# Characters of a decoder's message in an error: the message may repeat a key of the client's JSON.
+_MAX_MESSAGE_CHARS = 200
+
+
+def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
+    """Create the FastAPI application of all routes except inference.
+
+    Args:
+        services: of the server.
+        client_limits: limits of all requests; the full body size is allowed only for requests that may carry model files.
+        metrics: renders /metrics: takes the header Accept, returns (content type, body), and may run on any thread. None if
+            metrics have a port of their own.
+    """
+    app = FastAPI(
+        title="Headrace",
+        version=services.version,
+        summary="An inference server that speaks the Open Inference Protocol V2.",
+        openapi_tags=[{"name": name, "description": text} for name, text in TAGS.items()],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.add_exception_handler(HTTPException, _no_route)
+
+    @functools.cache
+    def openapi() -> bytes:
+        return orjson.dumps(document(app, table))
+
+    table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
+    for route in table:
+        add_route(app, route, _endpoint(route, client_limits))
+    return app
+
+
+def check_path(raw_path: bytes) -> None:
+    """Raise BadRequest for a path with a percent-encoded slash, backslash or control character."""
+    if b"%" in raw_path and _HIDDEN.search(raw_path):
+        raise BadRequest(
+            "no such path: a name in it has a slash, a backslash or a control character, and none here has"
+        )
+
+
+def _endpoint(route: Route, client_limits: ClientLimits) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await _respond(route, request, client_limits)
+
+    return endpoint
+
+
+async def _respond(route: Route, request: Request, client_limits: ClientLimits) -> Response:
+    """Run a route and encode its result or error; never raises for an invalid request."""
+    try:
+        result = route.run(**await _arguments(route, request, client_limits))
+        if isinstance(result, Awaitable):
+            result = await result
+        if result is None:
+            return Response()
+        if isinstance(result, Page):
+            return Response(result.content, headers={"content-type": result.media_type})
+        content = result if isinstance(result, bytes) else _json(result)
+        return Response(content, headers={**route.headers, "content-type": route.media_type})
+    except HeadraceError as error:
+        return _error(error)
+    except Exception:
+        reference = uuid.uuid4().hex[:12]
+        logger.exception("request failed in the control plane (reference %s)", reference)
+        return _error(ModelFailed(f"the server failed on this request; its log has the cause ({reference})"))
+
+
+async def _arguments(route: Route, request: Request, client_limits: ClientLimits) -> dict[str, Any]:
+    """Collect the keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
+    arguments: dict[str, Any] = dict(request.path_params)
+    if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
+        region = arguments["region"][:64]
+        raise BadRequest(f"{region!r} cannot be the name of a region: it must match {REGION_PATTERN}")
+    if route.body is not None:
+        _check_media_type(request)
+        arguments |= msgspec.to_builtins(
+            _decode(await _read(request, route.max_body_bytes, client_limits), route, client_limits)
+        )
+    if route.negotiates:
+        arguments["accept"] = request.headers.get("accept", "")
+    return arguments
+
+
+def _check_media_type(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in _MEDIA_TYPES:
+        raise BadRequest(f"content-type {media_type[:64]!r} is not taken here: send {JSON}")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise BadRequest("content-encoding is not taken here: send the JSON as it is")
+
+
+async def _read(request: Request, limit: int, client_limits: ClientLimits) -> bytes:
+    """Read the body; raises TooLarge or Cancelled."""
+    declared = request.headers.get("content-length", "")
+    parts: list[bytes] = []
+    size = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+    if size <= limit:
+        size = 0
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    break
+        except ClientDisconnect:
+            raise Cancelled("the client left before its request had arrived") from None
+    if size > limit:
+        raise client_limits.too_large(
+            "max_body_bytes", f"the body is larger than the {limit} bytes that are taken here"
+        )
+    return b"".join(parts)
+
+
+def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
+    """Decode the body as the type of the route; raises BadRequest."""
+    if not content and not route.body_required:
+        content = b"{}"
+    check_json(content, client_limits)
+    try:
+        parsed = json.loads(
+            content.decode(), object_pairs_hook=unique, parse_float=_number, parse_constant=_no_constant
+        )
+        if b"\\u" in content:  # lone surrogates are not valid UTF-8
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return msgspec.convert(parsed, route.body)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the body is not what is expected here: {_shorten(error)}") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
+        raise BadRequest(f"the body is not valid JSON: {_shorten(error)}") from None
+
+
+def _number(text: str) -> float | int:
+    # In JSON Schema, and so in the OpenAPI document, 1.0 is an integer.
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _shorten(error: Exception) -> str:
+    text = str(error)
+    return (
+        text
+        if len(text) <= _MAX_MESSAGE_CHARS
+        else f"{text[: _MAX_MESSAGE_CHARS // 2]}...{text[-_MAX_MESSAGE_CHARS // 2 :]}"
+    )
+
+
+def _json(result: object) -> bytes:
+    try:
+        return orjson.dumps(result, default=_to_dict)
+    except TypeError:  # a file name that is not UTF-8, or an integer beyond 64 bits
+        return json.dumps(result, default=_to_dict, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _to_dict(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _error(error: HeadraceError) -> Response:
+    status, headers, content = error_response(error)
+    return Response(content, status, {name.decode(): value.decode() for name, value in headers})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Respond 404 or 405 to a request for which Starlette has no endpoint."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text, headers = "no such path; /docs lists what there is", {"content-type": JSON}
+    if status == 405:
+        matches = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+        methods = {method for route in matches for method in route.methods}
+        headers["allow"] = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+        text = f"this path takes {headers['allow']}"
+    return Response(orjson.dumps({"error": text}), status, headers)
+
+
+def _pages(metrics: Metrics | None, openapi: Callable[[], bytes]) -> Iterator[Route]:
+    async def describe() -> bytes:
+        # In a thread: the first request generates the document, which takes about 0.1 s.
+        return await asyncio.to_thread(openapi)
+
+    yield Route("pages", "/openapi.json", "This document, for programs", describe, dict[str, Any])
+    yield from page_routes(metrics is not None)
+    if metrics is not None:
+        render, media_type = metrics, metrics("")[0]
+
+        async def scrape(accept: str) -> Page:
+            # In a thread: with many models, rendering would delay inference requests.
+            return Page(*await asyncio.to_thread(render, accept))
+
+        yield Route("pages", "/metrics", "For Prometheus", scrape, str, media_type=media_type, negotiates=True)
 
 
 class HttpApplication:

@@ -3,28 +3,266 @@
 - A waiting request learns at once that its client has gone. ASGI tells a disconnect only to who asks `receive` for it, which
   costs a task per request; here the connection itself abandons the completion that its request waits for.
 - A body that has arrived whole is handed over without a round through `receive`.
-- A large body is received without the parser, straight into the array of its tensors (`http_body`).
+- A large body is received without the parser, straight into the array of its tensors (`SocketReader`).
 - An answer is written in one piece, without a round of checks on headers that are ours.
 
-And with limits on all that a client may send, and on the time it takes (`http_lifetime`). The short cuts read attributes of
+And with limits on all that a client may send, and on the time it takes (`ConnectionTimeouts`). The short cuts read attributes of
 uvicorn's request cycle; the locked version has them, and tests run over both ways.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NoReturn, Protocol
 
 import httptools
+import numpy as np
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits
-from headrace.http.lifetime import ConnectionTimeouts, Stage
-from headrace.inference.body import MIN_DIRECT_BYTES, READ_BYTES, BodyBytes, SocketReader
+from headrace.inference.tensor_codec import BodyBytes
+
+# --- Timeouts: headers, body, and a client that does not read its response ---------------------------------------------
+#
+# One timer serves all connections and ticks a few times within the shortest timeout, so that no request sets a timer. Each
+# connection stores its stage and the tick at which that stage began.
+
+# Time for a client to read the error on a connection that the server has ended, seconds.
+LINGER_S = 2.0
+
+
+class Stage(IntEnum):
+    """Stage of an HTTP connection: the event it waits for."""
+
+    BETWEEN = 0
+    """The next request; nothing has arrived."""
+    HEADERS = 1
+    """The end of the headers, since the connection was made or since their first byte."""
+    BODY = 2
+    """The end of the request body."""
+    ENDING = 3
+    """The client's close: the server has sent its last response."""
+
+
+class TimedConnection(Protocol):
+    """A connection with timeouts; see `headrace.http.connection.HeadraceHttpProtocol`.
+
+    Attributes:
+        stage: the event it waits for.
+        since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
+    """
+
+    stage: Stage
+    since: int
+
+    def unread_bytes(self) -> int:
+        """Bytes of responses in the write buffer that the client has not read; 0 for none."""
+
+    def is_idle_without_timer(self) -> bool:
+        """True between two requests if no keep-alive timer is set."""
+
+    def is_waiting_for_server(self) -> bool:
+        """True if the server itself delays the body: an earlier request on the connection is still running."""
+
+    def time_out(self, text: str) -> None:
+        """Respond 408 with a text and end the connection."""
+
+    def abort(self) -> None:
+        """Close the connection immediately, without a response."""
+
+
+class ConnectionTimeouts:
+    """Enforces the timeouts of all connections of one listener.
+
+    Ownership: the event loop.
+
+    Args:
+        client_limits: `header_timeout_s`, `body_timeout_s` and `stall_timeout_s`; counts the connections that reach one.
+
+    Attributes:
+        epoch: ticks of the timer since the start.
+    """
+
+    def __init__(self, client_limits: ClientLimits) -> None:
+        limits = client_limits.limits
+        shortest_s = min(limits.header_timeout_s, limits.body_timeout_s, limits.stall_timeout_s)
+        self._tick_s = min(5.0, max(0.02, shortest_s / 4))
+        self._header_ticks = round(limits.header_timeout_s / self._tick_s)
+        self._body_ticks = round(limits.body_timeout_s / self._tick_s)
+        self._stall_ticks = round(limits.stall_timeout_s / self._tick_s)
+        self._linger_ticks = max(1, round(LINGER_S / self._tick_s))
+        self._client_limits = client_limits
+        self._timer: asyncio.TimerHandle | None = None
+        # For each connection: its unread bytes when they last changed, and the epoch of that change.
+        self._connections: dict[TimedConnection, tuple[int, int]] = {}
+        self.epoch = 0
+
+    def add(self, connection: TimedConnection) -> None:
+        """Add a new connection."""
+        self._connections[connection] = (0, self.epoch)
+        if self._timer is None:
+            self._arm()
+
+    def discard(self, connection: TimedConnection) -> None:
+        """Remove a closed connection; the timer stops with the last one."""
+        self._connections.pop(connection, None)
+        if not self._connections and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _tick(self) -> None:
+        self.epoch += 1
+        self._timer = None
+        for connection, unread in list(self._connections.items()):
+            self._check(connection, *unread)
+        if self._connections:
+            self._arm()
+
+    def _check(self, connection: TimedConnection, unread_before: int, since: int) -> None:
+        unread, epoch = connection.unread_bytes(), self.epoch
+        if not unread or unread != unread_before:
+            self._connections[connection] = (unread, epoch)
+        elif epoch - since > self._stall_ticks:
+            self._client_limits.hit("stall_timeout_s")
+            connection.abort()
+            return
+        stage, age = connection.stage, epoch - connection.since
+        if stage is Stage.BETWEEN:
+            if connection.is_idle_without_timer():
+                connection.stage, connection.since = Stage.HEADERS, epoch
+        elif stage is Stage.HEADERS:
+            if age > self._header_ticks:
+                self._client_limits.hit("header_timeout_s")
+                connection.time_out("the headers of a request did not arrive in time")
+        elif stage is Stage.BODY:
+            if connection.is_waiting_for_server():
+                connection.since = epoch
+            elif age > self._body_ticks:
+                self._client_limits.hit("body_timeout_s")
+                connection.time_out("the body of the request did not arrive in time")
+        elif age > self._linger_ticks:
+            connection.abort()
+
+
+# --- Socket reader -----------------------------------------------------------------------------------------------------
+#
+# Headers and small bodies go through the HTTP parser, large bodies directly into one array. The parser copies a body four times
+# (socket buffer, parser, request cycle, joined chunks), which is a large part of the cost of a 600 KB image. After the headers,
+# the rest of a body with Content-Length needs no parser: `recv` writes into its final array.
+
+# Smaller bodies go through the parser: its copies cost less than the switch to direct reading.
+MIN_DIRECT_BYTES = 65536
+
+# `recv` writes bytes for the parser here. The buffer is small, so that little of a large body goes through the parser. All
+# connections of a process share one: it is emptied before the event loop continues.
+READ_BYTES = 16384
+_SCRATCH = memoryview(bytearray(READ_BYTES))
+
+
+@dataclass(slots=True)
+class _Body:
+    array: BodyBytes | None
+    missing_bytes: int
+    complete: asyncio.Future[BodyBytes | None]
+    on_complete: Callable[[BodyBytes | None], None]
+
+
+class SocketReader(asyncio.BufferedProtocol):
+    """Transport protocol in front of the HTTP protocol: selects the buffer for the next bytes.
+
+    Args:
+        http: HTTP protocol of the connection; receives all other events.
+        on_body_data: called with the number of bytes when a part of a direct body has arrived; may call `end_body` or
+            `drop_body`.
+    """
+
+    def __init__(self, http: asyncio.Protocol, on_body_data: Callable[[int], None]) -> None:
+        self._http = http
+        self._on_body_data = on_body_data
+        self._body: _Body | None = None
+
+    def receive_body(
+        self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
+    ) -> asyncio.Future[BodyBytes | None]:
+        """Receive the rest of a body directly into one array.
+
+        The array is not touched before data arrive, so that a large Content-Length alone commits no memory.
+
+        Args:
+            size_bytes: of the complete body, larger than `start`.
+            start: first part of the body, already received.
+            on_complete: called with the complete body as uint8[size_bytes], or None if it was dropped, before further bytes
+                are read.
+
+        Returns:
+            Future of the complete body; its result is None if the client disconnects first or the body is dropped.
+        """
+        array: BodyBytes = np.empty(size_bytes, np.uint8)
+        array.data[: len(start)] = start
+        complete: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
+        self._body = _Body(array, size_bytes - len(start), complete, on_complete)
+        return complete
+
+    def drop_body(self) -> None:
+        """Free the array; the rest of the body is read and discarded."""
+        if self._body is not None:
+            self._body.array = None
+
+    def end_body(self) -> None:
+        """End the direct body: the next bytes go to the HTTP parser."""
+        body, self._body = self._body, None
+        if body is not None and not body.complete.done():
+            body.complete.set_result(None)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next bytes; it ends with the body, so that bytes of the next request stay out of it."""
+        body = self._body
+        if body is None:
+            return _SCRATCH
+        return _SCRATCH[: body.missing_bytes] if body.array is None else body.array.data[-body.missing_bytes :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Process `nbytes` that were written into the buffer."""
+        body = self._body
+        if body is None:
+            self._http.data_received(bytes(_SCRATCH[:nbytes]))
+            return
+        body.missing_bytes -= nbytes
+        self._on_body_data(nbytes)
+        if self._body is body and not body.missing_bytes:
+            self._body = None
+            body.on_complete(body.array)
+            if not body.complete.done():
+                body.complete.set_result(body.array)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End an incomplete body and pass the event on."""
+        self.end_body()
+        self._http.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        """Pass the event on: the client has half-closed."""
+        return self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        """Pass the event on."""
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass the event on."""
+        self._http.resume_writing()
+
+
+# --- Connection --------------------------------------------------------------------------------------------------------
 
 # Larger answers are written in parts: joining them would cost more than another entry in the write queue.
 _JOIN_BELOW_BYTES = 65536
@@ -45,7 +283,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         timeouts: of the listener's connections.
 
     Attributes:
-        stage, since: see `http_lifetime.TimedConnection`.
+        stage, since: see `TimedConnection`.
     """
 
     def __init__(self, *args: Any, client_limits: ClientLimits, timeouts: ConnectionTimeouts, **kwargs: Any) -> None:
@@ -199,7 +437,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         status, text = self._refusal
         self._refuse(status or 400, text or msg)
 
-    # --- http_lifetime.Mortal -----------------------------------------------------------------------------------------
+    # --- TimedConnection ----------------------------------------------------------------------------------------------
 
     def unread_bytes(self) -> int:
         """See `TimedConnection`."""

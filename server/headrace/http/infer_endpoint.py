@@ -20,13 +20,12 @@ from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
 from headrace.http.codec import Body, ModelCodec
 from headrace.inference import compression
-from headrace.inference.body import BodyBytes
-from headrace.inference.load_report import Header, Headers, LoadHeaders, orca_headers
 from headrace.inference.models import Handle, Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
+from headrace.inference.response_metadata import Header, Headers, LoadHeaders, orca_headers, timing_headers
 from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
-from headrace.inference.timing import timing_headers
+from headrace.inference.tensor_codec import BodyBytes
 from headrace.observability.counters import ERRORS
 
 Scope = MutableMapping[str, Any]

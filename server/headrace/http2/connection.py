@@ -22,11 +22,12 @@ from headrace.http2.frames import (
     PREFACE,
     WINDOW_UPDATE,
     ErrorCode,
+    HeaderCache,
+    HeaderField,
     Http2ConnectionError,
     Http2StreamError,
     Setting,
 )
-from headrace.http2.hpack import HeaderCache, HeaderField
 from headrace.http2.stream import FrameBudget, Http2Limits, Http2Stream, WindowGrants, WriteBuffer
 
 logger = logging.getLogger(__name__)

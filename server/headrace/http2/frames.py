@@ -1,9 +1,16 @@
-"""HTTP/2 frames (RFC 9113, sections 4 and 6): layout, encoding, decoding, and the errors of a peer."""
+"""HTTP/2 frames (RFC 9113, sections 4 and 6) and header compression (HPACK, RFC 7541): encoding, decoding, errors of a peer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from functools import lru_cache
 from struct import Struct
+from typing import Generic, TypeVar
+
+from hpack.exceptions import HPACKDecodingError
+from hpack.huffman_table import decode_huffman
+from hpack.table import HeaderTable
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 
@@ -153,3 +160,230 @@ def unpad(payload: bytes, flags: int) -> bytes:
     if end < start:
         raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "padding or priority fields longer than their frame")
     return payload[start:end]
+
+
+# --- HPACK, for a server that receives the same few header blocks repeatedly -------------------------------------------
+#
+# The decoder is ours; of the `hpack` package it uses the Huffman table. It is about four times faster, every step is bounded, and
+# it reports whether a block changed the dynamic table. While no block does, equal blocks have equal header fields, and decoding
+# is one dictionary look-up (`HeaderCache`). Responses are encoded without Huffman code and dynamic table, mostly once, as
+# constants.
+
+HeaderField = tuple[bytes, bytes]
+T = TypeVar("T")
+
+_STATIC: tuple[HeaderField, ...] = tuple(HeaderTable.STATIC_TABLE)
+_STATIC_COUNT = len(_STATIC)
+_STATIC_NAMES = {name: index for index, (name, _) in reversed(list(enumerate(_STATIC, 1)))}
+_STATIC_INDEX = {field: index for index, field in enumerate(_STATIC, 1)}
+# Overhead of a table entry beside its name and value (RFC 7541, section 4.1).
+_ENTRY_BYTES = 32
+# The default of SETTINGS_HEADER_TABLE_SIZE; the server announces no other value.
+TABLE_BYTES = 4096
+# No accepted header block needs a larger integer.
+_MAX_INTEGER = 1 << 24
+_CACHED_BLOCKS = 256
+_CACHED_BLOCK_BYTES = 512
+
+
+class HpackDecoder:
+    """HPACK decoder of one connection, with its dynamic table.
+
+    Args:
+        max_list_bytes: largest decoded header block: names, values and 32 bytes per field.
+
+    Attributes:
+        changes: number of blocks that changed the dynamic table.
+    """
+
+    def __init__(self, max_list_bytes: int) -> None:
+        self._max_list_bytes = max_list_bytes
+        self._entries: list[HeaderField] = []  # the newest last
+        self._size = 0
+        self._capacity = TABLE_BYTES
+        self.changes = 0
+
+    def decode(self, block: bytes) -> list[HeaderField] | None:
+        """Decode a complete header block.
+
+        Returns:
+            The fields in order, or None if they exceed `max_list_bytes`; the dynamic table is updated either way.
+
+        Raises:
+            Http2ConnectionError: the block is invalid (COMPRESSION_ERROR).
+        """
+        try:
+            return self._decode(block)
+        except (IndexError, HPACKDecodingError):
+            raise _compression_error("a header block that ends too early or holds invalid Huffman code") from None
+
+    def _decode(self, block: bytes) -> list[HeaderField] | None:
+        fields: list[HeaderField] = []
+        position, end, total, changed = 0, len(block), 0, False
+        while position < end:
+            first = block[position]
+            if first >= 0x80:
+                index, position = _integer(block, position, 0x7F)
+                field = self._field(index)
+            elif first >= 0x40:
+                index, position = _integer(block, position, 0x3F)
+                field, position = self._literal(block, index, position)
+                self._insert(field)
+                changed = True
+            elif first >= 0x20:
+                capacity, position = _integer(block, position, 0x1F)
+                if total:
+                    raise _compression_error("a change of the table size after the first field")
+                changed = changed or capacity != self._capacity
+                self._resize(capacity)
+                continue
+            else:
+                index, position = _integer(block, position, 0x0F)
+                field, position = self._literal(block, index, position)
+            total += len(field[0]) + len(field[1]) + _ENTRY_BYTES
+            if total <= self._max_list_bytes:
+                fields.append(field)
+        self.changes += changed
+        return fields if total <= self._max_list_bytes else None
+
+    def _field(self, index: int) -> HeaderField:
+        if 0 < index <= _STATIC_COUNT:
+            return _STATIC[index - 1]
+        index -= _STATIC_COUNT
+        if not 0 < index <= len(self._entries):
+            raise _compression_error("an index outside the tables")
+        return self._entries[-index]
+
+    def _literal(self, block: bytes, index: int, position: int) -> tuple[HeaderField, int]:
+        if index:
+            name = self._field(index)[0]
+        else:
+            name, position = _string(block, position)
+        value, position = _string(block, position)
+        return (name, value), position
+
+    def _insert(self, field: HeaderField) -> None:
+        self._size += len(field[0]) + len(field[1]) + _ENTRY_BYTES
+        self._entries.append(field)
+        self._evict()
+
+    def _resize(self, capacity: int) -> None:
+        if capacity > TABLE_BYTES:
+            raise _compression_error("a dynamic table larger than announced")
+        self._capacity = capacity
+        self._evict()
+
+    def _evict(self) -> None:
+        count = 0
+        while self._size > self._capacity:
+            name, value = self._entries[count]
+            self._size -= len(name) + len(value) + _ENTRY_BYTES
+            count += 1
+        del self._entries[:count]
+
+
+class HeaderCache(Generic[T]):
+    """Cache of decoded and parsed header blocks of one connection.
+
+    Args:
+        max_list_bytes: see `HpackDecoder`.
+        parse: parses header fields (None: too large). Its result must depend on the fields only.
+
+    Attributes:
+        entries: parsed value by header block; valid until the next `decode`. The connection looks here first.
+    """
+
+    def __init__(self, max_list_bytes: int, parse: Callable[[list[HeaderField] | None], T]) -> None:
+        self._decoder = HpackDecoder(max_list_bytes)
+        self._parse = parse
+        self.entries: dict[bytes, T] = {}
+
+    def decode(self, block: bytes) -> T:
+        """Decode and parse a block that is not in `entries`.
+
+        Raises:
+            Http2ConnectionError: the block is invalid.
+            Exception: any error of `parse`.
+        """
+        decoder = self._decoder
+        before = decoder.changes
+        fields = decoder.decode(block)
+        if decoder.changes != before:
+            self.entries.clear()
+            return self._parse(fields)
+        value = self._parse(fields)
+        if len(block) <= _CACHED_BLOCK_BYTES:
+            if len(self.entries) >= _CACHED_BLOCKS:
+                self.entries.clear()
+            self.entries[block] = value
+        return value
+
+
+def encode(fields: Iterable[HeaderField]) -> bytes:
+    """Encode a header block without Huffman code and dynamic table."""
+    block = bytearray()
+    for name, value in fields:
+        if index := _STATIC_INDEX.get((name, value)):
+            block += _encode_integer(index, 0x80, 0x7F)
+            continue
+        if index := _STATIC_NAMES.get(name):
+            block += _encode_integer(index, 0, 0x0F)
+        else:
+            block += b"\0" + _encode_integer(len(name), 0, 0x7F) + name
+        block += _encode_integer(len(value), 0, 0x7F) + value
+    return bytes(block)
+
+
+def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
+    """Decode an integer (RFC 7541, section 5.1); raises IndexError at the end of the block."""
+    number = block[position] & mask
+    position += 1
+    if number < mask:
+        return number, position
+    shift = 0
+    while True:
+        byte = block[position]
+        position += 1
+        number += (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+        if shift > 28:
+            raise _compression_error("an integer of too many bytes")
+    if number > _MAX_INTEGER:
+        raise _compression_error(f"an integer above {_MAX_INTEGER}")
+    return number, position
+
+
+def _string(block: bytes, position: int) -> tuple[bytes, int]:
+    """Decode a string (RFC 7541, section 5.2); raises IndexError at the end of the block, HPACKDecodingError for Huffman code."""
+    coded = block[position] >= 0x80
+    length, position = _integer(block, position, 0x7F)
+    end = position + length
+    if end > len(block):
+        raise IndexError
+    text = block[position:end]
+    if not coded:
+        return text, end
+    return (_short_huffman(text) if length <= 64 else decode_huffman(text)), end
+
+
+@lru_cache(maxsize=1024)
+def _short_huffman(text: bytes) -> bytes:
+    return decode_huffman(text)
+
+
+def _encode_integer(number: int, pattern: int, mask: int) -> bytes:
+    if number < mask:
+        return bytes((pattern | number,))
+    coded = bytearray((pattern | mask,))
+    number -= mask
+    while number >= 0x80:
+        coded.append(number & 0x7F | 0x80)
+        number >>= 7
+    coded.append(number)
+    return bytes(coded)
+
+
+def _compression_error(text: str) -> Http2ConnectionError:
+    return Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, text)

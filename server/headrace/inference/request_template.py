@@ -19,12 +19,13 @@ from headrace.core.errors import BadRequest, Forbidden, TooLarge
 from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, as_input
 from headrace.inference import tensor_codec
 from headrace.inference.models import Region, Regions
-from headrace.inference.request_options import MAX_TIMEOUT_NS, earlier
-from headrace.inference.request_parameters import (
+from headrace.inference.request_options import (
     DEADLINE_PARAMETER,
+    MAX_TIMEOUT_NS,
     TIMING_PARAMETER,
     UNORDERED_PARAMETER,
     SharedRange,
+    earlier,
     flag,
     integer,
     tensor_parameters,

@@ -19,7 +19,9 @@ import orjson
 
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
-from headrace.inference.body import BodyBytes
+
+# Body of a request as uint8[size_bytes].
+BodyBytes = npt.NDArray[np.uint8]
 
 _LENGTH = struct.Struct("<I")
 # 2**62 elements: more than any memory, and still far from overflowing NumPy's sizes.

@@ -11,8 +11,7 @@ import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import BadRequest
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.grpc.infer import GrpcInference
-from headrace.grpc.stream import InferStreams
+from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.inference.request_options import RequestOptions
 from tritonclient.grpc import service_pb2
 

@@ -22,9 +22,8 @@ from headrace.core.errors import (
 from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
-from headrace.grpc.infer import GrpcInference
+from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.status import error_status
-from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.observability.counters import ERRORS, Recorder

@@ -6,8 +6,7 @@ import asyncio
 
 from headrace.core.errors import ModelFailed
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.infer import GrpcInference
-from headrace.grpc.stream import InferStreams
+from headrace.grpc.infer import GrpcInference, InferStreams
 from tritonclient.grpc import service_pb2
 
 from tests.unit.grpc.test_service import Model, Streaming, message, run, until

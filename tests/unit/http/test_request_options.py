@@ -7,7 +7,7 @@ import json
 import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import QuotaExceeded, WouldMiss
-from headrace.inference.load_report import FRESH_NS, LoadHeaders
+from headrace.inference.response_metadata import FRESH_NS, LoadHeaders
 
 from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
 

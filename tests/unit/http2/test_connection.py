@@ -11,8 +11,7 @@ import h2.events
 import h2.settings
 import pytest
 from headrace.http2 import frames
-from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, Setting
-from headrace.http2.hpack import encode
+from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, Setting, encode
 from headrace.http2.stream import Http2Limits
 
 from tests.support.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, read_frames, request

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hpack
 import pytest
-from headrace.http2.frames import ErrorCode, Http2ConnectionError
-from headrace.http2.hpack import HeaderCache, HeaderField, HpackDecoder, encode
+from headrace.http2.frames import ErrorCode, HeaderCache, HeaderField, HpackDecoder, Http2ConnectionError, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
