@@ -114,7 +114,7 @@ def test_a_running_server_takes_the_engine_as_the_command_says(tmp_path: Path, m
         assert artefact_served(server) == ""
         done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
         assert done.returncode == 0, done.stderr
-        assert "a running server takes it by itself with --model-control poll" in done.stdout
+        assert "a running server loads it automatically with --model-control poll" in done.stdout
         command = "curl -X POST http://127.0.0.1:8000/v2/repository/models/affine/load"
         assert f"  {command}\n" in done.stdout
         assert f"  headrace serve --model-repository {repository}\n" in done.stdout

@@ -1,4 +1,4 @@
-"""The only clock of the data plane: monotonic, in nanoseconds, replaceable by a virtual one."""
+"""Clock of the data plane: monotonic, in nanoseconds, replaceable by a virtual one."""
 
 from __future__ import annotations
 

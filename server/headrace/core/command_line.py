@@ -1,6 +1,6 @@
 """Argument parser and consoles of all commands.
 
-The parser answers an unknown option, command or name with the nearest known one. Terminals wrap text. Pipes and files get one
+The parser suggests the nearest existing name for an unknown option or command. Terminals wrap text. Pipes and files get one
 line for each row and message.
 """
 
@@ -23,47 +23,47 @@ _CHOICE = re.compile(r"invalid choice: '?(?P<word>[^']*?)'? \(choose from (?P<ch
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` is most likely a misspelling of; "" if none is near."""
+    """Return the word of `known` that is most similar to `word`; "" if none is similar."""
     return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean NAME?` for the nearest known word, "" if none is near."""
+    """Return `did you mean NAME?` for the most similar word of `known`; "" if none is similar."""
     match = nearest(word, known)
     return f"did you mean {match}?" if match else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors say what was meant.
+    """An `ArgumentParser` whose errors suggest a correction.
 
     Attributes:
-        words: the command line, for subparsers too, which argparse makes of the same class.
+        words: the command line. Set on the class, because argparse creates subparsers of the same class.
     """
 
     words: ClassVar[Sequence[str]] = ()
     _options: ClassVar[dict[str, set[str]]] = {}
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """As `ArgumentParser`; remembers the options for suggestions."""
+        """Add an argument as `ArgumentParser` does, and record its options for suggestions."""
         action = super().add_argument(*names, **settings)
         self._options.setdefault(self.prog, set()).update(action.option_strings)
         return action
 
     def hint(self, option: str) -> str:
-        """What to say of an unknown option such as "--log-verbose"; "" to have a known one suggested."""
+        """Return a hint for an unknown option such as "--log-verbose"; "" to suggest an existing option."""
         del option
         return ""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and the message with what was meant; exit status 2."""
+        """Print usage and the message with a suggestion, and exit with status 2."""
         self.usage_error(self.explain(message))
 
     def usage_error(self, message: str) -> NoReturn:
-        """Print usage and `message`; exit status 2."""
+        """Print usage and `message`, and exit with status 2."""
         super().error(message)
 
     def explain(self, message: str) -> str:
-        """A message of argparse, with what was meant."""
+        """Add a suggestion to a message of argparse."""
         unknown, choice = _UNKNOWN.fullmatch(message), _CHOICE.search(message)
         if unknown is not None:
             return self._explain_unknown(unknown[1].split())
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         return message
 
     def _explain_unknown(self, words: Sequence[str]) -> str:
-        """An answer for each unknown option; words that are none may be the values of those before them."""
+        """Return a line for each unknown option; words without a dash may be values of the option before them."""
         options = [word.partition("=")[0] for word in words if word.startswith("-")]
         if not options:
             return f"unexpected: {' '.join(words)} (see {self._command()} --help)"
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         return f": {answer}" if answer else f" ({self._command()} --help lists those there are)"
 
     def _command(self) -> str:
-        """Program and subcommand, as argparse names the parser that reads the options."""
+        """Return program and subcommand, the `prog` of the parser that reads the options."""
         command = self.prog
         for word in self.words:
             if f"{command} {word}" not in self._options:
@@ -104,18 +104,18 @@ def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
     """Return a console on standard output or standard error.
 
     Args:
-        stderr: Write to standard error.
-        highlight: Colour numbers and paths in plain text.
+        stderr: write to standard error.
+        highlight: colour numbers and paths in plain text.
 
     Returns:
-        A console as wide as the terminal. For a pipe or a file it is `PIPE_WIDTH` wide, whatever `COLUMNS` says.
+        A console as wide as the terminal. For a pipe or a file it is `PIPE_WIDTH` wide, regardless of `COLUMNS`.
     """
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=highlight, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 def is_pipe(console: Console) -> bool:
-    """Return True for a console of `open_console` that is no terminal. Its tables have one line a row and no bars."""
+    """Return True for a console of `open_console` that is not a terminal. Its tables have one line a row and no bars."""
     return console.width >= PIPE_WIDTH
 
 
@@ -123,8 +123,8 @@ def fit_title(table: Table, width: int) -> Table:
     """Widen a table to its title, which rich breaks at the width of the rows.
 
     Args:
-        table: Table whose title is text; changed in place.
-        width: Of the console, in characters. A terminal's table stays as it is.
+        table: table with a title of text; changed in place.
+        width: width of the console in characters. The table of a terminal is not changed.
 
     Returns:
         The same table.
@@ -135,16 +135,16 @@ def fit_title(table: Table, width: int) -> Table:
 
 
 def pickup_text(model: str, repository: str) -> str:
-    """Return what makes a server serve a model whose configuration or engine has changed.
+    """Return instructions for serving a model whose configuration or engine has changed.
 
     Args:
-        model: Name of the model.
-        repository: Folder of its repository.
+        model: name of the model.
+        repository: folder of its repository.
     """
     return (
-        f"To serve it: a running server takes it by itself with --model-control poll; with --model-control explicit by\n"
+        f"To serve it: a running server loads it automatically with --model-control poll; with --model-control explicit run\n"
         f"  curl -X POST http://127.0.0.1:8000/v2/repository/models/{model}/load\n"
-        f"else start it again:\n"
+        f"otherwise restart the server:\n"
         f"  headrace serve --model-repository {shlex.quote(repository)}"
     )
 

@@ -1,7 +1,7 @@
-"""The answer slot that rides in a queue entry: settled exactly once, from any thread, never raising.
+"""Completion of a request: a slot for its outcome, settled exactly once by any thread. Settling never raises.
 
-Whoever comes first wins: the instance with the answer, the deadline's timer, the caller who leaves. Everybody else's attempt
-is a no-op. The event loop is woken once for any number of completions settled together (`Mailbox`).
+The first attempt to settle wins: the instance with the response, the deadline's timer or the cancellation. Every other attempt
+is a no-op. The event loop is woken once for any number of completions that are settled together (`Mailbox`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Mailbox:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop on which the waiters live."""
+        """The event loop of the waiters."""
         return self._loop
 
     def post(self, completions: Iterable[LoopCompletion]) -> None:
-        """Hand settled completions to the loop with at most one wake-up."""
+        """Pass settled completions to the loop with at most one wake-up."""
         self._settled.extend(completions)
         if not self._armed:
             self._armed = True
             try:
                 self._loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, so nothing waits
                 self._settled.clear()
 
     def _drain(self) -> None:
@@ -56,10 +56,11 @@ class Mailbox:
 
 
 class Completion:
-    """The contract; see `LoopCompletion`, `ThreadCompletion` and `PartCompletion` for the kinds.
+    """Base class of completions; see `LoopCompletion`, `ThreadCompletion` and `PartCompletion`.
 
     Attributes:
-        after: called once after the completion was settled, by whoever settled it; must not raise.
+        outcome: response or error; None until settled.
+        after: callback, called once after settling by the thread that settles; must not raise.
     """
 
     __slots__ = ("_once", "after", "outcome")
@@ -71,19 +72,19 @@ class Completion:
 
     @property
     def done(self) -> bool:
-        """True once settled: an answer that comes now has no taker."""
+        """True once settled: a later outcome is dropped."""
         return self._once.locked()
 
     def claim(self, outcome: Outcome) -> bool:
-        """Fix the outcome without telling the waiter; False if somebody else was first."""
-        if not self._once.acquire(False):  # by position: this is on the way of every request
+        """Set the outcome without notifying the waiter; False if it was settled before."""
+        if not self._once.acquire(False):  # positional: keyword arguments are slower, and every request comes here
             return False
         self.outcome = outcome
         return True
 
     def notify(self) -> None:
-        """Tell the waiter, after a successful `claim`."""
-        raise AssertionError("a Completion is one of the kinds below, or a PartCompletion")
+        """Notify the waiter, after a successful `claim`."""
+        raise AssertionError("Completion is abstract: use LoopCompletion, ThreadCompletion or PartCompletion")
 
     def settle(self, outcome: Outcome) -> bool:
         """Claim and notify; False if it had been settled before."""
@@ -94,23 +95,23 @@ class Completion:
         return True
 
     def withdraw(self) -> None:
-        """Nobody waits for it (yet, or any more): it is settled without an outcome, and nobody is told."""
+        """Settle it without an outcome and without notification, since nothing waits for it."""
         if self._once.acquire(False):
             self.finish()
 
     def finish(self) -> None:
-        """Call `after`, once; letting go of it here keeps a served request from being a reference cycle."""
+        """Call `after` once, and drop it: otherwise a served request would be a reference cycle."""
         after, self.after = self.after, None
         if after is not None:
             after()
 
     def abandon(self) -> bool:
-        """The caller has gone: drop whatever comes."""
-        return self.settle(Cancelled("the caller has gone"))
+        """Settle it as cancelled, because the caller has disconnected; a later outcome is dropped."""
+        return self.settle(Cancelled("the caller has disconnected or cancelled the request"))
 
 
 class LoopCompletion(Completion):
-    """A completion that a coroutine awaits, or that calls back; awaiting raises the error it was settled with."""
+    """A completion on an event loop: a coroutine awaits it, or it calls back. Awaiting raises the error of the outcome."""
 
     __slots__ = ("_callback", "_future", "_mailbox", "_timers", "_woken")
 
@@ -120,7 +121,7 @@ class LoopCompletion(Completion):
         self._mailbox = mailbox
         self._callback: Callable[[], object] | None = None
         self._timers: tuple[asyncio.TimerHandle, ...] = ()
-        self._future: asyncio.Future[InferResponse] | None = None  # made for who awaits: callbacks need none
+        self._future: asyncio.Future[InferResponse] | None = None  # created by `await`; callbacks need none
         self._woken = False
 
     def notify(self) -> None:
@@ -128,18 +129,18 @@ class LoopCompletion(Completion):
         self._mailbox.post((self,))
 
     def call_after(self, delay_ns: int, callback: Callable[..., object], *args: object) -> None:
-        """On the loop: call back after `delay_ns` unless the completion is settled before."""
+        """Schedule a callback after `delay_ns` unless the completion is settled before; call it on the loop."""
         self._timers = (*self._timers, self._mailbox.loop.call_later(delay_ns / NS_PER_S, callback, *args))
 
     def then(self, callback: Callable[[], object]) -> None:
-        """On the loop, once, before anything is awaited: call back there instead of resuming a waiter; must not raise.
+        """Set a callback in place of a waiting coroutine; call it on the loop, once. The callback must not raise.
 
-        Never from within `then`: a completion that is settled already calls back when the loop comes to its mailbox.
+        The callback never runs within `then`: that of a settled completion runs when the loop drains the mailbox.
         """
         self._callback = callback
 
     def wake(self) -> None:
-        """On the loop: resume the waiter."""
+        """Resume the waiting coroutine or run the callback; called on the loop."""
         self._woken = True
         for timer in self._timers:
             timer.cancel()
@@ -155,7 +156,7 @@ class LoopCompletion(Completion):
             return
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
-            future.exception()  # marks it as seen: a waiter that has gone must not warn
+            future.exception()  # marks it as retrieved: asyncio warns otherwise if the waiter was cancelled
         elif outcome is not None:
             future.set_result(outcome)
 
@@ -169,7 +170,7 @@ class LoopCompletion(Completion):
 
 
 class ThreadCompletion(Completion):
-    """A completion for which one thread waits, itself."""
+    """A completion for which one thread blocks."""
 
     __slots__ = ("_notified",)
 
@@ -183,17 +184,17 @@ class ThreadCompletion(Completion):
         self._notified.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Return once it is settled and told, or after `timeout_s` (-1: never); True if it was, which is said once."""
+        """Block until notified, or for `timeout_s` seconds (-1: no limit). Returns True once, for the notification."""
         return self._notified.acquire(timeout=timeout_s)
 
 
 def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:
-    """Settle the members of a batch with one wake-up per event loop; the number that still had a taker."""
+    """Settle the members of a batch with one wake-up per event loop; returns the number that were not settled before."""
     posts: dict[Mailbox, list[LoopCompletion]] = {}
     others: list[Completion] = []
     count = 0
     for completion, outcome in pairs:
-        if not completion._once.acquire(False):  # `claim` and `finish`, without the calls
+        if not completion._once.acquire(False):  # `claim` and `finish`, inlined
             continue
         completion.outcome = outcome
         count += 1

@@ -1,6 +1,6 @@
-"""What every part of a model's configuration shares: the base class, its scalar types, and how a problem is told.
+"""Base class, scalar types and errors of all parts of a model's configuration.
 
-Scalars are strict (the text "8" is no number), sequences may be lists or tuples. Words of an enumeration are accepted in any
+Scalars are strict (the text "8" is not a number). Sequences may be lists or tuples. Words of an enumeration are accepted in any
 case and without their prefix: `fp32` is `TYPE_FP32`, `cpu` is `KIND_CPU`.
 """
 
@@ -18,12 +18,12 @@ Location = tuple[str | int, ...]
 
 
 class Problem(NamedTuple):
-    """One thing wrong in a configuration, before it is known in which file and line it stands.
+    """One error in a configuration, without its file and line.
 
     Attributes:
-        loc: field names, indices and keys that lead to the place, from where the problem was raised.
-        message: what is wrong.
-        cure: what to write instead.
+        loc: field names, indices and keys from the validator that raised it to the value.
+        message: description of the error.
+        cure: the correction to make.
     """
 
     loc: Location
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 
 class Problems(ValueError):
-    """Every problem that one check found; pydantic hands it on in a `ValidationError` under `ctx["error"]`."""
+    """All problems of one validator; pydantic passes it on in a `ValidationError` under `ctx["error"]`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(p.message + (f" ({p.cure})" if p.cure else "") for p in problems))
@@ -40,17 +40,17 @@ class Problems(ValueError):
 
 
 class ConfigPart(BaseModel):
-    """A part of a model's configuration: frozen, checked at birth, unknown fields are errors."""
+    """Base class of the parts of a configuration: frozen, validated at construction, unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 def one_of(words: Sequence[str], prefix: str = "") -> tuple[BeforeValidator, WithJsonSchema]:
-    """The validators of an enumeration whose words may be written in lower case and without their prefix.
+    """Return the validators of an enumeration whose words may be written in lower case and without their prefix.
 
     Args:
-        words: the words as Triton's schema spells them.
-        prefix: what may be left out in front, e.g. "KIND_".
+        words: words in the spelling of Triton's schema.
+        prefix: optional prefix of the words, e.g. "KIND_".
     """
     spelled = {spelling.upper(): word for word in words for spelling in (word, word.removeprefix(prefix))}
 
@@ -59,7 +59,7 @@ def one_of(words: Sequence[str], prefix: str = "") -> tuple[BeforeValidator, Wit
             return value
         word = spelled.get(value.upper())
         if word is None:
-            raise Problems([Problem((), f'"{value}" is not known here', f"write one of {', '.join(words)}")])
+            raise Problems([Problem((), f'"{value}" is not a valid value', f"write one of {', '.join(words)}")])
         return word
 
     short = [word.removeprefix(prefix).lower() for word in words]
@@ -72,7 +72,7 @@ def _data_type_name(value: Any) -> Any:
     word = value.upper().removeprefix("TYPE_")
     name = "TYPE_" + {"BYTES": "STRING"}.get(word, word)
     if name not in BY_CONFIG_NAME:
-        raise Problems([Problem((), f'"{value}" is no datatype', f"write one of {', '.join(BY_CONFIG_NAME)}")])
+        raise Problems([Problem((), f'"{value}" is not a datatype', f"write one of {', '.join(BY_CONFIG_NAME)}")])
     return name
 
 
@@ -105,7 +105,9 @@ def _size_bytes(value: Any) -> Any:
         return value
     found = _SIZE.fullmatch(value)
     if found is None:
-        raise Problems([Problem((), f'"{value[:80]}" is no size', 'write a number of bytes, or a size such as "2GiB"')])
+        raise Problems(
+            [Problem((), f'"{value[:80]}" is not a size', 'write a number of bytes, or a size such as "2GiB"')]
+        )
     return int(float(found[1]) * _SIZE_UNITS[found[2]])
 
 
@@ -127,7 +129,7 @@ Dimension = Annotated[int, Field(strict=True, ge=-1, le=2**63 - 1), AfterValidat
 
 
 def _parameter_text(value: Any) -> Any:
-    # Triton's JSON and text format wrap a parameter's value; plain text is what a person writes.
+    # Triton's JSON and text format wrap a parameter's value; a YAML file has plain text.
     if isinstance(value, dict) and set(value) == {"string_value"}:
         return value["string_value"]
     return value

@@ -1,23 +1,23 @@
-"""Every error Headrace raises on purpose, in one tree.
+"""Every error that Headrace raises on purpose, in one tree.
 
     HeadraceError
-    |- BadRequest            the request is wrong: what, where, what was expected
-    |  |- TooLarge           ... or over a limit
-    |  |- Conflict           ... or at odds with what is there
-    |- Forbidden             the operator has not switched this on
+    |- BadRequest            the request is invalid: the message has the value, the place and the expected value
+    |  |- TooLarge           the request exceeds a limit
+    |  |- Conflict           the name is in use
+    |- Forbidden             the feature is not enabled on this server
     |- NotFound              no such model, version or route
-    |- Unavailable           right request, wrong moment: not ready, draining
-    |  |- Overloaded         the queue is full; come back after `retry_after_s`
-    |  |- WouldMiss          it would be answered too late: its deadline, or the model's objective; refused at once
-    |  |- QueueTimeout       waited longer than the model's queue policy allows
-    |- QuotaExceeded         one client asks for more than it is allowed; come back after `retry_after_s`
-    |- DeadlineExceeded      the request's own deadline passed
-    |- Cancelled             the caller went away
-    |- Unsupported           known, but not to be had here
-    |- ModelFailed           the model itself failed; the cause is in the log under `reference`
-    |- ConfigError           a model's configuration is wrong: file, line, cure
+    |- Unavailable           valid request, but not ready or draining
+    |  |- Overloaded         the queue is full; retry after `retry_after_s`
+    |  |- WouldMiss          rejected on arrival: it would miss its deadline or the model's objective
+    |  |- QueueTimeout       exceeded the timeout of the model's queue policy
+    |- QuotaExceeded         the client exceeded its quota; retry after `retry_after_s`
+    |- DeadlineExceeded      the deadline of the request has passed
+    |- Cancelled             the caller has disconnected or cancelled the request
+    |- Unsupported           the protocol has it, this server or machine does not
+    |- ModelFailed           the model failed; the log has the cause under `reference`
+    |- ConfigError           a model's configuration is invalid: file, line, cure
 
-The front ends translate the tree to HTTP statuses and gRPC codes in one table (`frontends/status.py`); nothing else does.
+One table maps the tree to HTTP statuses and gRPC codes (`headrace/inference/status.py`).
 """
 
 from __future__ import annotations
@@ -26,55 +26,55 @@ from dataclasses import dataclass
 
 
 class HeadraceError(Exception):
-    """The root: its text is safe to show to the caller.
+    """Root of the tree. Its message may be shown to the caller.
 
     Attributes:
-        reason: one word for the metrics; each class has its own.
+        reason: one word for the metrics, distinct for each class.
     """
 
     reason = "error"
 
     def prefix(self, text: str) -> None:
-        """Put a text in front of the message."""
+        """Prepend a text to the message."""
         self.args = (f"{text}{self}",)
 
 
 class BadRequest(HeadraceError):
-    """The caller sent something that cannot be served as it is."""
+    """The request is invalid."""
 
     reason = "bad_request"
 
 
 class TooLarge(BadRequest):
-    """The caller sent more than a limit allows."""
+    """The request exceeds a limit."""
 
     reason = "too_large"
 
 
 class Conflict(BadRequest):
-    """The request is at odds with what is there: a name that is taken."""
+    """The request conflicts with the state of the server: a name is in use."""
 
     reason = "conflict"
 
 
 class Forbidden(HeadraceError):
-    """The operator of the server has not switched this on; the message tells the option."""
+    """The feature is not enabled on this server; the message names the option."""
 
     reason = "forbidden"
 
 
 class NotFound(HeadraceError):
-    """What the caller named does not exist here."""
+    """The named model, version or route does not exist."""
 
     reason = "not_found"
 
 
 class Unavailable(HeadraceError):
-    """The request may be right, but cannot be served now.
+    """The request may be valid, but cannot be served now.
 
     Args:
-        message: what the caller reads.
-        retry_after_s: when it makes sense to come back, in seconds.
+        message: text for the caller.
+        retry_after_s: delay in seconds before a retry.
     """
 
     reason = "unavailable"
@@ -91,24 +91,24 @@ class Overloaded(Unavailable):
 
 
 class WouldMiss(Unavailable):
-    """By all that is known, the answer would come after the request's deadline or the model's objective."""
+    """The predicted completion is after the request's deadline or the model's objective."""
 
     reason = "would_miss"
 
 
 class QueueTimeout(Unavailable):
-    """The request waited longer than the model's queue policy allows."""
+    """The request exceeded the timeout of the model's queue policy."""
 
     reason = "queue_timeout"
 
 
 class QuotaExceeded(HeadraceError):
-    """One client asks for more than it is allowed; others are served.
+    """A client exceeded its quota; other clients are served.
 
     Args:
-        message: what the caller reads.
-        retry_after_s: when the client may ask again, in seconds.
-        client: whose quota it is; "" for all who give no name.
+        message: text for the caller.
+        retry_after_s: delay in seconds before a retry.
+        client: name of the client; "" for clients without a name.
     """
 
     reason = "quota"
@@ -120,29 +120,29 @@ class QuotaExceeded(HeadraceError):
 
 
 class DeadlineExceeded(HeadraceError):
-    """The deadline that the request itself carried has passed."""
+    """The deadline of the request has passed."""
 
     reason = "deadline"
 
 
 class Cancelled(HeadraceError):
-    """Nobody waits for the answer any more."""
+    """The caller has disconnected or cancelled the request."""
 
     reason = "cancelled"
 
 
 class Unsupported(HeadraceError):
-    """The protocol knows it, this server (or this machine) does not offer it."""
+    """The protocol has this feature, this server or machine does not."""
 
     reason = "unsupported"
 
 
 class ModelFailed(HeadraceError):
-    """The model raised while it ran.
+    """The model failed while it ran.
 
     Args:
-        message: what the caller reads; never the backend's own text, which may hold paths.
-        reference: the id under which the log has the cause.
+        message: text for the caller, without the backend's message, which may hold paths.
+        reference: id of the log line with the cause.
     """
 
     reason = "model_failed"
@@ -154,14 +154,14 @@ class ModelFailed(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing wrong (or doubtful) in a model's folder.
+    """One error or warning in a model's folder.
 
     Attributes:
-        path: the file, relative to where the repository was named.
-        line: 1-based line in that file, or None where no line can be told.
-        message: what is wrong.
-        cure: what to write or do instead.
-        fatal: True if the model cannot be served with it.
+        path: path of the file, relative to the repository.
+        line: 1-based line in that file, None if unknown.
+        message: description of the error.
+        cure: the correction to make.
+        fatal: True for an error (the model cannot be served), False for a warning.
     """
 
     path: str
@@ -177,10 +177,10 @@ class Finding:
 
 
 class ConfigError(HeadraceError):
-    """A model's configuration cannot be used.
+    """A model's configuration is invalid.
 
     Args:
-        findings: every problem found, not only the first.
+        findings: all errors, not only the first.
     """
 
     reason = "config"
@@ -191,10 +191,10 @@ class ConfigError(HeadraceError):
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of the frames that an error and those before it have come through, once it has been told.
+    """Drop the tracebacks of an error and of its contexts, once it is reported.
 
-    They hold the body of the request, and by way of its completion the error itself: a ring that only the garbage collector
-    finds, which runs rarely in a server.
+    The frames hold the body of the request, and through its completion the error: a reference cycle. Only the garbage collector
+    frees it, which runs rarely in a server.
     """
     seen: BaseException | None = error
     while seen is not None:

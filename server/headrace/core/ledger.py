@@ -1,10 +1,10 @@
-"""Who holds how much of each GPU's memory, and what is left: pure bookkeeping, which allocates nothing itself.
+"""Ledger of GPU memory: reservations by model version against limits by GPU. It allocates nothing.
 
-    Ledger                      one a server; limits, and the sum of all that is held
-      MemoryAccount                   one a loaded version: it may have a budget of its own
-        Reservation             one a block of memory, owned by whoever owns the block
+    Ledger                      one for each server; limits by GPU, and the sum of all reservations
+      MemoryAccount             one for each loaded version; may have a budget
+        Reservation             one for each block of memory; its owner is the block's
 
-A block is booked before it is allocated and given back after it is freed. What does not fit is refused with `NoRoom`.
+A block is reserved before it is allocated, and released after it is freed. A reservation over a limit raises `NoRoom`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from headrace.core.errors import ConfigError, Finding
 
-# In place of a GPU's number: pinned memory of the host, which is counted and has no limit.
+# Stands for a GPU number: pinned memory of the host, which is counted without a limit.
 HOST = -1
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 class Kind(StrEnum):
-    """What memory is for."""
+    """Purpose of a block of memory."""
 
     WEIGHTS = "weights"
     SCRATCH = "scratch"
@@ -30,15 +30,15 @@ class Kind(StrEnum):
 
 
 class NoRoom(ConfigError):
-    """A model does not fit into a GPU's memory, or into its own budget.
+    """A model does not fit into a GPU's memory or into its budget.
 
     Args:
-        model: that does not fit.
-        message: what is wrong.
-        cure: what to do.
-        gpu: whose memory it is.
-        lacking_bytes: how much more would be needed to go on, as far as that is known.
-        others: True if it would fit were others not there.
+        model: name of the model.
+        message: description of the error.
+        cure: the change to make.
+        gpu: number of the GPU.
+        lacking_bytes: bytes that must become free for this reservation, as far as known.
+        others: True if it would fit without the reservations of other models.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class NoRoom(ConfigError):
 
 
 class Holding(NamedTuple):
-    """What one account holds of one kind.
+    """Reserved bytes of one account, GPU and kind.
 
     Attributes:
         gpu: number of the GPU, or `HOST`.
         model: name of the model.
-        version: its number.
-        kind: what it is for.
-        size_bytes: never 0.
+        version: number of the version.
+        kind: purpose of the memory.
+        size_bytes: reserved bytes, above 0.
     """
 
     gpu: int
@@ -69,9 +69,9 @@ class Holding(NamedTuple):
 
 
 class Ledger:
-    """All accounts of a server. Any thread may call anything.
+    """All accounts of a server; any thread may call any method.
 
-    Ownership: everything, that of accounts and reservations too, is guarded by `_lock`; nothing else is taken while it is held.
+    Ownership: `_lock` guards every attribute, including those of accounts and reservations. No other lock is taken under it.
     """
 
     def __init__(self) -> None:
@@ -81,13 +81,13 @@ class Ledger:
         self._accounts: set[MemoryAccount] = set()
 
     def set_limit(self, gpu: int, size_bytes: int) -> None:
-        """All accounts together may hold so much of a GPU; without a limit they hold what they like."""
+        """Set the limit of a GPU for all accounts together; a GPU has no limit before this call."""
         with self._lock:
             self._limits[gpu] = size_bytes
 
     @property
     def limits(self) -> dict[int, int]:
-        """Bytes by GPU, of those that have a limit."""
+        """Limits in bytes, by GPU; without GPUs that have none."""
         with self._lock:
             return dict(self._limits)
 
@@ -96,8 +96,8 @@ class Ledger:
 
         Args:
             model: name of the model.
-            version: its number.
-            budget_bytes: it may hold so much of each GPU; None: what the ledger has.
+            version: number of the version.
+            budget_bytes: limit of the account on each GPU; None for the ledger's limits alone.
         """
         account = MemoryAccount(self, model, version, budget_bytes)
         with self._lock:
@@ -105,12 +105,12 @@ class Ledger:
         return account
 
     def held(self, gpu: int) -> int:
-        """Bytes that are booked of a GPU, or of `HOST`."""
+        """Return the reserved bytes of a GPU, or of `HOST`."""
         with self._lock:
             return self._held.get(gpu, 0)
 
     def holdings(self) -> list[Holding]:
-        """All that is booked, sorted."""
+        """Return the reserved bytes of every account, sorted."""
         with self._lock:
             return sorted(held for account in self._accounts for held in account._holdings())
 
@@ -120,7 +120,9 @@ class Ledger:
         with self._lock:
             if account not in self._accounts:
                 if size_bytes > was_bytes:
-                    raise RuntimeError(f"the account of {account.name} is closed")
+                    raise RuntimeError(
+                        f"the memory account of {account.name} is closed and cannot grow: open a new account"
+                    )
                 return
             more = size_bytes - was_bytes
             if more > 0 and gpu != HOST:
@@ -166,12 +168,12 @@ class Ledger:
 
 
 class MemoryAccount:
-    """What one loaded version holds.
+    """Reservations of one loaded version.
 
     Attributes:
         model: name of the model.
-        version: its number.
-        budget_bytes: it may hold so much of each GPU; None: without a limit of its own.
+        version: number of the version.
+        budget_bytes: limit of the account on each GPU; None for the ledger's limits alone.
     """
 
     def __init__(self, ledger: Ledger, model: str, version: str, budget_bytes: int | None) -> None:
@@ -183,46 +185,46 @@ class MemoryAccount:
 
     @property
     def name(self) -> str:
-        """Model and version."""
+        """Model and version, separated by "/"."""
         return f"{self.model}/{self.version}"
 
     def reservation(self, gpu: int, kind: Kind, size_bytes: int = 0) -> Reservation:
-        """Book a block.
+        """Reserve a block.
 
         Args:
             gpu: number of the GPU, or `HOST` for pinned memory.
-            kind: what the block is for.
-            size_bytes: of the block; it may be told later by `resize`.
+            kind: purpose of the block.
+            size_bytes: size of the block; 0 if `resize` sets it later.
 
         Raises:
-            NoRoom: there is no room for so much.
+            NoRoom: the block does not fit.
         """
         reservation = Reservation(self._ledger, self, gpu, kind)
         reservation.resize(size_bytes)
         return reservation
 
     def held(self) -> dict[int, int]:
-        """Bytes by GPU (and `HOST`), of all that the account holds."""
+        """Return the reserved bytes by GPU (and `HOST`)."""
         with self._ledger._lock:
             return {gpu: self._holds(gpu) for gpu, _ in self._held if self._holds(gpu)}
 
     @property
     def limits(self) -> dict[int, int]:
-        """Those of the ledger."""
+        """Limits of the ledger in bytes, by GPU."""
         return self._ledger.limits
 
     def holdings(self) -> list[Holding]:
-        """What the account holds, sorted."""
+        """Return the reserved bytes of this account, sorted."""
         with self._ledger._lock:
             return sorted(self._holdings())
 
     def others(self) -> list[Holding]:
-        """What all other accounts hold, sorted."""
+        """Return the reserved bytes of all other accounts, sorted."""
         with self._ledger._lock:
             return sorted(held for other in self._ledger._accounts - {self} for held in other._holdings())
 
     def close(self) -> None:
-        """Everything is given back, whatever is still booked; again is a no-op."""
+        """Release all reservations and close the account; a second call is a no-op."""
         self._ledger._close(self)
 
     def _holdings(self) -> list[Holding]:
@@ -237,10 +239,10 @@ class MemoryAccount:
 
 
 class Reservation:
-    """A block as it is booked. It has one owner, the block's, whose calls do not overlap.
+    """Reserved bytes of one block. Its owner is the owner of the block; calls must not overlap.
 
     Attributes:
-        size_bytes: booked now.
+        size_bytes: reserved bytes.
     """
 
     def __init__(self, ledger: Ledger, account: MemoryAccount, gpu: int, kind: Kind) -> None:
@@ -251,21 +253,21 @@ class Reservation:
         self.size_bytes = 0
 
     def resize(self, size_bytes: int) -> None:
-        """The block is to have so many bytes; 0 gives it back.
+        """Change the reserved bytes; 0 releases them.
 
         Raises:
-            NoRoom: there is no room for so much; what was booked before still is.
+            NoRoom: the block does not fit; the reservation is unchanged.
         """
         self._ledger._book(self._account, self._gpu, self._kind, self.size_bytes, size_bytes)
         self.size_bytes = size_bytes
 
     def release(self) -> None:
-        """Give it back; it may be resized anew."""
+        """Release the reserved bytes; `resize` may reserve again."""
         self.resize(0)
 
 
 def format_bytes(size_bytes: int) -> str:
-    """For people, e.g. "1.5 GiB"."""
+    """Format bytes with a unit, e.g. "1.5 GiB"."""
     for unit, name in _UNITS:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.1f} {name}"

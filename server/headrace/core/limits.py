@@ -1,6 +1,6 @@
-"""Limits on clients: sizes, counts and timeouts, and how often each was reached; formats of names that clients send.
+"""Limits on clients: sizes, counts and timeouts, with a counter of hits for each; formats of names that clients send.
 
-Every limit has its own count in the metrics, under its name. Most are options of `headrace serve`; three are constants.
+The metrics have a counter for each limit, under its name. Most limits are options of `headrace serve`; three are constants.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Any
 
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
 
-# Of a shared memory region; the same over every protocol, so that what one has registered the other can name.
+# Name of a shared memory region; equal for all protocols, since a region registered over one may be used over another.
 REGION_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9_.:@+=, -]{0,127}$"
 
-# Of a client, in a header: visible ASCII, without a blank.
+# Name of a client, in a header: visible ASCII, without a blank.
 CLIENT_PATTERN = "^[!-~]{1,128}$"
-# ... and the header itself, unless the operator names another.
+# Default name of that header.
 CLIENT_HEADER = "x-headrace-client"
 
 
 def _limit(default: Any, text: str) -> Any:
-    """A limit that is an option, with its help text."""
+    """Declare a limit that is an option, with its help text."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a server; what ends in bytes is bytes, in s seconds, the rest are numbers.
+    """The limits of a server. Fields that end in `_bytes` are bytes, in `_s` seconds; the others are counts or ratios.
 
-    The defaults are far above what honest clients need and far below what hurts the others. Limits without a help text are no
-    options: no client and no model needs another value.
+    The defaults are far above the needs of honest clients and far below values that harm other clients. Limits without a help
+    text are constants: no client and no model needs another value.
 
     Attributes:
-        max_chunks: chunks of one HTTP body (Transfer-Encoding: chunked). As many as a body of 128 MiB has in chunks of 2 KiB.
-        max_json_depth: arrays and objects inside of each other in a JSON body. NumPy has at most 64 dimensions.
-        max_json_keys: keys of all objects in a JSON body. A request has about ten for each of its tensors.
+        max_chunks: chunks of one HTTP body (Transfer-Encoding: chunked). A body of 128 MiB in chunks of 2 KiB has this many.
+        max_json_depth: nested arrays and objects of a JSON body. NumPy has at most 64 dimensions.
+        max_json_keys: keys of all objects of a JSON body. A request has about ten for each tensor.
     """
 
     max_body_bytes: int = _limit(128 << 20, "of one request, as it comes and unpacked")
@@ -52,7 +52,7 @@ class Limits:
     stall_timeout_s: float = _limit(120.0, "without a client's reading anything of an answer")
 
     def table(self) -> Mapping[str, float]:
-        """Every limit by its name."""
+        """Return every limit by its name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
@@ -61,16 +61,17 @@ LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits) i
 
 
 class BodyMemory:
-    """The bytes of all requests' bodies that are in the server at once, whatever protocol they came by.
+    """Reserved bytes of all request bodies in the server, over all protocols.
 
-    Ownership: the event loop; whoever asks for metrics reads.
+    Ownership: the event loop writes; the thread of a metrics scrape reads.
 
     Args:
-        limits: in force. A single body is never too much for all: `max_total_body_bytes` counts as no less than `max_body_bytes`.
+        limits: the server's limits. `max_total_body_bytes` counts as at least `max_body_bytes`, so that any single allowed body
+            fits.
 
     Attributes:
-        reserved_bytes: now.
-        max_bytes: at any time.
+        reserved_bytes: bytes reserved now.
+        max_bytes: largest allowed sum.
     """
 
     __slots__ = ("max_bytes", "reserved_bytes")
@@ -81,12 +82,12 @@ class BodyMemory:
 
 
 class BodyReservation:
-    """What one request, or one stream of requests, has of the server's `BodyMemory`.
+    """Bytes of the server's `BodyMemory` that one request, or one stream of requests, has reserved.
 
-    Ownership: the event loop. Who has asked a `ClientLimits` for one must see to its `end`.
+    Ownership: the event loop. The caller of `ClientLimits.reserve` must call `end`.
 
     Args:
-        client_limits: where it is counted that the limit was reached.
+        client_limits: limits and counters of the request's protocol.
     """
 
     __slots__ = ("_bodies", "_client_limits", "_ended", "_reserved_bytes")
@@ -98,19 +99,24 @@ class BodyReservation:
         self._ended = False
 
     def check(self, size_bytes: int) -> None:
-        """Raise Overloaded, counted, if there is no room for so many bytes more."""
+        """Check that `size_bytes` more bytes fit, without reserving them.
+
+        Raises:
+            Overloaded: they do not fit; the hit is counted.
+        """
         bodies = self._bodies
         if bodies.reserved_bytes + size_bytes > bodies.max_bytes:
             self._client_limits.hit("max_total_body_bytes")
             raise Overloaded(
-                f"the requests in the server have {bodies.max_bytes} bytes together, and no more are taken"
+                f"the bodies of all requests in the server exceed max_total_body_bytes ({bodies.max_bytes} bytes together): "
+                "retry later"
             )
 
     def grow(self, size_bytes: int) -> None:
-        """So many bytes have come; after the end they count for nothing.
+        """Reserve `size_bytes` more bytes; a no-op after `end`.
 
         Raises:
-            Overloaded: there is no room for them, and they are not held; counted.
+            Overloaded: they do not fit and are not reserved; the hit is counted.
         """
         bodies = self._bodies
         if self._ended:
@@ -121,32 +127,32 @@ class BodyReservation:
         self._reserved_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """So many of the bytes that it holds are done with."""
+        """Release `size_bytes` of the reserved bytes."""
         if not self._ended:
             self._bodies.reserved_bytes -= size_bytes
             self._reserved_bytes -= size_bytes
 
     def end(self) -> None:
-        """The request is over: everything is given back. May be called again."""
+        """Release all reserved bytes at the end of the request; a second call is a no-op."""
         self._ended = True
         self._bodies.reserved_bytes -= self._reserved_bytes
         self._reserved_bytes = 0
 
 
 class ClientLimits:
-    """The limits on one protocol's clients, and how often each was reached.
+    """The limits on the clients of one protocol, with counters.
 
-    Ownership: the event loop writes, whoever asks for metrics reads.
+    Ownership: the event loop writes; the thread of a metrics scrape reads.
 
     Args:
-        limits: in force.
+        limits: the server's limits; the defaults if None.
         protocol: "http" or "grpc".
-        bodies: of all protocols; None: this one has them to itself.
+        bodies: body memory of all protocols; None creates one for this protocol.
 
     Attributes:
-        bodies: those.
-        hits: by limit, how often it was reached.
-        connections: open now; None where it cannot be told.
+        bodies: body memory.
+        hits: number of hits by limit.
+        connections: open connections; None if the protocol's engine does not report them.
     """
 
     __slots__ = ("bodies", "connections", "hits", "limits", "protocol")
@@ -159,25 +165,25 @@ class ClientLimits:
         self.connections: int | None = None
 
     def hit(self, limit: str) -> None:
-        """Count that a limit was reached."""
+        """Count a hit of a limit."""
         self.hits[limit] += 1
 
     def too_large(self, limit: str, text: str) -> TooLarge:
-        """Count it, and make the error that tells the client (413, RESOURCE_EXHAUSTED)."""
+        """Count a hit, and return the error for the client (413, RESOURCE_EXHAUSTED)."""
         self.hit(limit)
         return TooLarge(text)
 
     def refused(self, limit: str, text: str) -> BadRequest:
-        """Count it, and make the error that tells the client (400, INVALID_ARGUMENT)."""
+        """Count a hit, and return the error for the client (400, INVALID_ARGUMENT)."""
         self.hit(limit)
         return BadRequest(text)
 
     def reserve(self) -> BodyReservation:
-        """Room for the body of a request that begins; nothing so far."""
+        """Return an empty reservation for the body of a new request."""
         return BodyReservation(self)
 
     def enter(self) -> bool:
-        """A connection was made; False, and counted, if it is one too many. Each needs its `leave` either way."""
+        """Count a new connection; False (and a hit) if it is over the limit. Call `leave` in either case."""
         self.connections = (self.connections or 0) + 1
         if self.connections <= self.limits.max_connections:
             return True
@@ -185,5 +191,5 @@ class ClientLimits:
         return False
 
     def leave(self) -> None:
-        """A connection was lost."""
+        """Count the end of a connection."""
         self.connections = (self.connections or 1) - 1

@@ -1,8 +1,8 @@
-"""A model's configuration: one schema for `config.pbtxt` and `config.yaml`.
+"""Model configuration: one schema for `config.pbtxt` and `config.yaml`.
 
-The field names are those of Triton's published `ModelConfig` message. What that message has no field for is ours
-(`HEADRACE_FIELD_PATHS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
-dotted name behind "headrace.". The object is frozen and validated at construction; a problem is raised as pydantic's
+The field names are those of Triton's published `ModelConfig` message. Fields that the message lacks are Headrace's
+(`HEADRACE_FIELD_PATHS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is "headrace."
+and the field's dotted name. The object is frozen and validated at construction. An error is raised as pydantic's
 `ValidationError` that carries `Problems`.
 
 `model_fields_set` has the fields that a file sets; `headrace.config.completion` completes the others from the model.
@@ -47,7 +47,7 @@ from headrace.core.tensor_config import (
     served_outputs,
 )
 
-# More levels than anybody tells apart; each level is a queue of its own.
+# More levels than any use needs; each level costs memory.
 MAX_PRIORITY_LEVELS = 1024
 
 
@@ -137,7 +137,7 @@ class InstanceGroup(ConfigPart):
 
     @property
     def is_default(self) -> bool:
-        """True if the configuration names no instance group and this one stands in for it."""
+        """Return True if the configuration has no instance group and this is the default."""
         return not self.model_fields_set & {"kind", "count", "gpus"}
 
     @model_validator(mode="after")
@@ -184,7 +184,7 @@ LATEST_VERSION = VersionPolicy(latest=LatestVersions())
 
 _CLIENT = re.compile(CLIENT_PATTERN)
 _MAX_RATE_HZ = 1e9
-# Beyond these, one client's turn would be lost in the rounding of the others'.
+# Beyond these bounds a client's share is lost in the rounding of the others'.
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 
 
@@ -200,7 +200,7 @@ Weight = Annotated[float, Field(strict=True, ge=_MIN_WEIGHT, le=_MAX_WEIGHT)]
 
 
 class Slo(ConfigPart):
-    """The latency objective. A response that is late all the same is still delivered."""
+    """The latency objective. A late response is still delivered."""
 
     p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
         default=None,
@@ -221,7 +221,7 @@ class RateLimit(ConfigPart):
 
     @property
     def most_at_once(self) -> int:
-        """`burst`, or what stands for it."""
+        """`burst`, or its default."""
         return self.burst or max(1, int(self.requests_per_s))
 
 
@@ -254,7 +254,7 @@ class FairSharing(ConfigPart):
 
 
 class Backend(ConfigPart):
-    """What runs a model, and the names that go with it."""
+    """A backend and its names."""
 
     name: str
     platform: str
@@ -271,7 +271,7 @@ BACKENDS: dict[str, Backend] = {
 _PLATFORMS = {backend.platform: backend.name for backend in BACKENDS.values()}
 
 _TO_ONNX = "export the model to ONNX, and remove backend and platform"
-# Backends and platforms of Triton that are not here: what they run, and what to do instead.
+# Backends and platforms that only Triton has: the models that they run, and the alternative here.
 OTHER_BACKENDS: dict[str, tuple[str, str]] = {
     "ensemble": ("an ensemble of models", "ensembles come with a later release; call the models one after the other"),
     "python": (
@@ -296,7 +296,7 @@ OTHER_BACKENDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-# Longer than anybody waits for an answer in earnest: what is urgent keeps its rank, and nothing waits for ever.
+# Longer than any useful deadline: urgent requests keep their rank, and no request waits for ever.
 DEFAULT_AGING_US = 10_000_000
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -305,7 +305,7 @@ _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
 def name_problem(name: str) -> Problem | None:
-    """What is wrong with `name` as the name of a model, or None."""
+    """Return the problem of `name` as a model name, or None."""
     if _NAME.fullmatch(name) and ".." not in name:
         return None
     cure = "use letters, digits, '_', '-' and single '.', 128 at most, starting with a letter, a digit or '_'"
@@ -313,7 +313,7 @@ def name_problem(name: str) -> Problem | None:
 
 
 def is_version(text: str) -> bool:
-    """True if `text` can be the number or the label of a version."""
+    """Return True if `text` is a valid version number or label."""
     return _NUMBER.fullmatch(text) is not None or _LABEL.fullmatch(text) is not None
 
 
@@ -334,7 +334,7 @@ def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput,
 
 
 def _not_here(field: str, name: str) -> Problem:
-    """The refusal of a backend or platform that only Triton has, in plain words."""
+    """Return the problem of a backend or platform that only Triton has."""
     feature, cure = OTHER_BACKENDS.get(name, ("", f"{_TO_ONNX}; served here: {', '.join(BACKENDS)}"))
     what = f": it is {feature}" if feature else ""
     return Problem((field,), f'{field} "{name[:80]}" is not served here{what}', cure)
@@ -413,7 +413,7 @@ class ModelConfig(ConfigPart):
     fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = Field(
         default=None, description="The backend that runs the model where its own backend cannot."
     )
-    # Triton's message has a text of this name, for a backend's library; empty there, it says nothing here.
+    # Triton's message has a string field of this name, for a backend's library; it is ignored if empty.
     runtime: Annotated[
         Literal["auto", "onnxruntime", "tensorrt"],
         *one_of(("auto", "onnxruntime", "tensorrt")),
@@ -456,12 +456,12 @@ class ModelConfig(ConfigPart):
 
     @property
     def served_input(self) -> tuple[ModelInput, ...]:
-        """The inputs as callers see them; `input` has them as the model does."""
+        """The inputs as clients send them; `input` has those of the model."""
         return served_inputs(self.preprocess, self.input)
 
     @property
     def served_output(self) -> tuple[ModelOutput, ...]:
-        """The outputs as callers see them; `output` has them as the model does."""
+        """The outputs as clients receive them; `output` has those of the model."""
         return served_outputs(self.postprocess, self.output)
 
     @model_validator(mode="after")
@@ -492,7 +492,7 @@ class ModelConfig(ConfigPart):
         return problems
 
     def _batch_problems(self) -> list[Problem]:
-        # While max_batch_size is still to be completed from the model, nothing can be compared with it.
+        # No check is possible before max_batch_size is completed from the model.
         if self.dynamic_batching is None or "max_batch_size" not in self.model_fields_set:
             return []
         return [
@@ -546,7 +546,7 @@ HEADRACE_FIELDS: tuple[str, ...] = (
     "isolation",
     "isolation_timeout_s",
 )
-# Every place that is ours: whole fields, and those inside of Triton's `optimization`.
+# Every field that is Headrace's: top-level fields, and those inside Triton's `optimization`.
 HEADRACE_FIELD_PATHS: tuple[Location, ...] = (
     *((name,) for name in HEADRACE_FIELDS),
     *(("optimization", name) for name in HEADRACE_OPTIMIZATION_FIELDS),
@@ -554,5 +554,5 @@ HEADRACE_FIELD_PATHS: tuple[Location, ...] = (
 
 
 def is_headrace_field(loc: Location) -> bool:
-    """True for a place that Triton's message does not have, and for all that is inside of one."""
+    """Return True for a field that Triton's message does not have, or a place inside one."""
     return any(loc[: len(own)] == own for own in HEADRACE_FIELD_PATHS)

@@ -1,4 +1,7 @@
-"""How a configuration tells optimisations: all of it is carried, `docs/configuration.md` tells what takes effect."""
+"""Section `optimization` of a model's configuration: graph, CUDA, accelerators, precision, calibration, accuracy.
+
+Every field of Triton's message is accepted; docs/configuration.md says which ones have an effect.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class ExecutionAccelerators(ConfigPart):
 class PinnedMemory(ConfigPart):
     """Use of pinned host memory for transfers."""
 
-    # Triton's message makes an empty block say no, an absent one yes.
+    # As in Triton's message an empty block disables it, an absent one enables it.
     enable: Flag = Field(default=False, description="Use pinned memory; true if the block is absent.")
 
 
@@ -60,7 +63,7 @@ Priority = Literal["PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"]
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8", "best")
-# Those whose ranges are found on samples.
+# Precisions whose ranges are calibrated on samples.
 CALIBRATED = ("int8", "fp8")
 METHODS = ("entropy", "minmax", "percentile", "mse", "tensorrt")
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8", "best"]
@@ -179,12 +182,12 @@ class Optimization(ConfigPart):
 
 HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = ("precision", "profiles", "workspace_mb", "calibration", "accuracy")
 
-# Names of accelerators that ask for TensorRT: Triton's own word, and that of its ONNX Runtime backend.
+# Names of accelerators that select TensorRT: Triton's, and that of its ONNX Runtime backend.
 TENSORRT_ACCELERATORS = ("tensorrt", "auto")
 
 
 def tensorrt_accelerator(optimization: Optimization) -> Accelerator | None:
-    """Triton's own way to ask for a TensorRT engine, None where nobody does."""
+    """Return the TensorRT accelerator of `execution_accelerators`, None without one."""
     accelerators = optimization.execution_accelerators
     for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
         if accelerator.name.lower() in TENSORRT_ACCELERATORS:
@@ -193,9 +196,9 @@ def tensorrt_accelerator(optimization: Optimization) -> Accelerator | None:
 
 
 def requested_precision(optimization: Optimization) -> str:
-    """The precision that a configuration asks for, its own word or that of Triton's TensorRT accelerator; "fp32" if none.
+    """Return the requested precision: field `precision`, else that of the TensorRT accelerator, else "fp32".
 
-    The accelerator's word is not checked.
+    The value of the accelerator is not validated.
     """
     if optimization.precision is not None:
         return optimization.precision

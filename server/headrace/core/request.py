@@ -11,18 +11,18 @@ class InferRequest:
     """One decoded and checked inference request.
 
     Attributes:
-        id: the caller's own id, "" if there is none.
-        inputs: tensors by name, with the batch dimension in front where the model batches; where its spec has
-            `resident_devices`, any of them may be `ResidentRows` (by `resident.as_input`).
-        rows: size of the batch dimension (1 for a model without one).
-        shape_key: equal for requests that may share a batch; None where the model allows one shape only.
-        priority: the level asked for, 0 for the model's default; 1 is the highest.
-        deadline_ns: on the monotonic clock, 0 if the request has none.
-        queue_timeout_ns: the longest time in the queue that the request asks for, nanoseconds, 0 for none. It counts only where
-            the model's queue policy allows an override.
-        received_ns: monotonic, when the whole request had arrived.
-        size_bytes: what the request holds in memory while it waits.
-        client: who asks, for quotas and fair shares; "" for nobody in particular.
+        id: request id of the caller, "" without one.
+        inputs: arrays by name, of shape (rows, ...) if the model has a batch dimension. If the spec has `resident_devices`, any
+            of them may be `ResidentRows` (by `headrace.core.tensor.as_input`).
+        rows: size of the batch dimension, 1 for a model without one.
+        shape_key: equal for requests that may share a batch; None if the model allows one shape only.
+        priority: requested priority level, 1 is the highest, 0 for the model's default.
+        deadline_ns: monotonic deadline, 0 for none.
+        queue_timeout_ns: requested limit of the queue time, 0 for none. Ignored unless the model's queue policy allows the
+            override.
+        received_ns: monotonic time at which the whole request had arrived.
+        size_bytes: memory of the request while it waits.
+        client: name of the client for quotas and fair sharing, "" without one.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class InferRequest:
 
 
 class BatchTimes(NamedTuple):
-    """When a batch passed each station, monotonic nanoseconds."""
+    """Times at which a batch was closed, assembled, computed and split; monotonic nanoseconds."""
 
     taken_ns: int
     assembled_ns: int
@@ -77,10 +77,10 @@ class InferResponse:
     """The rows of a batch that belong to one request.
 
     Attributes:
-        outputs: every output of the model by name, views into the batch's result where it was shared.
-        times: of the batch that computed them; None for a request that was cut into several.
-        batch_rows: rows of that batch, 0 for a request that was cut into several.
-        closed: why that batch was closed, in one word; "" for a request that was cut into several.
+        outputs: arrays by name, of shape (rows, ...); views into the batch's outputs if requests shared it.
+        times: times of the batch; None for a request that was split into several batches.
+        batch_rows: rows of the batch; 0 for a request that was split.
+        closed: close reason of the batch, one word; "" for a request that was split.
     """
 
     __slots__ = ("batch_rows", "closed", "outputs", "times")
@@ -95,13 +95,13 @@ class InferResponse:
 
 
 class LevelLoad(NamedTuple):
-    """One priority level.
+    """Load of one priority level.
 
     Attributes:
-        level: from 1, the most urgent.
-        depth: requests that wait (parts, of those larger than a batch).
-        rows: rows that wait.
-        wait_ns: how long a request of one row that came now would wait until it is run; 0 if nothing is known.
+        level: 1-based level, 1 is the highest.
+        depth: queued requests; a split request counts once for each part.
+        rows: queued rows.
+        wait_ns: predicted queue time of a request of one row; 0 while latencies are unmeasured.
     """
 
     level: int
@@ -111,19 +111,19 @@ class LevelLoad(NamedTuple):
 
 
 class ModelLoad(NamedTuple):
-    """A version at one moment.
+    """Load of a model version at one moment.
 
     Attributes:
-        depth: requests that wait.
-        rows: rows that wait.
-        in_flight: requests that are somewhere between their arrival and their answer.
-        running_rows: rows that instances have taken and not answered.
-        instances: how many live.
-        wait_ns: how long a request of one row and of the default level that came now would wait until it is run.
-        drain_ns: how long what waits and runs would take if nothing came.
-        rows_hz: rows a second that all instances can do, by the profile, at the batch size that the objective allows; 0: unknown.
-        late: answers since loading that came after they were due.
-        levels: each priority level by itself, the most urgent first; empty if it was not asked for.
+        depth: queued requests.
+        rows: queued rows.
+        in_flight: requests between arrival and response.
+        running_rows: rows of batches that are closed and not settled.
+        instances: live instances.
+        wait_ns: predicted queue time of a request of one row and of the default level.
+        drain_ns: predicted time until queue and instances are empty, without new arrivals.
+        rows_hz: predicted rows per second of all instances at the batch size that the objective allows; 0 if unknown.
+        late: responses after their due time, since the version was loaded.
+        levels: load of each priority level, the highest first; empty if not requested.
     """
 
     depth: int

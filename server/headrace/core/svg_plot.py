@@ -1,4 +1,4 @@
-"""Plots as SVG text: points over batch sizes, curves, and bars. No script, and no font or picture from elsewhere."""
+"""Plots as SVG text: points over batch sizes, curves, and bars. Without scripts, and without external fonts or images."""
 
 from __future__ import annotations
 
@@ -43,30 +43,31 @@ _DARK = {
     "other": "#8b96a3",
 }
 _SAME = {"tf32": "fp32", "uint8": "int8"}
-# The order in which curves that are no precisions take the colours.
+# Order of colours for curves that are not named after a precision.
 _SEQUENCE = ("fp32", "int8", "fp16", "fp8", "bf16", "other")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "12 4")
+_NO_DATA = "no data"
 
 
 def variables() -> str:
-    """CSS that defines every colour as a variable; the root is the page, or the SVG where it stands alone."""
+    """Return CSS that defines every colour as a variable, for light and dark pages."""
     light, dark = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (_LIGHT, _DARK))
     return f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def colour(precision: str) -> str:
-    """CSS for the colour of a precision; words that are none have one colour together."""
+    """Return the CSS colour of a precision; all other words share one colour."""
     word = _SAME.get(precision, precision)
     return f"var(--{word if word in _LIGHT and word not in ('ink', 'soft', 'line', 'paper') else 'other'})"
 
 
 def nth_colour(number: int) -> str:
-    """CSS for the colour of curve `number`, counted from 0; after the last colour they start anew."""
+    """Return the CSS colour of curve `number` (from 0); the colours repeat."""
     return colour(_SEQUENCE[number % len(_SEQUENCE)])
 
 
 def short(value: float) -> str:
-    """Three digits at most, thousands as k and M: 0.25, 7, 42.5, 1.2k, 69k."""
+    """Format a number with at most three digits, thousands as k and M: 0.25, 7, 42.5, 1.2k, 69k."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{unit}"
@@ -78,9 +79,9 @@ class PlotPoint:
     """A measurement.
 
     Attributes:
-        x: above 0; drawn on a logarithmic axis.
-        y: its value.
-        high: how far a line reaches up from it (a 99th percentile), None: there is none.
+        x: position on a logarithmic axis, above 0.
+        y: value.
+        high: upper end of an error bar, e.g. a 99th percentile; None for no bar.
     """
 
     x: float
@@ -101,9 +102,10 @@ class PlotCurve:
     """A line without markers.
 
     Attributes:
-        name: in the legend; curves of one name have one colour and one dash.
-        xs, ys: coordinates of its points; xs ascending.
-        step: the line stays at a value until the next point.
+        name: name in the legend; curves of one name share colour and dash.
+        xs: x coordinates, ascending.
+        ys: y coordinates.
+        step: True for a step function.
     """
 
     name: str
@@ -117,12 +119,13 @@ class Panel:
     """A plot of curves.
 
     Attributes:
-        title: above it.
-        curves: in it.
-        x_title, y_title: with units.
-        log_x: a logarithmic axis; points at 0 or below are left out.
-        marks: values of x that get a vertical line.
-        empty: text in place of the curves where no point can be drawn.
+        title: title above the plot.
+        curves: the curves.
+        x_title: title of the x axis, with the unit.
+        y_title: title of the y axis, with the unit.
+        log_x: True for a logarithmic axis; points at 0 or below are left out.
+        marks: values of x with a vertical line.
+        empty: text of a plot without points.
     """
 
     title: str
@@ -131,12 +134,12 @@ class Panel:
     y_title: str
     log_x: bool = False
     marks: Sequence[float] = ()
-    empty: str = "nothing was measured"
+    empty: str = _NO_DATA
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value from 0 to 1 of one precision, and its text."""
+    """A value from 0 to 1 of one precision, with its label and text."""
 
     name: str
     label: str
@@ -145,20 +148,20 @@ class Bar:
 
 
 def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, *, log_y: bool = False) -> str:
-    """A panel of `WIDTH` x `HEIGHT`: SVG elements without the frame that `svg` gives.
+    """Draw series of points as SVG elements of `WIDTH` x `HEIGHT`, for `svg` or `side_by_side`.
 
     Args:
-        title: above it.
-        series: those without points are left out.
-        x_title: with the unit.
-        y_title: with the unit.
-        log_y: a logarithmic axis, which has no zero; values must be above 0.
+        title: title above the plot.
+        series: the series; those without points are left out.
+        x_title: title of the x axis, with the unit.
+        y_title: title of the y axis, with the unit.
+        log_y: True for a logarithmic y axis; values must be above 0.
     """
     drawn = [one for one in series if one.points]
     points = [point for one in drawn for point in one.points]
     parts = [text_element(title, _LEFT, 18, "t")]
     if not points:
-        return "".join([*parts, text_element("nothing was measured", WIDTH / 2, HEIGHT / 2, "s", "middle")])
+        return "".join([*parts, text_element(_NO_DATA, WIDTH / 2, HEIGHT / 2, "s", "middle")])
     xs = sorted({point.x for point in points})
     tops = [max(point.y, point.high or 0.0) for point in points]
     y_ticks = log_ticks(min(p.y for p in points), max(tops)) if log_y else ticks(max(tops))
@@ -172,11 +175,11 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
 
 
 def curve_plot(panel: Panel, names: Sequence[str]) -> str:
-    """A panel of `WIDTH` x `HEIGHT` with curves: SVG elements without the frame that `svg` gives.
+    """Draw curves as SVG elements of `WIDTH` x `HEIGHT`, for `curve_picture`.
 
     Args:
-        panel: what is drawn.
-        names: of the curves, in the order of their colours and dashes; see `curve_legend`.
+        panel: the plot.
+        names: names of all curves, in the order of their colours and dashes; see `curve_legend`.
     """
     parts = [text_element(panel.title, _LEFT, 18, "t")]
     points = [
@@ -207,7 +210,7 @@ def curve_plot(panel: Panel, names: Sequence[str]) -> str:
 
 
 def curve_picture(panels: Sequence[Panel], title: str) -> str:
-    """One picture for a document: panels of curves in a row, with one legend above."""
+    """Return an SVG document with panels of curves in a row and one legend above."""
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
     legend_height = _CURVE_LEGEND_HEIGHT * len(names)
     drawn = [(curve_plot(panel, names), HEIGHT) for panel in panels]
@@ -215,7 +218,7 @@ def curve_picture(panels: Sequence[Panel], title: str) -> str:
 
 
 def curve_legend(names: Sequence[str]) -> str:
-    """Each name on a line with the colour and dash of its curves."""
+    """Draw a legend: one line for each name, with the colour and dash of its curves."""
     parts = []
     for number, name in enumerate(names):
         y = _CURVE_LEGEND_HEIGHT * number + _CURVE_LEGEND_HEIGHT / 2
@@ -224,11 +227,11 @@ def curve_legend(names: Sequence[str]) -> str:
 
 
 def bar_plot(title: str, bars: Sequence[Bar]) -> str:
-    """A panel of horizontal bars from 0 to 1 with their values behind them; as high as `bars_height`."""
+    """Draw horizontal bars from 0 to 1, each followed by its text; `bars_height` has the height."""
     start = max([150, *(round(_LETTER * len(bar.label)) for bar in bars)])
     parts = [text_element(title, 0, 18, "t")]
     if not bars:
-        parts.append(text_element("nothing was measured", 0, 44, "s"))
+        parts.append(text_element(_NO_DATA, 0, 44, "s"))
     room = WIDTH - start - 64
     for number, bar in enumerate(bars):
         y = _TOP + number * (_BAR_HEIGHT + _BAR_GAP)
@@ -245,12 +248,12 @@ def bar_plot(title: str, bars: Sequence[Bar]) -> str:
 
 
 def bars_height(count: int) -> int:
-    """Of a `bar_plot` of so many bars."""
+    """Return the height of a `bar_plot` of `count` bars."""
     return _TOP + max(count, 1) * (_BAR_HEIGHT + _BAR_GAP)
 
 
 def svg(content: str, width: int, height: int, label: str) -> str:
-    """A picture that scales with the room it is given; `label` tells those who cannot see it what is shown."""
+    """Return a scalable SVG document; `label` is its text for screen readers."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
         f"<style>{variables()}{_TEXT}</style>{content}</svg>"
@@ -258,12 +261,12 @@ def svg(content: str, width: int, height: int, label: str) -> str:
 
 
 def side_by_side(panels: Sequence[tuple[str, int]], names: Sequence[str], title: str) -> str:
-    """One picture for a document: panels (content, height) in a row, on paper of its own, with one legend above.
+    """Return an SVG document with panels in a row on a background, and one legend above.
 
     Args:
-        panels: contents and heights, each `WIDTH` wide.
-        names: of the series, for the legend.
-        title: over all.
+        panels: pairs of SVG elements and height, each `WIDTH` wide.
+        names: names of the series, for the legend.
+        title: title of the document.
     """
     return _framed(panels, legend(names), LEGEND_HEIGHT, title)
 
@@ -283,7 +286,7 @@ def _framed(panels: Sequence[tuple[str, int]], key: str, key_height: int, title:
 
 
 def legend(names: Sequence[str]) -> str:
-    """A row of markers with names, `LEGEND_HEIGHT` high."""
+    """Draw a legend: a row of markers with names, `LEGEND_HEIGHT` high."""
     parts = []
     x = 8
     for number, name in enumerate(names):
@@ -294,7 +297,7 @@ def legend(names: Sequence[str]) -> str:
 
 
 def ticks(high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers, steps of 1, 2 or 5 times a power of ten, from 0 to at least `high`."""
+    """Return about `count` ticks from 0 to at least `high`, in steps of 1, 2 or 5 times a power of ten."""
     if not high > 0:
         high = 1.0
     rough = high / count
@@ -304,10 +307,10 @@ def ticks(high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten (over many decades the powers alone) from at most `low` to at least `high`."""
+    """Return ticks of 1, 2 and 5 times powers of ten (only powers over many decades) that enclose `low` to `high`."""
     low = max(low, 1e-12)
     high = max(high, low)
-    # A decade more at each end: logarithms are not exact.
+    # One more decade at each end, because logarithms are not exact.
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     factors = (1.0, 2.0, 5.0) if last - first <= 5 else (1.0,)
     marks = [float(f"{factor * 10.0**power:.12g}") for power in range(first, last + 1) for factor in factors]
@@ -318,7 +321,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """From values to places on the paper."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -335,7 +338,7 @@ class _Axis:
 
 
 def _grid(y_ticks: Sequence[float], up: _Axis, x_title: str, y_title: str) -> str:
-    """The horizontal lines with their values, and the titles of both axes."""
+    """Draw horizontal lines with their values, and the titles of both axes."""
     parts = []
     for tick in y_ticks:
         y = up.at(tick)
@@ -354,7 +357,7 @@ def _path(places: Sequence[tuple[float, float]], step: bool) -> str:
 
 
 def _stroke(number: int) -> str:
-    """Attributes of the line of curve `number`."""
+    """Return the SVG attributes of the line of curve `number`."""
     dash = _DASHES[number % len(_DASHES)]
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return f'stroke="{nth_colour(number)}" stroke-width="2"{dashed}'
@@ -376,7 +379,7 @@ def _line(number: int, series: Series, across: _Axis, up: _Axis, unit: str) -> s
 
 
 def _marker(number: int, x: float, y: float, ink: str) -> str:
-    """A circle, a square, a triangle, a diamond: colours are not the only difference."""
+    """Draw a circle, square, triangle or diamond, so that series differ not by colour alone."""
     shapes = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"',
         f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"',
@@ -387,7 +390,7 @@ def _marker(number: int, x: float, y: float, ink: str) -> str:
 
 
 def _thinned(xs: Sequence[float], across: _Axis) -> list[float]:
-    """Those whose labels do not touch; the last one always."""
+    """Return the values whose labels do not overlap, always including the last."""
     kept: list[float] = []
     for x in reversed(xs):
         if not kept or across.at(kept[-1]) - across.at(x) >= 26:
@@ -396,6 +399,6 @@ def _thinned(xs: Sequence[float], across: _Axis) -> list[float]:
 
 
 def text_element(text: str, x: float, y: float, style: str = "", anchor: str = "") -> str:
-    """A text at a place, in pixels; `style` and `anchor` are the CSS class and the text-anchor of SVG."""
+    """Return an SVG text at (x, y) in pixels; `style` is its CSS class, `anchor` its text-anchor."""
     extra = (f' class="{style}"' if style else "") + (f' text-anchor="{anchor}"' if anchor else "")
     return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(text)}</text>'

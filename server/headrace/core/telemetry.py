@@ -15,14 +15,14 @@ PHASES = ("decode", "queue", "assemble", "compute", "split", "encode")
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Every field is an option of `headrace serve`.
+    """Options of spans and the access log; each field is an option of `headrace serve`.
 
     Attributes:
-        otlp_endpoint: URL of who takes spans by OTLP, "" for nobody.
+        otlp_endpoint: URL of an OTLP receiver for spans, "" for none.
         otlp_protocol: grpc or http.
-        trace_rate: one in so many requests is traced as spans of those that bring no trace of their own; 0: none.
-        request_log: off; errors; sampled (errors, what is traced, and one in a hundred of the rest); all.
-        request_log_file: "" for standard error.
+        trace_rate: of requests without a trace context, one in `trace_rate` is recorded as spans; 0 for none.
+        request_log: off; errors; sampled (errors, traced requests, and one in a hundred of the others); all.
+        request_log_file: path of the access log, "" for standard error.
     """
 
     otlp_endpoint: str = ""
@@ -34,15 +34,15 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class TritonMetrics:
-    """Which metrics under Triton's names there are: `--metrics-config NAME=VALUE`, with Triton's names.
+    """Switches of the metrics under Triton's names: `--metrics-config NAME=VALUE`, as in Triton.
 
-    Summaries and histograms are on: they are computed when Prometheus scrapes, and cost requests nothing.
+    Summaries and histograms are on by default: they are computed during a scrape, at no cost for requests.
 
     Attributes:
-        counter_latencies: nv_inference_..._duration_us.
-        summary_latencies: nv_inference_..._summary_us.
-        histogram_latencies: nv_inference_first_response_histogram_ms.
-        summary_quantiles: of the summaries, 0 to 1.
+        counter_latencies: export nv_inference_..._duration_us.
+        summary_latencies: export nv_inference_..._summary_us.
+        histogram_latencies: export nv_inference_first_response_histogram_ms.
+        summary_quantiles: quantiles of the summaries, from 0 to 1.
     """
 
     counter_latencies: bool = True
@@ -54,7 +54,7 @@ class TritonMetrics:
 TRACEPARENT_HEADER = "traceparent"
 TRACESTATE_HEADER = "tracestate"
 
-# Later versions may append fields behind another dash; version ff is forbidden.
+# Later versions may append fields after another dash; version ff is invalid.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
 _MAX_STATE = 512
@@ -63,13 +63,13 @@ _NO_SPAN = "0" * 16
 
 
 class TraceContext(NamedTuple):
-    """The caller's trace.
+    """Trace context of the caller (W3C Trace Context).
 
     Attributes:
         trace_id: 32 hexadecimal digits, lower case.
-        span_id: of the caller's span, 16 hexadecimal digits.
-        sampled: the caller records its spans.
-        state: what vendors have put there, the header `tracestate` as it came; "" if there is none.
+        span_id: span id of the caller, 16 hexadecimal digits.
+        sampled: True if the caller records its spans.
+        state: value of the header `tracestate`, "" without one.
     """
 
     trace_id: str
@@ -79,9 +79,15 @@ class TraceContext(NamedTuple):
 
 
 def trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """The context that the two headers tell, None if they tell none.
+    """Parse the two headers of a trace context.
 
-    Headers that are wrong are as good as none (section 3.2 of the recommendation): a request does not fail by its tracing.
+    Args:
+        traceparent: value of the header `traceparent`, "" without one.
+        tracestate: value of the header `tracestate`, "" without one.
+
+    Returns:
+        The context. None for invalid headers, which are ignored (W3C Trace Context, section 3.2): a request never fails
+        because of its trace context.
     """
     found = _TRACEPARENT.fullmatch(traceparent.strip(" \t"))
     if found is None:

@@ -26,15 +26,15 @@ Array = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Datatype:
-    """One element type under all its names.
+    """An element type with its names.
 
     Attributes:
-        name: the protocol's name, e.g. "FP32".
-        config_name: the name in a model configuration, e.g. "TYPE_FP32".
+        name: name in the protocol, e.g. "FP32".
+        config_name: name in a model configuration, e.g. "TYPE_FP32".
         onnx_number: `TensorProto.DataType` of ONNX.
-        ort_name: ONNX Runtime's name, e.g. "tensor(float)".
-        dtype: how NumPy holds it.
-        size_bytes: bytes per element on the wire, 0 where it varies (BYTES).
+        ort_name: name in ONNX Runtime, e.g. "tensor(float)".
+        dtype: NumPy dtype.
+        size_bytes: bytes per element on the wire, 0 for a variable size (BYTES).
     """
 
     name: str
@@ -55,7 +55,7 @@ def _datatype(name: str, config_name: str, onnx_number: int, ort_name: str, dtyp
     )
 
 
-# Everything little-endian: the protocol's wire order, and that of every machine we run on.
+# Little-endian: the byte order of the protocol and of every supported machine.
 DATATYPES: tuple[Datatype, ...] = (
     _datatype("BOOL", "BOOL", 9, "bool", "?"),
     _datatype("UINT8", "UINT8", 2, "uint8", "<u1"),
@@ -87,14 +87,14 @@ BYTES = BY_NAME["BYTES"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output of a model as callers see it.
+    """Spec of an input or output of a model, as clients see it.
 
     Attributes:
-        name: the tensor's name.
-        datatype: its element type.
-        shape: dimensions with the batch dimension in front where the model batches; -1 where any size is taken.
-        optional: True if a request may leave it out (inputs only).
-        labels: names of the classes along the last dimension, empty if there are none (outputs only).
+        name: name of the tensor.
+        datatype: element type.
+        shape: dimensions, with the batch dimension first if the model has one; -1 for any size.
+        optional: True if requests may omit it (inputs only).
+        labels: class names along the last dimension, empty without labels (outputs only).
     """
 
     name: str
@@ -106,17 +106,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ModelSpec:
-    """What the data plane and the codecs need to know of one version of a model.
+    """Spec of a model version for the data plane and the codecs.
 
     Attributes:
-        name: the model's name.
-        version: the version number, as text.
+        name: name of the model.
+        version: version number, as text.
         platform: Triton's platform name, e.g. "onnxruntime_onnx".
-        inputs: by name, in the order of the configuration.
-        outputs: by name, in the order of the configuration.
-        max_batch_size: rows in one execution; 0 if the model has no batch dimension.
-        parameters: what is told with its metadata, e.g. of the engine that serves it.
-        resident_devices: numbers of the GPUs whose instances read inputs where they lie (`ResidentRows`), if there are any.
+        inputs: specs by name, in the order of the configuration.
+        outputs: specs by name, in the order of the configuration.
+        max_batch_size: most rows of one execution; 0 if the model has no batch dimension.
+        parameters: parameters in the model's metadata, e.g. of the engine that serves it.
+        resident_devices: numbers of the GPUs whose instances read inputs without a host copy (`ResidentRows`).
     """
 
     name: str
@@ -129,27 +129,27 @@ class ModelSpec:
     resident_devices: frozenset[int] = frozenset()
 
 
-# `device` of pinned host memory, which every GPU reads, and of rows that none may: they are not aligned to their dtype.
+# `device` of pinned host memory, which every GPU reads, and of rows that no GPU can read, since they are not aligned.
 PINNED = -1
 NOWHERE = -2
 
-# Copies (address, size_bytes) of what the owner holds into host memory of its own: uint8[size_bytes].
+# Copies a range (address, size_bytes) of the owner's memory into new host memory: uint8[size_bytes].
 HostCopy = Callable[[int, int], Array]
 
 
 class ResidentRows:
-    """One tensor, C-contiguous, rows first, by its address on a GPU. Immutable; slices and reshapes share the memory.
+    """A C-contiguous tensor in memory that a GPU reads, by its address. Immutable; slices and reshapes share the memory.
 
-    What is at `PINNED` addresses may be a client's file, which the client may cut short: only kernels may read there. The host
-    would die of SIGBUS, and the driver's copies are partly made by the host (`headrace.cuda.shared_memory`).
+    Memory at `PINNED` addresses may be a client's file, which the client may truncate: only kernels may read it. A read by the
+    host would raise SIGBUS, and the driver's copies are partly done by the host (`headrace.cuda.shared_memory`).
 
     Args:
-        address: CUdeviceptr of the first element, aligned to the dtype but for `NOWHERE`; for kernels only.
-        device: number of the GPU whose memory it is, or `PINNED`, or `NOWHERE`.
-        dtype: of the elements; no objects.
-        shape: of the tensor, at least one dimension.
-        owner: whatever keeps the memory alive; held as long as these rows, or a slice of them, are.
-        copy: makes a host copy of a range of the owner's memory; called on whatever thread asks for one.
+        address: CUdeviceptr of the first element, for kernels; aligned to the dtype except for `NOWHERE`.
+        device: number of the GPU with the memory, or `PINNED`, or `NOWHERE`.
+        dtype: dtype of the elements; not object.
+        shape: shape of the tensor, (rows, ...).
+        owner: object that keeps the memory alive; referenced by these rows and their slices.
+        copy: makes a host copy of a range of the owner's memory; any thread may call it.
     """
 
     __slots__ = ("_copy", "address", "device", "dtype", "owner", "shape")
@@ -189,10 +189,10 @@ class ResidentRows:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> ResidentRows:
-        """Some rows, one after the other.
+        """Return a slice of consecutive rows.
 
         Raises:
-            TypeError: anything but a slice of step 1.
+            TypeError: the index is no slice, or its step is not 1.
         """
         if not isinstance(rows, slice):
             raise TypeError(f"resident rows take a slice, not {rows!r}: make a host copy by np.asarray first")
@@ -205,35 +205,35 @@ class ResidentRows:
         return ResidentRows(address, self.device, self.dtype, shape, self.owner, self._copy)
 
     def as_tensor(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ResidentRows:
-        """The same bytes as a tensor; unless they are aligned to the dtype, it can only be copied.
+        """Return the same bytes as another tensor; it can only be copied if it is not aligned to the dtype.
 
         Args:
-            dtype: of the tensor.
-            shape: of the tensor, which has as many bytes.
+            dtype: dtype of the result.
+            shape: shape of the result, with the same number of bytes.
         """
         device = NOWHERE if self.address % dtype.alignment else self.device
         return ResidentRows(self.address, device, dtype, shape, self.owner, self._copy)
 
     def reshape(self, *shape: SupportsIndex | tuple[int, ...]) -> ResidentRows:
-        """The same elements in another shape, which may hold one -1.
+        """Return the same elements in another shape, which may have one -1.
 
         Raises:
-            ValueError: it has another number of elements.
+            ValueError: the shape has another number of elements.
         """
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        # NumPy's own rules, on an array that takes no memory whatever its shape.
+        # Applies NumPy's rules, to an array that uses no memory.
         made = np.broadcast_to(np.empty((), np.bool_), self.shape).reshape(cast("tuple[int, ...]", sizes)).shape
         return ResidentRows(self.address, self.device, self.dtype, made, self.owner, self._copy)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
-        """A host copy.
+        """Return a host copy.
 
         Raises:
-            ValueError: asked for without a copy.
-            HeadraceError: the memory cannot be read any more.
+            ValueError: `copy` is False.
+            HeadraceError: the memory is no longer readable.
         """
         if copy is False:
-            raise ValueError("resident rows are not in the host's memory: they can only be copied")
+            raise ValueError("resident rows are not in host memory and can only be copied: allow a copy")
         array: Array = self._copy(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -243,20 +243,20 @@ class ResidentRows:
 
 
 def as_input(rows: ResidentRows) -> Array:
-    """Resident rows as an input of `InferRequest`, whose type names what nearly all of them are."""
+    """Cast resident rows to the type of `InferRequest.inputs`, which nearly always holds NumPy arrays."""
     return cast(Array, rows)
 
 
 def is_resident(array: object) -> TypeGuard[ResidentRows]:
-    """True for an input whose rows a GPU reads by itself."""
+    """Return True for an input whose rows a GPU reads without a host copy."""
     return type(array) is ResidentRows
 
 
 def check_range(offset: int, size_bytes: int, region_bytes: int) -> None:
-    """Hold a range against its region.
+    """Check that a range lies in a shared memory region.
 
     Raises:
-        BadRequest: it does not lie in the region.
+        BadRequest: the range is not in the region.
     """
     if offset < 0 or size_bytes < 0 or offset + size_bytes > region_bytes:
         raise BadRequest(
@@ -265,19 +265,19 @@ def check_range(offset: int, size_bytes: int, region_bytes: int) -> None:
 
 
 def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array:
-    """The `count` highest scores of every row, best first.
+    """Return the `count` highest scores of every row, best first (Triton's classification extension).
 
     Args:
-        array: numeric scores, (rows, classes...) if batched, else (classes...); BF16 as bit patterns.
-        spec: of the output, with its labels.
-        count: how many classes; fewer come back where the row has fewer.
+        array: numeric scores, of shape (rows, classes...) if batched, else (classes...); BF16 as bit patterns.
+        spec: spec of the output, with its labels.
+        count: number of classes; at most those of a row are returned.
         batched: True if the first dimension is the batch.
 
     Returns:
-        Object array of `bytes`, (rows, count) or (count,).
+        Object array of `bytes` "score:index:label", of shape (rows, count) or (count,).
 
     Raises:
-        BadRequest: the output holds no numbers.
+        BadRequest: the output is not numeric.
     """
     if array.dtype.hasobject or array.dtype.kind == "b":
         raise BadRequest(f"output '{spec.name}' is {spec.datatype}, classification needs numbers")
@@ -285,7 +285,7 @@ def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array
         array = (array.astype(np.uint32) << 16).view(np.float32)
     scores = array.reshape(array.shape[0], -1) if batched else array.reshape(1, -1)
     count = min(count, scores.shape[1])
-    # Stable, so that of equal scores the lower index comes first.
+    # Stable: of equal scores the lower index comes first.
     order = np.argsort(-scores.astype(np.float64), axis=1, kind="stable")[:, :count]
     best = np.take_along_axis(scores, order, axis=1)
     text = np.empty(order.shape, dtype=object)

@@ -1,7 +1,7 @@
 """Configuration of a model's tensors: inputs, outputs, pre- and postprocessing, warm-up data.
 
 A configuration lists inputs and outputs as the model has them. With `preprocess.by: server` clients see the image input as UINT8
-pixels; with `postprocess` they see the ranked classes in place of an output of scores. A file may be written either way.
+pixels; with `postprocess` they see the ranked classes instead of an output of scores. A file may contain either form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.core.config_base import (
     one_of,
 )
 
-# 50 megapixels, as for pictures in files.
+# 50 megapixels, the limit of encoded images too.
 MAX_SOURCE_PIXELS = 50_000_000
 
 TensorName = Annotated[str, Field(strict=True, min_length=1)]
@@ -48,7 +48,7 @@ Channels = Annotated[
 
 
 def shape_problems(tensor: ModelInput | ModelOutput) -> list[Problem]:
-    """Why `dims` cannot be laid out as `reshape.shape`: the fixed sizes must multiply to the same, the free ones be as many."""
+    """Check that `dims` can be reshaped to `reshape.shape`: equal product of fixed sizes, equal number of free sizes."""
     dims, reshape = tensor.dims, tensor.reshape
     if reshape is None:
         return []
@@ -161,17 +161,17 @@ class Preprocess(ConfigPart):
 
     @property
     def channels(self) -> int:
-        """3 for "rgb", 1 for "gray"."""
+        """Channels of an image: 3 for "rgb", 1 for "gray"."""
         return 3 if self.color == "rgb" else 1
 
     @property
     def pixels(self) -> tuple[int, int, int]:
-        """Height, width and channels of the picture that a request carries where the server does the rest."""
+        """Height, width and channels of the pixels in a request, with `by: server`."""
         return (*(self.source or self.crop), self.channels)
 
     @property
     def tensor(self) -> tuple[int, int, int]:
-        """The shape of the picture's tensor as the model takes it, without the batch dimension."""
+        """Shape of the model's image input, without the batch dimension."""
         height, width = self.crop
         return (self.channels, height, width) if self.layout == "nchw" else (height, width, self.channels)
 
@@ -272,12 +272,12 @@ class ModelWarmup(ConfigPart):
     count: Count = Field(default=1, description="Number of runs; 0 means one, as in Triton.")
 
 
-# What pixels can be turned into, and what can be ranked.
+# Datatypes of preprocessed inputs and of scores.
 FLOATS = ("TYPE_FP32", "TYPE_FP16")
 
 
 def picture_input(preprocess: Preprocess | None, inputs: Sequence[ModelInput]) -> int | None:
-    """Index of the input whose pictures the server prepares, None where it prepares none."""
+    """Return the index of the input that the server preprocesses, None without one."""
     if preprocess is None or preprocess.by == "client":
         return None
     names = [tensor.name for tensor in inputs]
@@ -287,7 +287,7 @@ def picture_input(preprocess: Preprocess | None, inputs: Sequence[ModelInput]) -
 
 
 def scores_output(postprocess: Postprocess | None, outputs: Sequence[ModelOutput]) -> int | None:
-    """Index of the output that `postprocess` takes the scores from, None where there is none."""
+    """Return the index of the output with the scores for `postprocess`, None without one."""
     if postprocess is None:
         return None
     names = [tensor.name for tensor in outputs]
@@ -297,12 +297,12 @@ def scores_output(postprocess: Postprocess | None, outputs: Sequence[ModelOutput
 
 
 def served_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) -> tuple[ModelInput, ...]:
-    """The inputs as callers see them."""
+    """Return the inputs as clients send them."""
     index = picture_input(preprocess, inputs)
     if preprocess is None or index is None or _is_served(inputs[index], preprocess):
         return inputs
     tensor = inputs[index]
-    # Without a batch dimension a model may still want one picture as a batch of one.
+    # A model without a batch dimension may still have an image input of shape (1, ...).
     dims = (*tensor.dims[:-3], *preprocess.pixels)
     served = ModelInput(
         name=tensor.name,
@@ -315,7 +315,7 @@ def served_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...])
 
 
 def served_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...]) -> tuple[ModelOutput, ...]:
-    """The outputs as callers see them."""
+    """Return the outputs as clients receive them."""
     index = scores_output(postprocess, outputs)
     if postprocess is None or index is None:
         return outputs
@@ -337,7 +337,7 @@ def served_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, 
 
 
 def model_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) -> tuple[ModelInput, ...]:
-    """The inputs as the model has them; one that is written as callers see it has its type and dims left open."""
+    """Return the inputs as the model has them; an input in the form of clients gets no type and dims."""
     index = picture_input(preprocess, inputs)
     if preprocess is None or index is None or not _is_served(inputs[index], preprocess):
         return inputs
@@ -346,7 +346,7 @@ def model_inputs(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) 
 
 
 def model_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...]) -> tuple[ModelOutput, ...]:
-    """The outputs as the model has them; those written as callers see them become the one they are made from."""
+    """Return the outputs as the model has them; outputs in the form of clients become the output of scores."""
     if postprocess is None or not postprocess.top_k or not postprocess.output:
         return outputs
     made = {postprocess.scores, postprocess.classes, postprocess.labels}
@@ -364,12 +364,12 @@ def model_outputs(postprocess: Postprocess | None, outputs: tuple[ModelOutput, .
 def preprocess_problems(
     preprocess: Preprocess | None, inputs: tuple[ModelInput, ...], max_batch_size: int | None
 ) -> list[Problem]:
-    """Why the server cannot prepare the pictures of a model.
+    """Check that the server can preprocess the images of a model.
 
     Args:
-        preprocess: of the configuration.
-        inputs: likewise; what they leave out contradicts nothing.
-        max_batch_size: likewise, None if it is still to be found out.
+        preprocess: section `preprocess` of the configuration.
+        inputs: inputs of the configuration; omitted types and dims are not checked.
+        max_batch_size: value of the configuration, None before it is completed from the model.
     """
     index = picture_input(preprocess, inputs)
     if preprocess is None or index is None or _is_served(inputs[index], preprocess):
@@ -394,7 +394,7 @@ def preprocess_problems(
 
 
 def completed_problems(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) -> list[Problem]:
-    """Why the server cannot prepare the pictures of a model that takes pixels itself; `inputs` are complete, as the model's."""
+    """Check that the model does not take pixels itself, so that the server can preprocess; `inputs` are the model's."""
     index = picture_input(preprocess, inputs)
     if preprocess is None or index is None or not _is_served(inputs[index], preprocess):
         return []
@@ -405,7 +405,7 @@ def completed_problems(preprocess: Preprocess | None, inputs: tuple[ModelInput, 
 def postprocess_problems(
     postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...], max_batch_size: int | None
 ) -> list[Problem]:
-    """Why the outputs of a model cannot be ranked; arguments as for `preprocess_problems`."""
+    """Check that the scores of a model can be ranked; arguments as for `preprocess_problems`."""
     outputs = model_outputs(postprocess, outputs)
     if postprocess is None or not outputs:
         return []
@@ -443,5 +443,5 @@ def _takes(dims: tuple[int, ...], tensor: tuple[int, ...], max_batch_size: int |
 
 
 def _is_served(tensor: ModelInput, preprocess: Preprocess) -> bool:
-    """True for an input that is written as callers see it."""
+    """Return True for an input in the form that clients send."""
     return tensor.data_type == "TYPE_UINT8" and tensor.dims[-3:] == preprocess.pixels

@@ -158,7 +158,7 @@ def test_unknown_fields_get_a_suggestion() -> None:
             "max_batch_size: -3",
             "f:1: error: max_batch_size should be greater than or equal to 0, not -3 (correct the value)",
         ),
-        ("oversize: splitt", 'f:1: error: oversize: "splitt" is not known here (write one of split, reject)'),
+        ("oversize: splitt", 'f:1: error: oversize: "splitt" is not a valid value (write one of split, reject)'),
         ("parameters:\n  wait: [1]", "f:2: error: parameters.wait must be text, not [1] (put it in quotes)"),
     ],
 )
@@ -182,7 +182,7 @@ def parameter(key: str, value: str) -> str:
         ("headrace.", "5", 'unknown parameter "headrace."'),
         ("headrace.oversize.deep", "x", "oversize"),
         ("headrace.optimization.precison", "int8", "did you mean headrace.optimization.precision?"),
-        ("headrace.optimization.precision", "int4", 'headrace.optimization.precision: "int4" is not known here'),
+        ("headrace.optimization.precision", "int4", 'headrace.optimization.precision: "int4" is not a valid value'),
         ("headrace.optimization.calibration.sample", "9", 'unknown field "headrace.optimization.calibration.sample"'),
         ("headrace.optimization.priority", "1", "optimization.priority is a field of its own"),
         ("headrace.optimization", "{precision: int8}", "optimization is a field of its own"),
@@ -331,7 +331,7 @@ def test_kinds_and_gpus_count_whatever_the_backend(backend: str) -> None:
 
 def test_tritons_runtime_library_is_refused_and_its_default_passed_over() -> None:
     (finding,) = findings_of('runtime: "libtriton_other.so"', read_pbtxt)
-    assert '"libtriton_other.so" is not known here (write one of auto, onnxruntime, tensorrt)' in finding
+    assert '"libtriton_other.so" is not a valid value (write one of auto, onnxruntime, tensorrt)' in finding
     config, findings = bind(read_yaml("runtime: ''", "f"))
     assert config is not None
     assert (config.runtime, findings) == ("auto", [])

@@ -70,7 +70,7 @@ def test_words_of_enumerations_may_be_short() -> None:
         ({"platform": "tensorrt_plan", "backend": "onnxruntime"}, ("platform",), "does not go with backend"),
         ({"input": [{"name": "x"}, {"name": "x"}]}, ("input", 1, "name"), 'input "x" is listed twice'),
         ({"input": [{"name": "x", "dims": [3, 0]}]}, ("input", 0, "dims", 1), "not 0"),
-        ({"input": [{"name": "x", "data_type": "fp31"}]}, ("input", 0, "data_type"), '"fp31" is no datatype'),
+        ({"input": [{"name": "x", "data_type": "fp31"}]}, ("input", 0, "data_type"), '"fp31" is not a datatype'),
         (
             {"input": [{"name": "x", "dims": [4], "reshape": {"shape": [2, 3]}}]},
             ("input", 0, "reshape"),

@@ -70,7 +70,7 @@ def test_a_model_without_a_batch_dimension_may_want_a_batch_of_one() -> None:
     [
         ({"preprocess": {"source": [480, 640]}}, "source is for pixels that the server prepares"),
         ({"preprocess": {"by": "server", "source": [9000, 9000]}}, "more than 50000000 pixels"),
-        ({"preprocess": {"by": "proxy"}}, '"proxy" is not known here (write one of client, server)'),
+        ({"preprocess": {"by": "proxy"}}, '"proxy" is not a valid value (write one of client, server)'),
         (
             {"preprocess": {"by": "server", "crop": [200, 224]}},
             'makes tensors of [3, 200, 224] (nchw), input "x" takes',

@@ -124,8 +124,8 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 
 def test_nothing_measured_is_said() -> None:
-    assert "nothing was measured" in line_plot("t", [Series("fp32", [])], "x", "y")
-    assert "nothing was measured" in bar_plot("t", [])
+    assert "no data" in line_plot("t", [Series("fp32", [])], "x", "y")
+    assert "no data" in bar_plot("t", [])
 
 
 def test_names_are_text_and_nothing_else() -> None:
