@@ -341,6 +341,8 @@ RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|A
 PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/http2",
     "server/headrace/commands",
+    "server/headrace/simulation",
+    "server/headrace/core",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
