@@ -317,7 +317,7 @@ def test_the_servers_name_is_an_option(either: Any) -> None:
         ("wrong_model_name", "", "Request for unknown model: 'wrong_model_name' is not found; the repository index"),
         ("boxes", "7", "Request for unknown model: 'boxes' version '7' is not found: it has 1"),
         ("boxes", "wrong", "failed to get model version from specified version string 'wrong', it has 1"),
-        ("bo xes", "", "Request for unknown model: 'bo xes' is none"),
+        ("bo xes", "", "Request for unknown model: 'bo xes' is not a valid name"),
     ],
 )
 def test_a_model_that_is_not_there(either: Any, name: str, version: str, words: str) -> None:

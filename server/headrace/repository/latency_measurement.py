@@ -1,4 +1,4 @@
-"""How long each size of batch takes, measured once a version's instances are open and before it serves."""
+"""Latency tables of model versions: measured before a version serves, stored in the state folder across restarts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _FORMAT = 1
 _MAX_FILES = 512
 _MAX_BYTES = 4 << 20
 _MAX_TIME_NS = 3600 * 10**9
-# Of each number of rows: enough for a 95th percentile.
+# Stored times for each number of rows: enough for a 95th percentile.
 _TIMES = 32
-# What of a configuration changes how long a batch takes, beside the model's file.
+# Configuration fields that change the compute time of a batch, besides the model's file.
 _FIELDS = {
     "max_batch_size", "cpu_max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output",
     "preprocess", "postprocess", "isolation",
@@ -44,7 +44,7 @@ class StoredLatencies(NamedTuple):
 
     Attributes:
         times_ns: compute times in nanoseconds, by instances and rows.
-        idle_ns: compute time of its smallest batch before it served; 0 if unknown.
+        idle_ns: compute time in nanoseconds of its smallest batch before it served; 0 if unknown.
     """
 
     times_ns: Mapping[int, MeasuredTimes]
@@ -68,13 +68,13 @@ class LatencyStore:
         self._warned = False
 
     def file_for(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
-        """The stored latency table of a version, keyed by everything that decides its compute times.
+        """Return the stored latency table of a version, keyed by everything that decides its compute times.
 
         Args:
-            config: of the model, complete.
-            digest: of the file that is loaded.
-            runtime: that runs it.
-            instances: how many.
+            config: complete configuration of the model.
+            digest: SHA-256 of the loaded file, in hex.
+            runtime: name of the backend, e.g. "onnxruntime".
+            instances: number of instances.
 
         Raises:
             Unsupported: the machine cannot be identified.
@@ -105,18 +105,18 @@ class LatencyStore:
         except FileNotFoundError:
             return NO_LATENCIES
         except (OSError, ValueError, RecursionError) as error:
-            logger.info("the profile kept in %s is of no use: %s", path.name, error)
+            logger.info("the stored profile %s is not used: %s", path.name, error)
             return NO_LATENCIES
 
     def write(self, key: str, name: str, machine: str, profile: LatencyTable, idle_ns: int) -> None:
-        """Write a latency table, unless it is empty.
+        """Write a latency table, unless it is empty; a write error is logged once.
 
         Args:
-            key: of the version.
-            name: of the model, for people who look into the folder.
-            machine: the same.
-            profile: what is to be kept.
-            idle_ns: as of `StoredLatencies`.
+            key: key of the version.
+            name: name of the model; for readers of the folder only.
+            machine: description of the machine; for readers of the folder only.
+            profile: latency table.
+            idle_ns: see `StoredLatencies`.
         """
         times_ns = {instances: table for instances, table in profile.times(_TIMES).items() if table}
         if not times_ns:
@@ -129,8 +129,8 @@ class LatencyStore:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                cure = "name a folder that can be written with --state-dir, or none"
-                logger.warning("profiles cannot be kept in %s: %s (%s)", self._folder, error.strerror, cure)
+                cure = "name a writable folder with --state-dir, or write --state-dir '' to store nothing"
+                logger.warning("profiles cannot be written to %s: %s (%s)", self._folder, error.strerror, cure)
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"
@@ -141,7 +141,7 @@ class LatencyStore:
             files = [entry for entry in entries if entry.name.endswith(".json") and not is_temporary(entry.name)]
         if len(files) <= _MAX_FILES:
             return
-        with suppress(OSError):  # another server sweeps, too
+        with suppress(OSError):  # another server may remove the same files
             for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-_MAX_FILES]:
                 Path(entry.path).unlink(missing_ok=True)
 
@@ -163,11 +163,11 @@ class LatencyFile:
     machine: str
 
     def read(self) -> StoredLatencies:
-        """As `LatencyStore.read`."""
+        """Read the table; see `LatencyStore.read`."""
         return self.store.read(self.key)
 
     def write(self, profile: LatencyTable, idle_ns: int) -> None:
-        """As `LatencyStore.write`."""
+        """Write a table; see `LatencyStore.write`."""
         self.store.write(self.key, self.name, self.machine, profile, idle_ns)
 
 
@@ -185,13 +185,13 @@ def _machine(runtime: str) -> Machine:
 
 
 def _parse(document: object) -> StoredLatencies:
-    """What is in a file.
+    """Parse the content of a file.
 
     Raises:
-        ValueError: it is no profile.
+        ValueError: it is not a profile.
     """
     if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
-        raise ValueError("it is no profile of this format")
+        raise ValueError(f"its format is not {_FORMAT}")
     tables, idle_ns = document.get("times_ns"), document.get("idle_ns")
     if not isinstance(tables, Mapping) or type(idle_ns) is not int or not 0 <= idle_ns <= _MAX_TIME_NS:
         raise ValueError("it has no times")
@@ -206,18 +206,18 @@ def _table(document: object) -> dict[int, list[int]]:
         if not (isinstance(times_ns, list) and times_ns):
             raise ValueError("a number of rows has no times")
         if not all(type(time_ns) is int and 0 < time_ns <= _MAX_TIME_NS for time_ns in times_ns):
-            raise ValueError("a time is no number of nanoseconds")
+            raise ValueError("a time is not a number of nanoseconds")
         table[_count(rows)] = times_ns
     return table
 
 
 def _count(text: object) -> int:
     if not (isinstance(text, str) and text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
-        raise ValueError("a number of rows or instances is none")
+        raise ValueError("a number of rows or instances is not a positive whole number")
     return int(text)
 
 
-_ABANDONED_S = 30.0  # the others stop waiting for an instance whose batch takes longer
+_ABANDONED_S = 30.0  # instances stop waiting for another one whose batch takes longer
 
 
 class ConcurrentRuns:
@@ -248,7 +248,7 @@ class ConcurrentRuns:
         self._feed = feed
         self._in_time = in_time
         self._clock = clock
-        self._rows = 0  # what comes next; 0: nothing more
+        self._rows = 0  # rows of the next batch; 0 ends the run
         self._size_chosen = threading.Barrier(instances, self._choose, _ABANDONED_S)
         self._inputs_ready = threading.Barrier(instances, timeout=_ABANDONED_S)
 
@@ -268,7 +268,7 @@ class ConcurrentRuns:
                 self._inputs_ready.wait()
                 begun_ns = self._clock()
                 execution.run(inputs)
-                # One dictionary and one list each: both calls are one step of the interpreter.
+                # Thread-safe without a lock: setdefault and append are atomic in the interpreter.
                 self.times_ns.setdefault(rows, []).append(self._clock() - begun_ns)
         except threading.BrokenBarrierError:
             return
@@ -290,37 +290,37 @@ class ConcurrentRuns:
 Feed = Callable[[int], dict[str, Array]]
 """Creates inputs of a number of rows."""
 
-# Each size is run so often at most; the first time counts only if there is no other.
+# Maximum runs of each size; the first run counts only if it is the only one.
 _ROUNDS = 4
 _ROUNDS_TOGETHER = 3
-# Inputs larger than this are not made up.
+# Larger random inputs are not generated.
 MAX_INPUT_BYTES = 1 << 28
-# How much of the time is for one instance alone, where there are several.
+# Share of the time for one instance alone, if there are several.
 _ALONE_SHARE = 0.5
-# Times that were kept are believed if one row takes so many times as long at the most, or so many times less long.
+# Stored times are accepted if the smallest batch takes between 1/2 and 2 times its stored time.
 _ACCEPTED_RATIO = 2.0
-# An instance that is open waits for the others no longer than this many times the limit, to measure together.
+# Maximum wait of an instance for the others, as a multiple of the time limit, to measure together.
 _ARRIVAL_TIMEOUT_FACTOR = 4
 
 
 class LatencyMeasurement:
-    """Fills a profile that is empty; called by each instance on its own thread with its own execution, once it is warm.
+    """Fills an empty latency table; called by each instance on its own thread with its own execution, after the warm-up.
 
-    The last of them measures while the others wait: nothing of the model runs beside it. Then 2, 4, 8 ... and all of them run at
-    the same time. A model whose backend has measured itself is not run. What the model raises on inputs that are made up is
-    no reason not to serve it.
+    The last instance measures alone while the others wait. Then 2, 4, 8 ... and all instances run at the same time. A model
+    whose
+    backend has measured itself is not run. An error of the model on random inputs does not prevent serving.
 
     Args:
-        config: of the model, complete.
-        model: what is loaded.
-        instances: how many will call.
-        profile: where the times go.
-        limit_ns: no run is begun that would probably end later than that.
+        config: complete configuration of the model.
+        model: the loaded model.
+        instances: number of instances that call.
+        profile: latency table to fill.
+        limit_ns: time limit in nanoseconds; no run starts that would probably end later.
         clock: monotonic nanoseconds.
-        file_for: what an earlier process knew; believed if the model is about as fast at its loading as it was then.
+        stored: times of an earlier process; accepted if the model is about as fast on load as it was then.
 
     Attributes:
-        idle_ns: how long the smallest batch took before the version served; 0: not known.
+        idle_ns: compute time in nanoseconds of the smallest batch before the version served; 0 if unknown.
     """
 
     def __init__(
@@ -342,20 +342,23 @@ class LatencyMeasurement:
         self._stored = stored
         self.idle_ns = 0
         self._problem = unmeasurable(config)
-        self._stages: Sequence[ConcurrentRuns] | None = None  # once the last instance has come
-        self._joinable = instances - 1  # others that still wait for it
+        self._stages: Sequence[ConcurrentRuns] | None = None  # set when the last instance has arrived
+        self._joinable = instances - 1  # other instances that still wait
         self._condition = threading.Condition()  # guards _awaited, _stages and _patient
 
     def __call__(self, execution: Execution) -> None:
-        """Measure, if the profile is empty.
+        """Measure, if the table is empty.
+
+        Args:
+            execution: execution of the calling instance.
 
         Raises:
             ExecutionLost: nothing can be run any more.
         """
         with self._condition:
             self._remaining -= 1
-            position = self._remaining  # 0 for the last
-        if position < 0 or self._profile.known():  # started anew, or brought back from parking
+            position = self._remaining  # 0 for the last instance
+        if position < 0 or self._profile.known():  # restarted, or loaded again after an eviction
             return
         bucket_seconds = backend_buckets(self._model)  # complete once the last instance is open
         if self._problem or bucket_seconds or not self._limit_ns:
@@ -369,7 +372,7 @@ class LatencyMeasurement:
     def _skip_runs(self, bucket_seconds: Mapping[int, float]) -> None:
         if bucket_seconds:
             with self._condition:
-                self._stages = ()  # some may wait that came before there was a table
+                self._stages = ()  # earlier instances may wait
                 self._condition.notify_all()
             self._profile.buckets = tuple(sorted(bucket_seconds))
             table_ns = bucket_times(bucket_seconds)
@@ -381,7 +384,7 @@ class LatencyMeasurement:
         self._accept_stored(0)
 
     def _measure_with_others(self, execution: Execution, position: int) -> None:
-        """Of an instance that was not the last: do what that says."""
+        """Wait until the last instance has measured alone, then take part in its stages."""
         with self._condition:
             timeout_s = _ARRIVAL_TIMEOUT_FACTOR * self._limit_ns / NS_PER_S
             if not self._condition.wait_for(lambda: self._stages is not None, timeout_s):
@@ -391,7 +394,7 @@ class LatencyMeasurement:
         self._run_stages(execution, self._instances - position, stages)
 
     def _measure_all(self, execution: Execution) -> None:
-        """Of the last instance to come: alone first, then with the others."""
+        """Measure on the last instance: alone first, then together with the others."""
         begun_ns, several = self._clock(), self._instances > 1
         end_ns = begun_ns + self._limit_ns
         stages: list[ConcurrentRuns] = []
@@ -407,24 +410,24 @@ class LatencyMeasurement:
                 stages = self._plan_stages(feed, end_ns)
         finally:
             with self._condition:
-                # One that waits no more would be missed.
+                # An instance that has stopped waiting cannot take part, so no stage can run.
                 self._stages = stages = stages if self._joinable == self._instances - 1 else []
                 self._condition.notify_all()
         self._run_stages(execution, 0, stages)
         medians = ", ".join(
-            f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} at work)"
+            f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} busy)"
             for entry in self._profile.known()
         )
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
         logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
 
     def _run_stages(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
-        """With the others.
+        """Run the stages together with the other instances.
 
         Args:
-            execution: of the calling instance.
-            arrival: which of the others it is, from 1 on; 0: the last, which tells the profile.
-            stages: all that is to be run.
+            execution: execution of the calling instance.
+            arrival: index of the calling instance from 1 on; 0 for the last one, which fills the table.
+            stages: all stages, in order.
         """
         try:
             for stage in stages:
@@ -432,13 +435,13 @@ class LatencyMeasurement:
                     self._run(partial(stage.run, execution))
                 if not arrival:
                     self._profile.seed(_warm(stage.times_ns, stage.instances), stage.instances)
-        except BaseException:  # nobody may wait for this instance
+        except BaseException:  # no other instance may wait for this one
             for stage in stages:
                 stage.abort()
             raise
 
     def _measure_alone(self, execution: Execution, feed: Feed, end_ns: int) -> None:
-        """Run all sizes several times, as far as time goes."""
+        """Run all sizes several times on one instance, until the time limit."""
         times_by_rows: dict[int, list[int]] = {}
 
         def run() -> None:
@@ -457,7 +460,7 @@ class LatencyMeasurement:
         self.idle_ns = self._profile.estimate_ns(min(sizes(self._config)), 1)
 
     def _plan_stages(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
-        """With 2, 4, 8 ... and all instances, the time that is left shared between them."""
+        """Return the stages with 2, 4, 8 ... and all instances; the remaining time is shared between them."""
         counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
         share_ns = max(end_ns - self._clock(), 0) // len(counts)
         row_counts = [entry.rows for entry in self._profile.known()]
@@ -472,14 +475,14 @@ class LatencyMeasurement:
         return stages
 
     def _run(self, run: Callable[[], None]) -> None:
-        """Made-up values may make no sense to the model."""
+        """Call `run`; an error on random inputs is logged and ends it."""
         try:
             run()
         except ExecutionLost:
             raise
         except Exception as error:
             name, error_name = self._config.name, type(error).__name__
-            logger.info("model %s is not measured further: it failed on made-up inputs (%s)", name, error_name)
+            logger.info("model %s is not measured further: it failed on random inputs (%s)", name, error_name)
 
     def _timed(self, execution: Execution, inputs: dict[str, Array]) -> int:
         begun_ns = self._clock()
@@ -487,7 +490,7 @@ class LatencyMeasurement:
         return self._clock() - begun_ns
 
     def _measure_idle(self, execution: Execution, feed: Feed, end_ns: int) -> int:
-        """How long the smallest size takes now; 0 if the model fails on it."""
+        """Measure the smallest size; returns its median in nanoseconds, 0 if the model fails on it."""
         times_ns: list[int] = []
         rows = min(sizes(self._config))
 
@@ -500,17 +503,17 @@ class LatencyMeasurement:
         return warm_ns[len(warm_ns) // 2] if warm_ns else 0
 
     def _accept_stored(self, idle_ns: int) -> None:
-        """Believe what was kept, if the smallest size takes about as long as it did then; or if neither is known."""
+        """Use the stored times if the smallest size takes about as long as it did then, or if neither time is known."""
         then_ns, self.idle_ns = self._stored.idle_ns, idle_ns
         if then_ns / _ACCEPTED_RATIO <= idle_ns <= then_ns * _ACCEPTED_RATIO:
             for instances, times_ns in sorted(self._stored.times_ns.items()):
                 self._profile.seed(times_ns, instances, "stored")
             if self._profile.known():
-                self.idle_ns = then_ns  # else it could drift away step by step
+                self.idle_ns = then_ns  # a new value at each start could drift
 
 
 def sizes(config: ModelConfig) -> list[int]:
-    """Numbers of rows that are measured: powers of two, the preferred ones and the most, as far as inputs are not too large."""
+    """Return the batch sizes to measure: powers of two, preferred sizes and the maximum, up to `MAX_INPUT_BYTES` of inputs."""
     max_rows = max(config.max_batch_size, 1)
     row_bytes = sum(
         math.prod(tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes for tensor in config.served_input
@@ -522,7 +525,7 @@ def sizes(config: ModelConfig) -> list[int]:
 
 
 def unmeasurable(config: ModelConfig) -> str:
-    """Why there are no inputs to be made up for a model; "" if there are."""
+    """Return the reason why no random inputs can be generated for a model; "" if they can."""
     for tensor in config.served_input:
         if BY_CONFIG_NAME[tensor.data_type] is BYTES:
             return f"input {tensor.name} is text"
@@ -532,9 +535,10 @@ def unmeasurable(config: ModelConfig) -> str:
 
 
 def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
-    """By the rows of its buckets the microseconds that the backend itself has measured; empty if it has none.
+    """Return the compute times that the backend has measured itself: microseconds by rows of each bucket; empty if there are
+    none.
 
-    The model, or what stands behind it as its `inner`, tells by `profile`.
+    The model, or the model that it wraps as `inner`, has them as `profile`.
     """
     inner: Any = model
     while inner is not None and not hasattr(inner, "profile"):
@@ -544,10 +548,10 @@ def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
 
 
 def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
-    """By rows the nanoseconds of batches that are padded to buckets: of a bucket from the first of its rows on.
+    """Return compute times in nanoseconds by rows, for batches that are padded to buckets.
 
     Args:
-        buckets: microseconds by their rows.
+        buckets: compute time in microseconds by rows of the bucket.
     """
     table: dict[int, int] = {}
     before = 0
@@ -558,12 +562,12 @@ def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
 
 
 def _warm(times_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[int]]:
-    """Without the first time of each size and instance, if there are others."""
+    """Drop the first time of each size and instance, if there are others."""
     return {rows: times_ns[instances:] or times_ns for rows, times_ns in times_ns.items()}
 
 
 def feeds(config: ModelConfig) -> Feed:
-    """What makes inputs for a model that is not `unmeasurable`: one row made up at random, as often as wanted."""
+    """Return a function that creates random inputs for a model that is not `unmeasurable`: one random row, repeated."""
     rows_of = {tensor.name: one_row(tensor) for tensor in config.served_input}
 
     def feed(rows: int) -> dict[str, Array]:

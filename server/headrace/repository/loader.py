@@ -1,4 +1,4 @@
-"""Loads a model version: takes the model's folder, a version and its serving plan, returns a running `ModelHandle`."""
+"""Loads a model version: from the model's folder, a version and its serving plan to a running `ModelHandle`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
 
-# What measurements are called in a stamp -> how people say them.
+# Names of accuracy figures in a stamp -> labels in the log.
 _ACCURACY_LABELS = {
     "top1_agreement": "top-1 agreement with FP32",
     "accuracy": "accuracy",
@@ -42,10 +42,10 @@ _ACCURACY_LABELS = {
 
 
 def check_engine(plan: ServingPlan, config: ModelConfig) -> None:
-    """Check that an engine in ONNX has the inputs and outputs of the configuration and no external files.
+    """Check that an ONNX engine has the inputs and outputs of the configuration, and no external files.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they differ.
     """
     if plan.artefact is None or plan.artefact.suffix != ".onnx":
         return
@@ -67,11 +67,11 @@ def describe_stamp(stamp: Stamp) -> str:
 
 
 def version_parameters(plan: ServingPlan, devices: Sequence[int]) -> dict[str, str | float | bool]:
-    """Metadata of a version: the runtime, device, precision and artefact that serve it, and the facts of its engine.
+    """Return the metadata of a version: runtime, device, precision and artefact that serve it, and the facts of its engine.
 
     Args:
-        plan: what is loaded.
-        devices: numbers of the GPUs that run it; empty on the CPU.
+        plan: the serving plan.
+        devices: GPU number of each instance; empty on the CPU.
     """
     numbers = ",".join(map(str, sorted(set(devices))))
     placement: dict[str, str | float | bool] = {
@@ -86,7 +86,7 @@ def version_parameters(plan: ServingPlan, devices: Sequence[int]) -> dict[str, s
 
 
 def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
-    """Metadata of the engine that serves a model; each name begins with "engine."."""
+    """Return the metadata of the engine that serves a model; each name begins with "engine."."""
     accuracy = stamp.accuracy or {}
     parameters: dict[str, str | float | bool] = {
         "engine.file": stamp.artefact,
@@ -102,7 +102,7 @@ def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
     return parameters
 
 
-# Where each backend is made, for the process that is to make it.
+# Entry points of the backends, for child processes.
 FACTORIES = {
     "onnxruntime": "headrace.backends.onnxruntime:OnnxRuntimeBackend",
     "tensorrt": "headrace.backends.tensorrt.backend:TensorRtBackend",
@@ -120,7 +120,7 @@ def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
 
 
 def _batch_bytes(config: ModelConfig) -> int:
-    """Inputs and outputs of the largest batch; where a size is free it counts as 1, and elements of text as 8 bytes."""
+    """Return the bytes of inputs and outputs of the largest batch; a free dimension counts as 1, a BYTES element as 8 bytes."""
     tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
     row_bytes = sum(
         BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims)
@@ -131,15 +131,15 @@ def _batch_bytes(config: ModelConfig) -> int:
 
 logger = logging.getLogger("headrace.loader")
 
-# More copy no faster: see headrace.scheduling.pipeline.
+# More threads copy no faster: see headrace.scheduling.pipeline.
 _MAX_FILL_THREADS = 4
 
 
 def open_backend(name: str) -> Backend:
-    """Create a backend by its name in the configuration; its library is imported here and not before.
+    """Create a backend by its name in the configuration; imports its library.
 
     Raises:
-        ConfigError: there is none of that name on this machine.
+        ConfigError: this machine has no backend of that name.
     """
     if name == "onnxruntime":
         from headrace.backends.onnxruntime import OnnxRuntimeBackend
@@ -149,25 +149,25 @@ def open_backend(name: str) -> Backend:
         from headrace.backends.tensorrt.backend import TensorRtBackend
 
         return TensorRtBackend()
-    cure = "write backend: onnxruntime, or fallback: onnxruntime with the ONNX file beside"
+    cure = "write backend: onnxruntime, or write fallback: onnxruntime and put the ONNX file beside the engine"
     raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
 
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Builds handles.
+    """Creates handles of model versions.
 
     Attributes:
-        mailbox: of the event loop on which callers wait.
-        histograms: keep latency histograms.
-        on_dead: called with (model, version, instances left) when an instance dies.
-        on_restart: called with (model, version, instances that live) when one that had died serves again.
-        backend: finds a backend by name.
-        gpu_model_cache: the models in GPU memory.
-        gpu_memory_fraction: share of each GPU's memory that all versions together may use.
-        profile_s: seconds for which each version is measured before it serves; 0 measures nothing.
+        mailbox: delivers completions to the event loop.
+        histograms: record latency histograms.
+        on_dead: called with (model, version, remaining instances) when an instance dies.
+        on_restart: called with (model, version, live instances) when an instance has been restarted.
+        backend: returns a backend by name.
+        gpu_model_cache: models in GPU memory.
+        gpu_memory_fraction: share of each GPU's memory for all versions together, 0 to 1.
+        profile_s: maximum time in seconds to measure each version before it serves; 0 measures nothing.
         profiles: stored latency tables; None stores nothing.
-        state: the state folder, where engines of models lie whose folder cannot be written; None: there are none.
+        state: the state folder with engines of read-only model folders; None if there is none.
     """
 
     mailbox: Mailbox
@@ -184,8 +184,12 @@ class Loader:
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
 
+        Args:
+            folder: the model's folder.
+            version: version number.
+
         Raises:
-            ConfigError: no runtime on this machine runs it, or its file cannot be read.
+            ConfigError: no runtime on this machine can run it, or its file cannot be read.
         """
         from headrace.backends.tensorrt.plan import gpu_is_visible
 
@@ -193,20 +197,25 @@ class Loader:
         return serving_plan(folder, version, gpu, self.engines(folder.path, version))
 
     def engines(self, model: Path, version: int) -> Path | None:
-        """Folder of a version's engines where its own folder is read-only; None without a state folder.
+        """Return the folder for engines of a version whose own folder is read-only; None without a state folder.
 
         Args:
             model: the model's folder.
-            version: its number.
+            version: version number.
         """
         return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
 
     def load(self, folder: ModelFolder, version: int, plan: ServingPlan) -> ModelHandle:
         """Read the file of the plan, start the instances and warm them up; evicts other models if GPU memory is short.
 
+        Args:
+            folder: the model's folder.
+            version: version number.
+            plan: the serving plan.
+
         Raises:
             NoRoom: it does not fit into the memory of a GPU.
-            ConfigError: the version cannot be served from this file; says why.
+            ConfigError: the version cannot be served from this file; has the reason.
         """
         while True:
             try:
@@ -243,7 +252,7 @@ class Loader:
 
         def reopen() -> MemoryAccount:
             if _file_id(plan.file) != file_id:
-                message = f"{plan.file.name} has changed since it was loaded"
+                message = f"{plan.file.name} has changed since the load"
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
             new_warmups = make_warmups(config, folder.path)
             model = self._open(folder, version, plan)
@@ -272,7 +281,7 @@ class Loader:
         return LatencyMeasurement(config, model, model.instances, handle.profile, limit_ns, stored=stored)
 
     def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> _AccountedModel:
-        """The model in memory."""
+        """Load the model into memory and charge it to its memory account."""
         config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
@@ -280,7 +289,7 @@ class Loader:
             if plan.runtime == "tensorrt":
                 devices, model, steps = self._on_gpus(plan, config, steps, account)
                 instances = len(devices)
-                # The CPU prepares pictures of the host's memory.
+                # Images that the CPU prepares must be in host memory.
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
             else:
                 instances = handle_policy(config).instances
@@ -308,7 +317,7 @@ class Loader:
         backend, parameters = self._create_backend(plan.runtime, config), backend_parameters(config, devices)
         if not isinstance(backend, TensorRtBackend | IsolatedBackend):
             return devices, backend.load(plan.file, len(devices), parameters), steps
-        for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
+        for device in set(devices).intersection(range(gpu_count())):  # the backend reports missing GPUs
             self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(plan.file, len(devices), parameters, account)
         try:
@@ -321,13 +330,13 @@ class Loader:
         return devices, model, steps
 
     def _create_backend(self, runtime: str, config: ModelConfig) -> Backend:
-        """A backend, in this process or in one of the model's own."""
+        """Create the backend, in this process or in a child process of the model."""
         if config.isolation == "process":
             return isolated(runtime, config)
         return self.backend(runtime)
 
     def _tensorrt_machine(self) -> Machine:
-        """This machine's first GPU as TensorRT sees it.
+        """Describe this machine's first GPU for TensorRT.
 
         Raises:
             Unsupported, ConfigError: there is no GPU or no TensorRT.
@@ -344,7 +353,7 @@ class Loader:
 
 
 def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
-    """What callers may send and get."""
+    """Return the input and output specs of a version as clients see them."""
     config = folder.config
     batch = (-1,) if config.max_batch_size else ()
     inputs = {
@@ -366,11 +375,11 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
 
 
 def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
-    """How the model treats its requests.
+    """Translate a configuration into the policies of its handle.
 
     Args:
-        config: complete.
-        on_gpu: GPUs run it, else the CPU does.
+        config: complete configuration.
+        on_gpu: True if GPUs run the model, False if the CPU does.
     """
     batching = config.dynamic_batching
     merge = batching is not None and config.max_batch_size > 0
@@ -404,19 +413,19 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
 
 
 def cpu_batch_size(config: ModelConfig) -> int:
-    """Rows that run together at most where the CPU runs a model; 0 if it has no batch dimension."""
+    """Return the maximum rows of a batch on the CPU; 0 without a batch dimension."""
     bound = config.cpu_max_batch_size
     return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
 
 
 def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:
-    """Every level's own by 1-based level; none where there is but one queue."""
+    """Return the queue policy of every 1-based priority level; empty without priority levels."""
     policies, levels = batching.priority_queue_policy, range(1, batching.priority_levels + 1)
     return {level: policies.get(level, batching.default_queue_policy) for level in levels}
 
 
 def _limits(batching: DynamicBatching) -> QueueLimits:
-    """What may wait at all: where levels have bounds of their own, room for as many as those allow."""
+    """Return the queue limits: with limits for each level, the sum of them."""
     default = QueueLimits()
     queues = _queue_policies(batching) or {1: batching.default_queue_policy}
     sizes = [queue.max_queue_size for queue in queues.values()]
@@ -448,13 +457,13 @@ def _rate_limits(config: ConfiguredLimits | None) -> RateLimits | None:
 
 
 def _instances(config: ModelConfig) -> int:
-    """How many run on the CPU: groups for GPUs say nothing of that where the CPU serves in their place."""
+    """Return the number of CPU instances; groups for GPUs do not count if the CPU serves in their place."""
     off_gpu = [group for group in config.instance_group if config.backend != "tensorrt" or group.kind != "KIND_GPU"]
     return sum(group.count for group in off_gpu) or 1
 
 
 def _file_id(file: Path) -> tuple[int, int, int]:
-    """Size, time of change and inode of a file, zeros if it cannot be seen."""
+    """Return size in bytes, modification time in nanoseconds and inode of a file; zeros if it cannot be read."""
     try:
         status = file.stat()
     except OSError:
@@ -468,11 +477,11 @@ class _AccountedModel:
 
     Attributes:
         inner: the model.
-        account: of its memory.
-        instances: how many executions may be asked for.
-        resident_devices: numbers of the GPUs that read inputs where they lie.
-        devices: number of the GPU of each instance; empty on the CPU.
-        on_closed: called once it is closed, e.g. to keep its profile.
+        account: account of its memory.
+        instances: number of executions.
+        resident_devices: GPUs that read inputs in place, without a copy to the host.
+        devices: GPU number of each instance; empty on the CPU.
+        on_closed: called after the model is closed, e.g. to store its latency table.
     """
 
     inner: LoadedModel

@@ -43,7 +43,7 @@ class Watcher:
     """Reports changed models once their fingerprint has been stable for the settle time, over at least two scans.
 
     Args:
-        settle_ns: how long nothing may have changed, in nanoseconds.
+        settle_ns: minimum time without a change, in nanoseconds.
     """
 
     def __init__(self, settle_ns: int) -> None:
@@ -51,13 +51,14 @@ class Watcher:
         self._models: dict[str, _Model] = {}
 
     def update(self, fingerprints: Mapping[str, Fingerprint], now_ns: int) -> list[str]:
-        """Take a look at all models and give those to act on, each only once for every way it looks.
+        """Compare the fingerprints of all models with the last scan and return the models to reload or unload, each once a
+        change.
 
-        A model that is not among `fingerprints` has been removed; that too must last before it counts.
+        A model without a fingerprint has been removed; a removal must be stable for the settle time too.
 
         Args:
             fingerprints: by model name.
-            now_ns: monotonic.
+            now_ns: monotonic nanoseconds.
         """
         due: list[str] = []
         for name in sorted(fingerprints.keys() | self._models.keys()):
@@ -78,32 +79,32 @@ class Watcher:
 
     @property
     def names(self) -> set[str]:
-        """Every model that is there, or was until a moment ago."""
+        """Models in the last scan, and removed ones whose removal is not stable yet."""
         return set(self._models)
 
     @property
     def is_changing(self) -> bool:
-        """True while some model has changed and is not at rest yet."""
+        """True while a model has changed and is not stable yet."""
         return any(model.fingerprint != model.reported for model in self._models.values())
 
 
 logger = logging.getLogger("headrace.control")
 
-# Each may hold the files of an upload; they are worked on one after the other.
+# Each command may hold the files of an upload; commands run one after the other.
 MAX_WAITING_COMMANDS = 64
 _NOT_LOADED = "not loaded"
-# At start, models that are still being copied hold up the others by this many settle times at most.
+# At start, models that are still being copied delay the others by at most this many settle times.
 _START_SETTLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSelection:
-    """What should be served.
+    """The models to serve.
 
     Attributes:
         repositories: folders of models.
-        names: the models wanted at start, None for all.
-        model_filter: by repository, the models that it is reduced to; a repository that is not listed has all of its models.
+        names: models to load at start; None for all.
+        model_filter: names of the served models, for each repository that is served in part.
     """
 
     repositories: Sequence[Path]
@@ -117,13 +118,13 @@ class ModelSelection:
 
 @dataclass(frozen=True, slots=True)
 class ControlPolicy:
-    """How served models may change while the server runs.
+    """Policy for changes of the served models while the server runs.
 
     Attributes:
         mode: "none"; "explicit": by client requests; "poll": when files change.
-        allow_override: a load request may bring its own configuration and files.
-        poll_interval_s: between two looks at the repositories, in seconds.
-        settle_s: how long a model's files must have stayed the same before they are loaded, in seconds.
+        allow_override: a load request may contain a configuration and files.
+        poll_interval_s: time between two scans of the repositories, in seconds.
+        settle_s: a model's files must be unchanged for this time before they are loaded, in seconds.
     """
 
     mode: Literal["none", "explicit", "poll"] = "none"
@@ -139,19 +140,22 @@ class _Command:
 
 
 class Reconciler:
-    """The control thread: loads models at start, runs load and unload commands or watches folders, and closes all at the end.
+    """The control thread: loads models at start, runs load and unload commands or watches folders, and closes all models at the
+    end.
 
-    `load` and `unload` are called on the event loop, the rest by the server's wiring. Ownership: `_waiting` and `_ended` are
-    guarded by `_lock`; everything else belongs to the control thread.
+    `load` and `unload` are called on the event loop, `start` and `stop` by the server. Ownership: `_lock` guards `_waiting`
+    and
+    `_ended`; everything else belongs to the control thread.
 
     Args:
-        selection: what should be served.
-        loader: makes handles.
-        registry: where they are published.
-        on_loaded: called from the control thread when the first loading is over, with an error if that failed as a whole; and
-            with the error that ends the control thread, if one does.
-        control: who may change what is served.
-        builder: the command that builds engines, without the model that it is for.
+        selection: the models to serve.
+        loader: creates handles.
+        registry: publishes handles.
+        on_loaded: called from the control thread after the initial load, with an error if it failed as a whole. Called again
+            with the
+            error that ends the control thread, if there is one.
+        control: policy for changes while the server runs.
+        builder: command that builds engines, without the model's folder.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class Reconciler:
         self._repositories_unreadable = False
         self._skipped: set[SkippedFolder] = set()
         self._next_scan_ns = 0
-        self._memory_ns: int | None = None  # next `serve` of the GPU model cache
+        self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
@@ -193,43 +197,48 @@ class Reconciler:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Close every model, serving what is queued; True if all of it ended within `timeout_s`."""
+        """Close every model after its queued requests have completed.
+
+        Args:
+            timeout_s: maximum wait in seconds for the requests of all models.
+
+        Returns:
+            True if all requests completed in time.
+        """
         self._close_timeout_s = timeout_s
         self._stop.set()
         self._commands.put(None)
         self._builds.stop()
-        # A load that hangs in a library must not keep the process, so it too has only so long.
+        # A load that hangs in a library must not block the exit, so the thread has a timeout too.
         self._thread.join(2 * timeout_s + 1)
         self._builds.join()
         return self._clean and not self._thread.is_alive()
 
-    # On the event loop: `Repository` of the front ends
+    # On the event loop: the interface `Repository` of the front ends
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model; returns when the new versions serve. Old versions serve until then.
 
         Args:
-            name: of the model.
-            config: a configuration in Triton's JSON that takes the place of the model's own, or None.
-            files: by path in the model's folder, all that the model is to be made of; needs `config`.
+            name: name of the model.
+            config: configuration in Triton's JSON that replaces the model's own, or None.
+            files: content by path in the model's folder, for a model that consists of these files only; needs `config`.
 
         Raises:
-            Forbidden: not switched on (model control, or overrides).
+            Forbidden: model control or overrides are switched off.
             NotFound: no repository has the model.
-            BadRequest: the name, or a file, cannot be taken.
-            ConfigError: it cannot be served; what served before still does.
-            Overloaded: too many loads wait.
+            BadRequest: the name or a file is invalid.
+            ConfigError: the model cannot be served; versions that served before still serve.
+            Overloaded: too many commands wait.
             Unavailable: the server is stopping.
         """
         self._check_allowed(name)
         if (config is not None or files) and not self._control.allow_override:
             option = "--allow-model-override"
-            raise Forbidden(
-                f"a load request may not bring its own configuration or files: start the server with {option}"
-            )
+            raise Forbidden(f"a load request must not contain a configuration or files: start the server with {option}")
         if files and config is None:
             raise BadRequest(
-                "a load request with files needs the parameter 'config' too; '{}' has it completed from them"
+                "a load request with files needs the parameter 'config' too: send '{}' to complete it from the files"
             )
         await self._run_command(lambda: self._load(name, config, files))
 
@@ -237,13 +246,13 @@ class Reconciler:
         """Unload a model; returns when no new request is accepted. Its queued requests complete in the background.
 
         Args:
-            name: of the model.
-            dependents: unload the models with it that only it needs; there are none, each model stands for itself.
+            name: name of the model.
+            dependents: also unload models that only this model needs; there are none, as models do not depend on each other.
 
         Raises:
-            Forbidden: not switched on.
+            Forbidden: model control is switched off.
             NotFound: no such model.
-            BadRequest: the name cannot be a model's.
+            BadRequest: the name is invalid.
             Overloaded: too many commands wait.
             Unavailable: the server is stopping.
         """
@@ -266,12 +275,12 @@ class Reconciler:
             if self._ended or self._stop.is_set():
                 raise Unavailable("the server is stopping")
             if self._waiting >= MAX_WAITING_COMMANDS:
-                raise Overloaded(f"{self._waiting} loads and unloads wait already")
+                raise Overloaded(f"{self._waiting} loads and unloads are queued, the maximum: try again later")
             self._waiting += 1
             self._commands.put(_Command(action, outcome))
         await asyncio.wrap_future(outcome)
 
-    # On the thread that builds
+    # On the build thread
 
     def _engine_built(self, order: BuildOrder, failure: str) -> None:
         self._post(lambda: self._deployments.finish_build(order, failure))
@@ -282,7 +291,7 @@ class Reconciler:
     # On any thread
 
     def _wake(self) -> None:
-        self._post(lambda: None)  # `serve` of the GPU model cache runs after every command
+        self._post(lambda: None)  # `load_requested` of the GPU model cache runs after every command
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
@@ -301,7 +310,7 @@ class Reconciler:
             self._next_scan_ns = monotonic_ns() + self._pause_ns()
             while self._serve_one():
                 self._memory_ns = self._gpu_model_cache.load_requested()
-        except BaseException as error:  # reported to the owner: no model is loaded after this
+        except BaseException as error:  # reported to the caller: no model is loaded after this
             self._refuse_commands()
             self._on_loaded(error)
             self._stop.wait()
@@ -311,7 +320,7 @@ class Reconciler:
         self._clean = self._closer.wait(self._close_timeout_s)
 
     def _serve_one(self) -> bool:
-        """Wait for a command or the next scan; False when the thread must stop."""
+        """Wait for a command or the next scan; returns False when the thread must stop."""
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
@@ -327,7 +336,7 @@ class Reconciler:
             command.outcome.set_exception(error)
         except Exception:
             logger.exception("a load or unload failed")
-            command.outcome.set_exception(HeadraceError("the server could not do this; its log has the cause"))
+            command.outcome.set_exception(HeadraceError("the command failed: see the server's log for the cause"))
         except BaseException:
             command.outcome.set_exception(Unavailable("the server is stopping"))
             raise
@@ -372,7 +381,7 @@ class Reconciler:
             self._try_to_load(model)
 
     def _scan(self) -> list[RepositoryModel]:
-        """The models of all repositories; each folder that cannot be a model is logged once."""
+        """Return the models of all repositories; each folder that cannot be a model is logged once."""
         skipped: set[SkippedFolder] = set()
         models = scan(self._selection.repositories, self._registry.names(), skipped.add)
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
@@ -384,8 +393,8 @@ class Reconciler:
         try:
             self._deployments.load(ModelSource(model.name, model.path, model.repository))
         except ConfigError:
-            return  # in the log and in the index
-        except Exception:  # one model must not take the others down
+            return  # the error is in the log and in the index
+        except Exception:  # an error of one model must not affect the others
             logger.exception("model %s could not be loaded", model.name)
 
     def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -417,7 +426,7 @@ class Reconciler:
             logger.warning("a model repository cannot be read: %s", error)
 
     def _update_index(self, models: Sequence[RepositoryModel]) -> None:
-        """Add every model found to the index and remove the others."""
+        """Add the models to the index and remove all others."""
         names = {model.name for model in models}
         indexed = self._registry.names()
         for name in indexed - names:
@@ -429,7 +438,7 @@ class Reconciler:
     # Polling
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next scan or until a waiting version may be loaded; None: until a command arrives."""
+        """Return the seconds until the next scan or the next load of an evicted version; None waits for a command only."""
         times_ns = [] if self._memory_ns is None else [self._memory_ns]
         if self._control.mode == "poll":
             times_ns.append(self._next_scan_ns)
@@ -440,7 +449,7 @@ class Reconciler:
         return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.is_changing else pause_s) * NS_PER_S)
 
     def _load_settled(self, models: Sequence[RepositoryModel]) -> None:
-        """The first loading while folders are watched: what is being copied just now is left for later."""
+        """Load models at start in poll mode; models that are still being copied are loaded later."""
         pause_s = max(self._control.settle_s / 2, 0.05)
         self._apply(models)
         for _ in range(2 * _START_SETTLES):
@@ -452,7 +461,7 @@ class Reconciler:
         try:
             models = self._scan()
         except (HeadraceError, OSError) as error:
-            # A disk that is unavailable for a moment does not unload every model.
+            # An unreadable repository, e.g. on a disconnected disk, must not unload every model.
             if not self._repositories_unreadable:
                 logger.error("a model repository cannot be watched: %s", error)
             self._repositories_unreadable = True

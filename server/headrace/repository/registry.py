@@ -24,50 +24,54 @@ class State(Enum):
     """State of a model version; `triton_name` is its name in Triton's repository index."""
 
     UNKNOWN = "UNKNOWN"
-    """Found in the repository, not looked at yet."""
+    """Found in the repository, not read yet."""
     LOADING = "LOADING"
-    """Its files are being read, its instances started."""
+    """Its files are being read and its instances started."""
     READY = "READY"
-    """It serves."""
+    """It accepts requests."""
     UNAVAILABLE = "UNAVAILABLE"
-    """It cannot serve; the reason is kept (a broken model, or all its instances died)."""
+    """It cannot serve: the model is broken, or all its instances died; the record has the reason."""
     UNLOADING = "UNLOADING"
-    """It takes no new requests and finishes what it has."""
+    """It accepts no new requests and completes its queued ones."""
     UNLOADED = "UNLOADED"
     """It was unloaded, or never loaded because it was not requested."""
 
     @property
     def triton_name(self) -> str:
-        """The word of Triton's repository index, which has none for a model that is not loaded but the reason."""
+        """Name in Triton's repository index, which shows a model that is not loaded as UNAVAILABLE with the reason."""
         return State.UNAVAILABLE.value if self is State.UNLOADED else self.value
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.UNKNOWN: frozenset({State.LOADING, State.UNAVAILABLE, State.UNLOADED}),
-    # UNLOADED: nothing of it served yet, since it waited for its engine.
+    # UNLOADED: it waited for its engine and never served.
     State.LOADING: frozenset({State.READY, State.UNAVAILABLE, State.UNLOADED}),
-    # A version that is replaced stays READY: there is no moment in which it does not serve.
+    # A replaced version stays READY: the new one serves before the old one ends.
     State.READY: frozenset({State.UNLOADING, State.UNAVAILABLE}),
-    # READY: one of its instances that had died is back.
+    # READY: a dead instance has been restarted.
     State.UNAVAILABLE: frozenset({State.LOADING, State.UNLOADING, State.READY}),
-    # LOADING: wanted again while the requests of before are still being answered.
+    # LOADING: loaded again while earlier requests still run.
     State.UNLOADING: frozenset({State.UNLOADED, State.UNAVAILABLE, State.LOADING}),
     State.UNLOADED: frozenset({State.LOADING}),
 }
 
 
 def transition(current: State, following: State) -> State:
-    """The following state, if the step is legal.
+    """Return the next state if the transition is legal.
+
+    Args:
+        current: present state.
+        following: next state.
 
     Raises:
-        ValueError: it is not; a fault of ours.
+        ValueError: the transition is illegal; a bug in the caller.
     """
     if following not in TRANSITIONS[current]:
         raise ValueError(f"a version cannot go from {current.name} to {following.name}")
     return following
 
 
-# Names beyond these are not indexed, and no more than three are suggested.
+# Maximum number of indexed names and of suggestions.
 MAX_NAMES = 256
 MAX_SUGGESTIONS = 3
 _MAX_LENGTH = 64
@@ -77,11 +81,11 @@ _SEPARATORS = re.compile(r"[._\-\s]+")
 class SimilarNames:
     """Finds names that differ by one character (added, left out, replaced or swapped), by case or by separators.
 
-    Each name is stored under its text without case and separators and under that text with each one character left out
-    (SymSpell, W. Garbe). A search looks up the same texts of its own name, so it takes at most 65 look-ups.
+    Each name is stored under its text without case and separators, and under that text with each single character left out
+    (SymSpell, W. Garbe). A search uses the same keys of its own name, so it takes at most 65 look-ups.
 
     Args:
-        names: to search; the first `MAX_NAMES` in alphabetical order.
+        names: names to search; the first `MAX_NAMES` in alphabetical order.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -91,7 +95,9 @@ class SimilarNames:
                 self._names.setdefault(key, []).append(name)
 
     def find(self, name: str) -> list[str]:
-        """At most `MAX_SUGGESTIONS` similar names, the same but for case and separators first, then alphabetically."""
+        """Return at most `MAX_SUGGESTIONS` similar names; names that differ only by case and separators first, then
+        alphabetically.
+        """
         if len(name) > _MAX_LENGTH:
             return []
         exact = self._names.get(_plain(name), [])
@@ -106,7 +112,7 @@ def _plain(name: str) -> str:
 def _keys(name: str) -> Iterator[str]:
     plain = _plain(name)
     yield plain
-    if len(plain) > 2:  # of two characters, one left out is similar to nothing
+    if len(plain) > 2:  # one of two characters left out would match too many names
         yield from {plain[:index] + plain[index + 1 :] for index in range(len(plain))} - {plain}
 
 
@@ -115,15 +121,15 @@ ReadyWhen = Literal["any", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One model's versions that serve.
+    """Serving versions of one model.
 
     Attributes:
-        handles: by version, ascending.
-        labels: names for versions.
+        handles: by version number, ascending.
+        labels: version number by label.
         config: the configuration in Triton's JSON.
-        remarks: by version, what the index is to say beside READY.
-        substitutes: by version, why the CPU serves though the configuration asks for a GPU.
-        by_name: handles by version and by label; "" is the latest version.
+        remarks: by version, text shown beside READY in the index.
+        substitutes: by version, reason why the CPU serves although the configuration requires a GPU.
+        by_name: handle by version number and label, None for a label of a version that does not serve; "" is the latest.
     """
 
     handles: dict[str, ModelHandle]
@@ -140,13 +146,13 @@ class Serving:
         object.__setattr__(self, "by_name", by_name)
 
 
-# Triton's words: its example clients look for them at the beginning of the message.
+# Triton's text: its example clients compare the beginning of the message.
 _UNKNOWN = "Request for unknown model:"
 _MAX_LISTED_VERSIONS = 16
 
 
 def placement(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Placement of a version from its metadata, by name without "headrace."."""
+    """Return the placement of a version from its metadata, by name without "headrace."."""
     return {name: parameters[f"headrace.{name}"] for name in PLACEMENT if f"headrace.{name}" in parameters}
 
 
@@ -164,7 +170,7 @@ class _Record:
     reason: str
 
 
-# Not counted by readiness: never loaded, or unloaded on purpose.
+# States that readiness does not count: never loaded, or unloaded on purpose.
 _INACTIVE = frozenset({State.UNLOADING, State.UNLOADED})
 
 
@@ -172,7 +178,7 @@ class Registry:
     """All models, their versions and states.
 
     Args:
-        ready_when: "any": the server is ready while a model serves; "all": while every model that should serve does.
+        ready_when: "any": the server is ready while one model serves; "all": while every model that should serve does.
     """
 
     def __init__(self, ready_when: ReadyWhen = "any") -> None:
@@ -186,12 +192,16 @@ class Registry:
     # For the front ends
 
     def lease(self, name: str, version: str) -> ModelHandle:
-        """Lease a version; "" is the latest.
+        """Lease a version of a model.
+
+        Args:
+            name: name of the model.
+            version: version number or label; "" is the latest.
 
         Raises:
             NotFound: no such model or version.
-            BadRequest: nor could there be one of that name.
-            Unavailable: there is one, but it does not serve now.
+            BadRequest: the name or version is not well formed.
+            Unavailable: the version does not serve now.
         """
         while True:
             serving = self._serving.get(name)
@@ -202,19 +212,23 @@ class Registry:
                 return handle
 
     def versions(self, name: str) -> Sequence[str]:
-        """The versions that serve, ascending."""
+        """Return the serving versions, ascending."""
         serving = self._serving.get(name)
         return list(serving.handles) if serving is not None else []
 
     def config(self, name: str, version: str) -> Mapping[str, object]:
-        """The configuration in force; raises what `lease` raises."""
+        """Return the configuration in force, in Triton's JSON; raises the errors of `lease`."""
         serving = self._serving.get(name)
         if serving is None or serving.by_name.get(version) is None:
             raise self._missing(name, version)
         return serving.config
 
     def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
-        """Of all models if `name` is "", of all versions if `version` is ""; raises what `lease` raises."""
+        """Return statistics in Triton's JSON, of all models if `name` is "", of all versions if `version` is "".
+
+        Raises:
+            NotFound, BadRequest, Unavailable: see `lease`.
+        """
         serving = self._serving
         if not name:
             return [_statistics(model, number, handle) for model, number, handle in self.sources()]
@@ -228,7 +242,7 @@ class Registry:
         ]
 
     def index(self) -> Sequence[Mapping[str, object]]:
-        """Every version found, its state and reason."""
+        """Return name, version, state and reason of every known version."""
         with self._lock:
             return [
                 {"name": name, "version": version, "state": record.state.triton_name, "reason": record.reason}
@@ -236,13 +250,16 @@ class Registry:
             ]
 
     def ready(self) -> bool:
-        """Whether the server is ready for traffic.
+        """Return whether the server is ready for traffic.
 
-        Never before the first loading is over, while the server drains, or while a version that serves has lost all its
-        instances or its process: that is a fault of this replica, which another one may not have. A version that cannot be
-        loaded is broken in every replica: with "all" it makes the server not ready, with "any" only if no model serves.
-        Versions that are not to be served (never loaded, unloaded) do not count, nor does one that is loaded later on, until
-        its loading has ended. A server that has nothing to serve is ready.
+        Never ready: before the initial load has ended, while the server drains, and while a serving version has lost all its
+        instances or
+        its process. Such a loss is a fault of this replica, which another one may not have. A version that cannot be loaded
+        is broken in
+        every replica: with "all" it makes the server not ready, with "any" only if no model serves. Versions that should not
+        serve (never
+        loaded, unloaded) do not count. A version that is loaded later counts when its load has ended. A server without models
+        is ready.
         """
         serving = self._serving
         if not self._complete or not all(
@@ -257,7 +274,9 @@ class Registry:
             return not any(record.state is State.UNAVAILABLE for record in self._records.values())
 
     def model_counts(self) -> tuple[int, int]:
-        """How many models are READY in every version that should be served, and how many should be served."""
+        """Return the number of models that are READY in every version that should serve, and the number of models that should
+        serve.
+        """
         with self._lock:
             states: dict[str, bool] = {}
             for (name, _), record in self._records.items():
@@ -268,7 +287,7 @@ class Registry:
     # For metrics
 
     def sources(self) -> Iterable[tuple[str, str, ModelHandle]]:
-        """Everything that serves."""
+        """Return model name, version and handle of everything that serves."""
         return [
             (name, version, handle)
             for name, serving in self._serving.items()
@@ -276,18 +295,25 @@ class Registry:
         ]
 
     def states(self) -> Sequence[tuple[str, str, str]]:
-        """Name, version ("" before they are known) and state of every version found."""
+        """Return name, version and state of every known version; the version is "" before a model's versions are known."""
         with self._lock:
             return [(name, version, record.state.name) for (name, version), record in sorted(self._records.items())]
 
     # For the control thread
 
     def set_complete(self, complete: bool) -> None:
-        """The first loading is over (True), or the server drains (False)."""
+        """Record that the initial load has ended (True), or that the server drains (False)."""
         self._complete = complete
 
     def mark(self, name: str, version: str, state: State, reason: str = "") -> None:
-        """Move a version to a state."""
+        """Move a version to a state.
+
+        Args:
+            name: name of the model.
+            version: version number; "" before the model's versions are known.
+            state: next state.
+            reason: text shown beside the state.
+        """
         with self._lock:
             record = self._records.setdefault((name, version), _Record(State.UNKNOWN, ""))
             if state is not State.UNKNOWN:
@@ -295,7 +321,7 @@ class Registry:
             record.reason = reason
 
     def state(self, name: str, version: str) -> State | None:
-        """State of a version, None if it is unknown; "" is the model before its versions are known."""
+        """Return the state of a version, None if it is unknown; "" is the model before its versions are known."""
         with self._lock:
             record = self._records.get((name, version))
             return record.state if record is not None else None
@@ -315,7 +341,7 @@ class Registry:
                 record.reason = reason
 
     def mark_dead(self, name: str, version: str) -> None:
-        """All instances of the version that serves have died."""
+        """Mark a serving version UNAVAILABLE after all its instances have died."""
         with self._lock:
             serving = self._serving.get(name)
             handle = serving.handles.get(version) if serving is not None else None
@@ -324,7 +350,7 @@ class Registry:
                 record.state, record.reason = transition(record.state, State.UNAVAILABLE), _DEAD
 
     def mark_alive(self, name: str, version: str) -> None:
-        """An instance of a version of which all had died serves again."""
+        """Mark a version READY again after one of its dead instances has been restarted."""
         with self._lock:
             serving = self._serving.get(name)
             handle = serving.handles.get(version) if serving is not None else None
@@ -335,14 +361,14 @@ class Registry:
                 record.state, record.reason = transition(record.state, State.READY), serving.remarks.get(version, "")
 
     def mark_unloaded(self, name: str, version: str, reason: str = "unloaded") -> None:
-        """The last request of a version that was unloaded is answered; no news if it is wanted again."""
+        """Mark a version UNLOADED after its last request has completed; ignored if it has been loaded again."""
         with self._lock:
             record = self._records.get((name, version))
             if record is not None and record.state is State.UNLOADING:
                 record.state, record.reason = transition(record.state, State.UNLOADED), reason
 
     def mark_all_unloaded(self, name: str, reason: str) -> None:
-        """Nothing of a model serves: what is not still ending is UNLOADED."""
+        """Mark all versions of a model UNLOADED that are not still UNLOADING."""
         with self._lock:
             for (model, _), record in self._records.items():
                 if model != name or record.state in (State.UNLOADING, State.UNLOADED):
@@ -352,17 +378,17 @@ class Registry:
                 record.state, record.reason = transition(record.state, State.UNLOADED), reason
 
     def forget(self, name: str, version: str) -> None:
-        """Drop the record of a version; "" is the one a model has before its versions are known."""
+        """Remove the record of a version; "" is the record of a model before its versions are known."""
         with self._lock:
             self._records.pop((name, version), None)
 
     def names(self) -> set[str]:
-        """Every model that has a record."""
+        """Return the names of all models with a record."""
         with self._lock:
             return {name for name, _ in self._records}
 
     def prune(self, name: str, keep: Iterable[str] = ()) -> None:
-        """Drop the records of a model's versions that neither serve nor end nor are in `keep`."""
+        """Remove the records of a model's versions, except serving, loading and unloading ones and those in `keep`."""
         active = {State.READY, State.LOADING, State.UNLOADING}
         with self._lock:
             serving = self._serving.get(name)
@@ -372,13 +398,13 @@ class Registry:
                     del self._records[model, version]
 
     def serving(self, name: str) -> Serving | None:
-        """What serves under a name."""
+        """Return the serving versions of a model, None if there are none."""
         return self._serving.get(name)
 
     def publish(self, name: str, serving: Serving | None) -> Serving | None:
-        """Swap what serves under a name (None: nothing); gives what served before.
+        """Replace the serving versions of a model (None: none serve) and return the previous ones.
 
-        Its versions that were LOADING are READY with that, or UNAVAILABLE if all their instances have died meanwhile.
+        LOADING versions become READY, or UNAVAILABLE if all their instances have died since.
         """
         with self._lock:
             all_serving = dict(self._serving)
@@ -398,7 +424,7 @@ class Registry:
             return before
 
     def substitutes(self) -> list[tuple[str, str, str]]:
-        """(name, version, reason) of everything that the CPU serves though its configuration asks for a GPU."""
+        """Return (name, version, reason) of every version that the CPU serves although its configuration requires a GPU."""
         return [
             (name, version, reason)
             for name, serving in sorted(self._serving.items())
@@ -410,7 +436,7 @@ class Registry:
         return {(name, version): placement(handle.spec.parameters) for name, version, handle in self.sources()}
 
     def failures(self) -> list[tuple[str, str, str]]:
-        """(name, version, reason) of everything that cannot serve."""
+        """Return (name, version, reason) of every version that cannot serve."""
         with self._lock:
             return [
                 (name, version, record.reason)
@@ -437,14 +463,15 @@ class Registry:
             return Unavailable(f"model {quoted} is not loaded")
         if (name and name_problem(name) is not None) or (version and not is_version(version)):
             return BadRequest(
-                f"{_UNKNOWN} {quoted} is none: names are letters, digits, '_', '-' and '.', versions numbers and labels"
+                f"{_UNKNOWN} {quoted} is not a valid name or version: names have letters, digits, '_', '-' and '.', "
+                "versions are numbers or labels"
             )
         return NotFound(f"{_UNKNOWN} {quoted} is not found{self._hint(name, version)}")
 
     def suggestion(self, name: str) -> str:
-        """Suggest similar model names, to follow an error message."""
+        """Return a suggestion of similar model names, to append to an error message."""
         serving, similar = self._similar
-        if serving is not self._serving:  # built once for each set of models that serve
+        if serving is not self._serving:  # built once for each set of serving models
             serving = self._serving
             similar = SimilarNames(self.names() | serving.keys())
             self._similar = (serving, similar)
@@ -456,7 +483,7 @@ class Registry:
         if serving is None:
             return self.suggestion(name)
         available = ", ".join([*serving.handles, *sorted(serving.labels)][:_MAX_LISTED_VERSIONS])
-        # Triton's words, which its example clients look for.
+        # Triton's text, which its example clients compare.
         number = (
             "" if version.isdecimal() else f"failed to get model version from specified version string '{version}', "
         )

@@ -1,7 +1,8 @@
-"""Reports about the models that serve: counters for the server's own page, and what limits a model now.
+"""Reports about serving models: counters for the server's own page, and the bottleneck of a model.
 
-All figures are totals since the version was loaded. Rates, percentiles of the last minute and curves follow from the difference
-of two responses and are computed by the reader: the server keeps no history, and requests pay nothing for being observed.
+All figures are totals since the version was loaded. The reader computes rates, percentiles of the last minute and curves from
+the
+difference of two responses: the server keeps no history, and requests pay nothing for being observed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from headrace.repository.registry import PLACEMENT, Registry
 from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
 from headrace.scheduling.handle import ModelHandle
 
-# One answer serves all who ask within this time, and longer where there are so many models that making it takes long: however
-# many watch, it takes no more than a small part of the interpreter's time.
+# One report is shared by all requests within this time, and longer if creating it takes long: any number of viewers takes
+# only a small share of the interpreter's time.
 _FRESH_NS = 400 * NS_PER_MS
 _SHARE = 20
 
@@ -30,8 +31,8 @@ class ServerOverview:
     """Status of all models for the server's own page; called on the event loop.
 
     Args:
-        registry: of the models.
-        repositories: where their folders are.
+        registry: registry of the models.
+        repositories: folders of models.
         clock: monotonic nanoseconds.
     """
 
@@ -45,7 +46,7 @@ class ServerOverview:
         self._refresh_task: asyncio.Task[None] | None = None
 
     async def status(self) -> Mapping[str, object]:
-        """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
+        """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
         if self._refresh_task is None and self._clock() >= self._stale_ns:
             self._refresh_task = asyncio.create_task(self._refresh())
         if self._refresh_task is not None:
@@ -54,10 +55,14 @@ class ServerOverview:
         return self._status
 
     async def layers(self, model: str, version: str) -> Mapping[str, object]:
-        """How long each layer of what serves takes, as `headrace inspect --publish` has measured it.
+        """Return the compute time of each layer of a serving version, as measured by `headrace inspect --publish`.
+
+        Args:
+            model: name of the model.
+            version: version number or label; "" is the latest.
 
         Raises:
-            NotFound, Unavailable: no such version.
+            NotFound, Unavailable: no such version, or it does not serve.
             NotFound: the layers of the served file have not been measured.
         """
         handle = self._registry.lease(model, version)
@@ -75,15 +80,13 @@ class ServerOverview:
             raise NotFound(f"no layer times are published for model '{model}' version {number}: {cure}")
         # Reports of an engine that no longer serves are not shown; a model's own file has no engine name.
         if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
-            raise NotFound(
-                f"the layers that were measured are those of {report.artefact}, which does not serve: {cure}"
-            )
+            raise NotFound(f"the measured layers are those of {report.artefact}, which does not serve: {cure}")
         return report.to_json()
 
     async def _refresh(self) -> None:
         try:
             now_ns = self._clock()
-            # Not on the event loop: of a thousand models it takes a tenth of a second.
+            # Not on the event loop: a thousand models take a tenth of a second.
             self._status = await asyncio.to_thread(self._collect, now_ns)
             self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self._clock() - now_ns))
         finally:
@@ -133,34 +136,35 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
         "compute_ns": totals.compute_ns,
         "split_ns": totals.split_ns,
         "total_ns": totals.request_ns,
-        # What counts as zero goes to the number below the first, which ends where that begins.
+        # Values that count as zero have the index below the first one, which ends where the first one begins.
         "latency": {str(FIRST_NATIVE - 1 + index): int(latency[index]) for index in latency.nonzero()[0].tolist()},
     }
 
 
 class Explainer:
-    """Explains how a version fares; any thread may call it.
+    """Explains what limits a version; callable from any thread.
 
     Args:
-        registry: of the versions that serve.
+        registry: registry of the versions.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
     def __call__(self, model: str, version: str) -> dict[str, object]:
-        """What limits a version now, what matters most first, and the figures of the last seconds.
+        """Return the bottlenecks of a version, most important first, and the figures of the last seconds.
 
         Args:
-            model: its name.
-            version: "" for the latest.
+            model: name of the model.
+            version: version number or label; "" is the latest.
 
         Returns:
-            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting, expected of each)
-            and numbers.
+            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and expected of
+            each) and
+            numbers.
 
         Raises:
-            NotFound, Unavailable: as of `Registry.lease`.
+            NotFound, Unavailable: see `Registry.lease`.
         """
         handle = self._registry.lease(model, version)
         try:
@@ -191,7 +195,7 @@ class Explainer:
 
 
 def _off_gpu(handle: ModelHandle) -> list[Bottleneck]:
-    """Why the CPU serves a version although a GPU is present or requested; empty otherwise."""
+    """Return a bottleneck if the CPU serves a version although a GPU is present or requested; else empty."""
     reason = handle.spec.parameters.get("headrace.not_on_gpu")
     if not reason:
         return []

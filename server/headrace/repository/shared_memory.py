@@ -1,16 +1,21 @@
-"""Memory that clients share with the server: POSIX shared memory, and memory of a GPU by an opener that `app` hands in.
+"""Memory that clients share with the server: POSIX shared memory, and GPU memory by a function that `app` passes in.
 
 System regions are deliberately not mapped. A client may truncate its memory at any time, and a process that touches a mapping
-past the end of the file dies of SIGBUS; `pread` and `pwrite` answer with a short count or an error instead. Nor can a client
-stall us: a page that is missing in the file reads as zeros, whatever fault handlers the client has put on its own mapping. It
-costs exactly one memory copy either way, as a mapping would: a tensor must not change while a model computes on it.
+past the end of the file is killed by SIGBUS. `pread` and `pwrite` return a short count or an error instead. A client cannot
+stall
+the server either: a page that is missing in the file reads as zeros, whatever fault handlers the client has on its own
+mapping.
+The cost is one memory copy, as with a mapping, because a tensor must not change while a model computes on it.
 
-For models on a GPU a region is mapped nevertheless, and pinned, by whatever `app` hands in: the GPU fetches rows by itself, and
-nothing else touches that mapping. Until it is there, and where it cannot be had, they are read like any others.
+For models on a GPU a region is also mapped and pinned, by a function that `app` passes in: the GPU reads rows itself, and
+nothing
+else touches that mapping. Until it is pinned, or if pinning fails, rows are read as for other models.
 
-Registering is off unless the operator allows it (`--allow-client-shm`): whoever may register can read and write all shared
-memory that the server's user may, that of other clients included. That is Triton's protocol ("shared memory extension"); the
-names that servers use for themselves are refused, and no error tells what else is there.
+Registration is off unless the operator allows it (`--allow-client-shm`). A client that may register regions can read and
+write all
+shared memory of the server's user, including that of other clients: so is Triton's protocol ("shared memory extension").
+Names
+that servers use for themselves are refused, and no error shows which other names exist.
 """
 
 from __future__ import annotations
@@ -37,32 +42,32 @@ _FOLDER = "/dev/shm"
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
 _MAX_REGIONS = 1024
 _MAX_NAME = 255
-# Ours, those of Triton's Python backend (CVE-2025-23320 went through them), and the semaphores of sem_open.
+# Names of this server, of Triton's Python backend (CVE-2025-23320 used them), and of semaphores of sem_open.
 RESERVED = ("headrace_", "triton_python_backend_shm_region_", "sem.")
 
 
 class OpenRegion(Protocol):
-    """Memory that is open; see `headrace.inference.models.Region`."""
+    """Open memory of a client; see `headrace.inference.models.Region`."""
 
     def check(self, offset: int, size_bytes: int) -> None:
-        """Raise BadRequest unless the range lies in the region."""
+        """Raise BadRequest unless the range lies in the region; offset and size in bytes."""
 
     def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
-        """A range where it lies, uint8[size_bytes]; None if it has to be read."""
+        """Return a range in place, uint8[size_bytes]; None if it has to be read."""
 
     def read(self, offset: int, size_bytes: int) -> Array:
-        """A copy as uint8[size_bytes]."""
+        """Return a copy of a range as uint8[size_bytes]."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put data there."""
+        """Write data at an offset in bytes."""
 
 
 class Pinned(Protocol):
-    """A range of a file that every GPU reads, as long as somebody holds this."""
+    """A pinned range of a file that every GPU can read while this object exists."""
 
     @property
     def address(self) -> int:
-        """CUdeviceptr of its first byte."""
+        """CUdeviceptr of the first byte."""
 
 
 # Opens memory of a GPU: (handle, device, size_bytes).
@@ -75,10 +80,10 @@ class SystemRegion:
     """A range of a file in shared memory. Its descriptor is closed with the last reference to the region.
 
     Args:
-        descriptor: of the file, now the region's own.
-        start: where in the file the region begins.
-        size_bytes: of the region; `start + size_bytes` was within the file when it was registered.
-        pin: pins it for GPUs, None where there are none.
+        descriptor: descriptor of the file; the region takes ownership.
+        start: offset of the region in the file, in bytes.
+        size_bytes: size of the region; `start + size_bytes` was within the file at registration.
+        pin: pins it for GPUs; None without GPUs.
     """
 
     __slots__ = (
@@ -97,31 +102,33 @@ class SystemRegion:
         self._start = start
         self._size_bytes = size_bytes
         self._pin = pin
-        self._pinned: Pinned | None = None  # written once, by the thread that pins
-        self._is_pinning = False  # for that thread, which says so itself
+        self._pinned: Pinned | None = None  # written once, by the pinning thread
+        self._is_pinning = False  # reset by the pinning thread
         self._pin_requests = 0
         weakref.finalize(self, os.close, descriptor)
 
     def check(self, offset: int, size_bytes: int) -> None:
-        """Hold a range against the region.
+        """Check that a range lies in the region.
 
         Raises:
-            BadRequest: it does not lie in the region.
+            BadRequest: it does not.
         """
         check_range(offset, size_bytes, self._size_bytes)
 
     def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
-        """A range in pinned memory, uint8[size_bytes]; None if it has to be read, as it has until it is pinned.
+        """Return a range in pinned memory, uint8[size_bytes]; None if it has to be read because it is not pinned (yet).
 
-        The first to ask gets it pinned. If that fails, it is tried again when twice as many have asked: memory that a client has
-        not filled yet is not pinned, and may be later.
+        The first call starts pinning. After a failure pinning is tried again when the number of calls has doubled: memory
+        that a client
+        has not filled yet cannot be pinned, and may be pinned later.
 
         Args:
-            offset, size_bytes: the range.
+            offset: start of the range in bytes.
+            size_bytes: size of the range.
             devices: numbers of the GPUs that would read it.
 
         Raises:
-            BadRequest: it does not lie in the region.
+            BadRequest: the range does not lie in the region.
         """
         self.check(offset, size_bytes)
         pinned = self._pinned
@@ -144,17 +151,19 @@ class SystemRegion:
         self._is_pinning = False
 
     def read(self, offset: int, size_bytes: int) -> Array:
-        """A copy as uint8[size_bytes].
+        """Return a copy of a range as uint8[size_bytes].
 
         Raises:
-            BadRequest: out of the region, or the client has truncated its memory.
-            TooLarge: there is no memory for the copy. What a request may ask for is bounded by whoever reads it.
+            BadRequest: the range is outside of the region, or the client has truncated its memory.
+            TooLarge: there is no memory for the copy. The caller bounds the bytes of a request.
         """
         self.check(offset, size_bytes)
         try:
             array = np.empty(size_bytes, dtype=np.uint8)
         except MemoryError:
-            raise TooLarge(f"the server has no memory for a copy of {size_bytes} bytes of shared memory") from None
+            raise TooLarge(
+                f"no memory for a copy of {size_bytes} bytes of shared memory: send smaller requests"
+            ) from None
         rest = array.data
         position = self._start + offset
         while rest:
@@ -169,16 +178,16 @@ class SystemRegion:
         return array
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put data there.
+        """Write data at an offset in bytes.
 
         Raises:
-            BadRequest: out of the region, or the memory has been truncated, sealed, or has no pages left to give.
+            BadRequest: the range is outside of the region, or the memory has been truncated, sealed, or has no pages left.
         """
         rest = memoryview(data).cast("B")
         self.check(offset, rest.nbytes)
         position = self._start + offset
         try:
-            # Writing past the end would make the file grow again, in the name of a client that no longer wants it.
+            # Writing past the end would grow a file that the client has truncated.
             if os.fstat(self._descriptor).st_size < position + rest.nbytes:
                 raise _truncated()
             while rest:
@@ -191,7 +200,7 @@ class SystemRegion:
 
 @dataclass(frozen=True, slots=True)
 class _Registration:
-    """A name that is taken."""
+    """A registered region."""
 
     kind: str
     region: OpenRegion
@@ -199,15 +208,15 @@ class _Registration:
 
 
 class SharedMemoryRegions:
-    """All regions that clients have registered, system and CUDA under one set of names.
+    """All regions that clients have registered, system and CUDA in one namespace.
 
-    Not thread-safe: everything is called on the event loop, and nothing waits there for longer than a memory copy.
+    Not thread-safe: everything is called on the event loop, where nothing waits longer than a memory copy.
 
     Args:
-        allowed: without it every method but `status` raises Forbidden.
-        cuda: opens memory of a GPU by (handle, device, size_bytes), raising BadRequest; None where there is no GPU.
-        limit: most regions at a time; by default 1024, or a quarter of the file descriptors that the process may have.
-        pin: pins system regions for models on a GPU; None where there is none.
+        allowed: False makes every method but `status` raise Forbidden.
+        cuda: opens GPU memory by (handle, device, size_bytes), raising BadRequest; None without a GPU.
+        limit: maximum number of regions; by default 1024, or a quarter of the process's file descriptors if that is less.
+        pin: pins system regions for models on a GPU; None without a GPU.
     """
 
     def __init__(
@@ -220,7 +229,7 @@ class SharedMemoryRegions:
         self._regions: dict[str, _Registration] = {}
 
     def find(self, name: str) -> OpenRegion:
-        """A region; whoever holds it keeps the memory open.
+        """Return a region; its memory stays open while the caller has a reference.
 
         Raises:
             Forbidden: shared memory is off.
@@ -233,20 +242,20 @@ class SharedMemoryRegions:
             raise _unknown(name) from None
 
     def register_system(self, name: str, key: str, offset: int, size_bytes: int) -> None:
-        """Take on POSIX shared memory.
+        """Register POSIX shared memory.
 
         Args:
-            name: by which requests will name it.
+            name: name of the region in requests.
             key: as for shm_open, "/name" or "name".
-            offset: where in the memory the region begins, bytes.
-            size_bytes: of the region.
+            offset: start of the region in the memory, in bytes.
+            size_bytes: size of the region.
 
         Raises:
             Forbidden: shared memory is off, or the key is reserved for servers.
-            Conflict: the name is taken.
+            Conflict: the name is in use.
             TooLarge: too many regions.
-            BadRequest: the name, the key or the range is wrong, or there is nothing to open under the key.
-            Unsupported: no /dev/shm on this system.
+            BadRequest: the name, the key or the range is invalid, or the key does not exist.
+            Unsupported: the system has no /dev/shm.
         """
         self._require_free(name)
         file = _file_name(key)
@@ -259,20 +268,20 @@ class SharedMemoryRegions:
         self._regions[name] = _Registration(SYSTEM, region, status)
 
     def register_cuda(self, name: str, handle: bytes, device: int, size_bytes: int) -> None:
-        """Take on memory of a GPU.
+        """Register GPU memory.
 
         Args:
-            name: by which requests will name it.
-            handle: the IPC handle (cudaIpcMemHandle_t), raw.
+            name: name of the region in requests.
+            handle: the raw IPC handle (cudaIpcMemHandle_t).
             device: number of the GPU.
-            size_bytes: of the region.
+            size_bytes: size of the region.
 
         Raises:
             Forbidden: shared memory is off.
-            Conflict: the name is taken.
+            Conflict: the name is in use.
             TooLarge: too many regions.
-            BadRequest: the name, the handle, the device or the size is wrong.
-            Unsupported: no GPU here.
+            BadRequest: the name, the handle, the device or the size is invalid.
+            Unsupported: the machine has no GPU.
         """
         self._require_free(name)
         if self._cuda is None:
@@ -283,9 +292,9 @@ class SharedMemoryRegions:
         self._regions[name] = _Registration(CUDA, region, {"name": name, "device_id": device, "byte_size": size_bytes})
 
     def unregister(self, kind: str, name: str) -> None:
-        """Take a name away, those of all regions of a kind if it is ""; requests in flight keep what they hold.
+        """Remove a region, or all regions of a kind if `name` is ""; requests that run keep the memory open.
 
-        A name that is not there, or is of the other kind, is no error, as in Triton.
+        An unknown name, or one of the other kind, is not an error, as in Triton.
 
         Raises:
             Forbidden: shared memory is off.
@@ -297,7 +306,7 @@ class SharedMemoryRegions:
                 del self._regions[region_name]
 
     def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
-        """Triton's JSON of one region, of all of the kind if `name` is ""; nothing while shared memory is off.
+        """Return Triton's JSON of one region, or of all of the kind if `name` is ""; empty while shared memory is off.
 
         Raises:
             NotFound: no region of that name and kind.
@@ -324,7 +333,7 @@ class SharedMemoryRegions:
         if name in self._regions:
             raise Conflict(f"shared memory region {name!r} is registered already: unregister it first")
         if len(self._regions) >= self._limit:
-            raise TooLarge(f"{self._limit} shared memory regions are registered, no more are taken: unregister some")
+            raise TooLarge(f"{self._limit} shared memory regions are registered, the maximum: unregister some")
 
 
 def _default_limit() -> int:
@@ -332,13 +341,13 @@ def _default_limit() -> int:
         return _MAX_REGIONS
     import resource
 
-    # A descriptor a region, two if it is mapped: most of the descriptors must be left to connections.
+    # A region takes one descriptor, two if it is mapped; most descriptors must remain for connections.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_REGIONS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_REGIONS, soft // 4))
 
 
 def _file_name(key: str) -> str:
-    """The file in the folder of shared memory; raises BadRequest or Forbidden."""
+    """Return the file name of a key in the folder of shared memory; raises BadRequest or Forbidden."""
     file = key.removeprefix("/")
     if file in ("", ".", "..") or "/" in file or not file.isprintable() or len(file.encode()) > _MAX_NAME:
         raise BadRequest(
@@ -351,16 +360,17 @@ def _file_name(key: str) -> str:
 
 def _open_system(file: str, offset: int, size_bytes: int, pin: Pin | None) -> SystemRegion:
     if sys.platform != "linux":
-        # Elsewhere shared memory is no file that could be read: only a mapping is left, and that can kill us.
+        # Other systems only allow a mapping, which can kill the process.
         raise Unsupported("system shared memory needs Linux: send the tensor in the request")
-    # A FIFO or a device must neither block us nor become our terminal; what is opened is checked to be a plain file.
+    # A FIFO or a device must neither block the process nor become its terminal; the descriptor is checked to be a plain file.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         descriptor = os.open(f"{_FOLDER}/{file}", flags)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise Unavailable("the server has no file descriptor left for a shared memory region") from None
-        # One text for "not there", "not yours" and "not a plain file": it must not tell what other clients have.
+        # One text for a missing file, missing permission and other file types: an error must not show which memory other
+        # clients have.
         raise _nothing_there() from None
     try:
         status = os.fstat(descriptor)

@@ -42,9 +42,9 @@ class TuningInputs:
     """Inputs for batches of any number of rows.
 
     Attributes:
-        origin: Where they come from, in words.
-        arrays: By input name; with a batch dimension of one row or more where the model has one.
-        batched: Whether the model has a batch dimension.
+        origin: description of their source, e.g. "random values".
+        arrays: by input name, (rows, *dims) with at least one row, or dims if the model has no batch dimension.
+        batched: the model has a batch dimension.
     """
 
     origin: str
@@ -53,11 +53,11 @@ class TuningInputs:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of all inputs. Text counts as its references."""
+        """Bytes of one row of all inputs. BYTES elements count as references."""
         return sum(array.nbytes // (len(array) if self.batched else 1) for array in self.arrays.values())
 
     def batch(self, rows: int) -> dict[str, Array]:
-        """Return arrays of `rows` rows, repeated from the first where there are fewer. A model without batches has one."""
+        """Return arrays of `rows` rows; rows repeat from the first if there are fewer. Without a batch dimension: the arrays."""
         if not self.batched:
             return dict(self.arrays)
         return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in self.arrays.items()}
@@ -67,11 +67,11 @@ def tuning_inputs(folder: ModelFolder, file: Path | None = None) -> TuningInputs
     """Choose the inputs of a model: those of `file`, else its first complete `model_warmup`, else random values.
 
     Args:
-        folder: The model's, configuration complete.
-        file: An .npz with one array for each input.
+        folder: the model's folder, configuration complete.
+        file: an .npz with one array for each input.
 
     Raises:
-        ConfigError: The file does not fit the model, or there are no inputs and none can be made up.
+        ConfigError: the file does not fit the model, or there are no inputs and none can be generated.
     """
     config, batched = folder.config, folder.config.max_batch_size > 0
     required = [tensor for tensor in config.served_input if not tensor.optional]
@@ -82,8 +82,8 @@ def tuning_inputs(folder: ModelFolder, file: Path | None = None) -> TuningInputs
             return TuningInputs(f"of model_warmup {warmup.name!r}", warmup.inputs, batched)
     problem = unmeasurable(config)
     if problem:
-        cure = "give some: --input FILE.npz with an array for each input, or model_warmup in the configuration"
-        raise ConfigError([Finding(folder.name, None, f"no inputs can be made up: {problem}", cure)])
+        cure = "write --input FILE.npz with an array for each input, or model_warmup in the configuration"
+        raise ConfigError([Finding(folder.name, None, f"no random inputs can be generated: {problem}", cure)])
     rows = {tensor.name: one_row(tensor) for tensor in config.served_input}
     return TuningInputs("random values", rows if batched else {name: row[0] for name, row in rows.items()}, batched)
 
@@ -93,13 +93,13 @@ def _from_file(file: Path, tensors: tuple[ModelInput, ...], batched: bool) -> di
     try:
         archive = np.load(file, allow_pickle=False)
         if isinstance(archive, np.ndarray):
-            raise _error(file, "has one array without a name", cure)
+            raise _error(file, "has one array without a name, not one for each input", cure)
         with archive:
             arrays = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise _error(file, f"cannot be read: {error.strerror or error}", "name an .npz file") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _error(file, f"is no .npz of plain arrays ({error})", cure) from None
+        raise _error(file, f"is not an .npz of plain arrays ({error})", cure) from None
     names = ", ".join(tensor.name for tensor in tensors)
     unknown = sorted(arrays.keys() - {tensor.name for tensor in tensors})
     if unknown:
@@ -115,10 +115,10 @@ def _from_file(file: Path, tensors: tuple[ModelInput, ...], batched: bool) -> di
 
 
 def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) -> Array:
-    """The array as the model takes it: text as bytes.
+    """Return the array with text as bytes, contiguous.
 
     Raises:
-        ConfigError: Its datatype or shape is not the input's.
+        ConfigError: its datatype or shape is not the input's.
     """
     kind = BY_CONFIG_NAME[tensor.data_type]
     if kind is BYTES and array.dtype.kind in "US":
@@ -143,7 +143,9 @@ def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) ->
         )
     if array.nbytes > MAX_INPUT_BYTES:
         raise _error(
-            file, f"array {tensor.name!r} has {array.nbytes} bytes, {MAX_INPUT_BYTES} are run", "keep fewer rows"
+            file,
+            f"array {tensor.name!r} has {array.nbytes} bytes, at most {MAX_INPUT_BYTES} are allowed",
+            "write fewer rows",
         )
     return np.ascontiguousarray(array)
 
@@ -162,27 +164,27 @@ def _error(file: Path, message: str, cure: str) -> ConfigError:
 
 # Callers for each instance: while one batch runs, the next one waits.
 _CALLERS = 2
-# A setting with this share of the best throughput counts as equal to it; the one with the shorter batches is taken.
+# A setting with this share of the best throughput counts as equal to it; the one with the shorter batches is chosen.
 _EQUAL_SHARE = 0.97
 _CLOSE_S = 30.0
-# The search for a batch size ends after so many doublings without a gain, or at a batch that takes so long.
+# The search for a batch size ends after this many doublings without a gain, or at a batch that takes this long.
 _DOUBLINGS = 3
 _LONGEST_BATCH_NS = 2 * NS_PER_S
-# Up to here every batch size is measured; beyond, the search decides.
+# Up to this maximum every batch size is measured; above it, the search decides.
 _FEW_ROWS = 16
-# A batch may take this share of the memory that is free.
+# A batch may take this share of the free memory.
 _MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetting:
-    """The measurements of one pair of settings.
+    """Measurements of one pair of instances and rows.
 
     Attributes:
-        instances: Number of instances.
-        rows: Rows of each batch.
-        runs_hz: Rows a second of all instances together, one number for each run.
-        median_ns: Median compute time of a batch, all instances at work, in nanoseconds.
+        instances: number of instances.
+        rows: rows of each batch.
+        runs_hz: rows a second of all instances together, one number for each run.
+        median_ns: median compute time of a batch in nanoseconds, all instances busy.
         p95_ns: 95th percentile of the same.
     """
 
@@ -208,21 +210,22 @@ class MeasuredSetting:
         return max(self.runs_hz)
 
     def meets(self, slo_ns: int) -> bool:
-        """Return True if answers keep to an objective; 0 is none.
+        """Return True if responses meet a latency objective in nanoseconds; 0 is no objective.
 
-        A request that arrives just after a batch was taken waits until one of n instances is free, and for a batch of its own:
-        with n that work in turn, (n + 1) / n of a batch's time.
+        A request that arrives just after a batch has started waits until one of n instances is free, and for its own batch.
+        With n
+        instances that start in turn, that is (n + 1) / n of a batch's time.
         """
         return not slo_ns or self.p95_ns * (self.instances + 1) <= slo_ns * self.instances
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Whether to change the configuration.
+    """Recommendation on changing the configuration.
 
     Attributes:
         change: True if the best setting exceeds the present one by more than the spread.
-        reason: Why, or why not.
+        reason: the reason for or against the change.
     """
 
     change: bool
@@ -234,13 +237,13 @@ class Sweep:
     """All measurements of a model.
 
     Attributes:
-        points: In the order of instances and rows.
-        current: The setting of the configuration; None if it was not measured.
-        best: The setting to take; None if none keeps to the objective.
-        advice: Whether to take it.
-        inputs: Where the inputs come from.
-        runtime: What ran the model: runtime and file.
-        limit: Why no larger batch was measured.
+        points: in the order of instances and rows.
+        current: the setting of the configuration; None if it was not measured.
+        best: the best setting; None if none meets the objective.
+        advice: recommendation on it.
+        inputs: description of the inputs.
+        runtime: runtime and file that ran the model.
+        limit: reason why no larger batch was measured.
     """
 
     points: Sequence[MeasuredSetting]
@@ -254,15 +257,15 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to measure.
+    """Options of a sweep.
 
     Attributes:
-        counts: Numbers of instances; that of the configuration is added.
-        seconds: Length of one run.
-        repeats: Runs of each pair.
-        slo_ns: Latency objective in nanoseconds; 0: none.
-        max_rows: Largest batch to try; None: the configuration's, or what brings a gain where it has none.
-        input_file: An .npz with inputs.
+        counts: numbers of instances; that of the configuration is added.
+        seconds: length of one run in seconds.
+        repeats: runs of each pair.
+        slo_ns: latency objective in nanoseconds; 0 for none.
+        max_rows: largest batch to try; None for the configuration's, or for a search if it has none.
+        input_file: an .npz with inputs.
     """
 
     counts: Sequence[int]
@@ -274,25 +277,25 @@ class Options:
 
 
 Report = Callable[[int, int, str], object]
-"""Called with the runs done, the runs there are, and what was measured last."""
+"""Called with the number of completed runs, the number of all runs, and the last measurement as text."""
 
 
 def sweep(folder: ModelFolder, options: Options, report: Report = lambda _runs_done, _total, _text: None) -> Sweep:
     """Run a model with each number of instances on batches of each size.
 
     Args:
-        folder: The model's; its latest version is run.
-        options: How.
-        report: Called after each run.
+        folder: the model's folder; its latest version is run.
+        options: options of the sweep.
+        report: called after each run.
 
     Raises:
-        ConfigError: The model cannot be loaded, fails on the inputs, or no inputs can be made up for it.
+        ConfigError: the model cannot be loaded, fails on the inputs, or has no inputs.
     """
     return _Sweeper(folder, options, report).run()
 
 
 class _Sweeper:
-    """One sweep."""
+    """One sweep of one model."""
 
     def __init__(self, folder: ModelFolder, options: Options, report: Report) -> None:
         self._folder = folder
@@ -336,7 +339,7 @@ class _Sweeper:
         )
 
     def _row_counts(self) -> tuple[list[int], str]:
-        """Batch sizes to measure, and why there is no larger one."""
+        """Return the batch sizes to measure, and the reason why there is no larger one."""
         config, configured = self._folder.config, self._folder.config.max_batch_size
         if not configured:
             return [1], "the model has no batch dimension"
@@ -359,14 +362,14 @@ class _Sweeper:
         return self._explore(max_rows, limit)
 
     def _explore(self, max_rows: int, limit: str) -> tuple[list[int], str]:
-        """1, 2, 4 ... rows as long as more rows bring more, and memory and time allow."""
+        """Measure 1, 2, 4 ... rows while throughput grows, and memory and time allow; returns sizes and limit."""
         rows, best_hz, best_rows, stale = 1, 0.0, 1, 0
         count, before = self._current[0], _peak_bytes()
         tried = []
         with self._load(count, max_rows) as handle:
             while rows <= max_rows:
                 try:
-                    # Whatever else the machine does makes a run slower, never faster: the better one of two counts.
+                    # Other work on the machine makes a run slower, never faster: the better of two runs counts.
                     rows_hz, _, p95_ns = max(self._measure(handle, count, rows) for _ in range(2))
                 except (HeadraceError, MemoryError) as error:
                     if rows == 1:
@@ -403,7 +406,7 @@ class _Sweeper:
 
     @contextmanager
     def _load(self, count: int, max_rows: int) -> Iterator[ModelHandle]:
-        """The version with so many instances, each request of up to `max_rows` rows a batch of its own."""
+        """Load the version with `count` instances, each request of up to `max_rows` rows a batch of its own."""
         config = self._folder.config
         update: dict[str, object] = {"instance_group": (_group(config, count),)}
         update |= {"dynamic_batching": None, "rate_limits": None}
@@ -419,11 +422,11 @@ class _Sweeper:
 
 
 def choose(points: Sequence[MeasuredSetting], slo_ns: int = 0) -> MeasuredSetting | None:
-    """Return the setting with the shortest batches of those with (nearly) the best throughput; None if all take too long.
+    """Return the setting with the shortest batches of those with (nearly) the best throughput; None if all miss the objective.
 
     Args:
-        points: To choose from.
-        slo_ns: Latency objective in nanoseconds; 0: none.
+        points: measured settings.
+        slo_ns: latency objective in nanoseconds; 0 for none.
     """
     fit = [point for point in points if point.meets(slo_ns)]
     best_hz = max((point.rows_hz for point in fit), default=0.0)
@@ -435,14 +438,16 @@ def advise(current: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns
     """Compare the best setting with that of the configuration.
 
     Args:
-        current: The configuration's; None if it was not measured.
-        best: What `choose` returned.
-        slo_ns: Latency objective in nanoseconds; 0: none.
+        now: setting of the configuration; None if it was not measured.
+        best: result of `choose`.
+        slo_ns: latency objective in nanoseconds; 0 for none.
     """
     if best is None:
-        return Advice(False, "no setting keeps to the objective: build a faster engine (`headrace build`), or raise it")
+        return Advice(
+            False, "no setting meets the objective: build a faster engine (`headrace build`), or raise the objective"
+        )
     if current is None:
-        return Advice(False, "the setting of the configuration was not measured, there is nothing to compare with")
+        return Advice(False, "the setting of the configuration was not measured: there is no comparison")
     if (current.instances, current.rows) == (best.instances, best.rows):
         return Advice(False, "the configuration has the best setting")
     times = f"{best.rows_hz / current.rows_hz:.2f} times the configuration's {current.instances} x {current.rows} rows"
@@ -457,13 +462,13 @@ def advise(current: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns
 
 
 def default_counts(config: ModelConfig, cores: int) -> list[int]:
-    """1, 2, 4 ... instances up to the number of cores, and as many as the configuration has."""
+    """Return 1, 2, 4 ... instances up to the number of cores (at most 16), and the configuration's number."""
     return sorted({_count(config, False), *(1 << power for power in range(min(cores, 16).bit_length()))})
 
 
 @contextmanager
 def _loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that never runs: callers wait on threads of their own."""
+    """An event loop that never runs: callers wait on their own threads."""
     loop = asyncio.new_event_loop()
     try:
         yield loop
@@ -472,14 +477,14 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _count(config: ModelConfig, on_gpu: bool) -> int:
-    """Instances of the configuration; on each GPU, where they run on GPUs."""
+    """Return the number of instances in the configuration; on GPUs, for each GPU."""
     if on_gpu and all(group.is_default for group in config.instance_group):
         return instances_on_each_gpu(config)
     return sum(group.count for group in config.instance_group) or 1
 
 
 def _served(plan: ServingPlan) -> ServingPlan:
-    """The plan without a build in the background, which would take cores from the measurement."""
+    """Return the plan without a background build, which would take cores from the measurement."""
     return replace(plan, build="")
 
 
@@ -494,9 +499,9 @@ def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) ->
 
 
 def _end_of_search(point: MeasuredSetting, stale: int, growth_bytes: int, slo_ns: int) -> str:
-    """Why a batch of twice as many rows is not tried; "" if it is."""
+    """Return the reason to end the search for a batch size; "" to continue."""
     if stale >= _DOUBLINGS:
-        return "more rows bring no more"
+        return "more rows do not increase throughput"
     if not point.meets(slo_ns):
         return f"batches of {point.rows} rows miss the objective"
     if point.p95_ns > _LONGEST_BATCH_NS:
@@ -508,7 +513,9 @@ def _end_of_search(point: MeasuredSetting, stale: int, growth_bytes: int, slo_ns
 
 
 def _measure(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: float) -> tuple[float, int, int]:
-    """Rows a second of all instances, and the median and 95th percentile of a batch's compute time in nanoseconds."""
+    """Run batches for `seconds`; returns rows a second of all instances, and median and 95th percentile of the compute time in
+    nanoseconds.
+    """
     batch, stop = inputs.batch(rows), threading.Event()
     instances = handle.alive
 
@@ -538,13 +545,13 @@ def _measure(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: floa
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the peak memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _free_bytes() -> int | None:
-    """Memory that the machine and the container leave; None where the system does not tell."""
+    """Return the free memory of the machine and the container in bytes; None if the system does not report it."""
     available_bytes = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,8 +1,8 @@
-"""Requests that every instance answers before a version serves: `model_warmup` of the configuration.
+"""Warm-up requests that every instance runs before a version serves: `model_warmup` of the configuration.
 
-What the fields mean is told by Triton's published message `ModelWarmup`: a data file holds the values of one row, which is
-repeated for every row of the batch; here it may as well hold all rows. BYTES elements are a length of four bytes, little-endian,
-and that many bytes.
+The fields are those of Triton's published message `ModelWarmup`. A data file has the values of one row, which is repeated for
+every row of the batch; here it may also have all rows. A BYTES element is its length in four bytes, little-endian, and its
+bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger("headrace.warmup")
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """One request to warm up with.
+    """One warm-up request.
 
     Attributes:
-        name: for the log.
-        inputs: as a request would bring them.
-        count: how many times it is run.
+        name: name for the log.
+        inputs: arrays by input name.
+        count: number of runs.
     """
 
     name: str
@@ -45,8 +45,8 @@ class WarmupRunner:
     """Runs warm-ups; called by each instance on its own thread with its own execution.
 
     Args:
-        model: for the log.
-        warmups: what to run.
+        model: name of the model, for the log.
+        warmups: requests to run.
         on_done: called with the execution afterwards.
     """
 
@@ -58,19 +58,23 @@ class WarmupRunner:
         self._on_done = on_done
 
     def __call__(self, execution: Execution) -> None:
-        """Run all warm-ups; what the execution raises goes on to the caller, and with it the loading fails."""
+        """Run all warm-ups; an error of the execution is raised and fails the load."""
         for warmup in self._warmups:
-            logger.debug("model %s warms up with %s", self._model, warmup.name)
+            logger.debug("model %s runs the warm-up request %s", self._model, warmup.name)
             for _ in range(warmup.count):
                 execution.run(dict(warmup.inputs))
         self._on_done(execution)
 
 
 def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
-    """The warm-ups with their data.
+    """Create the warm-up requests with their data.
+
+    Args:
+        config: complete configuration.
+        folder: the model's folder.
 
     Raises:
-        ConfigError: a data file cannot be read, or has changed since `warmup_problems` found nothing wrong.
+        ConfigError: a data file cannot be read, or has changed since `warmup_problems` checked it.
     """
     tensors = {tensor.name: tensor for tensor in config.served_input}
     warmups: list[Warmup] = []
@@ -82,12 +86,12 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
 
 
 def one_row(tensor: ModelInput) -> Array:
-    """Made-up values for an input without free dimensions: (1, *dims)."""
+    """Return random values for an input without free dimensions: (1, *dims)."""
     return _random(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims))
 
 
 def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Array:
-    """The array of one input: (rows, *dims), or dims if `rows` is 0, which says that there is no batch dimension."""
+    """Return the array of one input: (rows, *dims), or dims if `rows` is 0, which means no batch dimension."""
     kind = BY_CONFIG_NAME[tensor.data_type]
     dims = feed_dims(feed, tensor)
     shape = (rows, *dims) if rows else dims
@@ -102,7 +106,9 @@ def _zeros(kind: Datatype, shape: tuple[int, ...]) -> Array:
 
 
 def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
-    """Floats in [0, 1); whole numbers 0 and 1, so that an index stays within its table; texts of such a number."""
+    """Return random values: floats in [0, 1), whole numbers 0 and 1, so that an index stays within its table, or text of 0 and
+    1.
+    """
     rng = np.random.default_rng()
     values: Array
     if kind is BYTES:
@@ -135,7 +141,12 @@ def _from_file(path: Path, kind: Datatype, shape: tuple[int, ...], dims: tuple[i
 
 def _numbers(content: bytes, kind: Datatype, name: str) -> Array:
     if len(content) % kind.size_bytes:
-        raise refuse(name, None, f"{len(content)} bytes are no whole number of {kind.name} values", "write raw values")
+        raise refuse(
+            name,
+            None,
+            f"has {len(content)} bytes, not a multiple of {kind.size_bytes} ({kind.name})",
+            "write raw values",
+        )
     values: Array = np.frombuffer(content, kind.dtype).copy()
     return values
 

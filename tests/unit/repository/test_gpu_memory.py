@@ -208,7 +208,7 @@ def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: P
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         plan = repository / "a" / "1" / "model.plan"
         plan.write_bytes(plan.read_bytes())
-        with pytest.raises(Unavailable, match=r"could not be loaded again: .* has changed since it was loaded"):
+        with pytest.raises(Unavailable, match=r"could not be loaded again: .* has changed since the load"):
             await ask(registry, "a")
         state, reason = index(registry)["a", "1"]
         assert state == "READY"

@@ -291,7 +291,7 @@ def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
 
     profile = measured(config, Model(fail))
     assert [known.rows for known in profile.known()] == [1, 2]
-    assert "failed on made-up inputs (RuntimeError)" in caplog.text
+    assert "failed on random inputs (RuntimeError)" in caplog.text
 
     def lose(_rows: int) -> None:
         raise ExecutionLost("the GPU is gone")

@@ -124,7 +124,7 @@ def test_what_is_no_profile_is_told_and_left_out(
     caplog.set_level(logging.INFO, "headrace.profile")
     (tmp_path / "key.json").write_text(json.dumps(document))
     assert LatencyStore(tmp_path).read("key") == NO_LATENCIES
-    assert "key.json is of no use" in caplog.text
+    assert "key.json is not used" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(

@@ -90,7 +90,7 @@ def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monke
     assert folder_of(path).config.max_batch_size == 4, "completed from the model"
     found = sweep(folder_of(path), Options([1], 0.005, repeats=1))
     assert [point.rows for point in found.points] == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert found.limit == "more rows bring no more"
+    assert found.limit == "more rows do not increase throughput"
     assert found.best is not None
     assert found.best.rows == 64
 
@@ -105,7 +105,7 @@ def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monke
 def test_memory_and_time_bound_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     run = point(1, 8, 1000.0, 5.0)
     assert tuning._end_of_search(run, 0, 0, 0) == ""
-    assert tuning._end_of_search(run, 3, 0, 0) == "more rows bring no more"
+    assert tuning._end_of_search(run, 3, 0, 0) == "more rows do not increase throughput"
     assert tuning._end_of_search(run, 0, 0, 9 * MS) == "batches of 8 rows miss the objective"
     assert tuning._end_of_search(point(1, 8, 1.0, 3000.0), 0, 0, 0) == "a batch of 8 rows takes 3.0 s"
     monkeypatch.setattr(tuning, "_free_bytes", lambda: 1 << 30)
@@ -128,8 +128,8 @@ def test_memory_and_time_bound_the_search(monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (point(1, 4, 1000, 4, 0.3), point(2, 8, 1500, 5, 0.01), True, "beyond the spread"),
         (point(1, 4, 1000, 4, 0.001), point(2, 8, 1020, 5, 0.001), False, "1.02 times .* not worth a change"),
-        (None, point(2, 8, 1500, 5), False, "nothing to compare with"),
-        (point(1, 4, 1000, 4), None, False, "no setting keeps to the objective"),
+        (None, point(2, 8, 1500, 5), False, "there is no comparison"),
+        (point(1, 4, 1000, 4), None, False, "no setting meets the objective"),
     ],
 )
 def test_a_change_is_recommended_only_beyond_the_spread(
@@ -191,9 +191,7 @@ def test_numbers_of_instances_go_up_to_the_cores(tmp_path: Path) -> None:
 def test_inputs_come_from_the_file_then_the_warm_up_then_chance(tmp_path: Path) -> None:
     path = add_model(tmp_path, "m", row_sums())
     (path / "config.yaml").write_text("max_batch_size: 4\n")
-    with pytest.raises(
-        ConfigError, match=r"input X has free dimensions \(give some: --input FILE.npz .* or model_warmup"
-    ):
+    with pytest.raises(ConfigError, match=r"input X has free dimensions \(write --input FILE.npz .* or model_warmup"):
         tuning_inputs(folder_of(path))
     (path / "config.yaml").write_text(
         "max_batch_size: 4\nmodel_warmup:\n"
@@ -234,7 +232,7 @@ def test_text_is_run_from_a_file(tmp_path: Path) -> None:
         ),
         ({"X": np.zeros(16, np.float32)}, "has the shape [16], the input takes [rows, 16] (reshape it)"),
         ({"X": np.zeros((0, 16), np.float32)}, "has the shape [0, 16], the input takes [rows, 16] (reshape it)"),
-        ({"X": np.array([[b"a"]], dtype=object)}, "is no .npz of plain arrays"),
+        ({"X": np.array([[b"a"]], dtype=object)}, "is not an .npz of plain arrays"),
     ],
 )
 def test_a_file_that_does_not_fit_is_told(arrays: dict[str, np.ndarray], told: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
@@ -354,7 +352,7 @@ def test_what_the_server_would_refuse_is_not_written(
 def test_what_cannot_be_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = add_model(tmp_path, "texts", identity("BYTES", ("batch", 3)), config="max_batch_size: 2\n")
     assert main(["tune", str(path), "--seconds", "0.02"]) == 1
-    assert "no inputs can be made up: input X is text" in capsys.readouterr().err
+    assert "no random inputs can be generated: input X is text" in capsys.readouterr().err
     assert main(["tune", "text", "--model-repository", str(tmp_path)]) == 1
     assert f"headrace tune: there is no model 'text' in {tmp_path} (did you mean texts?)" in capsys.readouterr().err
     with pytest.raises(SystemExit):

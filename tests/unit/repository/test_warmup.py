@@ -82,7 +82,7 @@ def test_a_file_that_changed_after_the_check_is_refused(tmp_path: Path) -> None:
     folder = read(tmp_path, "input_data_file: 'x.raw'", data=RAW)
     for broken in (RAW[:-1], RAW + RAW, b""):
         (folder.path / "warmup" / "x.raw").write_bytes(broken)
-        with pytest.raises(ConfigError, match=r"row|whole number"):
+        with pytest.raises(ConfigError, match=r"row|multiple of"):
             make_warmups(folder.config, folder.path)
     (folder.path / "warmup" / "x.raw").unlink()
     with pytest.raises(ConfigError, match="cannot be read") as refused:
