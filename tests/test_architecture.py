@@ -343,6 +343,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/commands",
     "server/headrace/simulation",
     "server/headrace/core",
+    "server/headrace/repository",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
