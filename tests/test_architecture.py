@@ -339,6 +339,7 @@ PEOPLE = re.compile(
 )
 RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|All that|That which|The one)\b")
 PLAIN_PROSE: tuple[str, ...] = (
+    "server/headrace/observability",
     "server/headrace/http2",
     "server/headrace/commands",
     "server/headrace/simulation",

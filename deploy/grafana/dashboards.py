@@ -189,7 +189,7 @@ MODEL = Dashboard(
             [
                 Panel("Instances", [
                     Query(f"sum(headrace_instances{{{M}}})", "alive"),
-                    Query(f"sum(headrace_instances_wanted{{{M}}})", "wanted")]),
+                    Query(f"sum(headrace_instances_wanted{{{M}}})", "configured")]),
                 Panel("Busy", [Query(f"headrace:busy:ratio_rate5m{{{M}}}", "{{job}}")], "percentunit", most=1),
                 Panel("Versions", [
                     Query(f"sum by (version) (rate(headrace_requests_total{{{M}}}{RATE}))", "version {{version}}")], "reqps"),
@@ -198,9 +198,9 @@ MODEL = Dashboard(
                 Panel("Time to load", [
                     Query(f"max by (version) (headrace_load_seconds_sum{{{M}}} / headrace_load_seconds_count{{{M}}})",
                           "version {{version}}")], "s"),
-                Panel("Parked and brought back", [
-                    Query(f"sum(increase(headrace_evictions_total{{{M}}}[1h]))", "parked"),
-                    Query(f"sum(increase(headrace_on_demand_loads_total{{{M}}}[1h]))", "brought back")],
+                Panel("Evicted and loaded on demand", [
+                    Query(f"sum(increase(headrace_evictions_total{{{M}}}[1h]))", "evicted"),
+                    Query(f"sum(increase(headrace_on_demand_loads_total{{{M}}}[1h]))", "loaded on demand")],
                     description="In the last hour, to make room for others."),
             ],
         ),
@@ -250,12 +250,12 @@ GPU = Dashboard(
                 Panel("Booked of what may be", [Query(
                     f'sum by (instance, gpu) (headrace_gpu_memory_bytes{{{J},gpu!="host"}}) '
                     f"/ sum by (instance, gpu) (headrace_gpu_memory_limit_bytes{{{J}}})", "{{instance}} GPU {{gpu}}")],
-                    "percentunit", "--gpu-memory-fraction of each GPU; beyond it models are parked.", most=1),
+                    "percentunit", "--gpu-memory-fraction of each GPU; beyond it models are evicted.", most=1),
                 Panel("Booked, by kind", [
                     Query(f"sum by (gpu, kind) (headrace_gpu_memory_bytes{{{J}}})", "{{gpu}} {{kind}}")], "bytes", stacked=True),
-                Panel("Parked and brought back", [
-                    Query(f"sum by (model) (increase(headrace_evictions_total{{{J}}}[10m]))", "{{model}} parked"),
-                    Query(f"sum by (model) (increase(headrace_on_demand_loads_total{{{J}}}[10m]))", "{{model}} brought back")],
+                Panel("Evicted and loaded on demand", [
+                    Query(f"sum by (model) (increase(headrace_evictions_total{{{J}}}[10m]))", "{{model}} evicted"),
+                    Query(f"sum by (model) (increase(headrace_on_demand_loads_total{{{J}}}[10m]))", "{{model}} loaded")],
                     description="In ten minutes."),
                 Panel("Memory errors", [
                     Query(f"headrace_gpu_ecc_errors_total{{{J}}}", "{{instance}} GPU {{gpu}} {{kind}}")],

@@ -1,1 +1,1 @@
-"""What the server tells about itself."""
+"""Metrics, statistics, traces and logs of the server."""

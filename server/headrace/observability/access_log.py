@@ -21,25 +21,25 @@ OK = "ok"
 
 
 class AccessRecord(NamedTuple):
-    """One request from its arrival to its answer; times are monotonic nanoseconds, 0 for what it did not come to.
+    """One finished request. Times are monotonic nanoseconds, 0 for a stage that the request did not reach.
 
     Attributes:
         protocol: http or grpc.
-        model: as it was asked for, or the version's own name.
-        version: "" if it is not known.
-        status: of the answer, an HTTP status or the name of a gRPC code.
-        received_ns: when the whole request had arrived.
-        ended_ns: when its answer was ready to be sent.
-        queued_ns: when it was handed to the queue.
-        done_ns: when the event loop had its outcome.
-        request_id: the caller's own, "" if there is none.
-        client: who asks, "" for nobody in particular.
-        rows: of the request, 0 if it was not read so far.
-        context: the caller's trace.
-        reason: "ok", or the error's word in the metrics.
-        error: its text, "" for none.
-        times: of its batch; None for an error, and for a request that was cut into several.
-        batch_rows, closed: as in `InferResponse`, whose tensors a record must not keep.
+        model: name of the served model, or the requested name if there is no such model.
+        version: "" if it is unknown.
+        status: of the response: an HTTP status, or the name of a gRPC code.
+        received_ns: arrival of the whole request.
+        ended_ns: its response was ready to be sent.
+        queued_ns: it was put in the queue.
+        done_ns: the event loop had its result.
+        request_id: from the caller, "" for none.
+        client: name of the client, "" for none.
+        rows: of the request, 0 if it was not decoded.
+        context: the caller's trace context.
+        reason: "ok", or the error's reason in the metrics.
+        error: message of the error, "" for none.
+        times: of its batch; None for an error, and for a request that was cut into several batches.
+        batch_rows, closed: as in `InferResponse`. The record has copies, so that it does not keep the tensors alive.
     """
 
     protocol: str
@@ -62,7 +62,7 @@ class AccessRecord(NamedTuple):
 
     @property
     def batch_id(self) -> str:
-        """The same for all members of a batch, and for no others of its version; "" if it was in none, or in several."""
+        """Identifies the batch within its version; "" for a request in no batch, or in several."""
         return "" if self.times is None else f"{self.times.assembled_ns:x}"
 
 
@@ -70,7 +70,7 @@ _BATCH_PHASES = PHASES[1:-1]  # one for each time of `BatchTimes`, which ends it
 
 
 class Phase(NamedTuple):
-    """A stretch of a request's time."""
+    """One phase of a request, in monotonic nanoseconds."""
 
     name: str
     begin_ns: int
@@ -111,31 +111,32 @@ def phases(record: AccessRecord) -> list[Phase]:
 logger = logging.getLogger("headrace.request")
 
 SAMPLED_ONE_IN = 100
-"""Requests to a line of mode `sampled`: at 1,000 a second ten lines a second. Mode `all` has every request."""
+"""Requests for each line in mode `sampled`: ten lines a second at 1,000 requests a second."""
 
 _MAX_TEXT = 512
 _MAX_NAME = 256
 _CLOSE_TIMEOUT_S = 5.0
-# Whoever sends nothing but nonsense fills neither the disk nor, with the writing of it, a processor that serves others.
+# Bounds the disk space and the CPU time that a client can use up with invalid requests.
 _MAX_ERRORS_HZ = 100
-# The caller's own fault, or nobody's.
+# Reasons that are the client's fault, or no fault of the server: logged as warnings.
 _CLIENTS = frozenset(
     ("bad_request", "too_large", "conflict", "forbidden", "not_found", "quota", "cancelled", "unsupported")
 )
 
 
 class RequestLog:
-    """Writes the lines.
+    """Selects the requests to log and writes one line for each.
 
-    `wants`, `put` and `close` are called on the event loop (`close` by who ends it); only the thread touches the stream.
+    `wants`, `wants_error`, `put` and `close` are called on the event loop; `close` also after it has ended. Only the writer
+    thread uses the stream.
 
     Args:
-        mode: off: none; errors: what was not answered with success, a hundred a second at most; sampled: those, what is traced,
-            and one in `rate` of the rest; all: all.
-        stream: for bytes, unbuffered; owned by who opened it.
-        rate: of `sampled`.
-        text: for people instead of JSON.
-        capacity: lines that may wait.
+        mode: `off`: none. `errors`: failed requests, at most 100 a second. `sampled`: failed and traced requests, and one in
+            `rate` of the others. `all`: every request.
+        stream: unbuffered, for bytes; the caller closes it.
+        rate: of mode `sampled`.
+        text: write text in place of JSON.
+        capacity: maximum number of lines that wait for the thread.
 
     Attributes:
         active: True while successful requests may be logged.
@@ -164,11 +165,11 @@ class RequestLog:
 
     @property
     def errors(self) -> bool:
-        """A request that fails is logged."""
+        """True if failed requests are logged."""
         return self._lines is not None and not self._lines.failed
 
     def wants(self, traced: bool) -> bool:
-        """Called once for each request, while `active`; True if it is to be logged whatever becomes of it."""
+        """Return True if a request is logged whether it succeeds or fails; call it once for each request while `active`."""
         if self._mode == "all":
             return True
         if traced:
@@ -177,7 +178,13 @@ class RequestLog:
         return self._seen % self._rate == 0
 
     def wants_error(self, now_ns: int) -> bool:
-        """Called once for each request that fails and is not logged in any case; False, and counted, if there are too many."""
+        """Return True if a failed request that `wants` did not select is logged; call it once for each of them.
+
+        Requests over the limit of 100 a second are counted as dropped.
+
+        Args:
+            now_ns: monotonic.
+        """
         if not self.errors or self._mode == "all":
             return self.errors
         second = now_ns // NS_PER_S
@@ -190,37 +197,37 @@ class RequestLog:
         return True
 
     def put(self, record: AccessRecord, trace_id: str = "") -> None:
-        """Write a line, soon."""
+        """Queue a line for the writer thread; `trace_id` is "" for a request that is not traced."""
         if self._lines is not None:
             self._lines.put((record, trace_id))
 
     def close(self) -> None:
-        """Write what waits; waits a few seconds at most for a slow disk or terminal."""
+        """Write the queued lines; waits at most 5 s for a slow disk or terminal."""
         if self._lines is not None and not self._lines.close(_CLOSE_TIMEOUT_S):
-            logger.error("the request log is stuck, lines are lost")
+            logger.error("request log: lines are lost, they could not be written within %g s", _CLOSE_TIMEOUT_S)
 
     def _deactivate(self) -> None:
         self.active = False
 
     def _write(self, lines: list[tuple[AccessRecord, str]]) -> None:
         offset_ns = time.time_ns() - monotonic_ns()
-        rest = memoryview("".join([self._format(fields(*line, offset_ns)) for line in lines]).encode())
-        while rest:
-            rest = rest[self._stream.write(rest) :]
+        remaining = memoryview("".join([self._format(fields(*line, offset_ns)) for line in lines]).encode())
+        while remaining:
+            remaining = remaining[self._stream.write(remaining) :]
 
 
 def fields(record: AccessRecord, trace_id: str, offset_ns: int) -> dict[str, object]:
-    """What a line says.
+    """Return the fields of a line by name.
 
     Args:
         record: of the request.
-        trace_id: "" if it is not traced; then that of its caller stands there.
-        offset_ns: from monotonic time to nanoseconds since 1970.
+        trace_id: "" if the request is not traced; the line then has that of the caller's trace context.
+        offset_ns: added to monotonic time to get nanoseconds since 1970.
     """
-    good = not record.error
+    is_success = not record.error
     document: dict[str, object] = {
         "time": iso8601((record.ended_ns + offset_ns) / NS_PER_S),
-        "level": "info" if good else "warning" if record.reason in _CLIENTS else "error",
+        "level": "info" if is_success else "warning" if record.reason in _CLIENTS else "error",
         "logger": logger.name,
         "id": redact(record.request_id[:_MAX_NAME]),
         "trace_id": trace_id or (record.context.trace_id if record.context else ""),
@@ -242,36 +249,44 @@ def fields(record: AccessRecord, trace_id: str, offset_ns: int) -> dict[str, obj
 
 
 def as_json(document: dict[str, object]) -> str:
-    """One line in ASCII: JSON's own escaping keeps clients from forging lines."""
+    """Format a line as JSON in ASCII. JSON escapes line breaks, so clients cannot forge lines."""
     return json.dumps(document, separators=(",", ":")) + "\n"
 
 
 def as_text(document: dict[str, object]) -> str:
-    """One line, with everything escaped that could steer a terminal."""
+    """Format a line as text; escapes everything that could control a terminal."""
     moment = datetime.fromisoformat(str(document["time"])).astimezone()
     times, batch = document["times"], document.get("batch")
     assert isinstance(times, dict)
-    words = [
+    columns = [
         f"{moment:%H:%M:%S.%f}"[:-3],
         f"{document['protocol']} {document['status']}",
         f"{document['model']}/{document['version']}".rstrip("/"),
         f"{times['total_us'] / 1000:.1f} ms",
     ]
-    parts = [f"{name[:-3]} {spent / 1000:.1f}" for name, spent in times.items() if name != "total_us" and spent >= 50]
+    parts = [
+        f"{name[:-3]} {time_us / 1000:.1f}" for name, time_us in times.items() if name != "total_us" and time_us >= 50
+    ]
     if parts:
-        words.append(f"({', '.join(parts)})")
+        columns.append(f"({', '.join(parts)})")
     if document["rows"]:
-        words.append(f"rows {document['rows']}")
+        columns.append(f"rows {document['rows']}")
     if isinstance(batch, dict):
-        words.append(f"of {batch['rows']} ({batch['closed']})")
-    words += [f"{name} {document[name]}" for name in ("client", "id", "trace_id") if document[name]]
+        columns.append(f"of {batch['rows']} ({batch['closed']})")
+    columns += [f"{name} {document[name]}" for name in ("client", "id", "trace_id") if document[name]]
     if "error" in document:
-        words.append(f"{document['reason']}: {document['error']}")
-    return escape("  ".join(words)) + "\n"
+        columns.append(f"{document['reason']}: {document['error']}")
+    return escape("  ".join(columns)) + "\n"
 
 
 def open_stream(path: str) -> BinaryIO:
-    """The stream to a file, at its end, or to the standard error if it is "".
+    """Open a file to append to it, or standard error.
+
+    Args:
+        path: of the file, "" for standard error.
+
+    Returns:
+        An unbuffered stream for bytes.
 
     Raises:
         OSError: the file cannot be written.

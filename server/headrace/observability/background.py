@@ -1,4 +1,4 @@
-"""Work that must not keep the event loop: a bounded queue, and the thread that works it off."""
+"""Background worker: a bounded queue and the thread that empties it, for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ logger = logging.getLogger("headrace.background")
 T = TypeVar("T")
 
 CAPACITY = 4096
-# What comes meanwhile is worked off together: a thread that wakes for each item would compete with the event loop.
+# Items are processed in groups: a thread that wakes up for each item would compete with the event loop.
 _GATHER_S = 0.05
 
 
 class BackgroundWorker(Generic[T]):
-    """Hands items to a thread of its own, many at a time.
+    """Processes items in groups on its own thread.
 
-    `put` and `close` are called by one thread, the event loop's or who ends it; the thread is started by the first item. It is
-    a daemon: a disk or a network that hangs must not keep the process from ending.
+    `put` and `close` are called by one thread at a time: the event loop's, and after its end the one that shuts down. The first
+    item starts the thread. It is a daemon: a disk or a network that hangs must not keep the process from ending.
 
     Args:
         name: of the thread.
-        kind: under which what is dropped is counted (`tally.DROPPED`).
-        work: called with what has gathered, on the thread; gives the seconds after which it wants to be called again if nothing
-            comes, None for not at all. What it raises ends the work for good.
-        capacity: items that may wait.
-        gather_s: how long the first of them waits for company.
+        kind: label under which dropped items are counted (`counters.DROPPED`).
+        work: called on the thread with the queued items. Returns the seconds after which it is called again if no item
+            arrives, None for no such call. An exception stops the worker for good.
+        capacity: maximum number of queued items.
+        gather_s: time that the first item of a group waits for more items.
         on_failed: called on the thread once `failed` is set.
 
     Attributes:
-        failed: `work` has raised; the log says why, and whatever is put is dropped.
+        failed: `work` has raised an exception, which is in the log. All further items are dropped.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BackgroundWorker(Generic[T]):
         DROPPED.declare(kind)
 
     def put(self, item: T) -> None:
-        """Hand over an item; drops and counts it if the thread is behind or has failed."""
+        """Queue an item. Drops and counts it if the queue is full, or the worker has failed or is closed."""
         if self.failed or self._closing.is_set() or self._queue.qsize() >= self._capacity:
             DROPPED.count(self._kind)
             return
@@ -67,7 +67,11 @@ class BackgroundWorker(Generic[T]):
         self._queue.put(item)
 
     def close(self, timeout_s: float) -> bool:
-        """Work off what waits; False if that was not over after `timeout_s`. Whatever is put from here on is dropped."""
+        """Process the queued items and stop; later items are dropped.
+
+        Returns:
+            False if the items were not processed within `timeout_s`.
+        """
         self._closing.set()
         if self._thread is None:
             return True
@@ -78,26 +82,26 @@ class BackgroundWorker(Generic[T]):
     def _run(self) -> None:
         items: list[T] = []
         try:
-            again_s: float | None = None
+            next_call_s: float | None = None
             last = False
             while not last:
-                items, last = self._gather(again_s)
-                again_s = self._work(items)
+                items, last = self._gather(next_call_s)
+                next_call_s = self._work(items)
             return
         except OSError as error:
-            logger.error("%s: stops, %s", self._name, error.strerror or error)
+            logger.error("%s stops: %s", self._name, error.strerror or error)
         except Exception:
-            logger.exception("%s: has died", self._name)
+            logger.exception("%s stops: unexpected exception", self._name)
         self.failed = True
         if self._on_failed is not None:
             self._on_failed()
-        rest = 0
+        remaining = 0
         while not self._queue.empty():
-            rest += self._queue.get_nowait() is not None
-        DROPPED.count(self._kind, by=len(items) + rest)
+            remaining += self._queue.get_nowait() is not None
+        DROPPED.count(self._kind, by=len(items) + remaining)
 
     def _gather(self, timeout_s: float | None) -> tuple[list[T], bool]:
-        """What waits, after waiting for it; and whether it is the last."""
+        """Wait for items; return them, and whether the worker closes after them."""
         items: list[T] = []
         try:
             item = self._queue.get(timeout=timeout_s)

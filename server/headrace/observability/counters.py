@@ -1,6 +1,6 @@
 """Counters and latency histograms of one model version, and counters of the whole server.
 
-The data plane pays for a lock and a few additions for each batch. Latencies are kept as raw nanoseconds. NumPy sorts them into
+A batch costs the data plane one lock and a few additions. Latencies are kept as raw nanoseconds. NumPy sorts them into
 histogram buckets, many at a time: when a few thousand are pending, or when Prometheus scrapes.
 
 A classic histogram has a handful of bounds. A native one has many, which grow by a constant factor. Both are sums over the same
@@ -31,10 +31,10 @@ BUCKETS_S: tuple[float, ...] = (
 # Prometheus calls it the schema: 2 ** SCHEMA native buckets for each doubling, so each is 9 % wider than the one before.
 SCHEMA = 3
 _PER_DOUBLING = 1 << SCHEMA
-# Native bucket i ends at 2 ** (i / 8) s. What ends before the first, about a microsecond, counts as zero.
+# Native bucket i ends at 2 ** (i / 8) s. Durations below the first, about a microsecond, count as zero.
 FIRST_NATIVE = -20 * _PER_DOUBLING + 1
 ZERO_S = 2.0**-20
-_LAST_NATIVE = 10 * _PER_DOUBLING + 1  # beyond 17 minutes all is one
+_LAST_NATIVE = 10 * _PER_DOUBLING + 1  # longer durations, over 17 minutes, share one bucket
 
 _CLASSIC_NS = np.rint(np.array(BUCKETS_S) * NS_PER_S)
 _NATIVE_NS = 2.0 ** (np.arange(FIRST_NATIVE - 1, _LAST_NATIVE) / _PER_DOUBLING) * NS_PER_S
@@ -42,7 +42,7 @@ _BOUNDS_NS = np.union1d(_CLASSIC_NS, _NATIVE_NS)
 _FINE = len(_BOUNDS_NS) + 1
 _LOWER_NS = np.insert(_BOUNDS_NS, 0, 0.0)
 _UPPER_NS = np.append(_BOUNDS_NS, np.inf)
-# For each fine bucket, the classic and the native one that it lies in.
+# Index of the classic and of the native bucket that contain each fine bucket.
 _CLASSIC_OF = np.searchsorted(_CLASSIC_NS, _UPPER_NS)
 _NATIVE_OF = np.searchsorted(_NATIVE_NS, _UPPER_NS)
 
@@ -51,12 +51,12 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """One traced request, as an example of a bucket.
+    """A traced request as the exemplar of a bucket.
 
     Attributes:
         trace_id: 32 hexadecimal digits.
-        value_ns: how long it took.
-        time_s: when, in seconds since 1970.
+        value_ns: duration of the request.
+        time_s: time of the observation, in seconds since 1970.
     """
 
     trace_id: str
@@ -72,7 +72,7 @@ class Histogram:
     Attributes:
         fine: number of durations in each fine bucket.
         sum_ns: sum of all durations.
-        exemplars: the last one of each classic bucket.
+        exemplars: the last one of each classic bucket, by index of the bucket.
     """
 
     __slots__ = ("exemplars", "fine", "sum_ns")
@@ -83,7 +83,7 @@ class Histogram:
         self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, values_ns: ArrayLike, weights: ArrayLike = 1) -> None:
-        """Sort durations into the buckets (upper bounds included, as Prometheus counts): cheap for many at a time.
+        """Add durations to the buckets, which include their upper bounds as in Prometheus. Cheap for many at a time.
 
         Args:
             values_ns: the durations.
@@ -96,7 +96,7 @@ class Histogram:
         self.sum_ns += int((values * counts).sum())
 
     def exemplify(self, value_ns: int, trace_id: str) -> None:
-        """A request that took `value_ns`, and is observed besides, was traced."""
+        """Set the exemplar of the bucket of `value_ns`; the duration itself is counted by `observe`."""
         place = int(np.searchsorted(_CLASSIC_NS, value_ns))
         self.exemplars[place] = Exemplar(trace_id, value_ns, time.time())
 
@@ -113,19 +113,22 @@ class Histogram:
 
     @property
     def counts(self) -> Counts:
-        """By classic bucket, the last one without an upper bound."""
+        """Number of durations in each classic bucket; the last bucket has no upper bound."""
         return _summed(_CLASSIC_OF, self.fine, len(BUCKETS_S) + 1)
 
     @property
     def native(self) -> Counts:
-        """By native bucket: the first holds what counts as zero, the second is number FIRST_NATIVE."""
+        """Number of durations in each native bucket: first the zero bucket, then from bucket FIRST_NATIVE on."""
         return _summed(_NATIVE_OF, self.fine, len(_NATIVE_NS) + 1)
 
     def count_to(self, bound_ns: int) -> int:
-        """How many durations are at most `bound_ns`, which must be the bound of a fine bucket: a classic or a native one.
+        """Return the number of durations up to a bound.
+
+        Args:
+            bound_ns: upper bound of a classic or native bucket.
 
         Raises:
-            ValueError: it is no bound.
+            ValueError: it is not such a bound.
         """
         place = int(np.searchsorted(_BOUNDS_NS, bound_ns))
         if place == len(_BOUNDS_NS) or _BOUNDS_NS[place] != bound_ns:
@@ -133,7 +136,7 @@ class Histogram:
         return int(self.fine[: place + 1].sum())
 
     def quantile_s(self, quantile: float) -> float | None:
-        """What the share `quantile` of all durations keeps to, within 9 %; None if there are none."""
+        """Estimate a quantile (0 to 1) in seconds, within 9 %; None without durations."""
         total = self.count
         if not total:
             return None
@@ -159,8 +162,8 @@ def quantiles_ns(fine: Counts, quantiles: Sequence[float]) -> list[float]:
     places = np.minimum(np.searchsorted(cumulative, ranks, side="left"), len(_BOUNDS_NS) - 1)
     upper, lower = _BOUNDS_NS[places], _LOWER_NS[places]
     share = (ranks - (cumulative[places] - fine[places])) / np.maximum(fine[places], 1)
-    found: list[float] = (lower + (upper - lower) * share.clip(0, 1)).tolist()
-    return found
+    values_ns: list[float] = (lower + (upper - lower) * share.clip(0, 1)).tolist()
+    return values_ns
 
 
 def _summed(places: npt.NDArray[np.intp], fine: Counts, length: int) -> Counts:
@@ -188,20 +191,20 @@ class SizeTotals:
 
 @dataclass(slots=True)
 class Totals:
-    """Everything counted since the version was loaded.
+    """Counts since the version was loaded.
 
     Attributes:
-        requests: answered with success.
-        request_ns: their time from arrival to settled answer, summed.
+        requests: successful ones.
+        request_ns: their time from arrival to the end of split, summed.
         failures: requests that got an error, by reason.
         failure_ns: their time, summed.
         rows: rows of the successful requests.
-        executions: batches run, whatever became of them.
-        queue_ns, assemble_ns, compute_ns, split_ns: per successful request, summed (a batch's time counts for each member).
-        busy_ns: how long instances were kept by the batches that were answered, summed.
-        shape_changes: batches of another shape than the one before.
+        executions: executed batches, failed ones included.
+        queue_ns, assemble_ns, compute_ns, split_ns: summed over successful requests; a batch's time counts for each of them.
+        busy_ns: time in which instances were busy with successful batches, summed.
+        shape_changes: batches whose shape differs from that of the batch before.
         last_ms: wall clock of the last batch, milliseconds since 1970, 0 if there was none.
-        sizes: per batch size in rows.
+        sizes: executions by batch size in rows.
         reasons: batches by the reason why they were closed.
         phases: histograms by phase.
     """
@@ -227,10 +230,10 @@ class Totals:
         "requests", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns", "compute_ns", "split_ns",
         "busy_ns", "shape_changes",
     )  # fmt: skip
-    """The names of those that are plain sums."""
+    """Names of the attributes that are plain sums."""
 
     def copy(self) -> Totals:
-        """A copy that does not change."""
+        """Return an independent copy."""
         copy = Totals(
             failures=Counter(self.failures),
             last_ms=self.last_ms,
@@ -248,16 +251,16 @@ class Totals:
 
 
 SECONDS = 10
-"""The length of the window, at the most."""
+"""Maximum length of the window of recent totals."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentTotals:
-    """The last seconds.
+    """Totals of the last seconds.
 
     Attributes:
-        seconds: how many, from the first event within the window on; `SECONDS` if there was none.
-        totals: of them; `last_ms` is that of the whole life.
+        seconds: length of the window, from its first event on; `SECONDS` without events.
+        totals: counted within the window; `last_ms` counts from the load of the version on.
     """
 
     seconds: float
@@ -265,48 +268,48 @@ class RecentTotals:
 
 
 class TotalsSnapshots:
-    """What the totals were at the first event of each of the last seconds.
+    """Copies of the totals before the first event of each of the last seconds.
 
     Not thread-safe: its owner's lock guards it.
 
     Attributes:
-        second: the last that was marked, on the monotonic clock.
+        second: of the last copy, on the monotonic clock.
     """
 
-    __slots__ = ("_kept", "second")
+    __slots__ = ("_snapshots_by_second", "second")
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, Totals]] = deque(maxlen=SECONDS)
+        self._snapshots_by_second: deque[tuple[int, Totals]] = deque(maxlen=SECONDS)
         self.second = -1
 
     def put(self, second: int, totals: Totals) -> None:
-        """Something is about to be counted in a second that has no mark yet.
+        """Store the totals before the first event of a second.
 
         Args:
             second: on the monotonic clock.
-            totals: a copy of what was counted before.
+            totals: a copy, which must not change.
         """
-        self._kept.append((second, totals))
+        self._snapshots_by_second.append((second, totals))
         self.second = second
 
     def recent(self, now_ns: int, totals: Totals) -> RecentTotals:
-        """The window that ends now.
+        """Return the totals of the window that ends now.
 
         Args:
-            now_ns: on the same clock.
-            totals: what was counted until now; a copy, which the answer may hold.
+            now_ns: monotonic.
+            totals: present totals; a copy, which must not change.
         """
         now_s = now_ns / NS_PER_S
-        for second, then in self._kept:
+        for second, earlier in self._snapshots_by_second:
             if second > now_s - SECONDS:
-                return RecentTotals(max(now_s - second, 1e-3), _difference(totals, then))
+                return RecentTotals(max(now_s - second, 1e-3), _difference(totals, earlier))
         return RecentTotals(float(SECONDS), Totals(last_ms=totals.last_ms))
 
 
-def _difference(now: Totals, then: Totals) -> Totals:
+def _difference(now: Totals, earlier: Totals) -> Totals:
     sizes: dict[int, SizeTotals] = {}
     for rows, size in now.sizes.items():
-        before = then.sizes.get(rows, SizeTotals())
+        before = earlier.sizes.get(rows, SizeTotals())
         if size.count > before.count:
             sizes[rows] = SizeTotals(
                 size.count - before.count,
@@ -314,28 +317,28 @@ def _difference(now: Totals, then: Totals) -> Totals:
                 size.compute_ns - before.compute_ns,
                 size.split_ns - before.split_ns,
             )
-    found = Totals(
-        failures=Counter(now.failures) - then.failures,
+    difference = Totals(
+        failures=Counter(now.failures) - earlier.failures,
         last_ms=now.last_ms,
         sizes=sizes,
-        reasons=Counter(now.reasons) - then.reasons,
+        reasons=Counter(now.reasons) - earlier.reasons,
     )
     for name in Totals.SUMS:
-        setattr(found, name, getattr(now, name) - getattr(then, name))
-    for phase, histogram in found.phases.items():
-        histogram.fine = now.phases[phase].fine - then.phases[phase].fine
-        histogram.sum_ns = now.phases[phase].sum_ns - then.phases[phase].sum_ns
-    return found
+        setattr(difference, name, getattr(now, name) - getattr(earlier, name))
+    for phase, histogram in difference.phases.items():
+        histogram.fine = now.phases[phase].fine - earlier.phases[phase].fine
+        histogram.sum_ns = now.phases[phase].sum_ns - earlier.phases[phase].sum_ns
+    return difference
 
 
-_FOLD_AT = 2048  # durations of a phase: few enough that sorting them makes no noticeable pause
+_FOLD_AT = 2048  # pending durations of a phase: few enough that sorting them makes no noticeable pause
 
 
 class Recorder:
-    """Counts for one model version; any thread may call any method.
+    """Counts the requests and batches of one model version. Thread-safe.
 
     Args:
-        histograms: keep latency histograms; the exact totals are kept in any case.
+        histograms: keep latency histograms in addition to the totals.
         clock: monotonic nanoseconds.
     """
 
@@ -364,17 +367,17 @@ class Recorder:
         busy_ns: int = 0,
         shape: object = None,
     ) -> None:
-        """A batch was run and answered.
+        """Count a successful batch.
 
         Args:
-            rows: rows of the requests that were answered.
-            batch_rows: rows in the batch, those of callers who left included.
-            reason: why it was closed.
-            times: its stations.
-            queue_ns: per successful request, how long it waited.
-            total_ns: per successful request, from arrival to answer.
-            busy_ns: how long an instance was kept by it.
-            shape: equal for batches whose requests could have shared one.
+            rows: of its successful requests.
+            batch_rows: of the batch, those of cancelled requests included.
+            reason: the reason why it was closed.
+            times: ends of its phases.
+            queue_ns: time in the queue of each successful request.
+            total_ns: time from arrival to the end of split of each successful request.
+            busy_ns: time in which the batch kept its instance busy.
+            shape: equal for batches whose requests could have shared a batch.
         """
         members = len(queue_ns)
         assemble_ns = times.assembled_ns - times.taken_ns
@@ -413,9 +416,9 @@ class Recorder:
                     self._fold()
 
     def record_codec_times(self, decode_ns: int, encode_ns: int) -> None:
-        """A response to a request that came as bytes was encoded; the request is counted with its batch.
+        """Count the time to decode a request and to encode its response; `batch` counts the request itself.
 
-        On the event loop, once a request.
+        Called on the event loop, once for each successful request over HTTP or gRPC.
 
         Args:
             decode_ns: from the request's arrival until it was queued.
@@ -425,13 +428,13 @@ class Recorder:
             self._codecs_ns.append((decode_ns, encode_ns))
 
     def failed_batch(self, reason: str) -> None:
-        """A batch was run and raised."""
+        """Count a batch whose execution raised an exception."""
         with self._lock:
             self._totals.executions += 1
             self._totals.reasons[reason] += 1
 
     def failure(self, reason: str, time_ns: int) -> None:
-        """A request got an error `time_ns` after it had arrived."""
+        """Count a request that failed `time_ns` after its arrival."""
         second = self._clock() // NS_PER_S
         with self._lock:
             if second > self._snapshots.second:
@@ -440,28 +443,28 @@ class Recorder:
             self._totals.failure_ns += time_ns
 
     def add_exemplar(self, total_ns: int, trace_id: str) -> None:
-        """A request that took `total_ns` from arrival to answer was traced: it stands as an example of its bucket.
+        """Make a traced request the exemplar of its bucket of `total`.
 
         Args:
-            total_ns: as it was, or will be, counted with its batch.
+            total_ns: time from arrival to the end of split, as `batch` counts it.
             trace_id: 32 hexadecimal digits.
         """
         with self._lock:
             self._totals.phases["total"].exemplify(total_ns, trace_id)
 
     def totals(self) -> Totals:
-        """A consistent copy of everything counted so far."""
+        """Return a consistent copy of all counts."""
         with self._lock:
             return self._copy()
 
     def recent(self) -> RecentTotals:
-        """What was counted over the last seconds."""
+        """Return the totals of the last seconds, at most `SECONDS`."""
         now_ns = self._clock()
         with self._lock:
             return self._snapshots.recent(now_ns, self._copy())
 
     def _copy(self) -> Totals:
-        """A copy of the totals with everything counted so far."""
+        """Copy the totals; pending durations are sorted into the histograms first."""
         self._fold()
         return self._totals.copy()
 
@@ -483,10 +486,10 @@ class Recorder:
 
 
 def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
-    """Statistics of one model version.
+    """Return the statistics of one model version under Triton's names.
 
-    Counts are of requests unless Triton counts otherwise: `inference_count` is rows, `execution_count` batches, `batch_stats`
-    has one row per batch size seen.
+    As in Triton, `inference_count` counts rows, `execution_count` batches, and all others requests; `batch_stats` has one entry
+    for each batch size that occurred.
     """
     requests = totals.requests
     failed = sum(totals.failures.values())
@@ -523,12 +526,12 @@ def _duration(count: int, time_ns: int) -> dict[str, int]:
 
 
 class LabelledCounter:
-    """Counts by labels; any thread may call any method.
+    """Counter with labels. Thread-safe.
 
-    Labels come from the code or the operator, never from a client: each combination is kept for ever.
+    Label values come from the code or the operator, never from a client, because every combination is kept for ever.
 
     Args:
-        labels: their names, in the order in which `count` takes their values.
+        labels: names of the labels, in the order of the values of `count`.
     """
 
     def __init__(self, *labels: str) -> None:
@@ -537,32 +540,32 @@ class LabelledCounter:
         self._counts: dict[tuple[str, ...], int] = {}
 
     def declare(self, *values: str) -> None:
-        """Show a combination before it is counted, as 0: what is not there cannot be seen to rise."""
+        """Export a combination as 0 before it is first counted, so that `rate()` sees its first increase."""
         self.declare_each([values])
 
     def declare_each(self, combinations: Iterable[tuple[str, ...]]) -> None:
-        """`declare` of several."""
+        """Declare several combinations at once."""
         with self._lock:
             for values in combinations:
                 self._counts.setdefault(values, 0)
 
     def count(self, *values: str, by: int = 1) -> None:
-        """One more of these values, or `by`."""
+        """Add `by` to the counter of a combination."""
         with self._lock:
             self._counts[values] = self._counts.get(values, 0) + by
 
     def items(self) -> list[tuple[tuple[str, ...], int]]:
-        """Values and count of every combination."""
+        """Return the label values and count of every combination, sorted."""
         with self._lock:
             return sorted(self._counts.items())
 
 
-# One process is one server: these stand where what is counted is far from whoever could hand a counter in.
+# Global counters: one process is one server, and the code that counts is far from where a counter could be passed in.
 ERRORS = LabelledCounter("protocol", "reason")
-"""Answers that were an error, by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
+"""Error responses by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
 LOADS = LabelledCounter("model", "result")
 """Loads of models by result: loaded, reloaded, unloaded, failed: headrace_model_loads_total."""
 BUILDS = LabelledCounter("model", "result")
 """Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""
 DROPPED = LabelledCounter("kind")
-"""Traces, spans and lines of the request log that were lost, by kind: headrace_telemetry_dropped_total."""
+"""Dropped traces, spans and lines of the request log, by kind: headrace_telemetry_dropped_total."""

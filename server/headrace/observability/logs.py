@@ -30,7 +30,7 @@ _JWT = re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*")
 
 
 def redact(text: str) -> str:
-    """The text with what looks like a secret taken out."""
+    """Replace everything in a text that looks like a secret."""
     if not text:
         return text
     text = _PEM.sub(_HIDDEN, text)
@@ -41,25 +41,25 @@ def redact(text: str) -> str:
 
 
 def is_secret(header: str) -> bool:
-    """True if a header of that name carries a secret, by its name."""
+    """Return True if the name of a header says that its value is a secret."""
     return _SECRET_NAME.search(header) is not None
 
 
 class Pseudonyms:
-    """Names for secrets: the same one for the same secret while the process lives, and of no use to anybody else."""
+    """Pseudonyms for secrets: stable for the lifetime of the process, keyed hashes that reveal nothing about the secret."""
 
     def __init__(self) -> None:
         self._key = os.urandom(16)
 
     def name(self, secret: str) -> str:
-        """Twelve hexadecimal digits behind "secret-"; "" for ""."""
+        """Return "secret-" and twelve hexadecimal digits; "" for ""."""
         return secret and f"secret-{blake2b(secret.encode(), digest_size=6, key=self._key).hexdigest()}"
 
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-# Attribute of a log record with a mapping of further fields of its JSON line: `logger.info(message, extra={FIELDS: {...}})`.
+# Attribute of a log record: a mapping of further fields of its JSON line, `logger.info(message, extra={FIELDS: {...}})`.
 FIELDS = "headrace_fields"
 
 
@@ -84,7 +84,7 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return the line."""
         line: dict[str, object] = {
             "time": iso8601(record.created),
             "level": record.levelname.lower(),
@@ -100,14 +100,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The message, and the traceback where there is one, with everything escaped that could forge a line or steer a terminal.
+    """Formats the message and the traceback; escapes everything that could forge a line or control a terminal.
 
-    Messages hold what clients send: names, ids, headers. A newline in one would write a line of its own, an escape sequence
-    would move the cursor, a right-to-left mark would swap what one reads (CVE-2024-0095). A traceback keeps its lines, but each
-    is indented: what an exception says cannot stand where a message stands.
+    Messages contain text from clients: names, ids, headers. A newline in it would start a line, an escape sequence would move
+    the cursor, a right-to-left mark would reorder the text (CVE-2024-0095). A traceback keeps its lines, each indented, so that
+    the text of an exception cannot look like a message.
 
     Attributes:
-        iso8601: how `time_text` writes times; switched by `LogSettings`.
+        iso8601: write times as ISO 8601; set by `LogSettings`.
     """
 
     def __init__(self) -> None:
@@ -115,18 +115,18 @@ class TextFormatter(logging.Formatter):
         self.iso8601 = False
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The message on one line."""
+        """Return the message on one line."""
         return escape(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802
-        """The traceback, indented."""
+        """Return the traceback, indented."""
         return "\n".join("  " + escape(line) for line in super().formatException(ei).split("\n"))
 
     def time_text(self, moment: datetime) -> str:
-        """The time of a line: local, or in UTC after ISO 8601.
+        """Format the time of a line: local time, or UTC as ISO 8601.
 
         Args:
-            moment: local time if it knows no zone.
+            moment: local time if it has no time zone.
         """
         if self.iso8601:
             return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -137,13 +137,13 @@ class LineFormatter(TextFormatter):
     """Formats a record for a file or a pipe: time, level and message on one line, however long."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The message behind its time and level."""
+        """Return time, level and message."""
         time_text = self.time_text(datetime.fromtimestamp(record.created))
         return f"{time_text} {record.levelname:<8} {super().formatMessage(record)}"
 
 
 def escape(text: str) -> str:
-    r"""The text with every character that does not print as a Python escape ("\n", "\x1b", "\u202e")."""
+    r"""Replace every unprintable character by its Python escape ("\n", "\x1b", "\u202e")."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -159,40 +159,40 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: Tr
     _uncaught.critical("uncaught exception", exc_info=(kind, error, traceback))
 
 
-def _log_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
-    if failed.exc_type is SystemExit:
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is SystemExit:
         return
-    name = failed.thread.name if failed.thread is not None else "unknown"
-    error = failed.exc_value if failed.exc_value is not None else failed.exc_type()
-    _uncaught.critical("uncaught exception in thread %s", name, exc_info=(failed.exc_type, error, failed.exc_traceback))
+    name = args.thread.name if args.thread is not None else "unknown"
+    error = args.exc_value if args.exc_value is not None else args.exc_type()
+    _uncaught.critical("uncaught exception in thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))
 
 
-def _log_unraisable(failed: sys.UnraisableHookArgs) -> None:
-    error = failed.exc_value if failed.exc_value is not None else failed.exc_type()
-    message = failed.err_msg or "exception ignored in"
-    _uncaught.error("%s %r", message, failed.object, exc_info=(failed.exc_type, error, failed.exc_traceback))
+def _log_unraisable(args: sys.UnraisableHookArgs) -> None:
+    error = args.exc_value if args.exc_value is not None else args.exc_type()
+    message = args.err_msg or "exception ignored in"
+    _uncaught.error("%s %r", message, args.object, exc_info=(args.exc_type, error, args.exc_traceback))
 
 
 _MAX_VERBOSE_LEVEL = 2**31 - 1
-_SWITCHES: Mapping[str, Literal["errors", "warnings", "news"]] = {
+_SWITCHES: Mapping[str, Literal["errors", "warnings", "infos"]] = {
     "log_error": "errors",
     "log_warning": "warnings",
-    "log_info": "news",
+    "log_info": "infos",
 }
 _FORMATS = ("default", "ISO8601")
 
 
 class LogSettings:
-    """What the log shows, changed by clients.
+    """Log settings that clients can change, under Triton's names.
 
-    The three switches act on everything that goes through the handlers, other libraries' lines included; the verbose level
-    acts on our own lines: from 1 on they include DEBUG. `log_file` is the operator's alone: a server that writes where a
-    client says is a server that a client can take over (CVE-2024-0087).
+    The three switches filter all records of the handlers, those of libraries included. The verbose level changes only our own
+    loggers: from 1 on they log DEBUG. Clients cannot set `log_file`: a client that selects the file a server writes to can
+    take over the server (CVE-2024-0087).
 
     Not thread-safe: called on the event loop. The handlers read single attributes, from any thread.
 
     Args:
-        logger: the top of our loggers; the switches are put on the handlers that its records reach now.
+        logger: parent of all our loggers; the filter is added to the handlers that its records reach at construction.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -206,11 +206,11 @@ class LogSettings:
                 self._formatters.append(handler.formatter)
 
     def settings(self) -> Mapping[str, bool | int | str]:
-        """In force now, under Triton's names."""
+        """Return the settings in force."""
         iso8601 = any(formatter.iso8601 for formatter in self._formatters)
         return {
             "log_file": "",
-            "log_info": self._switches.news,
+            "log_info": self._switches.infos,
             "log_warning": self._switches.warnings,
             "log_error": self._switches.errors,
             "log_verbose_level": self._verbose_level,
@@ -218,10 +218,10 @@ class LogSettings:
         }
 
     def update(self, changes: Mapping[str, object]) -> Mapping[str, bool | int | str]:
-        """Change settings, all or none of them, and give what is in force then.
+        """Change all given settings or none of them; return the settings in force.
 
         Args:
-            changes: by name; None leaves a setting as it is, as in Triton.
+            changes: new values by name; None leaves a setting as it is, as in Triton.
 
         Raises:
             BadRequest: an unknown setting or a value it does not take.
@@ -260,7 +260,9 @@ class LogSettings:
             if not self._formatters:
                 raise BadRequest(f"log setting {name} has no effect on --log-format json: leave it at 'default'")
         elif name == "log_file":
-            raise Forbidden("log setting log_file is the operator's: redirect the standard error of headrace serve")
+            raise Forbidden(
+                "log setting log_file cannot be changed by clients: redirect the standard error of headrace serve"
+            )
         else:
             raise BadRequest(f"unknown log setting '{escape(name[:64])}': there are {', '.join(self.settings())}")
 
@@ -276,31 +278,31 @@ class LogSettings:
 
 
 class _Switches(logging.Filter):
-    """Lets records through by their level."""
+    """Filters records by level."""
 
     def __init__(self) -> None:
         super().__init__()
         self.errors = True
         self.warnings = True
-        self.news = True
+        self.infos = True
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True if the record is to be logged. What is below INFO was let in by its logger's level."""
+        """Return True if the record is logged. Records below INFO have passed the level of their logger."""
         if record.levelno >= logging.ERROR:
             return self.errors
         if record.levelno >= logging.WARNING:
             return self.warnings
-        return self.news or record.levelno < logging.INFO
+        return self.infos or record.levelno < logging.INFO
 
 
 def _handlers(logger: logging.Logger) -> list[logging.Handler]:
-    """All handlers that a record of the logger reaches."""
-    found: list[logging.Handler] = []
-    at: logging.Logger | None = logger
-    while at is not None:
-        found += at.handlers
-        at = at.parent if at.propagate else None
-    return found
+    """Return all handlers that a record of the logger reaches."""
+    handlers: list[logging.Handler] = []
+    ancestor: logging.Logger | None = logger
+    while ancestor is not None:
+        handlers += ancestor.handlers
+        ancestor = ancestor.parent if ancestor.propagate else None
+    return handlers
 
 
 def _same(before: Mapping[str, bool | int | str], name: str, value: object) -> bool:

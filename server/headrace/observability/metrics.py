@@ -40,21 +40,21 @@ _PROTOBUF = "application/vnd.google.protobuf"
 _MESSAGE = "io.prometheus.client.MetricFamily"
 PROTOBUF = f"{_PROTOBUF}; proto={_MESSAGE}; encoding=delimited"
 
-# Unknown is a counter without the suffix that OpenMetrics demands; the other forms demand none.
+# `unknown` is a counter without the suffix that OpenMetrics requires; the other formats do not require it.
 _TYPES = {"counter": 0, "gauge": 1, "summary": 2, "unknown": 0, "histogram": 4}
-# The field of a Metric that holds the value of each type.
+# Field number of the value in a Metric, by type.
 _VALUES = {"gauge": 2, "counter": 3, "summary": 4, "unknown": 3}
 _HISTOGRAM = 7
-# Empty native buckets between two full ones are cheaper to name than a new span, up to so many.
+# Up to this many empty native buckets in a row take fewer bytes than the start of a new span.
 _GAP = 2
 
 
 def expose(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
-    """The page in the form that a client likes best.
+    """Render the page in the format that a client prefers.
 
     Args:
-        registry: what is collected.
-        accept: the header of that name; the plain text is for whoever does not say.
+        registry: the collectors.
+        accept: value of the `Accept` header; the format is plain text if it names none.
 
     Returns:
         Content type and body.
@@ -68,10 +68,10 @@ def expose(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
 
 
 def _page(registry: CollectorRegistry, openmetrics: bool) -> bytes:
-    """The page as text.
+    """Render the page as text.
 
-    What prometheus-client writes for metrics and labels whose names are plain, in a third of the time: it looks at every name
-    and value anew, while ours repeat from line to line.
+    The result is that of prometheus-client for plain names of metrics and labels, in a third of the time: it escapes every name
+    and value again, and ours repeat from line to line.
     """
     labels: dict[tuple[tuple[str, str], ...], str] = {}
     lines: list[str] = []
@@ -110,24 +110,25 @@ def _label_text(labels: Mapping[str, str]) -> str:
 
 def _exemplar_text(sample: Sample) -> str:
     exemplar = sample.exemplar
-    assert exemplar is not None, "the caller looks first"
+    assert exemplar is not None, "checked by the caller"
     return f" # {_label_text(exemplar.labels)} {_go_text(exemplar.value)} {exemplar.timestamp}"
 
 
 def _best(accept: str) -> str:
+    """Return the preferred format of an `Accept` header: text, openmetrics or protobuf."""
     best, weight = "text", 0.0
     for item in accept.split(","):
         media_type, *parameters = (part.strip() for part in item.lower().split(";"))
-        document = dict(parameter.split("=", 1) for parameter in parameters if "=" in parameter)
+        options = dict(parameter.split("=", 1) for parameter in parameters if "=" in parameter)
         form = {_PROTOBUF: "protobuf", "application/openmetrics-text": "openmetrics", "text/plain": "text"}.get(
             media_type
         )
-        if form == "protobuf" and (document.get("proto"), document.get("encoding")) != (_MESSAGE.lower(), "delimited"):
+        if form == "protobuf" and (options.get("proto"), options.get("encoding")) != (_MESSAGE.lower(), "delimited"):
             continue
-        if form == "openmetrics" and document.get("version", "1.0.0") not in ("0.0.1", "1.0.0"):
+        if form == "openmetrics" and options.get("version", "1.0.0") not in ("0.0.1", "1.0.0"):
             continue
-        if form is not None and (liking := _weight(document.get("q", "1"))) > weight:
-            best, weight = form, liking
+        if form is not None and (quality := _weight(options.get("q", "1"))) > weight:
+            best, weight = form, quality
     return best
 
 
@@ -153,31 +154,31 @@ def _delimited(metric: Metric) -> bytes:
             value = _message(field, [_double(1, sample.value)])
             parts.append(_message(4, [*_labels(1, sample.labels), value]))
     if len(parts) == 2 + bool(_TYPES[metric.type]):
-        return b""  # a family without series is none
+        return b""  # families without series are left out
     body = b"".join(parts)
     return _varint(len(body)) + body
 
 
 def _compound(metric: Metric) -> Iterator[list[bytes]]:
-    """The series of a histogram or summary, whose samples come one series after the other."""
+    """Yield the series of a histogram or summary; the samples of a series must be adjacent."""
 
     def series(sample: Sample) -> dict[str, str]:
         return {name: value for name, value in sample.labels.items() if name not in ("le", "quantile")}
 
     for labels, samples in groupby(metric.samples, series):
-        of = list(samples)
-        total = next(s.value for s in of if s.name.endswith("_sum"))
-        buckets = [s for s in of if s.name.endswith("_bucket")]
-        count = buckets[-1].value if buckets else next(s.value for s in of if s.name.endswith("_count"))
-        document = [(s.labels["le"], int(s.value), None) for s in buckets]
-        body = [_number(1, int(count)), _double(2, total), *_buckets(document)]
-        quantiles = [s for s in of if "quantile" in s.labels]
+        group = list(samples)
+        total = next(s.value for s in group if s.name.endswith("_sum"))
+        buckets = [s for s in group if s.name.endswith("_bucket")]
+        count = buckets[-1].value if buckets else next(s.value for s in group if s.name.endswith("_count"))
+        bounds = [(s.labels["le"], int(s.value), None) for s in buckets]
+        body = [_number(1, int(count)), _double(2, total), *_buckets(bounds)]
+        quantiles = [s for s in group if "quantile" in s.labels]
         body += [_message(3, [_double(1, float(s.labels["quantile"])), _double(2, s.value)]) for s in quantiles]
         yield [*_labels(1, labels), _message(_HISTOGRAM if buckets else _VALUES["summary"], body)]
 
 
 def _native(metric: Durations, values: Sequence[str], histogram: Histogram) -> list[bytes]:
-    """A series with both kinds of buckets; Prometheus keeps the kind that it is set to keep."""
+    """Return a series with classic and native buckets; Prometheus stores the kind that its configuration selects."""
     labels = dict(zip(metric._labelnames, values, strict=True))
     counts = histogram.native.tolist()
     body = [_number(1, histogram.count), _double(2, histogram.sum_ns / NS_PER_S)]
@@ -190,20 +191,21 @@ def _native(metric: Durations, values: Sequence[str], histogram: Histogram) -> l
 
 
 def _spans(counts: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Runs of buckets as (distance from the run before, length), and what each bucket has more than the one before it."""
+    """Return runs of non-empty buckets as (distance from the end of the run before, length), and the change of count from
+    each bucket to the next."""
     spans: list[tuple[int, int]] = []
-    kept: list[int] = []
-    end = -FIRST_NATIVE  # where the run before ended: the first run's distance is its bucket's own number
-    for place in [place for place, count in enumerate(counts) if count]:
-        gap = place - end
+    run_counts: list[int] = []
+    end = -FIRST_NATIVE  # of the run before; the distance of the first run is the number of its first bucket
+    for index in [index for index, count in enumerate(counts) if count]:
+        gap = index - end
         if spans and gap <= _GAP:
             spans[-1] = (spans[-1][0], spans[-1][1] + gap + 1)
-            kept += [0] * gap
+            run_counts += [0] * gap
         else:
             spans.append((gap, 1))
-        kept.append(counts[place])
-        end = place + 1
-    return spans, [count - before for before, count in zip([0, *kept], kept, strict=False)]
+        run_counts.append(counts[index])
+        end = index + 1
+    return spans, [count - before for before, count in zip([0, *run_counts], run_counts, strict=False)]
 
 
 def _buckets(buckets: Iterable[tuple[str, int, Exemplar | None]]) -> Iterator[bytes]:
@@ -214,18 +216,18 @@ def _buckets(buckets: Iterable[tuple[str, int, Exemplar | None]]) -> Iterator[by
         yield _message(3, parts)
 
 
-def _exemplar(example: Exemplar) -> list[bytes]:
-    seconds = int(example.time_s)
-    when = [_number(1, seconds), _number(2, int((example.time_s - seconds) * NS_PER_S))]
-    labels = _labels(1, {"trace_id": example.trace_id})
-    return [*labels, _double(2, example.value_ns / NS_PER_S), _message(3, when)]
+def _exemplar(exemplar: Exemplar) -> list[bytes]:
+    seconds = int(exemplar.time_s)
+    timestamp = [_number(1, seconds), _number(2, int((exemplar.time_s - seconds) * NS_PER_S))]
+    labels = _labels(1, {"trace_id": exemplar.trace_id})
+    return [*labels, _double(2, exemplar.value_ns / NS_PER_S), _message(3, timestamp)]
 
 
 def _labels(field: int, labels: Mapping[str, str]) -> list[bytes]:
     return [_message(field, [_text(1, name), _text(2, value)]) for name, value in labels.items()]
 
 
-# The wire: a field's number with its type (0 varint, 1 eight bytes, 2 bytes with their length), then its value.
+# Wire format: the field's number and type (0 varint, 1 eight bytes, 2 bytes after their length), then its value.
 
 
 def _number(field: int, value: int) -> bytes:
@@ -247,12 +249,12 @@ def _message(field: int, parts: Iterable[bytes]) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _zigzag(value: int) -> int:
@@ -263,11 +265,11 @@ class MetricsPage:
     """The page that Prometheus scrapes.
 
     Args:
-        sources: gives (model, version, source) of everything loaded.
-        memory: of the GPUs; None: nobody tells.
-        facts: of the server itself; None: nobody tells.
-        gpus: what the driver tells of them; None: nobody asks it.
-        triton: which metrics under Triton's names there are; None: the defaults.
+        sources: returns (model, version, source) of every loaded version.
+        memory: GPU memory of models; None leaves its metrics out.
+        facts: of the server; None leaves its metrics out.
+        gpus: reads the driver; None leaves the metrics of GPUs out.
+        triton: selects metrics under Triton's names; None for the defaults.
     """
 
     def __init__(
@@ -291,10 +293,10 @@ class MetricsPage:
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
-        """Content type and body; takes milliseconds, so any thread but the event loop's should call it.
+        """Return content type and body. Takes milliseconds, so call it on another thread than the event loop's.
 
         Args:
-            accept: the header of that name.
+            accept: value of the `Accept` header, "" for plain text.
         """
         with self._lock:
             return expose(self._registry, accept)

@@ -26,7 +26,7 @@ from headrace.observability.counters import TIMES, Counts, Histogram, Recorder, 
 
 # Upper bounds in milliseconds, Triton's defaults.
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
-# Quantiles are those of the last minute, as in Triton (prometheus-cpp's default).
+# Window of the quantiles, as in Triton (prometheus-cpp's default).
 WINDOW_S = 60.0
 _SNAPSHOT_S = 5.0
 
@@ -50,8 +50,8 @@ class Row:
 
     Attributes:
         labels: model and version.
-        recorder: of the version; a version that is loaded again has another one.
-        totals: a copy of what it counted.
+        recorder: of the version; a version has a new one after each load.
+        totals: a copy of its counts.
     """
 
     labels: Sequence[str]
@@ -60,12 +60,12 @@ class Row:
 
 
 class TritonModels:
-    """Makes Triton's metrics of models.
+    """Collects the metrics of models under Triton's names.
 
     Not thread-safe: one scrape at a time.
 
     Args:
-        options: which of them.
+        options: selects the metrics.
         clock: monotonic nanoseconds.
     """
 
@@ -74,7 +74,7 @@ class TritonModels:
         self._windows = Windows(clock)
 
     def collect(self, rows: Sequence[Row]) -> Iterator[Metric]:
-        """All families of the versions."""
+        """Yield all families of the given versions."""
         for name, read in _COUNTERS.items():
             if name.endswith("_us") and not self._options.counter_latencies:
                 continue
@@ -103,7 +103,7 @@ class TritonModels:
 
 
 class Windows:
-    """What was observed over the last minute, as differences of what the histograms held at earlier scrapes.
+    """Durations of the last minute, as differences between histograms of two scrapes.
 
     Not thread-safe: one scrape at a time.
 
@@ -116,31 +116,31 @@ class Windows:
         self._snapshots: WeakKeyDictionary[Recorder, deque[tuple[int, dict[str, Counts]]]] = WeakKeyDictionary()
 
     def recent(self, recorder: Recorder, phases: Mapping[str, Histogram]) -> dict[str, Counts]:
-        """Counts by fine bucket of each phase: of the last minute, or since the scrape before where that is longer ago.
+        """Return counts by fine bucket of each phase: of the last minute, or since the last scrape if that is longer ago.
 
         Args:
             recorder: of the version.
-            phases: its folded histograms now; kept, so they must not change.
+            phases: its present histograms; kept, so they must not change.
 
         Returns:
-            By phase. Everything since the version was loaded, as long as that is less than a minute ago or at the first scrape.
+            Counts by phase. At the first scrape, and in the first minute, they cover all time since the version was loaded.
         """
         now_ns = self._clock()
         now = {phase: phases[phase].fine for phase in table.TRITON_SUMMARY}
-        kept = self._snapshots.setdefault(recorder, deque())
-        while len(kept) > 1 and now_ns - kept[1][0] >= WINDOW_S * NS_PER_S:
-            kept.popleft()
-        before = kept[0][1] if kept and now_ns - kept[0][0] >= WINDOW_S * NS_PER_S else None
-        if not kept or now_ns - kept[-1][0] >= _SNAPSHOT_S * NS_PER_S:
-            kept.append((now_ns, now))
+        snapshots = self._snapshots.setdefault(recorder, deque())
+        while len(snapshots) > 1 and now_ns - snapshots[1][0] >= WINDOW_S * NS_PER_S:
+            snapshots.popleft()
+        before = snapshots[0][1] if snapshots and now_ns - snapshots[0][0] >= WINDOW_S * NS_PER_S else None
+        if not snapshots or now_ns - snapshots[-1][0] >= _SNAPSHOT_S * NS_PER_S:
+            snapshots.append((now_ns, now))
         return now if before is None else {phase: fine - before[phase] for phase, fine in now.items()}
 
 
 class CpuCollector(Collector):
-    """Makes the metrics of the machine's processors and memory out of /proc; without /proc they have no series.
+    """Collects CPU and memory metrics of the machine from /proc; without /proc they have no series.
 
     Args:
-        proc: in place of /proc.
+        proc: folder to read in place of /proc.
         clock: monotonic nanoseconds.
     """
 
@@ -152,11 +152,11 @@ class CpuCollector(Collector):
         self._utilization = 0.0
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time."""
+        """Return nothing: the registry must not collect at registration."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         utilization, total, used = (family.gauge() for family in table.TRITON_CPU.values())
         if (share := self._share()) is not None:
             utilization.add_metric([], share)
@@ -167,18 +167,18 @@ class CpuCollector(Collector):
         yield from (utilization, total, used)
 
     def _share(self) -> float | None:
-        """Share of time in which the processors were busy since the last reading, 0 to 1; readings are a second apart."""
+        """Return the utilisation of the CPUs since the last reading, 0 to 1; readings are at least 1 s apart."""
         ticks, now_ns = self._read_ticks(), self._clock()
         if ticks is None or self._ticks is None:
             return None
-        busy, everything = (now - before for now, before in zip(ticks, self._ticks, strict=True))
-        if everything > 0 and now_ns - self._read_ns >= NS_PER_S:
-            self._utilization = min(max(busy / everything, 0.0), 1.0)
+        busy, elapsed = (now - before for now, before in zip(ticks, self._ticks, strict=True))
+        if elapsed > 0 and now_ns - self._read_ns >= NS_PER_S:
+            self._utilization = min(max(busy / elapsed, 0.0), 1.0)
             self._ticks, self._read_ns = ticks, now_ns
         return self._utilization
 
     def _read_ticks(self) -> tuple[int, int] | None:
-        """Ticks in which the processors were busy, and all ticks."""
+        """Return busy ticks and all ticks of the CPUs."""
         try:
             with Path(self._proc, "stat").open(encoding="ascii") as file:
                 name, *numbers = file.readline().split()
@@ -189,16 +189,16 @@ class CpuCollector(Collector):
             return None
 
     def _read_memory(self) -> tuple[int, int] | None:
-        """Bytes of memory, and those that are available."""
-        found: dict[str, int] = {}
+        """Return total and available memory in bytes."""
+        sizes: dict[str, int] = {}
         try:
             with Path(self._proc, "meminfo").open(encoding="ascii") as file:
                 for line in file:
                     name, value = line.split(":", 1)
                     if name in ("MemTotal", "MemAvailable"):
-                        found[name] = int(value.split()[0]) * 1024
-                    if len(found) == 2:
-                        return found["MemTotal"], found["MemAvailable"]
+                        sizes[name] = int(value.split()[0]) * 1024
+                    if len(sizes) == 2:
+                        return sizes["MemTotal"], sizes["MemAvailable"]
         except (OSError, ValueError, IndexError):
             pass
         return None
@@ -220,7 +220,7 @@ def _failures(rows: Sequence[Row]) -> Metric:
 
 
 def _first_response(rows: Sequence[Row]) -> Metric:
-    """Every answer has one response, so that the first one comes with the whole."""
+    """Collect the time to the first response. Every request has one response, so it equals the total time."""
     family = table.TRITON_FIRST_RESPONSE.histogram()
     for row in rows:
         histogram = row.totals.phases["total"]
@@ -251,7 +251,7 @@ class LatencySummary(Protocol):
     """See `headrace.scheduling.latency_table.LatencyTable`."""
 
     def summary(self) -> Iterable[tuple[int, int, int]]:
-        """Rows, expected nanoseconds, and what 95 of 100 batches keep to; a bounded number of sizes."""
+        """Return rows, expected time and 95th percentile in nanoseconds, for a bounded number of sizes."""
 
 
 class ObservedProcess(Protocol):
@@ -259,11 +259,11 @@ class ObservedProcess(Protocol):
 
     @property
     def up(self) -> bool:
-        """There is a process that serves."""
+        """True if a process serves."""
 
     @property
     def restarts(self) -> int:
-        """How many have died while they served."""
+        """Number of processes that died while they served."""
 
 
 class Batching(Protocol):
@@ -271,7 +271,7 @@ class Batching(Protocol):
 
     @property
     def objective_ns(self) -> int:
-        """How long after its arrival a request should be answered, 0 if nothing is promised."""
+        """Latency objective in nanoseconds from the arrival of a request, 0 for none."""
 
 
 class Policy(Protocol):
@@ -279,35 +279,35 @@ class Policy(Protocol):
 
     @property
     def instances(self) -> int:
-        """How many run at the same time."""
+        """Number of configured instances."""
 
     @property
     def batch(self) -> Batching:
-        """How requests may be merged."""
+        """Rules for merging requests into batches."""
 
 
 class HandleStatus(Protocol):
-    """Who runs a version; see `headrace.scheduling.handle.ModelHandle`."""
+    """State of a loaded version; see `headrace.scheduling.handle.ModelHandle`."""
 
     @property
     def policy(self) -> Policy:
-        """How requests are treated."""
+        """Queueing and batching policy."""
 
     @property
     def alive(self) -> int:
-        """Instances that live."""
+        """Number of live instances."""
 
     @property
     def restarts(self) -> int:
-        """Instances that died and were started anew."""
+        """Number of instances that died and were restarted."""
 
     @property
     def evicted(self) -> bool:
-        """It is out of memory, and loaded when a request asks for it."""
+        """True if the version is evicted from memory; the next request loads it."""
 
     @property
     def process_status(self) -> ObservedProcess | None:
-        """How the model's own process fares; None if it has none."""
+        """Status of the process of an isolated model; None for others."""
 
 
 class ScrapedModel(HandleStatus, Protocol):
@@ -318,21 +318,21 @@ class ScrapedModel(HandleStatus, Protocol):
 
     @property
     def profile(self) -> LatencySummary:
-        """How long its batches compute."""
+        """Compute times by batch size."""
 
     def load(self) -> ModelLoad:
-        """How busy it is."""
+        """Return queue depth, requests in flight and predicted times."""
 
 
 ScrapedModels = Callable[[], Iterable[tuple[str, str, ScrapedModel]]]
 
 
 class ModelCollector(Collector):
-    """Makes the metrics of all loaded models.
+    """Collects the metrics of all loaded models.
 
     Args:
-        sources: gives (model, version, source) of everything loaded.
-        triton: which metrics under Triton's names there are.
+        sources: returns (model, version, source) of every loaded version.
+        triton: selects metrics under Triton's names.
     """
 
     def __init__(self, sources: ScrapedModels, triton: TritonMetrics) -> None:
@@ -340,11 +340,11 @@ class ModelCollector(Collector):
         self._triton = TritonModels(triton)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: the models may change."""
+        """Return nothing: the models may change."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         sources = [([model, version], source) for model, version, source in self._sources()]
         totals = [(labels, source.recorder.totals()) for labels, source in sources]
         yield from _latencies(totals)
@@ -356,11 +356,14 @@ class ModelCollector(Collector):
         yield _profiles(sources)
         yield from _engines(sources)
         yield from self._triton.collect(
-            [Row(labels, source.recorder, of) for (labels, source), (_, of) in zip(sources, totals, strict=True)]
+            [
+                Row(labels, source.recorder, counts)
+                for (labels, source), (_, counts) in zip(sources, totals, strict=True)
+            ]
         )
 
 
-# Shown before they are counted: what is not there cannot be seen to rise.
+# Exported as 0 before the first failure, so that `rate()` sees its first increase.
 _NO_FAILURES = dict.fromkeys(
     (
         "bad_request",
@@ -434,12 +437,12 @@ def _load(sources: _Sources) -> Iterator[Metric]:
 
 
 def _lives(sources: _Sources) -> Iterator[Metric]:
-    alive, wanted, restarts = table.INSTANCES.gauge(), table.INSTANCES_WANTED.gauge(), table.RESTARTS.counter()
+    alive, configured, restarts = table.INSTANCES.gauge(), table.INSTANCES_WANTED.gauge(), table.RESTARTS.counter()
     for labels, source in sources:
         alive.add_metric(labels, source.alive)
-        wanted.add_metric(labels, 0 if source.evicted else source.policy.instances)
+        configured.add_metric(labels, 0 if source.evicted else source.policy.instances)
         restarts.add_metric(labels, source.restarts)
-    yield from (alive, wanted, restarts)
+    yield from (alive, configured, restarts)
 
 
 def _processes(sources: _Sources) -> Iterator[Metric]:
@@ -467,8 +470,8 @@ def _engines(sources: _Sources) -> Iterator[Metric]:
         parameters = source.spec.parameters
         if "engine.file" not in parameters:
             continue
-        marked = "true" if parameters["engine.below_accuracy_bar"] else "false"
-        info.add_metric([*labels, str(parameters["engine.precision"]), str(parameters["engine.file"]), marked], 1)
+        below_bar = "true" if parameters["engine.below_accuracy_bar"] else "false"
+        info.add_metric([*labels, str(parameters["engine.precision"]), str(parameters["engine.file"]), below_bar], 1)
         for name, value in parameters.items():
             if name.startswith("engine.") and isinstance(value, float | int) and not isinstance(value, bool):
                 accuracy.add_metric([*labels, name.removeprefix("engine.")], value)

@@ -1,6 +1,6 @@
 """Collects the metrics of the server: readiness, model states, limits, the event loop, the process, and GPUs.
 
-The memory that models hold on a GPU comes from the ledger, everything else about a GPU from the driver.
+The GPU memory of models comes from the ledger, all other values of a GPU from the driver.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _INTERVAL_S = 0.25
 
 
 class States(Protocol):
-    """What became of every model; see `headrace.repository.registry.Registry`."""
+    """States of all models; see `headrace.repository.registry.Registry`."""
 
     def states(self) -> Sequence[tuple[str, str, str]]:
-        """Model, version ("" before they are known) and state of each."""
+        """Return model, version ("" while the versions are unknown) and state of each."""
 
     def ready(self) -> bool:
-        """True if all that should be served can be."""
+        """Return True if every model that should be served is ready."""
 
 
 class LoopLag:
-    """How late the event loop comes to a timer; four looks a second cost nothing that could be measured.
+    """Measures the delay of a timer on the event loop, four times a second. Its cost is too small to measure.
 
-    Lives on its loop: `start` and `stop` are called there, `histogram` from any thread.
+    `start` and `stop` are called on the event loop, `histogram` on any thread.
     """
 
     def __init__(self, clock: Clock = monotonic_ns) -> None:
@@ -48,21 +48,21 @@ class LoopLag:
         self._due_ns = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look from now on."""
+        """Start to measure."""
         self._due_ns = self._clock() + int(_INTERVAL_S * NS_PER_S)
         self._timer = loop.call_later(_INTERVAL_S, self._observe, loop)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
 
     def histogram(self) -> Histogram:
-        """A copy of what was found so far."""
-        found = Histogram()
+        """Return a copy of the delays so far."""
+        copy = Histogram()
         with self._lock:
-            found.add(self._histogram)
-        return found
+            copy.add(self._histogram)
+        return copy
 
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
@@ -72,13 +72,13 @@ class LoopLag:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the wiring knows of the server.
+    """Sources of the metrics of the server.
 
     Attributes:
         states: of the models.
         version: of Headrace.
         lag: of the event loop.
-        client_limits: what clients come through, one a protocol.
+        client_limits: limits on clients and their counters, one for each protocol.
         certificate_expiry_s: seconds since 1970; None without TLS.
     """
 
@@ -90,17 +90,17 @@ class ServerFacts:
 
 
 class ServerCollector(Collector):
-    """Makes the metrics of the server itself."""
+    """Collects the metrics of the server."""
 
     def __init__(self, facts: ServerFacts) -> None:
         self._facts = facts
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: the models may change."""
+        """Return nothing: the models may change."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         facts = self._facts
         ready, build, threads = table.READY.gauge(), table.BUILD_INFO.gauge(), table.THREADS.gauge()
         ready.add_metric([], facts.states.ready())
@@ -130,7 +130,7 @@ def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
             hits.add_metric([each.protocol, limit], count)
         if each.connections is not None:
             connections.add_metric([each.protocol], each.connections)
-    for each in client_limits[:1]:  # the others have the same
+    for each in client_limits[:1]:  # all protocols share these
         bodies.add_metric([], each.bodies.reserved_bytes)
         for limit, value in each.limits.table().items():
             limits.add_metric([limit], value)
@@ -140,12 +140,12 @@ def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
 def _states(states: States) -> Metric:
     family = table.MODEL_STATE.gauge()
     for model, version, state in states.states():
-        for one in _STATES:
-            family.add_metric([model, version, one], one == state)
+        for label in _STATES:
+            family.add_metric([model, version, label], label == state)
     return family
 
 
-# In the order of a version's life; see `headrace.repository.registry.State`.
+# In the order in which a version passes them; see `headrace.repository.registry.State`.
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
 _LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
     (table.ERRORS, ERRORS),
@@ -156,7 +156,7 @@ _LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
 
 
 class LoadStatistics(Protocol):
-    """How often a version was loaded; see `headrace.repository.gpu_model_cache.LoadCounts`."""
+    """Numbers and times of loads of a version; see `headrace.repository.gpu_model_cache.LoadCounts`."""
 
     count: int
     time_ns: int
@@ -166,25 +166,27 @@ class LoadStatistics(Protocol):
 
 
 class GpuMemory(Protocol):
-    """Who holds the memory of GPUs; see `headrace.repository.gpu_model_cache.GpuModelCache`."""
+    """GPU memory by model; see `headrace.repository.gpu_model_cache.GpuModelCache`."""
 
     ledger: Ledger
 
     def loads(self) -> Iterable[tuple[str, str, LoadStatistics]]:
-        """Model, version and how often it was loaded."""
+        """Yield model, version and its load statistics."""
 
 
 class ScrapedGpu(Protocol):
-    """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.devices.GpuReading`.
+    """Present values of one GPU from its driver, None for values that it does not report.
+
+    See `headrace.cuda.devices.GpuReading`.
 
     Attributes:
-        gpu: its number among those that the server sees.
-        name, uuid, driver: what it is; "" if it is lost.
-        up: the driver answers for it.
-        utilization: share of the last moments in which a kernel ran, 0 to 1.
-        clocks_hz: by what they drive: sm, memory.
+        gpu: index among the visible GPUs.
+        name, uuid, driver: "" if the GPU is lost.
+        up: the driver reports values of the GPU.
+        utilization: share of the driver's last sampling period in which a kernel ran, 0 to 1.
+        clocks_hz: by clock domain: sm, memory.
         ecc_errors: by kind: corrected, uncorrected.
-        slowed: by reason, whether it keeps the clocks down now.
+        slowed: by reason, True while the GPU reduces its clocks for it.
     """
 
     gpu: int
@@ -208,21 +210,21 @@ class GpuReader(Protocol):
     """See `headrace.cuda.devices.Nvml`."""
 
     def readings(self) -> Iterable[ScrapedGpu]:
-        """Of every GPU; none where there is no driver. Takes some milliseconds."""
+        """Return a reading of every GPU, none without a driver. Takes some milliseconds."""
 
 
 class MemoryCollector(Collector):
-    """Makes the metrics of models' memory out of the ledger."""
+    """Collects the metrics of GPU memory that models hold, from the ledger."""
 
     def __init__(self, memory: GpuMemory) -> None:
         self._memory = memory
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: the GPUs are known once something is loaded."""
+        """Return nothing: the GPUs are unknown before the first load."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         held, limit = table.GPU_MEMORY.gauge(), table.GPU_MEMORY_LIMIT.gauge()
         for gpu, model, version, kind, size_bytes in self._memory.ledger.holdings():
             held.add_metric(["host" if gpu == HOST else str(gpu), model, version, kind], size_bytes)
@@ -251,18 +253,18 @@ class MemoryCollector(Collector):
 
 
 class GpuCollector(Collector):
-    """Makes the metrics of the GPUs themselves, asking the driver at each scrape."""
+    """Collects the metrics of GPUs; reads the driver at each scrape."""
 
     def __init__(self, gpus: GpuReader) -> None:
         self._gpus = gpus
         self._first_j: dict[str, float] = {}  # energy at the first scrape, by UUID
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: nobody asks the driver before he must."""
+        """Return nothing: the driver is read at a scrape, not at registration."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families; without a driver they have no series."""
+        """Yield all families; without a driver they have no series."""
         readings = list(self._gpus.readings())
         for family, read in _PLAIN:
             metric = family.counter() if family.kind == "counter" else family.gauge()
@@ -279,14 +281,14 @@ class GpuCollector(Collector):
                 clocks.add_metric([gpu, clock], hertz)
             for kind, count in reading.ecc_errors.items():
                 ecc.add_metric([gpu, kind], count)
-            for reason, now in reading.slowed.items():
-                slowed.add_metric([gpu, reason], now)
+            for reason, is_slowed in reading.slowed.items():
+                slowed.add_metric([gpu, reason], is_slowed)
         yield from (info, clocks, ecc, slowed)
         yield from _triton(readings)
         yield self._energy(readings)
 
     def _energy(self, readings: list[ScrapedGpu]) -> Metric:
-        """Energy as Triton counts it: from the server's start, not the driver's."""
+        """Collect energy as Triton counts it: from the start of the server, not of the driver."""
         metric = table.TRITON_ENERGY.unknown()
         for reading in readings:
             if reading.uuid and reading.energy_j is not None:

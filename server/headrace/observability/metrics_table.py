@@ -25,10 +25,10 @@ _LE = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
 
 
 class Durations(HistogramMetricFamily):
-    """A histogram of both kinds.
+    """A histogram with classic and native buckets.
 
     Attributes:
-        natives: label values and histogram of each series, in the order in which they were added.
+        natives: label values and histogram of each series.
     """
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
@@ -36,7 +36,7 @@ class Durations(HistogramMetricFamily):
         self.natives: list[tuple[list[str], Histogram]] = []
 
     def add(self, labels: list[str], histogram: Histogram) -> None:
-        """A series; the histogram must be folded and change no more."""
+        """Add a series; the histogram must not change afterwards."""
         self.natives.append((labels, histogram))
         buckets = [_sample(bucket) for bucket in classic_buckets(histogram)]
         self.add_metric(labels, buckets, histogram.sum_ns / NS_PER_S)
@@ -47,14 +47,14 @@ class Family:
     """One metric.
 
     Attributes:
-        section: of the page of documentation.
+        section: of docs/metrics.md.
         name: as Prometheus stores it.
-        kind: as Prometheus types it. A counter whose name does not end in `_total`, as Triton's do not, is `unknown` in
-            OpenMetrics, which demands the suffix.
-        text: what it says, one or two sentences.
-        labels: their names, without `le` and a summary's `quantile`.
-        native: a histogram of durations that is a native one too.
-        when: where it is absent otherwise; "" if it is always there.
+        kind: Prometheus' type. A counter without the suffix `_total`, as Triton's are, is `unknown` in OpenMetrics, which
+            requires the suffix.
+        text: help text, one or two sentences.
+        labels: names of the labels, without `le` of histograms and `quantile` of summaries.
+        native: a histogram of durations that also has native buckets.
+        when: condition under which it has series; "" if it always has.
     """
 
     section: str
@@ -66,59 +66,59 @@ class Family:
     when: str = ""
 
     def counter(self) -> CounterMetricFamily:
-        """Empty, to be filled with `add_metric`."""
+        """Return the family without series, for `add_metric`."""
         return CounterMetricFamily(self.name.removesuffix("_total"), self.text, labels=self.labels)
 
     def gauge(self) -> GaugeMetricFamily:
-        """Empty, to be filled with `add_metric`."""
+        """Return the family without series, for `add_metric`."""
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
 
     def summary(self) -> SummaryMetricFamily:
-        """Empty, to be filled with `add_metric`."""
+        """Return the family without series, for `add_metric`."""
         return SummaryMetricFamily(self.name, self.text, labels=self.labels)
 
     def histogram(self) -> HistogramMetricFamily:
-        """Empty, to be filled with `add_metric`."""
+        """Return the family without series, for `add_metric`."""
         return HistogramMetricFamily(self.name, self.text, labels=self.labels)
 
     def durations(self) -> Durations:
-        """Empty, to be filled with `add`."""
+        """Return the family without series, for `add`."""
         return Durations(self.name, self.text, self.labels)
 
     def unknown(self) -> Metric:
-        """A counter without the suffix: empty, to be filled with `add_sample`."""
+        """Return a counter without the suffix `_total`, without series, for `add_sample`."""
         return Metric(self.name, self.text, "unknown")
 
     def any_summary(self) -> Metric:
-        """A summary with quantiles: empty, to be filled with `add_sample`, one series after the other."""
+        """Return a summary with quantiles, without series, for `add_sample`; samples of a series must be adjacent."""
         return Metric(self.name, self.text, "summary")
 
 
 def classic_buckets(histogram: Histogram) -> list[tuple[str, int, Exemplar | None]]:
-    """Upper bound as text, how many durations keep to it, and an example."""
+    """Return upper bound as text, cumulative count and exemplar of each classic bucket."""
     cumulative: list[int] = histogram.counts.cumsum().tolist()
     return [
-        (bound, count, histogram.exemplars.get(place))
-        for place, (bound, count) in enumerate(zip(_LE, cumulative, strict=True))
+        (bound, count, histogram.exemplars.get(index))
+        for index, (bound, count) in enumerate(zip(_LE, cumulative, strict=True))
     ]
 
 
 def _sample(bucket: tuple[str, int, Exemplar | None]) -> tuple[str, float] | tuple[str, float, OpenMetricsExemplar]:
-    bound, count, example = bucket
-    if example is None:
+    bound, count, exemplar = bucket
+    if exemplar is None:
         return bound, count
     return (
         bound,
         count,
-        OpenMetricsExemplar({"trace_id": example.trace_id}, example.value_ns / NS_PER_S, example.time_s),
+        OpenMetricsExemplar({"trace_id": exemplar.trace_id}, exemplar.value_ns / NS_PER_S, exemplar.time_s),
     )
 
 
-_AT = "Requests and their time"
+_REQUESTS = "Requests and their time"
 _ONCE = "once for each request in it"
 _CODED = "once for each successful request over HTTP or gRPC"
 PHASE_SECONDS = {
-    phase: Family(_AT, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
+    phase: Family(_REQUESTS, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
     for phase, text in {
         "decode": f"Time to decode and validate a request, {_CODED}.",
         "queue": "Time of a request in the queue.",
@@ -129,27 +129,27 @@ PHASE_SECONDS = {
         "total": "Time from the arrival of a request to its response.",
     }.items()
 }
-REQUESTS = Family(_AT, "headrace_requests_total", "counter", "Successful requests.", MODEL)
-ROWS = Family(_AT, "headrace_rows_total", "counter", "Rows of successful requests.", MODEL)
+REQUESTS = Family(_REQUESTS, "headrace_requests_total", "counter", "Successful requests.", MODEL)
+ROWS = Family(_REQUESTS, "headrace_rows_total", "counter", "Rows of successful requests.", MODEL)
 FAILURES = Family(
-    _AT,
+    _REQUESTS,
     "headrace_failures_total",
     "counter",
-    "Requests to a model that failed, were refused or were cancelled, by reason.",
+    "Failed, rejected and cancelled requests to a model, by reason.",
     (*MODEL, "reason"),
 )
 ERRORS = Family(
-    _AT,
+    _REQUESTS,
     "headrace_errors_total",
     "counter",
     "Error responses, with or without a model.",
     ("protocol", "reason"),
 )
 LIMIT_HITS = Family(
-    _AT,
+    _REQUESTS,
     "headrace_limit_hits_total",
     "counter",
-    "Requests, connections and streams that met a limit, by option. grpcio counts only the limit on all bodies.",
+    "Requests, connections and streams that reached a limit, by option. grpcio counts only the limit on all bodies.",
     ("protocol", "limit"),
 )
 
@@ -205,7 +205,7 @@ LATE = Family(
 _MODELS = "Models"
 READY = Family(_MODELS, "headrace_ready", "gauge", "1 while /v2/health/ready answers 200.")
 MODEL_STATE = Family(
-    _MODELS, "headrace_model_state", "gauge", "1 for the present state of a version, 0 for the others.",
+    _MODELS, "headrace_model_state", "gauge", "1 for the current state of a version, 0 for the other states.",
     (*MODEL, "state"),
 )  # fmt: skip
 MODEL_LOADS = Family(
@@ -219,7 +219,11 @@ MODEL_LOADS = Family(
 LOAD_SECONDS = Family(_MODELS, "headrace_load_seconds", "summary", "Time to load a version.", MODEL)
 INSTANCES = Family(_MODELS, "headrace_instances", "gauge", "Live instances.", MODEL)
 INSTANCES_WANTED = Family(
-    _MODELS, "headrace_instances_wanted", "gauge", "Configured instances; 0 while the version is parked.", MODEL
+    _MODELS,
+    "headrace_instances_wanted",
+    "gauge",
+    "Configured instances; 0 while the version is evicted from GPU memory.",
+    MODEL,
 )
 RESTARTS = Family(
     _MODELS, "headrace_instance_restarts_total", "counter", "Instances that died and were restarted.", MODEL
@@ -242,9 +246,9 @@ ENGINE_INFO = Family(
     _ENGINES,
     "headrace_engine_info",
     "gauge",
-    "1 for a model that a built engine serves.",
+    "1 for a model that is served by a built engine.",
     (*MODEL, "precision", "file", "below_accuracy_bar"),
-    when="for a model that a built engine serves",
+    when="for a model that is served by a built engine",
 )
 ENGINE_ACCURACY = Family(
     _ENGINES,
@@ -252,7 +256,7 @@ ENGINE_ACCURACY = Family(
     "gauge",
     "Agreement of the engine's outputs with the FP32 model at build time, by measure; 1 is equal.",
     (*MODEL, "measure"),
-    when="for a model that a built engine serves",
+    when="for a model that is served by a built engine",
 )
 ENGINE_BUILDS = Family(
     _ENGINES,
@@ -263,7 +267,7 @@ ENGINE_BUILDS = Family(
     when="with `build_on_load`, once a build has ended",
 )
 
-_MEMORY = "GPU memory that models hold"
+_MEMORY = "GPU memory of models"
 GPU_MODEL = "once a model on a GPU has been loaded"
 GPU_MEMORY = Family(
     _MEMORY,
@@ -278,10 +282,14 @@ GPU_MEMORY_LIMIT = Family(
     when=GPU_MODEL,
 )  # fmt: skip
 ON_DEMAND_LOADS = Family(
-    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads of parked versions caused by a request.", MODEL
+    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads of evicted versions caused by a request.", MODEL
 )
 EVICTIONS = Family(
-    _MEMORY, "headrace_evictions_total", "counter", "Times that a version was parked to make room for another.", MODEL
+    _MEMORY,
+    "headrace_evictions_total",
+    "counter",
+    "Evictions of a version from GPU memory in favour of another.",
+    MODEL,
 )
 
 _GPUS = "GPUs"
@@ -292,8 +300,8 @@ def _gpu(name: str, text: str, kind: Kind = "gauge", *labels: str) -> Family:
     return Family(_GPUS, name, kind, text, ("gpu", *labels), when=_NVML)
 
 
-GPU_INFO = _gpu("headrace_gpu_info", "1; names the GPU.", "gauge", "name", "uuid", "driver")
-GPU_UP = _gpu("headrace_gpu_up", "1 while the driver answers for the GPU, 0 once it is lost.")
+GPU_INFO = _gpu("headrace_gpu_info", "Always 1; the labels identify the GPU.", "gauge", "name", "uuid", "driver")
+GPU_UP = _gpu("headrace_gpu_up", "1 while the driver can read the GPU, 0 once it is lost.")
 GPU_UTILIZATION = _gpu(
     "headrace_gpu_utilization_ratio", "Share of the driver's last sampling period in which a kernel ran, 0 to 1."
 )
@@ -313,7 +321,13 @@ GPU_SLOWED = _gpu(
 )  # fmt: skip
 
 _SERVER = "The server"
-BUILD_INFO = Family(_SERVER, "headrace_build_info", "gauge", "1; names the version.", ("version", "python"))
+BUILD_INFO = Family(
+    _SERVER,
+    "headrace_build_info",
+    "gauge",
+    "Always 1; the labels are versions.",
+    ("version", "python"),
+)
 LOOP_LAG = Family(
     _SERVER,
     "headrace_event_loop_lag_seconds",
@@ -434,14 +448,15 @@ PROCESS = tuple(
 
 
 def families() -> list[Family]:
-    """All of them, in the order of this file."""
-    found: list[Family] = []
+    """Return all families in the order of this file."""
+    result: list[Family] = []
     for value in globals().values():
         if isinstance(value, Family):
-            found.append(value)
+            result.append(value)
         elif isinstance(value, dict | tuple):
-            found += [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Family)]
-    return found
+            values = value.values() if isinstance(value, dict) else value
+            result += [member for member in values if isinstance(member, Family)]
+    return result
 
 
 NAME = "metrics.md"
@@ -478,11 +493,11 @@ The `Accept` header selects the format: Prometheus' text, OpenMetrics (with exem
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """Return docs/metrics.md."""
     parts = [_HEAD]
-    for section, found in groupby(families(), lambda family: family.section):
+    for section, members in groupby(families(), lambda family: family.section):
         parts.append(f"\n## {section}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n")
-        parts += [_row(family) for family in found]
+        parts += [_row(family) for family in members]
     return "".join(parts)
 
 

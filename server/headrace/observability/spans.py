@@ -1,10 +1,10 @@
-"""Requests as spans of OpenTelemetry, sent by OTLP. Imported only where the operator has named a receiver.
+"""OpenTelemetry spans of requests and batches, sent by OTLP. Imported only with `--otlp-endpoint`.
 
-    infer MODEL          of one request, in its caller's trace or one of its own; linked to its batch
+    infer MODEL          one request, in its caller's trace or a new one; linked to its batch
     |- decode, queue, assemble, compute, split, encode     see `access_log.phases`
-    batch MODEL          of one batch, in a trace of its own, linked to every traced request in it
+    batch MODEL          one batch, in a trace of its own; linked to every traced request in it
 
-Nothing of this happens on the event loop: it hands over records, and a thread makes spans of them.
+The event loop queues access records; a thread makes spans of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger("headrace.trace")
 _KIND = "spans"
 _MAX_TEXT = 256
 _MAX_LINKS = 1024
-# How long the members of a batch may take to be answered: whoever comes later has no link to it.
+# A batch's span ends this long after its first request. Requests that end later have no link to it.
 _HOLD_S = 1.0
 _MAX_HELD = 1024
 _EXPORT_SPANS = 512
@@ -56,14 +56,14 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class _HeldBatch:
-    """A batch whose members are still coming.
+    """A batch whose span waits for records of further requests.
 
     Attributes:
         span: not ended.
-        times: by whose identity it is known.
-        links: members so far.
-        due_ns: monotonic, when it is ended.
-        end_ns: since 1970.
+        times: shared by the records of all its requests; its identity is the key of the batch.
+        links: number of linked requests.
+        due_ns: monotonic time at which the span is ended.
+        end_ns: end of the span, nanoseconds since 1970.
     """
 
     span: Span
@@ -74,10 +74,10 @@ class _HeldBatch:
 
 
 class _Ids(IdGenerator):
-    """Random ids, but for the trace that is begun next.
+    """Generates random ids, except for the next trace.
 
     Attributes:
-        next_trace_id: of that trace, 0 for a random one.
+        next_trace_id: id of the next trace, 0 for a random one.
     """
 
     next_trace_id = 0
@@ -91,10 +91,10 @@ class _Ids(IdGenerator):
 
 
 class _Ended(SpanProcessor):
-    """Keeps the spans that have ended.
+    """Collects ended spans.
 
     Attributes:
-        spans: since somebody took them.
+        spans: ended since `SpanWriter` last sent them.
     """
 
     def __init__(self) -> None:
@@ -105,16 +105,16 @@ class _Ended(SpanProcessor):
 
 
 class SpanWriter:
-    """Makes spans and sends them.
+    """Makes spans of access records and sends them.
 
-    `put` and `close` are called on the event loop (`close` by who ends it), everything else on the thread.
+    `put` and `close` are called on the event loop, `close` also after its end; all other methods run on the writer thread.
 
     Args:
-        exporter: sends them; may block, on the thread.
+        exporter: sends spans; may block the writer thread.
         version: of Headrace.
-        shown: where the spans go, for the log.
-        hold_s: how long a batch's members are waited for.
-        capacity: requests that may wait.
+        shown: name of the receiver in the log.
+        hold_s: seconds after its first request until the span of a batch ends.
+        capacity: maximum number of queued requests.
     """
 
     def __init__(
@@ -142,29 +142,29 @@ class SpanWriter:
         self._held: dict[int, _HeldBatch] = {}
         self._refused = False
         self._closing = False
-        self._last_words = _LastWords()
+        self._exporter_log = _ExporterLog()
         self._records: BackgroundWorker[tuple[AccessRecord, str]] = BackgroundWorker(
             "headrace-spans", _KIND, self._work, capacity, gather_s=0.2
         )
 
     @property
     def failed(self) -> bool:
-        """No spans are made any more; the log says why."""
+        """True after an unexpected exception, which is in the log; no more spans are made."""
         return self._records.failed
 
     def put(self, record: AccessRecord, trace_id: str) -> None:
-        """A request is over that is traced under `trace_id`, 32 hexadecimal digits."""
+        """Queue the record of a finished request; `trace_id` has 32 hexadecimal digits."""
         self._records.put((record, trace_id))
 
     def close(self) -> None:
-        """Send what waits; waits a few seconds at most for a receiver that does not take it."""
+        """Send the queued spans; waits at most 5 s for the receiver."""
         self._closing = True
         if not self._records.close(_CLOSE_TIMEOUT_S):
-            logger.warning("spans are lost: %s did not take them in time", self._shown)
+            logger.warning("spans are lost: %s did not accept them in time", self._shown)
         self._exporter.shutdown()
 
     def _work(self, records: list[tuple[AccessRecord, str]]) -> float | None:
-        """Make spans of records, end the batches that are due, send all of it."""
+        """Make spans of records, end due batches and send all ended spans; return the seconds until the next batch is due."""
         now_ns = monotonic_ns()
         offset_ns = time.time_ns() - now_ns
         for record, trace_id in records:
@@ -198,7 +198,7 @@ class SpanWriter:
             batch.links += 1
 
     def _batch(self, record: AccessRecord, now_ns: int, offset_ns: int) -> _HeldBatch | None:
-        """The batch of an answered request; its members share one object for their times."""
+        """Return the batch of a successful request; all requests of a batch share one `BatchTimes` object."""
         times = record.times
         if times is None:
             return None
@@ -223,8 +223,8 @@ class SpanWriter:
         return held
 
     def _end_batches(self, now_ns: int) -> float | None:
-        """End those that are due, or too many; seconds until the next one is."""
-        for key, held in list(self._held.items()):  # in the order in which they came
+        """End the batches that are due or too many; return the seconds until the next one is due."""
+        for key, held in list(self._held.items()):  # oldest first
             if not self._closing and held.due_ns > now_ns and len(self._held) <= _MAX_HELD:
                 return (held.due_ns - now_ns) / NS_PER_S
             held.span.end(held.end_ns)
@@ -234,8 +234,8 @@ class SpanWriter:
     def _send(self, spans: list[ReadableSpan]) -> None:
         try:
             sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
-            reason = "" if sent else self._last_words.text
-        except Exception as error:  # whatever a transport raises: the next batch is tried anew
+            reason = "" if sent else self._exporter_log.text
+        except Exception as error:  # transports raise anything; the next export is tried regardless
             sent, reason = False, repr(error)
         if not sent:
             DROPPED.count(_KIND, by=len(spans))
@@ -246,29 +246,29 @@ class SpanWriter:
         self._refused = not sent
 
 
-class _LastWords(logging.Handler):
-    """What the exporter logged last: it says so with every batch that it loses, where we say it once.
+class _ExporterLog(logging.Handler):
+    """Captures the last log message of the exporter, which logs every failed export; `SpanWriter` logs the first only.
 
     Attributes:
-        text: of the last record.
+        text: of the last message.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.text = "no reason given"
-        theirs = logging.getLogger("opentelemetry.exporter")
-        theirs.handlers[:] = [self]
-        theirs.propagate = False
+        exporter_logger = logging.getLogger("opentelemetry.exporter")
+        exporter_logger.handlers[:] = [self]
+        exporter_logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
 
 
 def otlp_exporter(endpoint: str, protocol: str) -> SpanExporter:
-    """What sends spans to a receiver; headers, certificates and compression by OpenTelemetry's own OTEL_EXPORTER_OTLP_ variables.
+    """Create an OTLP exporter; OpenTelemetry's OTEL_EXPORTER_OTLP_ variables set headers, certificates and compression.
 
     Args:
-        endpoint: URL; over HTTP without a path it is that of the specification, /v1/traces.
+        endpoint: URL; over HTTP, /v1/traces (the path of the specification) is added to a URL without a path.
         protocol: grpc or http.
     """
     if protocol == "grpc":
@@ -283,15 +283,15 @@ def otlp_exporter(endpoint: str, protocol: str) -> SpanExporter:
 
 
 def _resource(version: str) -> Resource:
-    """What sends: named by OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, or headrace."""
-    found = Resource.create({"service.version": version} if version else {})
-    if str(found.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
-        found = found.merge(Resource({"service.name": "headrace"}))
-    return found
+    """Resource of all spans: named by OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES, else headrace."""
+    resource = Resource.create({"service.version": version} if version else {})
+    if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "headrace"}))
+    return resource
 
 
 def _parent(record: AccessRecord) -> Context:
-    """The caller's span, or nothing: then a trace begins."""
+    """Return the caller's span as parent; an empty context starts a new trace."""
     context = record.context
     if context is None:
         return Context()
@@ -302,30 +302,34 @@ def _parent(record: AccessRecord) -> Context:
 
 
 def _attributes(record: AccessRecord) -> dict[str, str | int]:
-    found: dict[str, str | int] = {
+    attributes: dict[str, str | int] = {
         "headrace.protocol": record.protocol,
         "headrace.model": _text(record.model),
         "headrace.version": _text(record.version),
         "headrace.rows": record.rows,
     }
     if record.protocol == "http":
-        found |= {"http.request.method": "POST", "http.response.status_code": int(record.status)}
-        found["http.route"] = "/v2/models/{model}/infer"
+        attributes |= {"http.request.method": "POST", "http.response.status_code": int(record.status)}
+        attributes["http.route"] = "/v2/models/{model}/infer"
     else:
-        found |= {"rpc.system": "grpc", "rpc.service": "inference.GRPCInferenceService", "rpc.method": "ModelInfer"}
-        found["rpc.response.status_code"] = record.status
+        attributes |= {
+            "rpc.system": "grpc",
+            "rpc.service": "inference.GRPCInferenceService",
+            "rpc.method": "ModelInfer",
+        }
+        attributes["rpc.response.status_code"] = record.status
     if record.request_id:
-        found["headrace.request_id"] = redact(_text(record.request_id))
+        attributes["headrace.request_id"] = redact(_text(record.request_id))
     if record.client:
-        found["headrace.client"] = _text(record.client)
+        attributes["headrace.client"] = _text(record.client)
     if record.error:
-        found["error.type"] = record.reason
+        attributes["error.type"] = record.reason
     if record.times is not None:
-        found |= {"headrace.batch.rows": record.batch_rows, "headrace.batch.closed": record.closed}
-        found["headrace.batch.id"] = record.batch_id
-    return found
+        attributes |= {"headrace.batch.rows": record.batch_rows, "headrace.batch.closed": record.closed}
+        attributes["headrace.batch.id"] = record.batch_id
+    return attributes
 
 
 def _text(text: str) -> str:
-    """What a client sent, short and as Unicode has it: a lone surrogate would spoil the message for all spans in it."""
+    """Shorten and sanitise text from clients: a lone surrogate would make the whole export fail."""
     return text[:_MAX_TEXT].encode("utf-8", "replace").decode()

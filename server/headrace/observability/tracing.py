@@ -1,6 +1,6 @@
-"""Triton's trace settings and trace files, and the selection of requests for traces and the access log.
+"""Triton's trace settings and trace files, and the sampling of requests for traces and the access log.
 
-Trace files have the layout of Triton's and are written by their own thread.
+Trace files have Triton's layout and are written by their own thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.observability.logs import Pseudonyms, escape
 logger = logging.getLogger("headrace.trace")
 
 _QUEUE_RECORDS = 4096
-# A new file costs a block of the file system, however small it is.
+# A new file takes at least one block of the file system.
 _FILE_BYTES = 4096
 MAX_BYTES = 1 << 30
 _CLOSE_TIMEOUT_S = 10.0
@@ -39,11 +39,11 @@ class TraceRecord:
 
     Attributes:
         number: of the trace, from 1.
-        model: the model's name.
+        model: name of the model.
         version: of the model.
-        request_id: the caller's own, "" if there is none.
-        events: name and monotonic nanoseconds of each station, in order.
-        log_frequency: traces in an indexed file, 0 for the one file without an index.
+        request_id: from the caller, "" for none.
+        events: names and monotonic nanoseconds, in order.
+        log_frequency: number of traces in an indexed file, 0 for the file without an index.
     """
 
     number: int
@@ -55,21 +55,21 @@ class TraceRecord:
 
 
 class TraceWriter:
-    """Writes records to `path`, or to `path`.0, `path`.1, ... where they carry a `log_frequency`.
+    """Writes records to `path`, or those with a `log_frequency` to `path`.0, `path`.1, ...
 
     Each file is a JSON array (Triton's documentation, "JSON Trace Output") and is valid after every record: the closing bracket
-    is written with it and overwritten by the next. An indexed file ends when it holds `log_frequency` traces of the record
-    written last; unlike Triton's, traces of models with different frequencies share the files.
+    is written with each record and overwritten by the next. An indexed file is complete when it has the `log_frequency` of the
+    last record; unlike Triton's, traces of models with different frequencies share the files.
 
-    `put` and `close` are called by one thread, the event loop; the records pass to the writer's thread through the queue.
+    `put` and `close` are called on the event loop, everything else runs on the writer's thread.
 
     Args:
-        path: where the operator wants the traces; existing files are overwritten.
-        max_bytes: in all files together; the writer stops there, so that no client can fill the disk.
+        path: of the trace file; existing files are overwritten.
+        max_bytes: maximum size of all files together, so that no client can fill the disk. The writer stops there.
 
     Attributes:
         dropped: records lost because the queue was full.
-        failed: the writer cannot write any more; the log says why.
+        failed: the writer has stopped; the log has the reason.
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
@@ -85,7 +85,7 @@ class TraceWriter:
         self._index = 0
 
     def put(self, record: TraceRecord) -> None:
-        """Hand over a record; drops and counts it if the writer is behind or has failed."""
+        """Queue a record; drops and counts it if the queue is full or the writer has failed."""
         if self._thread is None:
             # A daemon: a disk that hangs must not keep the process from ending.
             self._thread = threading.Thread(target=self._run, name="headrace-traces", daemon=True)
@@ -99,7 +99,7 @@ class TraceWriter:
             DROPPED.count("traces")
 
     def close(self) -> None:
-        """Write what waits and close the files; waits at most ten seconds for a slow disk. No `put` may follow."""
+        """Write the queued records and close the files; waits at most 10 s for a slow disk. `put` must not follow."""
         if self._thread is None:
             return
         try:
@@ -109,9 +109,9 @@ class TraceWriter:
         else:
             self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("the trace writer is stuck, traces are lost")
+            logger.error("traces are lost: they could not be written within %g s", _CLOSE_TIMEOUT_S)
         if self.dropped:
-            logger.warning("%d traces were dropped: they came faster than they could be written", self.dropped)
+            logger.warning("%d traces were dropped: the queue of the trace writer was full", self.dropped)
 
     def _run(self) -> None:
         try:
@@ -119,19 +119,19 @@ class TraceWriter:
                 self._write(record)
                 if self._left_bytes <= 0:
                     self.failed = True
-                    logger.error("the trace files have reached their limit: tracing stops")
+                    logger.error("tracing stops: the trace files have reached their maximum size")
                     break
         except OSError as error:
             self.failed = True
-            logger.error("tracing stops, --trace-file %s cannot be written: %s", self._path, error.strerror)
+            logger.error("tracing stops: --trace-file %s cannot be written: %s", self._path, error.strerror)
         except Exception:
             self.failed = True
-            logger.exception("tracing stops, the trace writer has died")
+            logger.exception("tracing stops: unexpected exception")
         finally:
             for file in (self._single, self._indexed):
                 if file is not None:
                     file.close()
-            # Nobody reads any more: `close` must find room.
+            # The thread reads no more records: make room for the one that `close` puts.
             while self.failed and not self._queue.empty():
                 self._queue.get_nowait()
 
@@ -155,7 +155,7 @@ class TraceWriter:
 
 
 class _JsonArray:
-    """A file with a JSON array that records are appended to."""
+    """A file with a JSON array of records."""
 
     def __init__(self, path: str) -> None:
         self._file = FileIO(path, "w")
@@ -163,13 +163,13 @@ class _JsonArray:
         self.records = 0
 
     def append(self, record: TraceRecord) -> int:
-        """Write one record; how many bytes that were."""
+        """Append a record; return the number of written bytes."""
         text = (",\n" if self.records else "\n") + _to_triton(record) + "\n]"
         data = text.encode("ascii")
         self._file.seek(-2, 2)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) or 0 :]
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) or 0 :]
         self.records += 1
         return len(data)
 
@@ -178,16 +178,16 @@ class _JsonArray:
 
 
 def _to_triton(record: TraceRecord) -> str:
-    """The two objects of one trace, a line each: what was traced, and when it was where."""
-    about: dict[str, object] = {
+    """Format a trace as two JSON objects, a line each: its model and its timestamps."""
+    header: dict[str, object] = {
         "id": record.number,
         "model_name": record.model,
         "model_version": int(record.version) if record.version.isdecimal() else record.version,
     }
     if record.request_id:
-        about["request_id"] = record.request_id
-    stations = [{"name": name, "ns": ns} for name, ns in record.events]
-    return json.dumps(about) + ",\n" + json.dumps({"id": record.number, "timestamps": stations})
+        header["request_id"] = record.request_id
+    timestamps = [{"name": name, "ns": ns} for name, ns in record.events]
+    return json.dumps(header) + ",\n" + json.dumps({"id": record.number, "timestamps": timestamps})
 
 
 _MAX_MODELS = 1024
@@ -201,31 +201,31 @@ _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _FILE, _SPANS = 0, 1
 _MODES = {"triton": _FILE, "opentelemetry": _SPANS}
 _MODE_NAMES = {mode: name for name, mode in _MODES.items()}
-# Clients decide by their own trace's flag: whatever they ask, there are no more than so many a second. The spans of a request
-# cost about 0.3 ms of a processor that the event loop needs, too.
+# Maximum rate of requests that are traced because their caller's trace is sampled, which clients control. The spans of a
+# request cost about 0.3 ms of CPU time that the event loop needs, too.
 _MAX_PROPAGATED_HZ = 200
 
 
 class Spans(Protocol):
-    """Makes spans of requests; see `headrace.observability.spans.SpanWriter`."""
+    """Destination of spans; see `headrace.observability.spans.SpanWriter`."""
 
     @property
     def failed(self) -> bool:
-        """No spans are made any more."""
+        """True if no more spans are made."""
 
     def put(self, access_record: AccessRecord, trace_id: str) -> None:
-        """A request is over that is traced."""
+        """Queue the record of a finished request."""
 
     def close(self) -> None:
-        """Send what waits."""
+        """Send the queued spans."""
 
 
 class TraceSelection(NamedTuple):
-    """How a request is traced.
+    """Destination of the trace of one request.
 
     Attributes:
-        trace_id: its trace, 32 hexadecimal digits; "" if it goes to the trace file.
-        log_frequency: traces a file.
+        trace_id: of its spans, 32 hexadecimal digits; "" for the trace file.
+        log_frequency: number of traces in an indexed file.
     """
 
     trace_id: str
@@ -234,15 +234,15 @@ class TraceSelection(NamedTuple):
 
 @dataclass(slots=True)
 class _Sampler:
-    """Settings in force, and how far they have been used up.
+    """Trace settings in force, and the requests counted by them.
 
     Attributes:
-        on: trace at all.
-        mode: to the trace file, or as spans.
-        rate: every how many requests one is traced, 0 for none but those whose callers trace them.
-        count: how many more are traced, -1 for no end.
-        log_frequency: traces a file.
-        seen: requests since the settings came into force.
+        on: tracing is on.
+        mode: trace file or spans.
+        rate: one in `rate` requests is traced; 0: only requests in a sampled trace of their caller.
+        count: number of further traces, -1 for no limit.
+        log_frequency: number of traces in an indexed file.
+        seen: requests since the settings are in force.
     """
 
     on: bool
@@ -258,26 +258,25 @@ class _Sampler:
 
 
 class Tracer:
-    """Decides which requests are traced and hands them to a writer: of trace files in Triton's layout, or of spans.
+    """Selects the requests to trace and passes their records to the writer of trace files or of spans.
 
-    Settings hold for all models; a model may have its own for some of them, and then counts its own requests, as in Triton.
-    What a model or the server as a whole has not set comes from the next one up. `trace_count` is how many traces are still to
-    come.
+    Settings apply to all models. A model may have its own, and then counts its own requests, as in Triton. A setting that a
+    model does not have is that of the server, else the default. `trace_count` is the number of further traces.
 
-    As spans (mode opentelemetry) a request follows its caller: it is traced if the caller's trace is sampled, whatever rate and
-    count say, and not if it is not; only requests without a trace are sampled by them.
+    With spans (mode opentelemetry), a request in a trace of its caller is traced if and only if that trace is sampled. Rate and
+    count apply to requests without a trace.
 
-    Not thread-safe: everything is called on the event loop.
+    Not thread-safe: all methods are called on the event loop.
 
     Args:
-        path: the trace file, set by the operator; "" if there is none.
-        max_bytes: of all trace files together; tracing stops there.
-        spans: makes spans, where the operator has named a receiver: then they are the default, and tracing is on.
-        rate: the default of trace_rate.
+        path: of the trace file (`--trace-file`), "" for none.
+        max_bytes: maximum size of all trace files together; tracing stops there.
+        spans: destination of spans (`--otlp-endpoint`), None for none. With it, tracing is on by default, as spans.
+        rate: default of trace_rate.
         clock: monotonic nanoseconds.
 
     Attributes:
-        active: some request might be traced.
+        active: False if no request can be traced.
     """
 
     def __init__(
@@ -312,9 +311,9 @@ class Tracer:
         self._refresh()
 
     def settings(self, model: str) -> Mapping[str, object]:
-        """In force for a model, for all if it is "": strings, `trace_level` a list of them.
+        """Return the settings in force for a model, or with "" for all: strings, and for `trace_level` a list of strings.
 
-        Of the trace file only the name is told, not the folder.
+        `trace_file` has the name of the file without its folder.
         """
         sampler = self._samplers.get(model, self._sampler)
         return {
@@ -327,19 +326,19 @@ class Tracer:
         }
 
     def update(self, model: str, changes: Mapping[str, object]) -> Mapping[str, object]:
-        """Change settings, all or none of them, and give what is in force then. The requests are counted anew.
+        """Change all given settings or none of them; return the settings in force. The count of requests restarts.
 
         Args:
-            model: whose settings (that there is such a model is the caller's to check), "" for all.
-            changes: by name. A value is text, a number or a list of one of them (gRPC has nothing but lists); `trace_level` is
-                "OFF", or a list with "TIMESTAMPS" and perhaps "TENSORS", which is not recorded. None or an empty list resets a
-                setting to that of the server, or to the default.
+            model: name of the model, whose existence the caller checks; "" for all models.
+            changes: new values by name. A value is text, a number, or a list with one of them (gRPC has only lists).
+                `trace_level` is "OFF", or a list with "TIMESTAMPS" and optionally "TENSORS", which is not recorded. None or an
+                empty list resets a setting to that of the server, or to the default.
 
         Raises:
-            BadRequest: an unknown setting or a value it does not take.
-            TooLarge: too many models with settings of their own.
-            Forbidden: trace_file, or TIMESTAMPS where the operator has given neither a trace file nor a receiver, or the
-                trace_mode of the one that is not given.
+            BadRequest: an unknown setting, or a value that is not allowed.
+            TooLarge: too many models have settings of their own.
+            Forbidden: trace_file; or TIMESTAMPS or a trace_mode without the option that it needs (`--trace-file`,
+                `--otlp-endpoint`).
             Unavailable: TIMESTAMPS after the writer has failed.
         """
         if len(model) > _MAX_NAME:
@@ -356,11 +355,11 @@ class Tracer:
         return self.settings(model)
 
     def select(self, model: str, context: TraceContext | None) -> TraceSelection | None:
-        """Called once for each request, while `active`: how it is traced, None if it is not.
+        """Return the destination of a request's trace, None if it is not traced; call it once for each request while `active`.
 
         Args:
-            model: the version's model.
-            context: its caller's trace.
+            model: name of the model.
+            context: the caller's trace context, None for none.
         """
         sampler = self._samplers.get(model, self._sampler)
         if not sampler.live:
@@ -381,11 +380,11 @@ class Tracer:
             return TraceSelection(f"{random.getrandbits(128) or 1:032x}")
         return TraceSelection("", sampler.log_frequency)
 
-    def record(self, pick: TraceSelection, access_record: AccessRecord) -> None:
-        """A request that was picked is over. Only what was answered goes to the trace file."""
-        if pick.trace_id:
+    def record(self, selection: TraceSelection, access_record: AccessRecord) -> None:
+        """Write the trace of a finished request that was selected. The trace file has successful requests only."""
+        if selection.trace_id:
             if self._spans is not None:
-                self._spans.put(access_record, pick.trace_id)
+                self._spans.put(access_record, selection.trace_id)
             return
         if access_record.reason != OK:
             return
@@ -401,12 +400,17 @@ class Tracer:
         request_id = access_record.request_id[:_MAX_REQUEST_ID]
         self._writer.put(
             TraceRecord(
-                self._number, access_record.model, access_record.version, request_id, tuple(events), pick.log_frequency
+                self._number,
+                access_record.model,
+                access_record.version,
+                request_id,
+                tuple(events),
+                selection.log_frequency,
             )
         )
 
     def close(self) -> None:
-        """Stop tracing, write and send what waits, and close the files."""
+        """Stop tracing, write and send queued traces, and close the files."""
         self.active = False
         self._sampler = _sampler({**self._defaults, "trace_level": _OFF})
         self._samplers.clear()
@@ -415,7 +419,7 @@ class Tracer:
             self._spans.close()
 
     def _follow(self, trace_id: str) -> TraceSelection | None:
-        """Trace as the caller does; None, and counted, if too many callers did in this second."""
+        """Trace a request in the caller's trace; None, and counted as dropped, over the limit of 200 a second."""
         second = self._clock() // NS_PER_S
         if second != self._second:
             self._second, self._in_second = second, 0
@@ -426,13 +430,13 @@ class Tracer:
         return TraceSelection(trace_id)
 
     def _parse(self, name: str, value: object) -> int | None:
-        """The value as a number, None to reset; raises BadRequest or Forbidden."""
+        """Parse a value as a number, None to reset the setting; raises BadRequest or Forbidden."""
         values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
         if name == "trace_file":
-            # What stays as it is passes, so that a client may send back what it has read.
+            # An unchanged value is accepted, so that a client can send back settings that it has read.
             if all(each == self.settings("")[name] for each in values):
                 return None
-            raise Forbidden("trace_file is the operator's: start the server with --trace-file")
+            raise Forbidden("trace_file cannot be changed by clients: start the server with --trace-file")
         if name not in self._defaults:
             known = ", ".join(self.settings(""))
             raise BadRequest(f"unknown trace setting '{escape(name[:64])}': there are {known}")
@@ -461,32 +465,32 @@ class Tracer:
 
     def _require_writer(self, mode: int) -> None:
         if not self._path and self._spans is None:
-            raise Forbidden("there is nowhere for traces to go: start the server with --trace-file or --otlp-endpoint")
+            raise Forbidden("traces have no destination: start the server with --trace-file or --otlp-endpoint")
         if not self._usable(mode):
-            raise Unavailable("tracing has stopped, traces cannot be written: the server's log tells why")
+            raise Unavailable("tracing has stopped, traces cannot be written: see the server's log for the reason")
 
     def _usable(self, mode: int) -> bool:
-        """Where traces of a mode go is there and works."""
+        """Return True if the destination of a mode exists and works."""
         if mode == _SPANS:
             return self._spans is not None and not self._spans.failed
         return bool(self._path) and not self._writer.failed
 
     def _own(self, model: str) -> dict[str, int]:
-        """What was set for a model (or for all), counted down to now."""
+        """Return the settings of a model, or with "" those of all, with the present trace_count."""
         own = dict(self._models.get(model, {}) if model else self._global)
         if "trace_count" in own:
             own["trace_count"] = self._samplers.get(model, self._sampler).count
         return own
 
     def _apply(self, model: str, own: dict[str, int]) -> None:
-        """Put settings into force: those of a model, or those of all with the models that follow them."""
+        """Apply settings of a model, or with "" of all models, which also changes inherited settings of models."""
         if not model:
             self._global = own
             self._sampler = _sampler({**self._defaults, **own})
             for name in self._models:
-                mine = self._own(name)
-                self._models[name] = mine
-                self._samplers[name] = _sampler({**self._defaults, **own, **mine})
+                overrides = self._own(name)
+                self._models[name] = overrides
+                self._samplers[name] = _sampler({**self._defaults, **own, **overrides})
         elif own:
             self._models[model] = own
             inherited = self._own("")
@@ -503,9 +507,9 @@ class Tracer:
 
 
 def _level(values: list[object]) -> int:
-    """The level in force for the names of `trace_level`; raises BadRequest.
+    """Parse the names of `trace_level`; raises BadRequest.
 
-    Triton records TENSORS too. Here the name is accepted beside TIMESTAMPS, and the settings in the answer do not list it.
+    Triton also records TENSORS. This server accepts the name together with TIMESTAMPS and does not list it in the settings.
     """
     for value in values:
         if value not in _LEVELS:
@@ -533,18 +537,18 @@ def _sampler(settings: Mapping[str, int]) -> _Sampler:
 
 
 class Exemplars(Protocol):
-    """Keeps examples of a version's durations; see `headrace.observability.counters.Recorder`."""
+    """Exemplars of a version's latency histogram; see `headrace.observability.counters.Recorder`."""
 
     def add_exemplar(self, total_ns: int, trace_id: str) -> None:
-        """A request that took `total_ns` from arrival to answer was traced."""
+        """Make a traced request the exemplar of its bucket."""
 
 
 class SamplingDecision(NamedTuple):
-    """What a request was chosen for.
+    """Selection of a request for a trace and the access log, made before its result is known.
 
     Attributes:
-        trace: how it is traced, None if it is not.
-        log: it is logged whatever becomes of it.
+        trace: destination of the trace, None for no trace.
+        log: log the request whether it succeeds or fails.
     """
 
     trace: TraceSelection | None
@@ -552,14 +556,14 @@ class SamplingDecision(NamedTuple):
 
 
 class RequestObserver:
-    """The one place that the front ends know.
+    """Samples requests for traces and the access log, and passes on their records; the interface of the front ends.
 
-    Everything is called on the event loop unless it says otherwise, `close` by who ends it.
+    Methods are called on the event loop unless they say otherwise, `close` also after its end.
 
     Args:
-        tracer: decides what is traced.
-        log: of requests.
-        secret_clients: what names clients is a secret: they go under pseudonyms.
+        tracer: selects and writes traces.
+        log: the access log.
+        secret_clients: client names are secrets (`--client-header` names such a header), so records have pseudonyms.
     """
 
     def __init__(self, tracer: Tracer, log: RequestLog, secret_clients: bool = False) -> None:
@@ -569,34 +573,34 @@ class RequestObserver:
 
     @property
     def active(self) -> bool:
-        """Some request might be chosen: all that one looks at while nothing is traced or logged."""
+        """False if no request can be selected; the only check for each request while nothing is traced or logged."""
         return self._tracer.active or self._log.active
 
     def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
-        """Called once for each request on its way to the queue, while `active`.
+        """Select a request for a trace and the log; call it once for each request before it is queued, while `active`.
 
         Args:
-            model: the version's model.
-            context: the caller's trace.
+            model: name of the model.
+            context: the caller's trace context, None for none.
 
         Returns:
-            What it was chosen for, None for nothing.
+            The decision, None if the request is neither traced nor logged.
         """
         trace = self._tracer.select(model, context) if self._tracer.active else None
         log = self._log.active and self._log.wants(trace is not None)
         return SamplingDecision(trace, log) if log or trace is not None else None
 
     def answered(self, sampling: SamplingDecision, access_record: AccessRecord, exemplars: Exemplars) -> None:
-        """A request that was chosen has its answer."""
+        """Record a selected request that succeeded."""
         trace = sampling.trace
         if trace is not None and trace.trace_id and access_record.times is not None:
             exemplars.add_exemplar(access_record.times.split_ns - access_record.received_ns, trace.trace_id)
         self._record(sampling, access_record)
 
     def failed(self, sampling: SamplingDecision | None, access_record: AccessRecord) -> None:
-        """A request, chosen or not, got an error.
+        """Record a request that failed, selected or not.
 
-        One that never came to the queue is traced if its caller's trace is sampled.
+        A request that failed before the queue is traced if its caller's trace is sampled.
         """
         if (
             sampling is None
@@ -611,12 +615,12 @@ class RequestObserver:
             self._record(SamplingDecision(trace, log), access_record)
 
     def close(self) -> None:
-        """Write and send what waits."""
+        """Write and send all queued records."""
         self._tracer.close()
         self._log.close()
 
     def client_name(self, client: str) -> str:
-        """What a client is called to whoever reads of it; from any thread."""
+        """Return the name of a client in logs and traces: its pseudonym if names are secrets. Thread-safe."""
         return client if self._pseudonyms is None else self._pseudonyms.name(client)
 
     def _record(self, sampling: SamplingDecision, access_record: AccessRecord) -> None:

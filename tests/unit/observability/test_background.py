@@ -58,7 +58,8 @@ def test_what_does_not_fit_is_counted_and_holds_up_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(OSError(28, "No space left on device"), "No space left"), (ZeroDivisionError(), "has died")]
+    ("error", "text"),
+    [(OSError(28, "No space left on device"), "No space left"), (ZeroDivisionError(), "unexpected exception")],
 )
 def test_its_death_is_logged_and_ends_the_work(caplog: pytest.LogCaptureFixture, error: Exception, text: str) -> None:
     def dying(_: list[int]) -> None:

@@ -121,7 +121,7 @@ def test_settings_may_be_sent_back_as_they_were_read(log: Log, settings: LogSett
 
 @pytest.mark.parametrize("value", ["/etc/cron.d/x", "x", 1, True])
 def test_the_log_file_is_the_operators(settings: LogSettings, value: object) -> None:
-    with pytest.raises(Forbidden, match="operator"):
+    with pytest.raises(Forbidden, match="cannot be changed by clients"):
         settings.update({"log_file": value})
 
 
