@@ -372,6 +372,7 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/tls.py",
     "server/headrace/triton_flags.py",
     "server/headrace/commands",
+    "engines/headrace_engines",
 )
 
 

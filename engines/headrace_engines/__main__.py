@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(words_given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
+def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
     """The parser, and the module of the command that is called; only that one is imported."""
     parser = Parser(prog="headrace", description="Headrace's model and engine builders.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -78,11 +78,10 @@ def _parser(words_given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
         group = groups[words[0]] if len(words) > 1 else commands
         child = group.add_parser(words[-1], help=text, description=text)
         child.set_defaults(words=words)
-        if tuple(words_given[: len(words)]) == words:
+        if tuple(arguments[: len(words)]) == words:
             module: Any = import_module(module_name)
             # One module has three commands, which differ in their options.
-            arguments = (child, words[-1]) if module_name == "headrace_engines.commands.engines" else (child,)
-            module.add_arguments(*arguments)
+            module.add_arguments(child, *(words[1:] if module_name == "headrace_engines.commands.engines" else ()))
             called = module
     return parser, called
 

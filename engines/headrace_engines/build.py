@@ -69,7 +69,7 @@ class BuildResult:
     key: str
     accuracy: Accuracy | None
     refusal: list[str]
-    kept: tuple[str, ...]
+    float_nodes: tuple[str, ...]
     timings: tuple[BatchTiming, ...]
     size_bytes: int
     seconds: float
@@ -107,11 +107,11 @@ def build_engine(
     key = _key(project, spec, data, machine, store)
     if not rebuild and (entry := store.find(key)) is not None:
         return _result_from_entry(entry, spec, machine, key, cached=True)
-    with store.building(key, waits=lambda note: report(0.0, note)):
+    with store.building(key, on_wait=lambda note: report(0.0, note)):
         # Another builder may have been faster.
         if not rebuild and (entry := store.find(key)) is not None:
             return _result_from_entry(entry, spec, machine, key, cached=True)
-        entry = _Build(project, spec, target, store, data, key, digest, machine).run(report)
+        entry = _Builder(project, spec, target, store, data, key, digest, machine).run(report)
     return _result_from_entry(entry, spec, machine, key, cached=False)
 
 
@@ -136,10 +136,10 @@ def build_best_engine(
             if precision == "fp32":
                 raise
             logger.warning("%s: %s is left out: %s", project.name, precision, error)
-    best, *others = [one for one in built if not one.refusal] or built[:1]
-    for one in others:
-        if _rows_per_s(one) > _WORTH * _rows_per_s(best):
-            best = one
+    best, *others = [result for result in built if not result.refusal] or built[:1]
+    for result in others:
+        if _rows_per_s(result) > _WORTH * _rows_per_s(best):
+            best = result
     return best
 
 
@@ -162,7 +162,7 @@ def _rows_per_s(built: BuildResult) -> float:
     return max(built.timings, key=lambda timing: timing.rows).rows_per_s
 
 
-class _Build:
+class _Builder:
     """One build, after no stored artefact matched."""
 
     def __init__(
@@ -214,12 +214,12 @@ class _Build:
 
     def _build_artefact(self, lowered: LoweredModel, artefact: Path, report: Report) -> LoweredModel:
         """Build; layers for which the target has no kernel in 8 bits are left in floating point. Returns what was built."""
-        for tried in range(_TRIES):
+        for attempt in range(_TRIES):
             try:
                 self._target.build(lowered.model, self._order(lowered), artefact, report)
                 break
             except NoKernelError as error:
-                other = lowered.without(error.nodes) if lowered.without and tried < _TRIES - 1 else None
+                other = lowered.without(error.nodes) if lowered.without and attempt < _TRIES - 1 else None
                 if other is None:
                     raise
                 logger.warning("%s: %s; built again without", self._project.name, error)
@@ -284,7 +284,7 @@ class _Build:
             "machine": asdict(self._machine),
             "accuracy": accuracy.to_json(),
             "refusal": judge(accuracy, self._spec.bar, quantized=self._spec.quantized),
-            "kept": list(lowered.kept),
+            "kept": list(lowered.float_nodes),
             "timings": [asdict(timing) for timing in timings],
             "seconds": round(seconds, 3),
             "built_with": {**_versions(), self._machine.target: self._machine.version},
@@ -301,14 +301,16 @@ class _PaddedEngine:
 
     def __init__(self, engine: Engine, min_rows: int) -> None:
         self._engine = engine
-        self._fewest = min_rows
+        self._min_rows = min_rows
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         rows = len(next(iter(inputs.values())))
-        if rows >= self._fewest:
+        if rows >= self._min_rows:
             return self._engine.run(inputs)
-        answers = self._engine.run({name: _resized(array, self._fewest) for name, array in inputs.items()})
-        return {name: array[:rows] if array.shape[:1] == (self._fewest,) else array for name, array in answers.items()}
+        answers = self._engine.run({name: _resized(array, self._min_rows) for name, array in inputs.items()})
+        return {
+            name: array[:rows] if array.shape[:1] == (self._min_rows,) else array for name, array in answers.items()
+        }
 
 
 def _resized(array: Array, rows: int) -> Array:
@@ -369,7 +371,7 @@ def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, key
         key=key,
         accuracy=None if accuracy is None else Accuracy.from_json(accuracy),
         refusal=list(facts.get("refusal", [])),
-        kept=tuple(facts.get("kept", ())),
+        float_nodes=tuple(facts.get("kept", ())),
         timings=tuple(BatchTiming(**timing) for timing in facts.get("timings", ())),
         size_bytes=entry.size_bytes,
         seconds=float(facts.get("seconds", 0.0)),

@@ -81,7 +81,7 @@ def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
         reason = str(error).strip().partition("\n")[0]
         cure = f"export the model with opset {version} or later"
         raise BuildError(
-            f"opset {current} cannot be converted to {version}{_where(model, reason)}: {reason}: {cure}"
+            f"opset {current} cannot be converted to {version}{_error_location(model, reason)}: {reason}: {cure}"
         ) from error
     raised = copy_model(model)
     raised.graph.CopyFrom(converted.graph)
@@ -146,8 +146,10 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
                 r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from \S+ failed: ?)?", "", str(error).strip()
             )
             reason = reason.partition("\n")[0]
-            where = _where(model, reason)
-            raise BuildError(f"ONNX Runtime cannot load the model{where}: {reason}: {_load_advice(reason)}") from error
+            location = _error_location(model, reason)
+            raise BuildError(
+                f"ONNX Runtime cannot load the model{location}: {reason}: {_load_advice(reason)}"
+            ) from error
     foreign = {node.domain for node in simple.graph.node} - domains - set(_STANDARD)
     if foreign:
         raise BuildError(
@@ -156,7 +158,7 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     return simple
 
 
-def _where(model: onnx.ModelProto, reason: str) -> str:
+def _error_location(model: onnx.ModelProto, reason: str) -> str:
     """ " at node 'x' (Foo)" for the node that a message of ONNX Runtime names, "" if it names none."""
 
     def mentioned(word: str) -> bool:
@@ -267,13 +269,13 @@ def _biased_products_to_gemm(graph: OnnxGraph) -> None:
     done = set()
     for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
         step = _only_reader(graph, node.output[0])
-        weight, left = graph.shape(node.input[1]), graph.shape(node.input[0])
+        weight, first_shape = graph.shape(node.input[1]), graph.shape(node.input[0])
         if (
             step is None
             or step.op_type != "Add"
             or weight is None
-            or left is None
-            or len(left) != 2
+            or first_shape is None
+            or len(first_shape) != 2
             or len(weight) != 2
         ):
             continue

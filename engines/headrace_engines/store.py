@@ -66,7 +66,7 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
         needed_bytes: that have to be free there, 0 where it is not known.
         cure: what else could be done.
     """
-    path_named = next(reversed(_places(error)), path)
+    path_named = next(reversed(_error_paths(error)), path)
     if error.errno in _FULL:
         return BuildError(_full(path_named, needed_bytes, cure))
     if error.errno == errno.EFBIG:
@@ -89,7 +89,7 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if any(path.is_relative_to(folder) for path in _places(error)) or error.errno in (*_FULL, errno.EFBIG):
+        if any(path.is_relative_to(folder) for path in _error_paths(error)) or error.errno in (*_FULL, errno.EFBIG):
             raise disk_error(error, folder) from error
         raise
     except Exception as error:
@@ -108,7 +108,7 @@ def free_bytes(folder: Path) -> int:
     return 1 << 62
 
 
-def _places(error: OSError) -> list[Path]:
+def _error_paths(error: OSError) -> list[Path]:
     """The files an error names: what was read or renamed, then what was written."""
     return [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
 
@@ -231,7 +231,7 @@ class Store:
         Raises:
             BuildError: nothing is there, or it cannot be read.
         """
-        path = self._place(key) / ENTRY_FILE
+        path = self._entry_folder(key) / ENTRY_FILE
         try:
             with path.open("rb") as stream:
                 used_s = os.fstat(stream.fileno()).st_mtime
@@ -253,7 +253,7 @@ class Store:
         raise BuildError(f"{path} is not what a builder writes: remove {path.parent}")
 
     @contextmanager
-    def building(self, key: str, waits: Callable[[str], None] | None = None) -> Iterator[None]:
+    def building(self, key: str, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
         """Hold the lock of a key while it is built; after a wait the entry may exist. May be nested in one thread.
 
         Args:
@@ -271,7 +271,7 @@ class Store:
         path = self._lock_file(key)
         with ExitStack() as stack:
             try:
-                descriptor = stack.enter_context(locked(path, lambda: _report_waiting(waits, path)))
+                descriptor = stack.enter_context(locked(path, lambda: _report_waiting(on_wait, path)))
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             except OSError as error:
@@ -327,7 +327,7 @@ class Store:
         with self.building(key), self.scratch() as scratch:
             entry = scratch / "entry"
             entry.mkdir()
-            self._take(artefact, entry / name)
+            self._move_in(artefact, entry / name)
             try:
                 sha256 = onnx_digest(entry / name)
             except ConfigError as error:
@@ -341,7 +341,7 @@ class Store:
                 "facts": dict(facts),
             }
             write_durably(entry / ENTRY_FILE, (json.dumps(document, indent=2) + "\n").encode())
-            final = self._place(key)
+            final = self._entry_folder(key)
             # A folder that holds something cannot be replaced: what is there is damaged, or unwanted.
             if final.exists():
                 final.rename(scratch / "old")
@@ -362,7 +362,7 @@ class Store:
         Raises:
             BuildError: the store cannot be written.
         """
-        folder, lock = self._place(key), self._lock_file(key)
+        folder, lock = self._entry_folder(key), self._lock_file(key)
         try:
             with locked(lock, block=False):
                 freed_bytes = sum(state.st_size for state in _states(folder) if state.st_nlink == 1)
@@ -384,7 +384,7 @@ class Store:
                 shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
                 lock.unlink()
 
-    def _take(self, artefact: Path, path: Path) -> None:
+    def _move_in(self, artefact: Path, path: Path) -> None:
         if artefact.resolve().is_relative_to((self.root / "scratch").resolve()):
             artefact.replace(path)
         else:
@@ -392,13 +392,13 @@ class Store:
         path.chmod(_ARTEFACT_MODE)
         sync(path)
 
-    def _place(self, key: str) -> Path:
+    def _entry_folder(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r:.80} is no key")
         return self.root / key
 
     def _lock_file(self, key: str) -> Path:
-        return self._folder("locks") / (self._place(key).name + ".lock")
+        return self._folder("locks") / (self._entry_folder(key).name + ".lock")
 
     def _folder(self, name: str) -> Path:
         folder = self.root / name
@@ -409,13 +409,13 @@ class Store:
         return folder
 
 
-def _report_waiting(waits: Callable[[str], None] | None, lock: Path) -> None:
-    if waits is not None:
+def _report_waiting(on_wait: Callable[[str], None] | None, lock: Path) -> None:
+    if on_wait is not None:
         try:
             builder = f" (process {int(lock.read_bytes()[:20])})"
         except (OSError, ValueError):
             builder = ""
-        waits(f"waits for another builder of the same engine{builder}")
+        on_wait(f"waits for another builder of the same engine{builder}")
 
 
 def _states(folder: Path) -> list[os.stat_result]:
@@ -480,24 +480,24 @@ def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
         with locked_folder(version_folder):
             _remove(version_folder, is_temporary)
             try:
-                _place(artefact, version_folder / stamp.artefact, stamp)
+                _put_artefact(artefact, version_folder / stamp.artefact, stamp)
                 add_stamp(version_folder, stamp)
             finally:
                 # Also where the stamp could not be written: its artefact must not stay behind.
                 with suppress(ConfigError):
-                    named = {one.artefact for one in read_stamps(version_folder)}
+                    named = {published.artefact for published in read_stamps(version_folder)}
                     _remove(version_folder, lambda name: is_artefact_name(name) and name not in named)
     except ConfigError as error:
         raise BuildError(str(error)) from error
     except FileNotFoundError as error:
-        gone = version_folder if artefact.exists() else "the store"
-        raise BuildError(f"the engine cannot be published, {gone} has changed meanwhile: build again") from error
+        changed = version_folder if artefact.exists() else "the store"
+        raise BuildError(f"the engine cannot be published, {changed} has changed meanwhile: build again") from error
     except OSError as error:
         # The error names a temporary file, which means nothing to users.
         raise disk_error(OSError(error.errno, error.strerror), version_folder, stamp.size_bytes, _CURE) from error
 
 
-def _place(artefact: Path, path: Path, stamp: Stamp) -> None:
+def _put_artefact(artefact: Path, path: Path, stamp: Stamp) -> None:
     """Make `path` the artefact; left alone if it is that already, so that no watcher wakes."""
     if not artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256):
         return

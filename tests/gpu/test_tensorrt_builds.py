@@ -58,7 +58,7 @@ def layers_of(built: BuildResult, project: Project) -> list[Layer]:
     finally:
         engine.close()
     print(
-        f"{built.spec.precision}: {built.accuracy}, kept {', '.join(built.kept) or 'nothing'}, {built.size_bytes} bytes"
+        f"{built.spec.precision}: {built.accuracy}, kept {', '.join(built.float_nodes) or 'nothing'}, {built.size_bytes} bytes"
     )
     print("\n".join(f"{one.precision:5} {one.kind:12} {' + '.join(one.nodes) or one.name[:60]}" for one in layers))
     return layers
@@ -106,7 +106,7 @@ def test_layers_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
     project = project_of(tmp_path, residual(), precision="int8", calibration={"keep": ["node_c1"]})
     built = build(tmp_path, project)
     assert built.refusal == []
-    assert built.kept == ("node_c1",)
+    assert built.float_nodes == ("node_c1",)
     layers = layers_of(built, project)
     assert {"node_a1", "node_a2", "node_c2"} <= nodes_in(layers, "int8")
     assert "node_c1" in nodes_in(layers, "fp16")
@@ -116,7 +116,7 @@ def test_products_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
     project = project_of(tmp_path, transformer(), precision="int8", calibration={"keep": ["node_h0", "node_s0"]})
     built = build(tmp_path, project)
     assert built.refusal == []
-    assert built.kept == ("node_h0", "node_s0")
+    assert built.float_nodes == ("node_h0", "node_s0")
     assert "node_h0" in nodes_in(layers_of(built, project), "fp16")
 
 
@@ -139,7 +139,7 @@ def test_a_layer_that_loses_too_much_is_found_and_kept(tmp_path: Path) -> None:
     project = project_of(tmp_path, model, precision="int8", accuracy=accuracy, calibration={"method": "minmax"})
     built = build(tmp_path, project)
     assert built.refusal == []
-    assert "node_c" in built.kept
+    assert "node_c" in built.float_nodes
     layers = layers_of(built, project)
     assert "node_c" not in nodes_in(layers, "int8")
     assert "node_e" in nodes_in(layers, "int8")
@@ -157,7 +157,7 @@ def test_a_kernel_that_is_missing_costs_its_layer_only(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(TensorRtTarget, "build", build_or_refuse)
     built = build(tmp_path, project)
-    assert built.kept == ("node_c1",)
+    assert built.float_nodes == ("node_c1",)
     assert "node_c1" not in nodes_in(layers_of(built, project), "int8")
 
 

@@ -83,11 +83,11 @@ class BuildOutcome:
     seconds: float
     repository: str = ""
     fp32_rows_per_s: float = 0.0
-    now: str = ""
-    now_rows_per_s: float = 0.0
+    current: str = ""
+    current_rows_per_s: float = 0.0
     not_served: str = ""
     advice: str = ""
-    place: Path | None = None
+    state_folder: Path | None = None
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -186,7 +186,9 @@ def build_model(
         folder = _publish(project, options, built, store, spec.precision, forced)
         fp32 = _fp32_rows_per_s(project, built, target, store)
         outcome = BuildOutcome(project.name, built, True, forced, "", time.monotonic() - started_s)
-        outcome = replace(outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, place=folder)
+        outcome = replace(
+            outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, state_folder=folder
+        )
         outcome = replace(outcome, not_served=expected.not_served, advice=advice)
         return _compared(outcome, expected, built)
     except HeadraceError as error:
@@ -200,12 +202,14 @@ def build_model(
 
 def _compared(outcome: BuildOutcome, expected: Forecast, built: BuildResult) -> BuildOutcome:
     """The outcome with what serves now and how fast that is."""
-    if expected.now is None:
-        return replace(outcome, now="nothing")
-    if expected.now.stamp is not None and expected.now.stamp.key == built.key:
+    if expected.current is None:
+        return replace(outcome, current="nothing")
+    if expected.current.stamp is not None and expected.current.stamp.key == built.key:
         return outcome
     return replace(
-        outcome, now=current_serving_text(expected.now), now_rows_per_s=current_rows_per_s(expected.now, built)
+        outcome,
+        current=current_serving_text(expected.current),
+        current_rows_per_s=serving_rows_per_s(expected.current, built),
     )
 
 
@@ -245,8 +249,8 @@ def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store
 
 
 def _disk_reason(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{where}: make room, or check the permissions"
+    location = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{location}: make room, or check the permissions"
 
 
 def _make(
@@ -286,8 +290,8 @@ class Forecast:
         not_served: Why the version is not served at all yet, and what to change; "" if it is.
     """
 
-    now: ServingPlan | None
-    not_now: str
+    current: ServingPlan | None
+    not_current: str
     refusal: str = ""
     not_served: str = ""
 
@@ -341,14 +345,14 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
             "version_policy",
         )
         return Forecast(None, policy, not_served=f"version {project.version} is not served: {policy}: {change}")
-    now, not_now = _plan(project, gpu, engines)
+    current, not_current = _plan(project, gpu, engines)
     with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
         machine = target.describe()
         _write_stand_in(Path(scratch), project, machine, target.suffix)
-        then, problem = _plan(project, gpu, Path(scratch))
-    if then is not None and then.stamp is not None and then.stamp.machine == machine:
-        return Forecast(now, not_now)
-    return Forecast(now, not_now, _refusal(project, target, then, problem))
+        planned, problem = _plan(project, gpu, Path(scratch))
+    if planned is not None and planned.stamp is not None and planned.stamp.machine == machine:
+        return Forecast(current, not_current)
+    return Forecast(current, not_current, _refusal(project, target, planned, problem))
 
 
 def serving_text(built: BuildResult) -> str:
@@ -364,7 +368,7 @@ def current_serving_text(plan: ServingPlan) -> str:
     return f"{what}, {_RUNTIMES[plan.runtime]} on {_DEVICES[plan.runtime]}"
 
 
-def current_rows_per_s(plan: ServingPlan, built: BuildResult) -> float:
+def serving_rows_per_s(plan: ServingPlan, built: BuildResult) -> float:
     """Rows a second of what serves now: by an engine's stamp, or as the build has timed the model's own file; 0: not known."""
     if plan.stamp is not None:
         return max((timing.rows_per_s for timing in plan.stamp.timings), default=0.0)
@@ -401,22 +405,26 @@ def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: st
     write_stamp(folder, stamp)
 
 
-def _refusal(project: Project, target: Target, then: ServingPlan | None, problem: str) -> str:
+def _refusal(project: Project, target: Target, planned: ServingPlan | None, problem: str) -> str:
     other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
     instead = f"or build for what serves: headrace build {project.name} --target {other}"
     pin = cpu_pin(project.config)
     if target.name == "tensorrt" and pin:
         return f"the configuration keeps the model on the CPU ({pin}): {gpu_config_change(project)}, {instead}"
-    if target.name == "onnxruntime" and (then is None or then.runtime == "tensorrt"):
+    if target.name == "onnxruntime" and (planned is None or planned.runtime == "tensorrt"):
         change = _config_change(
             project,
             "runtime: onnxruntime",
             'parameters { key: "headrace.runtime" value { string_value: "onnxruntime" } }',
             "runtime",
         )
-        reason = problem or f"TensorRT serves {then.file.name if then else 'it'} on this machine's GPU"
+        reason = problem or f"TensorRT serves {planned.file.name if planned else 'it'} on this machine's GPU"
         return f"{reason}: {change}, {instead}"
-    reason = problem or (then.remark or then.not_on_gpu if then is not None else "") or "the server takes another file"
+    reason = (
+        problem
+        or (planned.remark or planned.not_on_gpu if planned is not None else "")
+        or "the server takes another file"
+    )
     return f"{reason}: {instead}"
 
 
@@ -424,8 +432,8 @@ def _config_change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
     """The line to write, and where."""
     file = read_config_file(project.folder.path)
     line = file.document.line_of((field,)) if file.exists else None
-    where = f"{file.path.name}:{line}" if line else file.path.name
-    return f"write {pbtxt if file.path.suffix == '.pbtxt' else yaml} in {where}"
+    location = f"{file.path.name}:{line}" if line else file.path.name
+    return f"write {pbtxt if file.path.suffix == '.pbtxt' else yaml} in {location}"
 
 
 _HEADINGS = (
@@ -482,9 +490,9 @@ def _served_lines(outcome: BuildOutcome) -> list[str]:
     lines = [] if outcome.not_served else [f"serves from now on: {serving_text(outcome.built)}"]
     if outcome.advice:
         lines.append(outcome.advice)
-    if outcome.place is not None:
+    if outcome.state_folder is not None:
         reason = "the model's folder cannot be written; a server with this --state-dir takes it from there"
-        lines.append(f"published in {outcome.place}: {reason}")
+        lines.append(f"published in {outcome.state_folder}: {reason}")
     return lines
 
 
@@ -493,11 +501,11 @@ def speed_text(outcome: BuildOutcome) -> str:
     built = outcome.built
     assert built is not None
     parts = []
-    if outcome.now_rows_per_s:
-        now = f"{outcome.now}, {rate(outcome.now_rows_per_s)} rows/s"
-        parts.append(f"{_times(built.rows_per_s, outcome.now_rows_per_s)} as fast as what serves now ({now})")
-    elif outcome.now:
-        parts.append(f"{rate(built.rows_per_s)} rows/s; {outcome.now} serves now")
+    if outcome.current_rows_per_s:
+        current = f"{outcome.current}, {rate(outcome.current_rows_per_s)} rows/s"
+        parts.append(f"{_times(built.rows_per_s, outcome.current_rows_per_s)} as fast as what serves now ({current})")
+    elif outcome.current:
+        parts.append(f"{rate(built.rows_per_s)} rows/s; {outcome.current} serves now")
     if built.spec.precision != "fp32":
         fp32 = outcome.fp32_rows_per_s
         measure = f"FP32 not measured: `headrace compare {outcome.name}` does"
@@ -518,10 +526,12 @@ def _row(outcome: BuildOutcome) -> list[Text]:
         done = "not served" if outcome.not_served else "published, marked" if outcome.forced else "published"
     else:
         done = "refused" if built.refusal else "not published"
-    kept_text = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""
+    float_nodes_text = (
+        f", {len(built.float_nodes)} node{'s' * (len(built.float_nodes) > 1)} kept" if built.float_nodes else ""
+    )
     cells = [
         plain(outcome.name),
-        f"{built.spec.precision}{kept_text}",
+        f"{built.spec.precision}{float_nodes_text}",
         done,
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
         "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",

@@ -103,7 +103,7 @@ class ComparisonRow:
             if accuracy is not None
             else None,
             "refusal": list(built.refusal) if built else [],
-            "kept": list(built.kept) if built else [],
+            "kept": list(built.float_nodes) if built else [],
             "size_bytes": built.size_bytes if built else None,
             "memory_bytes": self.memory_bytes,
             "build_seconds": built.seconds if built else None,
@@ -142,7 +142,7 @@ class Comparison:
 
     def speed_up(self, row: ComparisonRow, rows: int) -> float | None:
         """Throughput against FP32 at a batch size, None where either is missing."""
-        base = next((one.at(rows) for one in self.rows if one.precision == "fp32"), None)
+        base = next((candidate.at(rows) for candidate in self.rows if candidate.precision == "fp32"), None)
         mine = row.at(rows)
         return mine.rows_per_s / base.rows_per_s if base is not None and mine is not None else None
 
@@ -403,7 +403,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
         "" if agreement is None else f"{agreement:.1%}",
         "" if accuracy is None else f"{accuracy.cosine:.5f}",
         "" if true is None else f"{true:.1%}{points}",
-        str(len(built.kept)) if built.kept else "",
+        str(len(built.float_nodes)) if built.float_nodes else "",
         size(built.size_bytes),
         "" if row.memory_bytes is None else size(row.memory_bytes),
         f"{built.seconds:.1f} s",
@@ -542,13 +542,13 @@ def show(console: Console, comparison: Comparison) -> None:
     )
     cells = [comparison_cells(row) for row in comparison.worked]
     columns = filled_columns(cells)
-    what = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    properties = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        what.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
+        properties.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
     for line in cells:
-        what.add_row(*(Text(line[column]) for column in columns))
-    if what.row_count:
-        console.print(what)
+        properties.add_row(*(Text(line[column]) for column in columns))
+    if properties.row_count:
+        console.print(properties)
     speed = Table(*SPEED_HEADINGS[:1], box=SIMPLE_HEAD, pad_edge=False)
     for heading in SPEED_HEADINGS[1:]:
         speed.add_column(heading, justify="right")

@@ -86,13 +86,13 @@ def list_stored(store: Store, published: Sequence[PublishedEngine], check: bool 
         published: by the repositories.
         check: read every artefact and compare its digest.
     """
-    places: dict[str, list[str]] = {}
-    for one in published:
-        if one.stamp is not None:
-            places.setdefault(one.stamp.key, []).append(f"{one.model}/{one.version}")
+    publishers: dict[str, list[str]] = {}
+    for engine in published:
+        if engine.stamp is not None:
+            publishers.setdefault(engine.stamp.key, []).append(f"{engine.model}/{engine.version}")
     records: list[StoreRecord] = []
     for key in store.keys():  # noqa: SIM118  (a list that it makes, not a mapping's)
-        used_by = tuple(places.get(key, ()))
+        used_by = tuple(publishers.get(key, ()))
         try:
             entry = store.read(key)
         except BuildError as error:
@@ -131,12 +131,12 @@ class _Machines:
     """The machine descriptions of this host; TensorRT's, which takes seconds, is read when an artefact is built for it."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
+        self._by_target: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
 
-    def here(self, machine: Machine) -> bool:
-        if machine.target not in self._known:
-            self._known[machine.target] = _tensorrt_machine() if machine.target == "tensorrt" else None
-        return self._known[machine.target] == machine
+    def is_here(self, machine: Machine) -> bool:
+        if machine.target not in self._by_target:
+            self._by_target[machine.target] = _tensorrt_machine() if machine.target == "tensorrt" else None
+        return self._by_target[machine.target] == machine
 
 
 def _tensorrt_machine() -> Machine | None:
@@ -196,7 +196,7 @@ def _list_version(
     for stamp in stamps:
         problem = artefact_problem(folder / stamp.artefact, stamp.size_bytes, stamp.artefact_sha256 if check else "")
         stale = wrong or (_stale(stamp, project, digest) if project else "")
-        state = USED if machines.here(stamp.machine) else FOREIGN
+        state = USED if machines.is_here(stamp.machine) else FOREIGN
         if problem or stale:
             state = DAMAGED if problem else STALE
         elif state == FOREIGN:
@@ -302,8 +302,8 @@ def _ls(
     store: Store, stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], as_json: bool, console: Console
 ) -> None:
     if as_json:
-        document = {"path": str(store.root), "entries": [_stored_json(one) for one in stored]}
-        console.print_json(data={"store": document, "published": [_published_json(one) for one in published]})
+        document = {"path": str(store.root), "entries": [_stored_json(record) for record in stored]}
+        console.print_json(data={"store": document, "published": [_published_json(engine) for engine in published]})
         return
     if stored:
         console.print(_store_table(store, stored, console.width))
@@ -319,26 +319,26 @@ def _ls(
 
 def _store_table(store: Store, stored: Sequence[StoreRecord], width: int) -> Table:
     rows = []
-    for one in stored:
-        key = Text(one.key[:12])
-        publishers = Text("damaged", "red") if one.problem else Text(", ".join(one.published) or "none")
-        if one.entry is None:
+    for record in stored:
+        key = Text(record.key[:12])
+        publishers = Text("damaged", "red") if record.problem else Text(", ".join(record.published) or "none")
+        if record.entry is None:
             rows.append([key, *[Text()] * 5, publishers])
             continue
-        facts = one.entry.facts
+        facts = record.entry.facts
         cells = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
-        rows.append([key, *cells, Text(size(one.entry.size_bytes)), Text(_age(one.entry.used_s)), publishers])
+        rows.append([key, *cells, Text(size(record.entry.size_bytes)), Text(_age(record.entry.used_s)), publishers])
     table = narrow_table(plain(f"Store {store.root}"), _STORED, rows, width)
-    total_bytes = sum(one.entry.size_bytes for one in stored if one.entry)
+    total_bytes = sum(record.entry.size_bytes for record in stored if record.entry)
     table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
     return fit_title(table, width)
 
 
 def _published_table(published: Sequence[PublishedEngine], width: int) -> Table:
     rows = []
-    for one in published:
-        state, stamp = Text(one.state, _STYLES[one.state]), one.stamp
-        name = Text(plain(f"{one.model}/{one.version}"))
+    for engine in published:
+        state, stamp = Text(engine.state, _STYLES[engine.state]), engine.stamp
+        name = Text(plain(f"{engine.model}/{engine.version}"))
         if stamp is None:
             rows.append([name, *[Text()] * 5, state])
             continue
@@ -346,19 +346,19 @@ def _published_table(published: Sequence[PublishedEngine], width: int) -> Table:
             state.append(" forced", "yellow")
         if stamp.overridden:
             state.append(" by option")
-        measured = Text(_age(_changed_s(one.folder / stamp.artefact)))
+        measured = Text(_age(_changed_s(engine.folder / stamp.artefact)))
         cells = (_text(stamp.precision), _machine(asdict(stamp.machine)), Text(size(stamp.size_bytes)))
         rows.append([name, *cells, _accuracy(stamp.accuracy), measured, state])
     return narrow_table("Published", _PUBLISHED, rows, width)
 
 
 def _print_problems(stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], console: Console) -> None:
-    lines = [(one.key[:12], "damaged", one.problem) for one in stored if one.problem]
+    lines = [(record.key[:12], "damaged", record.problem) for record in stored if record.problem]
     # What is for another machine says so in its row.
-    broken = [one for one in published if one.problem and one.state != FOREIGN]
-    lines += [(f"{one.model}/{one.version}", one.state, one.problem) for one in broken]
-    for where, state, problem in lines:
-        line = Text.assemble((plain(where), "bold"), " ", (state, _STYLES[state]), f": {plain(problem)}")
+    broken = [engine for engine in published if engine.problem and engine.state != FOREIGN]
+    lines += [(f"{engine.model}/{engine.version}", engine.state, engine.problem) for engine in broken]
+    for location, state, problem in lines:
+        line = Text.assemble((plain(location), "bold"), " ", (state, _STYLES[state]), f": {plain(problem)}")
         console.print(line, soft_wrap=True)
 
 
@@ -398,19 +398,27 @@ def _age(moment_s: float | None) -> str:
     return "now"
 
 
-def _stored_json(one: StoreRecord) -> dict[str, Any]:
-    document: dict[str, Any] = {"key": one.key, "problem": one.problem or None, "published": list(one.published)}
-    if one.entry is not None:
+def _stored_json(record: StoreRecord) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "key": record.key,
+        "problem": record.problem or None,
+        "published": list(record.published),
+    }
+    if record.entry is not None:
         # rich prints JSON as Python does, with a word for "not a number" that JSON has not.
-        document |= {"path": str(one.entry.path), "size_bytes": one.entry.size_bytes, "used_s": one.entry.used_s}
-        document["facts"] = _plain(one.entry.facts)
+        document |= {
+            "path": str(record.entry.path),
+            "size_bytes": record.entry.size_bytes,
+            "used_s": record.entry.used_s,
+        }
+        document["facts"] = _plain(record.entry.facts)
     return document
 
 
-def _published_json(one: PublishedEngine) -> dict[str, Any]:
-    stamp = None if one.stamp is None else one.stamp.to_json()
-    location = {"model": one.model, "version": one.version, "path": str(one.folder)}
-    return {**location, "state": one.state, "problem": one.problem or None, "stamp": stamp}
+def _published_json(engine: PublishedEngine) -> dict[str, Any]:
+    stamp = None if engine.stamp is None else engine.stamp.to_json()
+    location = {"model": engine.model, "version": engine.version, "path": str(engine.folder)}
+    return {**location, "state": engine.state, "problem": engine.problem or None, "stamp": stamp}
 
 
 def _plain(value: Any) -> Any:
@@ -436,30 +444,34 @@ def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace,
     oldest_s = time.time() - options.keep_days * _DAY_S
     removed: list[_Removed] = []
     busy: list[str] = []
-    for one in stored:
-        unused = not one.published and one.entry is not None and one.entry.used_s <= oldest_s
-        if not (options.all or unused or one.problem):
+    for record in stored:
+        unused = not record.published and record.entry is not None and record.entry.used_s <= oldest_s
+        if not (options.all or unused or record.problem):
             continue
-        freed_bytes = store.remove(one.key, options.dry_run)
+        freed_bytes = store.remove(record.key, options.dry_run)
         if freed_bytes is None:
-            busy.append(one.key)
+            busy.append(record.key)
         else:
-            removed.append(_Removed(one.key, _model(one), freed_bytes))
+            removed.append(_Removed(record.key, _model(record), freed_bytes))
     if not options.dry_run:
         store.sweep()
     files = _old_files(store, oldest_s, options.all)
-    freed_bytes = sum(one.freed_bytes for one in removed) + _remove_files(files, options.dry_run)
+    freed_bytes = sum(removal.freed_bytes for removal in removed) + _remove_files(files, options.dry_run)
     if options.json:
-        document = {"dry_run": options.dry_run, "freed_bytes": freed_bytes, "removed": [asdict(one) for one in removed]}
+        document = {
+            "dry_run": options.dry_run,
+            "freed_bytes": freed_bytes,
+            "removed": [asdict(removal) for removal in removed],
+        }
         console.print_json(data={**document, "busy": busy, "files": [str(path) for path in files]})
         return 0
     word = "would remove" if options.dry_run else "removed"
-    lines = [f"{word} {one.key[:12]} {one.model}: {size(one.freed_bytes)}" for one in removed]
+    lines = [f"{word} {removal.key[:12]} {removal.model}: {size(removal.freed_bytes)}" for removal in removed]
     lines += [f"{word} {path.relative_to(store.root)}" for path in files]
     lines += [f"kept {key[:12]}: it is being built" for key in busy]
-    kept_count = len(stored) - len(removed) - len(busy)
-    if kept_count:
-        lines.append(f"kept {kept_count}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
+    retained = len(stored) - len(removed) - len(busy)
+    if retained:
+        lines.append(f"kept {retained}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
     for line in [*lines, _summary(len(removed), len(stored), freed_bytes, options.dry_run)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -470,8 +482,8 @@ def _summary(removed: int, stored: int, freed_bytes: int, dry_run: bool) -> str:
     return f"{removed} of {stored} engines {would}removed, {size(freed_bytes)} {would}freed"
 
 
-def _model(one: StoreRecord) -> str:
-    return "(damaged)" if one.entry is None else str(one.entry.facts.get("model", ""))
+def _model(record: StoreRecord) -> str:
+    return "(damaged)" if record.entry is None else str(record.entry.facts.get("model", ""))
 
 
 def _old_files(store: Store, oldest_s: float, everything: bool) -> list[Path]:
@@ -506,21 +518,21 @@ def _verify(
     stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], as_json: bool, console: Console
 ) -> int:
     wrong = [
-        {"where": f"store {one.key[:12]}", "problem": one.problem, "cure": _store_cure(one)}
-        for one in stored
-        if one.problem
+        {"where": f"store {record.key[:12]}", "problem": record.problem, "cure": _store_cure(record)}
+        for record in stored
+        if record.problem
     ]
     wrong += [
-        {"where": f"{one.model}/{one.version}", "problem": one.problem, "cure": _cure(one)}
-        for one in published
-        if one.state in (STALE, DAMAGED)
+        {"where": f"{engine.model}/{engine.version}", "problem": engine.problem, "cure": _cure(engine)}
+        for engine in published
+        if engine.state in (STALE, DAMAGED)
     ]
     checked = len(stored) + len(published)
     if as_json:
         console.print_json(data={"checked": checked, "wrong": wrong})
         return 1 if wrong else 0
-    for one in wrong:
-        line = Text.assemble((one["where"], "bold"), ": ", (one["problem"], "red"), f" ({one['cure']})")
+    for fault in wrong:
+        line = Text.assemble((fault["where"], "bold"), ": ", (fault["problem"], "red"), f" ({fault['cure']})")
         console.print(line, soft_wrap=True)
     sound = checked - len(wrong)
     console.print(
@@ -529,17 +541,17 @@ def _verify(
     return 1 if wrong else 0
 
 
-def _store_cure(one: StoreRecord) -> str:
-    if one.entry is None:
+def _store_cure(record: StoreRecord) -> str:
+    if record.entry is None:
         return "`headrace engines gc` removes it"
-    model, precision = one.entry.facts.get("model", "MODEL"), one.entry.facts.get("precision")
+    model, precision = record.entry.facts.get("model", "MODEL"), record.entry.facts.get("precision")
     return f"`headrace build {model} --precision {precision}` builds it again, `headrace engines gc --all` empties the store"
 
 
-def _cure(one: PublishedEngine) -> str:
-    command = f"headrace build {one.model} --version {one.version}"
-    if one.stamp is None:
+def _cure(engine: PublishedEngine) -> str:
+    command = f"headrace build {engine.model} --version {engine.version}"
+    if engine.stamp is None:
         return f"`{command}`"
-    if one.stamp.overridden:
-        command += f" --precision {one.stamp.requested}"
-    return f"`{command}` on {one.stamp.machine.device} {one.stamp.machine.capability}"
+    if engine.stamp.overridden:
+        command += f" --precision {engine.stamp.requested}"
+    return f"`{command}` on {engine.stamp.machine.device} {engine.stamp.machine.capability}"

@@ -150,7 +150,7 @@ class DemoModel:
     files: dict[str, str]
     fetched_recipe: str = ""
     samples: str = ""
-    sample_places: tuple[str, ...] = ()
+    sample_paths: tuple[str, ...] = ()
     equal_recipes: tuple[str, ...] = ()
 
     def recipe_digest(self) -> str:
@@ -226,7 +226,7 @@ CATALOGUE: dict[str, DemoModel] = {
             ("networks", "torch_weights"),
             {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
             samples="samples:build_photographs",
-            sample_places=_PICTURES,
+            sample_paths=_PICTURES,
             equal_recipes=("2b84593b110e677c9a0e14e8a214fdaa7774f8507463233c23ed647d4fc8c3aa",),
         ),
         DemoModel(
@@ -236,7 +236,7 @@ CATALOGUE: dict[str, DemoModel] = {
             {"config.pbtxt": "resnet50/config.pbtxt", "labels.txt": "imagenet_labels.txt"},
             fetched_recipe="networks:build_resnet50_fetched",
             samples="samples:build_photographs",
-            sample_places=_PICTURES,
+            sample_paths=_PICTURES,
             equal_recipes=("17d041e0c759c221cea05ce708332c032624e981471afdc8d9ad6c350060b9e1",),
         ),
         DemoModel(
@@ -245,7 +245,7 @@ CATALOGUE: dict[str, DemoModel] = {
             ("digits", "networks"),
             {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
             samples="samples:build_digits",
-            sample_places=("calibration.npz", "accuracy.npz"),
+            sample_paths=("calibration.npz", "accuracy.npz"),
             equal_recipes=("bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",),
         ),
     )
@@ -431,7 +431,7 @@ def _write_missing_samples(model: DemoModel, folder: Path) -> str:
 
     A model serves without them, so that what they are made from is not installed does not fail it.
     """
-    missing = [path for path in model.sample_places if not (folder / path).exists()]
+    missing = [path for path in model.sample_paths if not (folder / path).exists()]
     if not missing:
         return ""
     try:

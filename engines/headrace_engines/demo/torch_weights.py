@@ -56,7 +56,7 @@ def _rebuild_parameter(view: _TensorView, *_ignored: Any) -> _TensorView:
     return view
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
+_ACCEPTED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _StateDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
@@ -78,12 +78,12 @@ class RestrictedUnpickler(pickle.Unpickler):
         Raises:
             BuildError: for any other name.
         """
-        if (module, name) not in _KNOWN:
+        if (module, name) not in _ACCEPTED:
             raise BuildError(
                 f"the checkpoint asks for {module}.{name}, expected only tensors in FloatStorage or LongStorage: "
                 "save it anew from PyTorch as torch.save(model.state_dict(), path)"
             )
-        return _KNOWN[module, name]
+        return _ACCEPTED[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         """The storage that a persistent id ("storage", type, key, device, length, ...) names.
@@ -186,5 +186,5 @@ def _materialise(name: str, view: Any, values: dict[str, Array]) -> Array:
     return np.lib.stride_tricks.as_strided(storage[view.offset :], view.shape, strides).copy()
 
 
-def _malformed(what: str) -> NoReturn:
-    raise BuildError(f"not a PyTorch checkpoint that can be read here: {what}")
+def _malformed(fault: str) -> NoReturn:
+    raise BuildError(f"not a PyTorch checkpoint that can be read here: {fault}")

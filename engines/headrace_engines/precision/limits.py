@@ -426,7 +426,7 @@ class _Extent:
     highest: float = 0.0
     lowest: float = 0.0
     energy: float = 0.0
-    lost: float = 0.0
+    error_energy: float = 0.0
     vanishing: bool = False
     exact: bool = True
     sum_share: int = 1
@@ -443,7 +443,7 @@ class _Extent:
         inside = values[np.abs(values) <= numbers.largest]
         rounded = numbers.round(inside)
         self.energy += float(np.square(inside, dtype=np.float64).sum())
-        self.lost += float(np.square(inside - rounded, dtype=np.float64).sum())
+        self.error_energy += float(np.square(inside - rounded, dtype=np.float64).sum())
         self.vanishing = self.vanishing or bool(np.any((rounded == 0) & (inside != 0)))
         self.exact = self.exact and inside.size == values.size and bool(np.array_equal(inside, rounded))
 
@@ -451,7 +451,7 @@ class _Extent:
         return max(self.highest, -self.lowest)
 
     def loses(self, numbers: FloatFormat) -> bool:
-        return self.lost > self.energy * (_LOSS * numbers.epsilon) ** 2
+        return self.error_energy > self.energy * (_LOSS * numbers.epsilon) ** 2
 
 
 def _by_weights(graph: OnnxGraph, numbers: FloatFormat) -> set[str]:

@@ -233,20 +233,20 @@ def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
 
 def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str, _CastNode]:
     """Leave out nodes that only move values from FP32 to FP32; those that read a table of weights save memory, and stay cast."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     islands: set[str] = set()
     for start in chosen:
-        if start in seen:
+        if start in visited:
             continue
         island, waiting = {start}, [start]
         while waiting:
             near = _neighbours(graph, chosen[waiting.pop()].node) & chosen.keys() - island
             island |= near
             waiting.extend(near)
-        seen |= island
+        visited |= island
         if all(_only_moves(graph, chosen[key].node) for key in island):
             islands |= island
-    return {key: one for key, one in chosen.items() if key not in islands}
+    return {key: cast for key, cast in chosen.items() if key not in islands}
 
 
 def _neighbours(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
@@ -275,7 +275,7 @@ class _Writer:
         # Read under a name that cannot be changed: by the model's caller, and by subgraphs.
         self._fixed = set(graph.outputs) | {name for node in graph.nodes for name in captured(node)}
         # Tensors whose maker was cast; FP32 tensors and their 16-bit twins, and the other way round.
-        self._made: set[str] = set()
+        self._cast_outputs: set[str] = set()
         self._low: dict[str, str] = {}
         self._high: dict[str, str] = {}
         self._constants: dict[tuple[str, float], str] = {}
@@ -283,11 +283,11 @@ class _Writer:
     def write(self) -> onnx.ModelProto:
         """Change the graph and give its model."""
         planned = [(node, self._chosen.get(_key(node))) for node in self._graph.nodes]
-        for node, one in planned:
-            for i in one.signature.outputs if one else ():
+        for node, cast in planned:
+            for i in cast.signature.outputs if cast else ():
                 self._make(node, i)
-        for node, one in planned:
-            self._read(node, one.signature.inputs if one else ())
+        for node, cast in planned:
+            self._read(node, cast.signature.inputs if cast else ())
         self._graph.sort()
         self._drop_idle_casts()
         return self._graph.finish()
@@ -303,7 +303,7 @@ class _Writer:
             self._high[name] = name
         graph.set_type(low, self._numbers.element_type, graph.shape(name))
         self._low[name] = low
-        self._made.add(name)
+        self._cast_outputs.add(name)
         attribute = next((a for a in node.attribute if a.name == TYPE_ATTRIBUTE.get(node.op_type)), None)
         if attribute is not None and attribute.HasField("t"):
             attribute.t.CopyFrom(self._numbers.tensor(numpy_helper.to_array(attribute.t), self._numbers.largest))
@@ -317,7 +317,7 @@ class _Writer:
         for i, name in enumerate(node.input):
             if i in inputs:
                 self._graph.rewire(node, i, self._as_low(name, node.op_type))
-            elif name in self._made:
+            elif name in self._cast_outputs:
                 self._graph.rewire(node, i, self._as_high(name))
 
     def _as_low(self, name: str, operator: str) -> str:
@@ -403,7 +403,7 @@ class LoweredModel:
     """
 
     model: onnx.ModelProto
-    kept: tuple[str, ...] = ()
+    float_nodes: tuple[str, ...] = ()
     without: Callable[[Collection[str]], LoweredModel | None] | None = None
 
 
@@ -464,11 +464,11 @@ class _Quantizer:
         self._calibration = data.calibration
         self._tables = tables
         nodes = quantizable(model, target, spec.precision)
-        self._refused = no_fp8_convolutions if spec.precision == "fp8" else ""
+        self._fp8_reason = no_fp8_convolutions if spec.precision == "fp8" else ""
         # What is never FP8 here is left out before anything is chosen, and does not count as kept.
         others = {node.name for node in model.graph.node if node.op_type not in PRODUCTS}
-        self._never = others.intersection(nodes) if self._refused else set()
-        self._nodes = [name for name in nodes if name not in self._never]
+        self._not_fp8 = others.intersection(nodes) if self._fp8_reason else set()
+        self._nodes = [name for name in nodes if name not in self._not_fp8]
         self._ranges: dict[str, tuple[float, float]] = {}
 
     def run(self, report: Report) -> LoweredModel:
@@ -476,15 +476,17 @@ class _Quantizer:
         if not self._nodes:
             if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
                 raise BuildError("the model is quantised already: ask for fp32, which leaves it as it is")
-            if self._never:
+            if self._not_fp8:
                 cure = "ask for fp16 or int8"
                 raise BuildError(
-                    f"the model has convolutions but no product to run in fp8, and {self._refused}: {cure}"
+                    f"the model has convolutions but no product to run in fp8, and {self._fp8_reason}: {cure}"
                 )
-            what = "convolution and no product of FP32"
-            raise BuildError(f"the model has no {what} that {self._target} runs in {precision}: ask for fp32 or fp16")
-        if self._never:
-            logger.warning("%d convolutions run in fp16: %s", len(self._never), self._refused)
+            missing = "convolution and no product of FP32"
+            raise BuildError(
+                f"the model has no {missing} that {self._target} runs in {precision}: ask for fp32 or fp16"
+            )
+        if self._not_fp8:
+            logger.warning("%d convolutions run in fp16: %s", len(self._not_fp8), self._fp8_reason)
         # A name that another target quantises is none that is wrong.
         keep = nodes_to_keep(quantizable(self._model), calibration)
         if keep.issuperset(self._nodes):
@@ -533,7 +535,7 @@ class _Quantizer:
         # Without VNNI the products of a uint8 and an int8 overflow 16 bits in pairs: weights of 7 bits do not.
         narrow = self._target == "onnxruntime" and not has_vnni(cpu_capability())
         return quantize(
-            model, self._ranges, self._target, self._spec.precision, keep | self._never, reduce_range=narrow
+            model, self._ranges, self._target, self._spec.precision, keep | self._not_fp8, reduce_range=narrow
         )
 
     def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
@@ -567,7 +569,7 @@ class _Quantizer:
             return not self._missed(self._quantize(self._model, keep | layers), silent)
 
         try:
-            return keep | fewest_layers([name for name, _ in ranking[: max(max_layers, 0)]], holds)
+            return keep | min_float_layers([name for name, _ in ranking[: max(max_layers, 0)]], holds)
         except BuildError:
             # The comparison of the artefact itself decides, and --force publishes it even below the limits.
             logger.warning(
@@ -674,7 +676,7 @@ def _ratio(error: float, signal: float) -> float:
 # Searching
 
 
-def fewest_layers(ranking: Sequence[str], holds: Callable[[set[str]], bool]) -> set[str]:
+def min_float_layers(ranking: Sequence[str], holds: Callable[[set[str]], bool]) -> set[str]:
     """The fewest of the most harmful layers that have to stay in floating point.
 
     1, 2, 4, 8, ... of them are tried until the accuracy holds, then the numbers between the last two are bisected: about

@@ -94,7 +94,7 @@ _MSE_STEPS_AN_OCTAVE = 16
 _MSE_OCTAVES = 12
 
 
-_MSE_OCTAVES_SEEN = 20
+_MSE_OCTAVES_COUNTED = 20
 
 
 class TensorHistogram:
@@ -172,7 +172,7 @@ def _by_mse(counts: Floats, edges: Floats) -> float:
     """Return the threshold with the least squared error in INT8; every value counts as the middle of its bin."""
     used = np.flatnonzero(counts)
     # What is far smaller than the largest value adds nothing to a squared error.
-    used = used[edges[used + 1] >= edges[-1] * 2.0**-_MSE_OCTAVES_SEEN]
+    used = used[edges[used + 1] >= edges[-1] * 2.0**-_MSE_OCTAVES_COUNTED]
     weights, values = counts[used], (edges[used] + edges[used + 1]) / 2
     below = np.cumsum(weights)
     median = values[int(np.searchsorted(below, below[-1] / 2))]
@@ -200,11 +200,11 @@ def _by_entropy(counts: Floats, edges: Floats) -> float:
     inside = np.diff(at)
     # What is smaller than one step becomes 0 or that step: its distribution carries no information, and would outweigh all else.
     inside[: _ENTROPY_BINS // _ENTROPY_LEVELS] = 0.0
-    bins = _least_divergence(inside, float(below[-1] - at[-1]))
+    bins = _bins_of_min_divergence(inside, float(below[-1] - at[-1]))
     return limit * bins / _ENTROPY_BINS
 
 
-def _least_divergence(counts: Floats, beyond: float) -> int:
+def _bins_of_min_divergence(counts: Floats, beyond: float) -> int:
     """Return the number of bins to keep, so that INT8 diverges least from the original; the largest of equally good ones.
 
     Args:

@@ -77,8 +77,10 @@ def weighted_layer(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | No
     if layer is None:
         return None
     for index in layer.activations:
-        maker = graph.producer(node.input[index])
-        if not is_activation(graph, node.input[index]) or (maker is not None and maker.op_type == "DequantizeLinear"):
+        producer = graph.producer(node.input[index])
+        if not is_activation(graph, node.input[index]) or (
+            producer is not None and producer.op_type == "DequantizeLinear"
+        ):
             return None
     if layer.weight is not None and graph.element_type(node.input[layer.weight]) != TensorProto.FLOAT:
         return None
@@ -111,7 +113,7 @@ def _product(node: onnx.NodeProto) -> WeightedLayer:
 def weighted_layers(graph: OnnxGraph, keep: Collection[str] = ()) -> dict[str, WeightedLayer]:
     """All nodes that can run in 8 bits, less those in `keep`, by name and in order."""
     layers = (weighted_layer(graph, node) for node in graph.nodes)
-    return {one.name: one for one in layers if one is not None and one.name not in keep}
+    return {layer.name: layer for layer in layers if layer is not None and layer.name not in keep}
 
 
 def is_activation(graph: OnnxGraph, tensor: str) -> bool:
@@ -133,10 +135,10 @@ def moves_values(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
 
 def origin_of(graph: OnnxGraph, tensor: str) -> str:
     """The tensor that first had the values of this one."""
-    maker = graph.producer(tensor)
-    while maker is not None and moves_values(graph, maker) and is_activation(graph, maker.input[0]):
-        tensor = maker.input[0]
-        maker = graph.producer(tensor)
+    producer = graph.producer(tensor)
+    while producer is not None and moves_values(graph, producer) and is_activation(graph, producer.input[0]):
+        tensor = producer.input[0]
+        producer = graph.producer(tensor)
     return tensor
 
 
@@ -160,8 +162,8 @@ def tensors_between(
     tensors: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name in chosen:
-            one = weighted_layer(graph, node)
-            tensors.update(node.input[index] for index in (one.activations if one else ()))
+            layer = weighted_layer(graph, node)
+            tensors.update(node.input[index] for index in (layer.activations if layer else ()))
         elif node.op_type in through and node.name not in keep and any(name in tensors for name in node.output):
             if node.op_type in JOINS:
                 tensors.update(node.input if joins_activations(graph, node) else ())
@@ -170,7 +172,7 @@ def tensors_between(
     return tensors
 
 
-def concatenated(graph: OnnxGraph, wanted_tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
+def concatenated(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Tensors that end in one another by concatenation should have one scale, so that nothing is scaled anew.
 
     Returns:
@@ -183,7 +185,7 @@ def concatenated(graph: OnnxGraph, wanted_tensors: Collection[str]) -> dict[str,
             tensor = group[tensor]
         return tensor
 
-    nodes = [n for n in graph.nodes if n.op_type == "Concat" and n.output[0] in wanted_tensors]
+    nodes = [n for n in graph.nodes if n.op_type == "Concat" and n.output[0] in tensors]
     nodes = [node for node in nodes if joins_activations(graph, node)]
     parts = {origin_of(graph, name) for node in nodes for name in node.input}
     for node in nodes:
@@ -220,12 +222,12 @@ def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[s
             holders.setdefault(part, []).append(tensor)
     overlaps = {}
     for tensor in tensors:
-        own_parts = parts_of.get(tensor, frozenset((tensor,)))
+        tensor_parts = parts_of.get(tensor, frozenset((tensor,)))
         near = {
             other
-            for part in own_parts
+            for part in tensor_parts
             for other in holders[part]
-            if parts_of.get(other, frozenset((other,))) != own_parts
+            if parts_of.get(other, frozenset((other,))) != tensor_parts
         }
         if near:
             overlaps[tensor] = tuple(other for other in tensors if other in near)
@@ -247,13 +249,13 @@ _MIN_CHANNELS = 16
 def fp8_layers(graph: OnnxGraph, layers: dict[str, WeightedLayer]) -> dict[str, WeightedLayer]:
     """Return the layers with fast FP8 kernels in TensorRT: products, and convolutions of many channels with small filters."""
     nodes = {node.name: node for node in graph.nodes}
-    return {name: one for name, one in layers.items() if _fits(graph, nodes[name], one)}
+    return {name: layer for name, layer in layers.items() if _fits(graph, nodes[name], layer)}
 
 
-def _fits(graph: OnnxGraph, node: onnx.NodeProto, one: WeightedLayer) -> bool:
-    if one.operator in PRODUCTS:
+def _fits(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
+    if layer.operator in PRODUCTS:
         return True
-    if one.operator != "Conv" or graph.attribute(node, "group", 1) != 1:
+    if layer.operator != "Conv" or graph.attribute(node, "group", 1) != 1:
         return False
     channels_out, channels_in, *kernel = graph.shape(node.input[1]) or (0, 0)
     return min(channels_out, channels_in) >= _MIN_CHANNELS and math.prod(kernel) <= _MAX_FILTER_ELEMENTS
@@ -343,15 +345,15 @@ class _TensorRT:
         every = weighted_layers(graph, keep)
         self.weighted = fp8_layers(graph, every) if precision == "fp8" else every
         self._floats = set(weighted_layers(graph)) - set(self.weighted)
-        self._wanted = tensors_between(graph, self.weighted, _TENSORRT_STEPS, keep)
-        self._joinable = precision == "int8" or any(one.operator == "Conv" for one in self.weighted.values())
+        self._between = tensors_between(graph, self.weighted, _TENSORRT_STEPS, keep)
+        self._joinable = precision == "int8" or any(layer.operator == "Conv" for layer in self.weighted.values())
         self._depth = _depths(graph)
         self.edges: list[tuple[str, int]] = []
         self.stored: list[str] = []
         for node in graph.nodes:
             if node.name in self.weighted:
                 self.edges += [(node.name, index) for index in self.weighted[node.name].activations]
-            elif node.name not in keep and any(name in self._wanted for name in node.output):
+            elif node.name not in keep and any(name in self._between for name in node.output):
                 self.edges += [(node.name, index) for index in self._step(node, precision)]
 
     def _step(self, node: onnx.NodeProto, precision: str) -> list[int]:
@@ -380,9 +382,9 @@ class _TensorRT:
         return [0, 1] if all(len(graph.shape(name) or ()) >= 4 for name in node.input) else []
 
     def _is_convolution(self, tensor: str) -> bool:
-        maker, reader = self._graph.producer(tensor), only_reader(self._graph, tensor)
-        one = self.weighted.get(maker.name) if maker is not None and reader is not None else None
-        return one is not None and one.operator in ("Conv", "ConvTranspose")
+        producer, reader = self._graph.producer(tensor), only_reader(self._graph, tensor)
+        layer = self.weighted.get(producer.name) if producer is not None and reader is not None else None
+        return layer is not None and layer.operator in ("Conv", "ConvTranspose")
 
     def _is_gate(self, node: onnx.NodeProto) -> bool:
         """Return whether a node multiplies a feature map by one value for each channel, as in squeeze-and-excitation."""
@@ -394,10 +396,10 @@ class _TensorRT:
 
     def _is_float(self, tensor: str) -> bool:
         """Return whether a tensor is made by a convolution or product that stays in floating point."""
-        maker = self._graph.producer(tensor)
-        while maker is not None and maker.op_type in SAME_VALUES | CLAMPS:
-            maker = self._graph.producer(maker.input[0])
-        return maker is not None and maker.name in self._floats
+        producer = self._graph.producer(tensor)
+        while producer is not None and producer.op_type in SAME_VALUES | CLAMPS:
+            producer = self._graph.producer(producer.input[0])
+        return producer is not None and producer.name in self._floats
 
 
 class _OnnxRuntime:
@@ -407,15 +409,15 @@ class _OnnxRuntime:
         self._graph = graph
         every = weighted_layers(graph, keep)
         nodes = {node.name: node for node in graph.nodes}
-        self.weighted = {name: one for name, one in every.items() if _has_integer_kernel(graph, nodes[name], one)}
-        self._wanted = tensors_between(graph, self.weighted, _ONNXRUNTIME_STEPS, set(keep) - self._free_steps())
-        self.edges = [(name, index) for name, one in self.weighted.items() for index in one.activations]
+        self.weighted = {name: layer for name, layer in every.items() if _has_integer_kernel(graph, nodes[name], layer)}
+        self._between = tensors_between(graph, self.weighted, _ONNXRUNTIME_STEPS, set(keep) - self._free_steps())
+        self.edges = [(name, index) for name, layer in self.weighted.items() for index in layer.activations]
         stored: dict[str, None] = {}
         for node in graph.nodes:
             if node.name in self.weighted:
                 end = self._clamped(node.output[0])
                 # An integer convolution has an integer output; a product may also write FP32.
-                if node.op_type == "Conv" or self._all_want(end):
+                if node.op_type == "Conv" or self._only_quantized_readers(end):
                     stored[end] = None
             elif self._runs_in_8_bits(node, stored, keep):
                 for name in node.output:
@@ -427,7 +429,7 @@ class _OnnxRuntime:
         return {node.name for node in self._graph.nodes if node.op_type in SAME_VALUES | CLAMPS}
 
     def _runs_in_8_bits(self, node: onnx.NodeProto, stored: Collection[str], keep: Collection[str]) -> bool:
-        if node.op_type not in _ONNXRUNTIME_STEPS or not any(name in self._wanted for name in node.output):
+        if node.op_type not in _ONNXRUNTIME_STEPS or not any(name in self._between for name in node.output):
             return False
         if node.op_type in JOINS:
             ready = joins_activations(self._graph, node) and all(name in stored for name in node.input)
@@ -442,7 +444,7 @@ class _OnnxRuntime:
         reader = only_reader(self._graph, tensor)
         return str(reader.output[0]) if reader is not None and reader.op_type in CLAMPS else tensor
 
-    def _all_want(self, tensor: str) -> bool:
+    def _only_quantized_readers(self, tensor: str) -> bool:
         """Return whether quantised operators alone read a tensor, moved or not."""
         readers = self._graph.consumers(tensor)
         if not readers or tensor in self._graph.outputs:
@@ -453,23 +455,23 @@ class _OnnxRuntime:
                     continue
                 return False
             moved = reader.op_type in _ONNXRUNTIME_MOVES and moves_values(self._graph, reader)
-            if not moved or not all(map(self._all_want, reader.output)):
+            if not moved or not all(map(self._only_quantized_readers, reader.output)):
                 return False
         return True
 
 
-def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, one: WeightedLayer) -> bool:
+def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
     """Return whether ONNX Runtime has a CPU kernel for it: no transposed convolution, a Gemm only as `simplify` leaves it."""
-    if one.operator == "Conv":
+    if layer.operator == "Conv":
         return len(node.input) < 3 or not node.input[2] or graph.is_constant(node.input[2])
-    if one.operator == "Gemm":
+    if layer.operator == "Gemm":
         weight = graph.shape(node.input[1])
         plain = graph.attribute(node, "alpha", 1.0) == graph.attribute(node, "beta", 1.0) == 1.0
-        if one.weight is None or one.axis is None or weight is None or not plain:
+        if layer.weight is None or layer.axis is None or weight is None or not plain:
             return False
         bias = node.input[2] if len(node.input) > 2 else ""
-        return not bias or (graph.is_constant(bias) and graph.shape(bias) == (weight[one.axis],))
-    return one.operator == "MatMul"
+        return not bias or (graph.is_constant(bias) and graph.shape(bias) == (weight[layer.axis],))
+    return layer.operator == "MatMul"
 
 
 def _depths(graph: OnnxGraph) -> dict[str, int]:

@@ -80,7 +80,7 @@ _INT32_LARGEST = 2**31 - 1
 
 
 # Ratio between scales that must differ: too small to change values, large enough to make the scales different.
-_APART = np.float32(1 + 2**-12)
+_SCALE_RATIO = np.float32(1 + 2**-12)
 
 
 def quantizable(model: onnx.ModelProto, target: str = "", precision: str = "int8") -> list[str]:
@@ -160,7 +160,7 @@ class _Scheme(Protocol):
         """A scale that is a little larger."""
 
     def weight(
-        self, values: Floats, one: WeightedLayer, min_scale: Floats | None
+        self, values: Floats, layer: WeightedLayer, min_scale: Floats | None
     ) -> tuple[Array | TensorProto, _Scale]:
         """The weights of a node in 8 bits, or as they are, in FP32, where the target is to quantise them.
 
@@ -181,10 +181,10 @@ class _SymmetricInt8:
         return _Scale(_float32(largest / 127 if largest else 1.0), np.zeros((), np.int8))
 
     def larger(self, scale: Floats) -> Floats:
-        return _float32(scale * _APART)
+        return _float32(scale * _SCALE_RATIO)
 
-    def weight(self, values: Floats, one: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, one.axis, min_scale, 127)
+    def weight(self, values: Floats, layer: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, layer.axis, min_scale, 127)
 
 
 class _UnsignedInt8:
@@ -204,10 +204,10 @@ class _UnsignedInt8:
         return _Scale(scale, np.asarray(zero_point))
 
     def larger(self, scale: Floats) -> Floats:
-        return _float32(scale * _APART)
+        return _float32(scale * _SCALE_RATIO)
 
-    def weight(self, values: Floats, one: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, one.axis, min_scale, self._largest_weight)
+    def weight(self, values: Floats, layer: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, layer.axis, min_scale, self._largest_weight)
 
 
 class _Fp8:
@@ -222,12 +222,12 @@ class _Fp8:
         return _float32(next_fp8_scale(np.float32(scale)))
 
     def weight(
-        self, values: Floats, one: WeightedLayer, min_scale: Floats | None
+        self, values: Floats, layer: WeightedLayer, min_scale: Floats | None
     ) -> tuple[Array | TensorProto, _Scale]:
         # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
         scale = fp8_scale(float(np.abs(values).max(initial=0)))
         # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
-        whole = values if one.operator == "Conv" else encode_fp8(values, scale)
+        whole = values if layer.operator == "Conv" else encode_fp8(values, scale)
         return whole, self._with_zero(scale)
 
     def _with_zero(self, scale: np.float32) -> _Scale:
@@ -274,9 +274,9 @@ class _Writer:
                     graph.rewire(reader, index, pair)
         for (name, index), tensor in inputs.items():
             graph.rewire(nodes[name], index, self.pairs[tensor])
-        for name, one in placement.weighted.items():
-            if one.weight is not None:
-                self._constants(nodes[name], one, inputs[(name, one.activations[0])])
+        for name, layer in placement.weighted.items():
+            if layer.weight is not None:
+                self._constants(nodes[name], layer, inputs[(name, layer.activations[0])])
 
     def _pair(self, tensor: str) -> str:
         graph, scheme = self._graph, self._scheme
@@ -305,26 +305,26 @@ class _Writer:
         for name in self._placement.sources[tensor]:
             if name not in self._ranges:
                 raise BuildError(f"the range of tensor '{name}' is not known: calibrate it (see tensors_to_calibrate)")
-            bounds_found = self._ranges[name]
-            if not all(map(math.isfinite, bounds_found)) or bounds_found[0] > bounds_found[1]:
+            measured = self._ranges[name]
+            if not all(map(math.isfinite, measured)) or measured[0] > measured[1]:
                 raise BuildError(
-                    f"the range of tensor '{name}' is {tuple(bounds_found)}: the samples, or the model, are at fault"
+                    f"the range of tensor '{name}' is {tuple(measured)}: the samples, or the model, are at fault"
                 )
-            low, high = min(low, bounds_found[0]), max(high, bounds_found[1])
-        maker = self._graph.producer(tensor)
-        if maker is None or maker.op_type not in ("Relu", "Clip"):
+            low, high = min(low, measured[0]), max(high, measured[1])
+        producer = self._graph.producer(tensor)
+        if producer is None or producer.op_type not in ("Relu", "Clip"):
             return low, high, False
-        bounds = [0.0, math.inf] if maker.op_type == "Relu" else [-math.inf, math.inf]
-        for index, name in enumerate(maker.input[1:] if maker.op_type == "Clip" else ()):
+        bounds = [0.0, math.inf] if producer.op_type == "Relu" else [-math.inf, math.inf]
+        for index, name in enumerate(producer.input[1:] if producer.op_type == "Clip" else ()):
             bound = self._graph.constant(name) if name else None
             bounds[index] = float(bound.reshape(-1)[0]) if bound is not None else bounds[index]
         return max(low, min(bounds[0], 0.0)), min(high, max(bounds[1], 0.0)), True
 
-    def _constants(self, node: onnx.NodeProto, one: WeightedLayer, tensor: str) -> None:
+    def _constants(self, node: onnx.NodeProto, layer: WeightedLayer, tensor: str) -> None:
         """Quantise weight and, if the scheme does so, bias of a node that reads `tensor`."""
         graph, scheme = self._graph, self._scheme
-        assert one.weight is not None
-        name = node.input[one.weight]
+        assert layer.weight is not None
+        name = node.input[layer.weight]
         values = graph.constant(name)
         assert values is not None
         bias = (
@@ -333,11 +333,11 @@ class _Writer:
         step = self._scales[tensor].scale
         # A weight's scale must be so large that the bias, in steps of both scales, is an int32; half of that is left for sums.
         min_scale = None if bias is None else np.asarray(2 * np.abs(bias) / (step * _INT32_LARGEST), np.float32)
-        quantized, weight_scale = scheme.weight(values, one, min_scale)
-        key = (name, one.axis, weight_scale.scale.tobytes())
+        quantized, weight_scale = scheme.weight(values, layer, min_scale)
+        key = (name, layer.axis, weight_scale.scale.tobytes())
         if key not in self._weights:
-            self._weights[key] = self._dequantized(name, quantized, weight_scale, one.axis, scheme.weight_type)
-        graph.rewire(node, one.weight, self._weights[key])
+            self._weights[key] = self._dequantized(name, quantized, weight_scale, layer.axis, scheme.weight_type)
+        graph.rewire(node, layer.weight, self._weights[key])
         if bias is not None:
             scale = np.asarray(weight_scale.scale.astype(np.float64) * step, np.float32)
             whole = np.clip(np.rint(bias.astype(np.float64) / scale), -_INT32_LARGEST, _INT32_LARGEST).astype(np.int32)
@@ -378,8 +378,8 @@ def _avoid_float_gemm(graph: OnnxGraph, placement: QdqPlacement) -> None:
     Q/DQ pairs; then the product would run on dequantised weights. Sum of two is the same, and is left alone.
     """
     for node in graph.nodes:
-        one = placement.weighted.get(node.name)
-        if one is None or one.operator != "MatMul" or node.output[0] in placement.stored:
+        layer = placement.weighted.get(node.name)
+        if layer is None or layer.operator != "MatMul" or node.output[0] in placement.stored:
             continue
         shape = graph.shape(node.output[0])
         matrices = shape is not None and (len(shape) == 2 or min(shape, default=0) >= 0)

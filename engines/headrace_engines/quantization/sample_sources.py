@@ -126,17 +126,17 @@ def open_pictures(
     Raises:
         BuildError: the model takes no pictures, there are none, one cannot be read, or labels name no class.
     """
-    where = f"{config.name}: {path.relative_to(folder).as_posix()}/"
-    layout, recipe = _recipe(layouts, config, where)
-    names = _pictures(path, where)
+    location = f"{config.name}: {path.relative_to(folder).as_posix()}/"
+    layout, recipe = _recipe(layouts, config, location)
+    names = _pictures(path, location)
     # Sorted by a hash: mixed in class and origin whatever the names are, and a new picture hardly changes the choice.
     names = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:limit]
-    labels = _labels(names, path, folder, config, where)
-    reader = _Pictures(path, folder, names, layout, recipe, where)
+    labels = _labels(names, path, folder, config, location)
+    reader = _Pictures(path, folder, names, layout, recipe, location)
     # The prepared first picture is part of the digest: it changes with the code that prepares it.
     recipe_bytes = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
     digests = [
-        hashlib.sha256(recipe_bytes + _content(path / name, folder, f"{where}{name}")).digest() for name in names
+        hashlib.sha256(recipe_bytes + _content(path / name, folder, f"{location}{name}")).digest() for name in names
     ]
     name = path.relative_to(folder).as_posix() + "/"
     return Samples(reader.read, digests, name, "pictures", labels=labels, batched=layout.batched)
@@ -146,62 +146,62 @@ class _Pictures:
     """Prepares pictures on use, and keeps the first ones in memory."""
 
     def __init__(
-        self, path: Path, folder: Path, names: list[str], layout: InputLayout, recipe: ImageRecipe, where: str
+        self, path: Path, folder: Path, names: list[str], layout: InputLayout, recipe: ImageRecipe, location: str
     ) -> None:
         self._path = path
         self._folder = folder
         self._names = names
         self._layout = layout
         self._recipe = recipe
-        self._where = where
-        self._kept: dict[int, Array] = {}
-        self._kept_bytes = 0
+        self._location = location
+        self._cache: dict[int, Array] = {}
+        self._cache_bytes = 0
 
     def read(self, number: int) -> Sample:
-        array = self._kept.get(number)
+        array = self._cache.get(number)
         if array is None:
             array = self._prepared(self._names[number])
-            if self._kept_bytes + array.nbytes <= _CACHE_BYTES:
-                self._kept[number] = array
-                self._kept_bytes += array.nbytes
+            if self._cache_bytes + array.nbytes <= _CACHE_BYTES:
+                self._cache[number] = array
+                self._cache_bytes += array.nbytes
         return {self._layout.name: array}
 
     def _prepared(self, name: str) -> Array:
-        where = f"{self._where}{name}"
+        location = f"{self._location}{name}"
         try:
-            pixels = prepare(decode(_content(self._path / name, self._folder, where)), self._recipe)
+            pixels = prepare(decode(_content(self._path / name, self._folder, location)), self._recipe)
         except BadRequest as error:
-            raise BuildError(f"{where}: {error}") from error
+            raise BuildError(f"{location}: {error}") from error
         if self._layout.datatype.name == "UINT8":
             pixels = np.clip(np.rint(pixels), 0, 255)
         array = pixels.astype(self._layout.dtype)
-        return self._layout.sample(array if len(self._layout.dims) == array.ndim else array[0], where)
+        return self._layout.sample(array if len(self._layout.dims) == array.ndim else array[0], location)
 
 
-def _recipe(layouts: Mapping[str, InputLayout], config: ModelConfig, where: str) -> tuple[InputLayout, ImageRecipe]:
+def _recipe(layouts: Mapping[str, InputLayout], config: ModelConfig, location: str) -> tuple[InputLayout, ImageRecipe]:
     """The input that takes the picture, and how, known to go together."""
     if config.preprocess is None:
         cure = "add a `preprocess` section (`headrace.preprocess.*` parameters in a config.pbtxt), or give an .npz"
         raise BuildError(
-            f"{where} is a folder, and the configuration does not say how a picture becomes an input: {cure}"
+            f"{location} is a folder, and the configuration does not say how a picture becomes an input: {cure}"
         )
     recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
     name = recipe.input or next(iter(layouts))
     others = [other for other, layout in layouts.items() if other != name and not layout.optional]
     if others:
         cure = "give an .npz with an array an input"
-        raise BuildError(f"{where}: pictures are no samples for the inputs {', '.join(others)}: {cure}")
+        raise BuildError(f"{location}: pictures are no samples for the inputs {', '.join(others)}: {cure}")
     layout = layouts[name]
     if layout.datatype.name not in _PIXEL_TYPES:
         raise BuildError(
-            f"{where}: input '{name}' is {layout.datatype.name}, pictures become {', '.join(_PIXEL_TYPES)}: give an .npz"
+            f"{location}: input '{name}' is {layout.datatype.name}, pictures become {', '.join(_PIXEL_TYPES)}: give an .npz"
         )
     shape = recipe.shape[1:] if len(layout.dims) == 3 else recipe.shape
-    layout.check(layout.dtype, shape, f"{where}: preprocess makes another tensor than the model takes")
+    layout.check(layout.dtype, shape, f"{location}: preprocess makes another tensor than the model takes")
     return layout, recipe
 
 
-def _pictures(path: Path, where: str) -> list[str]:
+def _pictures(path: Path, location: str) -> list[str]:
     """The pictures' paths below `path`, with "/"."""
     names = []
     others = 0
@@ -216,29 +216,29 @@ def _pictures(path: Path, where: str) -> list[str]:
                 others += 1
     if not names:
         reason = f"the {others} files there are none" if others else "it is empty"
-        raise BuildError(f"{where} has no pictures ({reason}): put {', '.join(SUFFIXES)} files there")
+        raise BuildError(f"{location} has no pictures ({reason}): put {', '.join(SUFFIXES)} files there")
     return names
 
 
-def _content(file: Path, folder: Path, where: str) -> bytes:
+def _content(file: Path, folder: Path, location: str) -> bytes:
     if not within(file, folder):
-        raise BuildError(f"{where} is a link that leads out of the model's folder: copy the picture there")
+        raise BuildError(f"{location} is a link that leads out of the model's folder: copy the picture there")
     try:
         size_bytes = file.stat().st_size
         if size_bytes > _LARGEST_FILE_BYTES:
-            raise BuildError(f"{where} has {size_bytes} bytes, at most {_LARGEST_FILE_BYTES} are taken: take it out")
+            raise BuildError(f"{location} has {size_bytes} bytes, at most {_LARGEST_FILE_BYTES} are taken: take it out")
         return file.read_bytes()
     except OSError as error:
-        raise BuildError(f"{where}: cannot be read: {error.strerror or error}: check the file") from error
+        raise BuildError(f"{location}: cannot be read: {error.strerror or error}: check the file") from error
 
 
-def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, where: str) -> Array | None:
+def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, location: str) -> Array | None:
     """Return the classes of the pictures; None where neither folders nor a file state them."""
     if (path / LABEL_FILE).is_file():
-        by_file = _label_file(path / LABEL_FILE, where)
+        by_file = _label_file(path / LABEL_FILE, location)
         missing = [name for name in names if name not in by_file]
         if missing:
-            raise BuildError(f"{where}{LABEL_FILE} has no line for {missing[0]}: write one for every picture")
+            raise BuildError(f"{location}{LABEL_FILE} has no line for {missing[0]}: write one for every picture")
         classes = [by_file[name] for name in names]
     else:
         classes = [name.partition("/")[0] if "/" in name else "" for name in names]
@@ -252,9 +252,9 @@ def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, whe
             cure = "name every class by its number or its line in the label file"
             culprit = f"'{strange[0]}'" if strange[0] else "a picture outside of them"
             raise BuildError(
-                f"{where}: the pictures' classes are those of folders or {LABEL_FILE}, {culprit} is no class: {cure}"
+                f"{location}: the pictures' classes are those of folders or {LABEL_FILE}, {culprit} is no class: {cure}"
             )
-        return check_labels(np.array([class_numbers[name] for name in classes], np.int64), config, where)
+        return check_labels(np.array([class_numbers[name] for name in classes], np.int64), config, location)
     return None
 
 
@@ -282,7 +282,7 @@ def _normalised_class(name: str) -> str:
     return name.strip().lower().replace("_", " ").replace("/", " ")
 
 
-def _label_file(file: Path, where: str) -> dict[str, str]:
+def _label_file(file: Path, location: str) -> dict[str, str]:
     classes = {}
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -290,10 +290,12 @@ def _label_file(file: Path, where: str) -> dict[str, str]:
                 if not row or row in (["file", "class"], ["file", "label"]):
                     continue
                 if len(row) != 2:
-                    raise BuildError(f"{where}{LABEL_FILE}:{line}: {len(row)} fields, expected two: write file,class")
+                    raise BuildError(
+                        f"{location}{LABEL_FILE}:{line}: {len(row)} fields, expected two: write file,class"
+                    )
                 classes[row[0].strip()] = row[1]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BuildError(f"{where}{LABEL_FILE} cannot be read: {error}: write it as UTF-8, file,class") from error
+        raise BuildError(f"{location}{LABEL_FILE} cannot be read: {error}: write it as UTF-8, file,class") from error
     return classes
 
 
@@ -327,26 +329,26 @@ def open_arrays(path: Path, layouts: Mapping[str, InputLayout], config: ModelCon
     Raises:
         BuildError: it cannot be read, an input is missing, or an array does not fit.
     """
-    where = f"{config.name}: {path.name}"
+    location = f"{config.name}: {path.name}"
     try:
         with zipfile.ZipFile(path) as archive:
-            return _ArrayFile(archive, layouts, config, where).samples(path.name, limit)
+            return _ArrayFile(archive, layouts, config, location).samples(path.name, limit)
     # What a broken archive makes of the readers.
     except (OSError, ValueError, EOFError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
         cure = "write it with numpy.savez, without object arrays"
-        raise BuildError(f"{where} is no .npz that can be read ({error}): {cure}") from error
+        raise BuildError(f"{location} is no .npz that can be read ({error}): {cure}") from error
 
 
 class _ArrayFile:
     """One archive that is being read."""
 
     def __init__(
-        self, archive: zipfile.ZipFile, layouts: Mapping[str, InputLayout], config: ModelConfig, where: str
+        self, archive: zipfile.ZipFile, layouts: Mapping[str, InputLayout], config: ModelConfig, location: str
     ) -> None:
         self._archive = archive
         self._layouts = layouts
         self._config = config
-        self._where = where
+        self._location = location
         self._headers = {name.removesuffix(".npy"): self._header(name) for name in archive.namelist()}
 
     def samples(self, name: str, limit: int) -> Samples:
@@ -361,7 +363,7 @@ class _ArrayFile:
             rows = self._rows(array, chosen)
             for number, row, sample in zip(chosen, rows, samples, strict=True):
                 values = row[None] if keeps_row else row
-                sample[tensor] = layout.sample(values, f"{self._where}: sample {number} of '{array}'")
+                sample[tensor] = layout.sample(values, f"{self._location}: sample {number} of '{array}'")
         return Samples(
             samples.__getitem__,
             [content_digest(sample) for sample in samples],
@@ -380,7 +382,7 @@ class _ArrayFile:
         if missing:
             names = ", ".join(self._headers) or "nothing"
             raise BuildError(
-                f"{self._where} has no array for {', '.join(missing)} (it holds {names}): add one of that name"
+                f"{self._location} has no array for {', '.join(missing)} (it holds {names}): add one of that name"
             )
         return arrays
 
@@ -388,15 +390,17 @@ class _ArrayFile:
         counts = {}
         for tensor, array in arrays.items():
             header = self._headers[array]
-            counts[array] = self._layouts[tensor].count(header.dtype, header.shape, f"{self._where}: array '{array}'")
+            counts[array] = self._layouts[tensor].count(
+                header.dtype, header.shape, f"{self._location}: array '{array}'"
+            )
         if len(set(counts.values())) != 1:
             counts_text = ", ".join(f"'{array}' {count}" for array, count in counts.items()) or "none"
             raise BuildError(
-                f"{self._where}: the arrays differ in their number of samples ({counts_text}): write as many of each"
+                f"{self._location}: the arrays differ in their number of samples ({counts_text}): write as many of each"
             )
         count = next(iter(counts.values()))
         if not count:
-            raise BuildError(f"{self._where} holds no samples: its arrays are empty")
+            raise BuildError(f"{self._location} holds no samples: its arrays are empty")
         return count
 
     def _labels(self, count: int) -> Array | None:
@@ -406,9 +410,11 @@ class _ArrayFile:
         shape = self._headers[name].shape
         if shape[:1] != (count,) or len(shape) > 2 or shape[1:] not in ((), (1,)):
             cure = f"write one number a sample, [{count}]"
-            raise BuildError(f"{self._where}: array '{name}' has the shape {list(shape)} for {count} samples: {cure}")
+            raise BuildError(
+                f"{self._location}: array '{name}' has the shape {list(shape)} for {count} samples: {cure}"
+            )
         labels = np.stack(self._rows(name, range(count)))
-        return check_labels(labels, self._config, f"{self._where}: array '{name}'")
+        return check_labels(labels, self._config, f"{self._location}: array '{name}'")
 
     def _header(self, member: str) -> _Header:
         with self._archive.open(member) as stream:
@@ -472,25 +478,25 @@ def open_reader(
     Raises:
         BuildError: the code fails (with file and line), or its samples do not fit.
     """
-    where = f"{path.name}:{function}"
+    location = f"{path.name}:{function}"
     store = _SampleFile()
     labels: list[int] = []
     for number, item in enumerate(_call(path, function)):
-        for sample, label in _samples_of(item, layouts, config, f"{where}: item {number}"):
+        for sample, label in _samples_of(item, layouts, config, f"{location}: item {number}"):
             if len(store) < limit:
                 store.add(sample)
                 labels += [] if label is None else [label]
         if len(store) >= limit:
             break
     if not len(store):
-        raise BuildError(f"{where} gave no samples: let it yield at least one")
+        raise BuildError(f"{location} gave no samples: let it yield at least one")
     if labels and len(labels) != len(store):
         raise BuildError(
-            f"{where} gave labels for {len(labels)} of {len(store)} samples: give every sample one, or none"
+            f"{location} gave labels for {len(labels)} of {len(store)} samples: give every sample one, or none"
         )
     batched = config.max_batch_size > 0
-    checked = check_labels(np.array(labels), config, where) if labels else None
-    return Samples(store.read, store.digests, where, labels=checked, batched=batched)
+    checked = check_labels(np.array(labels), config, location) if labels else None
+    return Samples(store.read, store.digests, location, labels=checked, batched=batched)
 
 
 class _SampleFile:
@@ -498,21 +504,21 @@ class _SampleFile:
 
     def __init__(self) -> None:
         self._file: BinaryIO = tempfile.TemporaryFile(prefix="headrace-samples-")  # noqa: SIM115
-        self._places: list[list[tuple[str, int, np.dtype[Any], tuple[int, ...]]]] = []
+        self._records: list[list[tuple[str, int, np.dtype[Any], tuple[int, ...]]]] = []
         self._text: dict[tuple[int, str], Array] = {}
         self.digests: list[bytes] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._records)
 
     def add(self, sample: Sample) -> None:
-        places = []
+        records = []
         try:
             for name, array in sample.items():
                 if array.dtype == object:
                     self._text[len(self), name] = array
                 else:
-                    places.append((name, self._file.seek(0, 2), array.dtype, array.shape))
+                    records.append((name, self._file.seek(0, 2), array.dtype, array.shape))
                     self._file.write(np.ascontiguousarray(array).tobytes())
             self._file.flush()
         except OSError as error:
@@ -521,11 +527,11 @@ class _SampleFile:
                 f"the samples cannot be kept in {folder}: {error.strerror or error}: make room there"
             ) from error
         self.digests.append(content_digest(sample))
-        self._places.append(places)
+        self._records.append(records)
 
     def read(self, number: int) -> Sample:
         sample: Sample = {name: array for (n, name), array in self._text.items() if n == number}
-        for name, offset, dtype, shape in self._places[number]:
+        for name, offset, dtype, shape in self._records[number]:
             self._file.seek(offset)
             size_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             sample[name] = np.frombuffer(self._file.read(size_bytes), dtype).reshape(shape)
@@ -545,9 +551,9 @@ def _call(path: Path, function: str) -> Iterator[Any]:
         _guarded(path, exec, code, module.__dict__)
         callable_ = getattr(module, function, None)
         if not callable(callable_):
-            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             raise BuildError(
-                f"{path.name} has no function '{function}' (it has {', '.join(there) or 'none'}): define it"
+                f"{path.name} has no function '{function}' (it has {', '.join(functions) or 'none'}): define it"
             )
         items = _guarded(path, callable_)
         if not hasattr(items, "__iter__") or isinstance(items, dict | np.ndarray):
@@ -575,52 +581,52 @@ def _raise_reader_error(path: Path, error: BaseException) -> NoReturn:
         raise BuildError(f"{path.name}:{error.lineno}: {error.msg}: correct the code that reads samples") from error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = f":{frames[-1].lineno}" if frames else ""
-    what = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-    raise BuildError(f"{path.name}{line}: {what}: correct the code that reads samples") from error
+    message = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+    raise BuildError(f"{path.name}{line}: {message}: correct the code that reads samples") from error
 
 
 def _samples_of(
-    item: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, where: str
+    item: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, location: str
 ) -> Iterator[tuple[Sample, int | None]]:
     """The samples of one item, one or several, each with its label."""
     arrays = dict(item) if isinstance(item, Mapping) else {next(iter(layouts)): item}
     if not isinstance(item, Mapping) and len(layouts) != 1:
         cure = f"yield a dict with {', '.join(layouts)}"
-        raise BuildError(f"{where}: a bare {type(item).__name__} where the model has {len(layouts)} inputs: {cure}")
+        raise BuildError(f"{location}: a bare {type(item).__name__} where the model has {len(layouts)} inputs: {cure}")
     label = next((arrays.pop(name) for name in LABELS if name in arrays and name not in layouts), None)
     unknown = sorted(str(name) for name in set(arrays) - set(layouts))
     missing = [name for name, layout in layouts.items() if name not in arrays and not layout.optional]
     if unknown or missing or not arrays:
         names = ", ".join(map(str, arrays)) or "nothing"
         raise BuildError(
-            f"{where}: the model's inputs are {', '.join(layouts)}, found {names}: yield arrays of those names"
+            f"{location}: the model's inputs are {', '.join(layouts)}, found {names}: yield arrays of those names"
         )
     try:
         values = {name: np.asarray(value) for name, value in arrays.items()}
     except (ValueError, TypeError) as error:
-        raise BuildError(f"{where}: it is no array ({error}): yield arrays") from error
+        raise BuildError(f"{location}: it is no array ({error}): yield arrays") from error
     first = next(iter(values))
     layout = layouts[first]
     if values[first].ndim == len(layout.dims) + 1 or layout.keeps_row(values[first].ndim):
-        yield from _several(values, label, layouts, config, where)
+        yield from _several(values, label, layouts, config, location)
         return
-    labels = None if label is None else check_labels(np.asarray(label).reshape(1), config, where)
-    sample = {name: layouts[name].sample(array, where) for name, array in values.items()}
+    labels = None if label is None else check_labels(np.asarray(label).reshape(1), config, location)
+    sample = {name: layouts[name].sample(array, location) for name, array in values.items()}
     yield sample, None if labels is None else int(labels[0])
 
 
 def _several(
-    values: Mapping[str, Array], label: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, where: str
+    values: Mapping[str, Array], label: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, location: str
 ) -> Iterator[tuple[Sample, int | None]]:
-    counts = {name: layouts[name].count(array.dtype, array.shape, where) for name, array in values.items()}
-    labels = None if label is None else check_labels(np.atleast_1d(np.asarray(label)), config, where)
+    counts = {name: layouts[name].count(array.dtype, array.shape, location) for name, array in values.items()}
+    labels = None if label is None else check_labels(np.atleast_1d(np.asarray(label)), config, location)
     if len(set(counts.values())) != 1 or (labels is not None and len(labels) not in counts.values()):
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         labelled = "" if labels is None else f", labels {len(labels)}"
-        raise BuildError(f"{where}: different numbers of samples ({counts_text}{labelled}): yield as many of each")
+        raise BuildError(f"{location}: different numbers of samples ({counts_text}{labelled}): yield as many of each")
     for row in range(next(iter(counts.values()))):
         sample = {}
         for name, array in values.items():
-            one = array[row : row + 1] if layouts[name].keeps_row(array.ndim) else array[row]
-            sample[name] = layouts[name].sample(one, where)
+            row_values = array[row : row + 1] if layouts[name].keeps_row(array.ndim) else array[row]
+            sample[name] = layouts[name].sample(row_values, location)
         yield sample, None if labels is None else int(labels[row])

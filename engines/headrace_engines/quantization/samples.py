@@ -58,42 +58,42 @@ class InputLayout:
         """
         return not self.batched and rank == len(self.dims) and self.dims[:1] in ((1,), (-1,))
 
-    def count(self, dtype: np.dtype[Any], shape: Sequence[int], where: str) -> int:
+    def count(self, dtype: np.dtype[Any], shape: Sequence[int], location: str) -> int:
         """Check the type and shape of an array against the input and return its number of samples.
 
         Raises:
             BuildError: they do not fit.
         """
         if self.keeps_row(len(shape)):
-            self.check(dtype, (1, *shape[1:]), where)
+            self.check(dtype, (1, *shape[1:]), location)
         else:
-            self.check(dtype, shape, where, samples_in_front=True)
+            self.check(dtype, shape, location, samples_in_front=True)
         return shape[0]
 
-    def sample(self, array: Array, where: str) -> Array:
+    def sample(self, array: Array, location: str) -> Array:
         """One sample in the type and the shape of the model.
 
         Args:
             array: in the shape of the configuration, without a dimension of samples.
-            where: what a message says of its origin.
+            location: origin of the data, for messages.
 
         Raises:
             BuildError: its type or shape is another, or it holds NaN or infinity.
         """
-        self.check(array.dtype, array.shape, where)
-        array = self._converted(array, where)
+        self.check(array.dtype, array.shape, location)
+        array = self._converted(array, location)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise BuildError(f"{where}: '{self.name}' holds NaN or infinity: take such samples out")
+            raise BuildError(f"{location}: '{self.name}' holds NaN or infinity: take such samples out")
         free = iter([actual for expected, actual in zip(self.dims, array.shape, strict=True) if expected < 0])
         return array.reshape([next(free) if size < 0 else size for size in self.model_dims])
 
-    def check(self, dtype: np.dtype[Any], shape: Sequence[int], where: str, samples_in_front: bool = False) -> None:
+    def check(self, dtype: np.dtype[Any], shape: Sequence[int], location: str, samples_in_front: bool = False) -> None:
         """Hold a type and a shape against the input.
 
         Args:
             dtype: of the data.
             shape: of the data.
-            where: what a message says of its origin.
+            location: origin of the data, for messages.
             samples_in_front: the first dimension is that of the samples.
 
         Raises:
@@ -104,11 +104,11 @@ class InputLayout:
             e not in (-1, f) for e, f in zip(self.dims, sample_shape, strict=True)
         ):
             expected = ["N", *self.dims] if samples_in_front else [*self.dims]
-            message = f"{where}: input '{self.name}' takes {_shape_text(expected)}, found {_shape_text(shape)}"
+            message = f"{location}: input '{self.name}' takes {_shape_text(expected)}, found {_shape_text(shape)}"
             raise BuildError(f"{message}: {self._cure(tuple(shape), sample_shape)}")
         if not self._takes(dtype):
             cure = f"convert it with .astype('{self.dtype}'), pre-processed as the model wants it"
-            raise BuildError(f"{where}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
+            raise BuildError(f"{location}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
         """Return whether data of this type can become the input: the same type, floats to floats, integers to integers."""
@@ -119,7 +119,7 @@ class InputLayout:
         same = "f" if self.dtype.kind == "f" else "iu" if self.dtype.kind in "iu" else self.dtype.kind
         return dtype.kind in same
 
-    def _converted(self, array: Array, where: str) -> Array:
+    def _converted(self, array: Array, location: str) -> Array:
         if self.dtype == object:
             return array.astype(object)
         if self.datatype is BF16 and array.dtype == np.float32:
@@ -127,7 +127,7 @@ class InputLayout:
         if self.dtype.kind in "iu" and array.size and not np.can_cast(array.dtype, self.dtype):
             limits = np.iinfo(self.dtype)
             if array.min() < limits.min or array.max() > limits.max:
-                raise BuildError(f"{where}: '{self.name}' has values that {self.datatype.name} cannot hold")
+                raise BuildError(f"{location}: '{self.name}' has values that {self.datatype.name} cannot hold")
         with np.errstate(over="ignore"):  # what overflows becomes infinity, which is reported
             return np.asarray(array, self.dtype)
 
@@ -180,13 +180,13 @@ def class_names(config: ModelConfig) -> tuple[str, int]:
     return output.label_filename, max(output.dims[-1], 0) if output.dims else 0
 
 
-def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:
+def check_labels(labels: Array, config: ModelConfig, location: str) -> Array:
     """Labels as INT64.
 
     Args:
         labels: [N] or [N, 1], whole numbers.
         config: complete.
-        where: what a message says of their origin.
+        location: origin of the labels, for messages.
 
     Raises:
         BuildError: they are no such numbers, or name a class that the model does not have.
@@ -194,11 +194,13 @@ def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:
     flat = labels.reshape(len(labels)) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1 or flat.dtype.kind not in "iu":
         actual = f"{labels.dtype} {_shape_text(labels.shape)}"
-        raise BuildError(f"{where}: labels are the number of a class for each sample, [N], found {actual}: write those")
+        raise BuildError(
+            f"{location}: labels are the number of a class for each sample, [N], found {actual}: write those"
+        )
     classes = class_names(config)[1]
     if flat.size and (flat.min() < 0 or (classes and flat.max() >= classes)):
         bounds = f"from 0 to {classes - 1}" if classes else "0 or more"
-        raise BuildError(f"{where}: labels go from {flat.min()} to {flat.max()}, the model's classes are {bounds}")
+        raise BuildError(f"{location}: labels go from {flat.min()} to {flat.max()}, the model's classes are {bounds}")
     return flat.astype(np.int64)
 
 

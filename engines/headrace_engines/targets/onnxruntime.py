@@ -112,20 +112,20 @@ class _Trace:
         ] = {}  # optimised node -> tensor of the original, whether that is all of it
         self._owner: dict[str, str] = {}  # node of the original -> node that did it alone
         self._alias: dict[str, str] = {name: name for name in self._graph.inputs}
-        self._known = set(self._graph.inputs)  # the alias' values
+        self._known_tensors = set(self._graph.inputs)  # the alias' values
         self._folded: set[str] = set()  # tensors computed from constants alone
         for node in self._graph.nodes:
             if all(self._is_folded(name) for name in node.input if name):
                 self._folded.update(node.output)
-        self._found: dict[str, set[str]] = {node.name: set() for node in self._optimised.node}
+        self._nodes_of: dict[str, set[str]] = {node.name: set() for node in self._optimised.node}
 
     def run(self) -> Lineage:
         for node in self._optimised.node:
             self._anchor(node)
         for node in self._optimised.node:
             self._claim(node)
-        self._give_away_what_is_left()
-        return {name: tuple(sorted(names, key=self._order.__getitem__)) for name, names in self._found.items()}
+        self._assign_remaining()
+        return {name: tuple(sorted(names, key=self._order.__getitem__)) for name, names in self._nodes_of.items()}
 
     def _anchor(self, node: onnx.NodeProto) -> None:
         if node.op_type in _MOVERS and node.name not in self._by_name:
@@ -138,15 +138,15 @@ class _Trace:
                     self._anchors.setdefault(hint, node.name)
             return
         for hint, is_tensor in _hints(node.name):
-            maker = self._graph.producer(hint) if is_tensor else self._by_name.get(hint)
-            if maker is not None and maker.name not in self._anchors:
-                self._set_anchor(node, hint if is_tensor else maker.output[0], False)
+            producer = self._graph.producer(hint) if is_tensor else self._by_name.get(hint)
+            if producer is not None and producer.name not in self._anchors:
+                self._set_anchor(node, hint if is_tensor else producer.output[0], False)
                 return
 
     def _set_anchor(self, node: onnx.NodeProto, tensor: str, whole: bool) -> None:
-        maker = self._graph.producer(tensor)
-        assert maker is not None
-        self._anchors[maker.name] = node.name
+        producer = self._graph.producer(tensor)
+        assert producer is not None
+        self._anchors[producer.name] = node.name
         self._ends[node.name] = (tensor, whole)
 
     def _claim(self, node: onnx.NodeProto) -> None:
@@ -161,7 +161,7 @@ class _Trace:
         self._walk_back(node.name, end)
         for name in node.output:
             self._alias[name] = name if self._graph.producer(name) is not None else end
-            self._known.add(self._alias[name])
+            self._known_tensors.add(self._alias[name])
 
     def _follow(self, name: str, tensor: str, reads: set[str]) -> str:
         """Return the last tensor of a node that begins at `tensor`: over single readers that no other node executes."""
@@ -172,28 +172,28 @@ class _Trace:
             others = [t for t in readers[0].input if t and t != tensor and not self._is_folded(t)]
             if any(other not in reads for other in others) or not readers[0].output:
                 return tensor
-            self._own(name, readers[0])
+            self._assign(name, readers[0])
             tensor = readers[0].output[0]
         return tensor
 
     def _walk_back(self, name: str, end: str) -> None:
         waiting = [end]
-        seen: set[str] = set()
+        visited: set[str] = set()
         while waiting:
             tensor = waiting.pop()
-            maker = self._graph.producer(tensor)
-            if maker is None or tensor in seen or (tensor in self._known and tensor != end):
+            producer = self._graph.producer(tensor)
+            if producer is None or tensor in visited or (tensor in self._known_tensors and tensor != end):
                 continue
-            seen.add(tensor)
-            if self._anchors.get(maker.name, name) != name or self._owner.get(maker.name, name) != name:
+            visited.add(tensor)
+            if self._anchors.get(producer.name, name) != name or self._owner.get(producer.name, name) != name:
                 continue
-            if tensor in self._folded and maker.name not in self._anchors:
+            if tensor in self._folded and producer.name not in self._anchors:
                 continue
-            if self._is_shared(maker):
-                self._found[name].add(maker.name)
+            if self._is_shared(producer):
+                self._nodes_of[name].add(producer.name)
             else:
-                self._own(name, maker)
-            waiting.extend(t for t in maker.input if t)
+                self._assign(name, producer)
+            waiting.extend(t for t in producer.input if t)
 
     def _is_shared(self, node: onnx.NodeProto) -> bool:
         return sum(len(self._graph.consumers(name)) for name in node.output) > 1 and node.name not in self._anchors
@@ -201,19 +201,22 @@ class _Trace:
     def _is_folded(self, tensor: str) -> bool:
         return self._graph.is_constant(tensor) or tensor in self._folded
 
-    def _own(self, name: str, node: onnx.NodeProto) -> None:
+    def _assign(self, name: str, node: onnx.NodeProto) -> None:
         self._owner[node.name] = name
-        self._found[name].add(node.name)
+        self._nodes_of[name].add(node.name)
 
-    def _give_away_what_is_left(self) -> None:
-        done = {name for names in self._found.values() for name in names}
+    def _assign_remaining(self) -> None:
+        done = {name for names in self._nodes_of.values() for name in names}
         for node in self._graph.nodes:
             if node.name in done or all(self._is_folded(name) for name in node.input if name):
                 continue
-            makers = (self._graph.producer(name) for name in node.input)
-            owner = next((self._owner[maker.name] for maker in makers if maker and maker.name in self._owner), None)
+            producers = (self._graph.producer(name) for name in node.input)
+            owner = next(
+                (self._owner[producer.name] for producer in producers if producer and producer.name in self._owner),
+                None,
+            )
             if owner is not None:
-                self._own(owner, node)
+                self._assign(owner, node)
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -336,21 +339,21 @@ class OnnxRuntimeEngine:
 
     def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
         """Time executions back to back, after a warm-up; a batch's rows are the first dimension of its first input."""
-        fed = dict(inputs)
+        arrays = dict(inputs)
         started_ns = time.perf_counter_ns()
         for _ in range(_WARM_UP_RUNS):
-            self.run(fed)
+            self.run(arrays)
             if time.perf_counter_ns() - started_ns > _WARM_UP_SHARE * seconds * 1e9:
                 break
         durations_ns: list[int] = []
         started_ns = now_ns = time.perf_counter_ns()
         while len(durations_ns) < _MIN_RUNS or now_ns - started_ns < seconds * 1e9:
-            self._session.run(self._outputs, fed)
-            done_ns = time.perf_counter_ns()
-            durations_ns.append(done_ns - now_ns)
-            now_ns = done_ns
+            self._session.run(self._outputs, arrays)
+            end_ns = time.perf_counter_ns()
+            durations_ns.append(end_ns - now_ns)
+            now_ns = end_ns
         median_us, p99_us = np.percentile(np.array(durations_ns) / 1e3, (50, 99))
-        rows = rows_of(fed)
+        rows = rows_of(arrays)
         return BatchTiming(
             rows, float(median_us), float(p99_us), rows * len(durations_ns) / ((now_ns - started_ns) / 1e9)
         )
@@ -576,11 +579,11 @@ def _middle_mean(times_us: list[float]) -> float:
 
 def _tactic(provider: str, node: onnx.NodeProto) -> str:
     """Return the execution provider and the layout of a kernel, e.g. "CPU NCHWc"."""
-    where = provider.removesuffix("ExecutionProvider")
+    device = provider.removesuffix("ExecutionProvider")
     if node.domain == "com.microsoft.nchwc":
-        return f"{where} NCHWc"
+        return f"{device} NCHWc"
     last = node.op_type.startswith("Nhwc") or any(a.name == "channels_last" and a.i for a in node.attribute)
-    return f"{where} NHWC" if last else where
+    return f"{device} NHWC" if last else device
 
 
 # ONNX Runtime writes its optimised graph as one protobuf, which holds 2 GiB; some room for what it adds.

@@ -111,9 +111,9 @@ def explain_parser(faults: Sequence[ParserFault], version: str) -> str:
     if len(unique) > _NAMES_SHOWN:
         operators = sorted({fault.operator for fault in unique[_NAMES_SHOWN:]})
         lines.append(f"  and {len(unique) - _NAMES_SHOWN} more ({', '.join(operators)})")
-    what = "1 node is" if len(unique) == 1 else f"{len(unique)} nodes are"
+    subject = "1 node is" if len(unique) == 1 else f"{len(unique)} nodes are"
     cure = "replace them by other ONNX operators, load a TensorRT plug-in for them, or build for ONNX Runtime"
-    return "\n".join([f"{what} not supported by TensorRT {version}; {cure}:", *lines])
+    return "\n".join([f"{subject} not supported by TensorRT {version}; {cure}:", *lines])
 
 
 def mentioned_nodes(text: str, names: Iterable[str]) -> list[str]:
@@ -283,13 +283,13 @@ class TensorRtApi:
 
     def builder(self, errors: Collection[str]) -> Any:
         """An IBuilder; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
-        return self._made(self.trt.Builder, errors)
+        return self._create(self.trt.Builder, errors)
 
     def runtime(self, errors: Collection[str]) -> Any:
         """An IRuntime; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
-        return self._made(self.trt.Runtime, errors)
+        return self._create(self.trt.Runtime, errors)
 
-    def _made(self, kind: Any, errors: Collection[str]) -> Any:
+    def _create(self, kind: Any, errors: Collection[str]) -> Any:
         try:
             return kind(self.logger)
         except TypeError as error:
@@ -351,7 +351,7 @@ def _loaded(trt: Any) -> TensorRtApi:
 
 
 @contextlib.contextmanager
-def as_build_error(what: str) -> Iterator[None]:
+def as_build_error(subject: str) -> Iterator[None]:
     """Turn what the server's rooms raise (no GPU, no memory) into the builders' error.
 
     Args:
@@ -362,7 +362,7 @@ def as_build_error(what: str) -> Iterator[None]:
     except BuildError:
         raise
     except HeadraceError as error:
-        raise BuildError(f"{what}: {error}") from error
+        raise BuildError(f"{subject}: {error}") from error
 
 
 @dataclass(slots=True)

@@ -172,7 +172,7 @@ class OutputMemory:
             self.raised = error
             return 0
 
-    def take(self) -> None:
+    def apply_shape(self) -> None:
         """Apply the shape that TensorRT has reported, after the stream is synchronised.
 
         Raises:
@@ -224,7 +224,7 @@ _TYPES = (
 
 
 # From the narrowest arithmetic to the widest, then what is not arithmetic.
-_ORDER = {name: place for place, (name, _) in enumerate(_TYPES)}
+_ORDER = {name: rank for rank, (name, _) in enumerate(_TYPES)}
 
 
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f\[\s]|$)")
@@ -347,20 +347,20 @@ def time_executions(stream: CudaStream, launch: Callable[[], None], rows: int, s
         rows: of the batch.
         seconds: about how long to measure in all.
     """
-    begun = time.monotonic()
-    warm = 0
-    while warm < _MIN_WARM_UPS or time.monotonic() - begun < _WARM_UP * seconds:
+    started_s = time.monotonic()
+    warm_up_runs = 0
+    while warm_up_runs < _MIN_WARM_UPS or time.monotonic() - started_s < _WARM_UP * seconds:
         launch()
-        warm += 1
+        warm_up_runs += 1
         # Not further ahead than needed: what is queued must be waited for.
         stream.synchronize()
-    each_s = (time.monotonic() - begun) / warm
+    each_s = (time.monotonic() - started_s) / warm_up_runs
 
     burst = int(min(max(_BURST_SHARE * seconds / each_s, 2), _BURST))
     events = [TimingEvent() for _ in range(burst + 1)]
     singles: list[float] = []
-    begun = time.monotonic()
-    while not singles or time.monotonic() - begun < _SINGLE * seconds:
+    started_s = time.monotonic()
+    while not singles or time.monotonic() - started_s < _SINGLE * seconds:
         for event in events:
             launch()
             event.record(stream)
@@ -461,7 +461,7 @@ class TensorRtEngine:
             if allocated:
                 self._stream.synchronize()
             for memory in allocated:
-                memory.take()
+                memory.apply_shape()
             for tensor in self._outputs:
                 tensor.fetch(self._stream)
             self._stream.synchronize()
@@ -480,7 +480,7 @@ class TensorRtEngine:
             self._enqueue(self._context, errors)
             self._stream.synchronize()
             for memory in allocated:
-                memory.take()
+                memory.apply_shape()
             first = next(iter(inputs.values()))
             rows = int(first.shape[0]) if first.ndim else 1
             graph = self._capture(errors)
@@ -509,7 +509,7 @@ class TensorRtEngine:
                 self._enqueue(context, errors)
             self._stream.synchronize()
             for memory in allocated:
-                memory.take()
+                memory.apply_shape()
             profiler = layer_profiler(self._api.trt, times)
             context.profiler = profiler
             for _ in range(_PROFILED_RUNS):
@@ -544,17 +544,17 @@ class TensorRtEngine:
             del self._stream
 
     @contextmanager
-    def _working(self, doing: str) -> Iterator[Any]:
+    def _working(self, activity: str) -> Iterator[Any]:
         """The device current, errors collected; what the GPU refuses becomes a BuildError."""
         if self._closed:
             raise BuildError(f"{self._name} is closed")
-        with as_build_error(f"{doing} {self._name}"), current(self._device), self._api.log.collect() as errors:
+        with as_build_error(f"{activity} {self._name}"), current(self._device), self._api.log.collect() as errors:
             yield errors
 
     @contextmanager
-    def _running(self, doing: str) -> Iterator[Any]:
+    def _running(self, activity: str) -> Iterator[Any]:
         """`_working`, after which no work is queued, also after an error: the buffers are free for the next batch."""
-        with self._working(doing) as errors:
+        with self._working(activity) as errors:
             try:
                 yield errors
             except BaseException:

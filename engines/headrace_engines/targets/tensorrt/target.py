@@ -65,39 +65,41 @@ def check_profiles(
     if free and not profiles:
         raise BuildError(f"the inputs {', '.join(free)} have free dimensions: write optimization.profiles")
     for number, profile in enumerate(profiles):
-        where = f"profile {number + 1}" if len(profiles) > 1 else "the profile"
+        location = f"profile {number + 1}" if len(profiles) > 1 else "the profile"
         unknown = sorted(set(profile.shapes) - set(inputs))
         if unknown:
-            raise BuildError(f"{where} names {', '.join(unknown)}, the model's inputs are {', '.join(inputs)}: {_CURE}")
+            raise BuildError(
+                f"{location} names {', '.join(unknown)}, the model's inputs are {', '.join(inputs)}: {_CURE}"
+            )
         missing = [name for name in free if name not in profile.shapes]
         if missing:
-            raise BuildError(f"{where} has no shapes for the inputs {', '.join(missing)}, which are free: {_CURE}")
+            raise BuildError(f"{location} has no shapes for the inputs {', '.join(missing)}, which are free: {_CURE}")
         for name, shapes in profile.shapes.items():
-            _check_shapes(f"{where}, input {name}", inputs[name][0], shapes)
+            _check_shapes(f"{location}, input {name}", inputs[name][0], shapes)
         total = sum(
             math.prod(profile.shapes[name][2] if name in profile.shapes else shape) * size
             for name, (shape, size) in inputs.items()
         )
         if total > memory_bytes:
             raise BuildError(
-                f"{where} is too large: its largest inputs alone take {_gib(total)}, the GPU has {_gib(memory_bytes)}: "
+                f"{location} is too large: its largest inputs alone take {_gib(total)}, the GPU has {_gib(memory_bytes)}: "
                 "lower the largest shapes in optimization.profiles, or max_batch_size"
             )
 
 
-def _check_shapes(where: str, shape: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
+def _check_shapes(location: str, shape: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
     smallest, tuned, largest = shapes
     if not len(smallest) == len(tuned) == len(largest) == len(shape):
         raise BuildError(
-            f"{where}: the model's shape {_text(shape)} has {len(shape)} dimensions, the profile has others: {_CURE}"
+            f"{location}: the model's shape {_text(shape)} has {len(shape)} dimensions, the profile has others: {_CURE}"
         )
     for size, a, b, c in zip(shape, smallest, tuned, largest, strict=True):
         if not 0 < a <= b <= c:
             shapes_text = f"{_text(smallest)}, {_text(tuned)}, {_text(largest)}"
-            raise BuildError(f"{where}: {shapes_text} do not ascend from the smallest to the largest: {_CURE}")
+            raise BuildError(f"{location}: {shapes_text} do not ascend from the smallest to the largest: {_CURE}")
         if size != -1 and (a != size or c != size):
             shapes_text = f"{_text(smallest)} to {_text(largest)}"
-            raise BuildError(f"{where}: {shapes_text} do not fit the model's shape {_text(shape)}: {_CURE}")
+            raise BuildError(f"{location}: {shapes_text} do not fit the model's shape {_text(shape)}: {_CURE}")
 
 
 def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles: Sequence[ShapeRange]) -> None:
@@ -194,9 +196,9 @@ def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, folder: Path)
             # The parser may have stopped at the first; this one checks the whole model. Its network must outlive it: the
             # bindings let a network keep its parser, not a parser its network.
             empty = api.network(builder)
-            again = api.trt.OnnxParser(empty, api.logger)
-            again.supports_model_v2(data)
-            faults += _faults(again, model) + _unsupported(again, model, faults)
+            checker = api.trt.OnnxParser(empty, api.logger)
+            checker.supports_model_v2(data)
+            faults += _faults(checker, model) + _unsupported(checker, model, faults)
     raise BuildError(explain_parser(faults or [ParserFault("", "", "no reason is given", False)], api.version))
 
 

@@ -98,16 +98,16 @@ def test_an_engine_that_would_not_be_served_is_refused_with_the_change(
 def test_without_a_gpu_the_cpu_serves_and_its_engines_too(tmp_path: Path) -> None:
     project = project_of(tmp_path, "optimization: {precision: int8, calibration: {data: a.npz}}\n")
     found = forecast(project, ONNXRUNTIME, without_gpu(), None)
-    assert (found.refusal, found.not_served, found.not_now) == ("", "", "")
-    assert found.now is not None
-    assert current_serving_text(found.now) == "model.onnx, ONNX Runtime on the CPU"
+    assert (found.refusal, found.not_served, found.not_current) == ("", "", "")
+    assert found.current is not None
+    assert current_serving_text(found.current) == "model.onnx, ONNX Runtime on the CPU"
 
 
 def test_a_model_that_waits_for_its_engine_is_served_by_nothing_now(tmp_path: Path) -> None:
     project = project_of(tmp_path, "instance_group: [{kind: KIND_GPU}]\nmax_batch_size: 8\n")
     found = forecast(project, TENSORRT, with_gpu(), None)
-    assert found.now is None
-    assert found.not_now
+    assert found.current is None
+    assert found.not_current
 
 
 def test_a_version_that_the_policy_leaves_out_is_not_called_served(tmp_path: Path) -> None:

@@ -57,4 +57,4 @@ def test_no_picture_is_there_twice_and_all_are_the_same_every_time():
 def test_what_makes_samples_does_not_make_the_model_what_it_is():
     for model in CATALOGUE.values():
         assert not {model.samples.partition(":")[0]} & set(model.sources)
-        assert bool(model.samples) == bool(model.sample_places)
+        assert bool(model.samples) == bool(model.sample_paths)

@@ -78,7 +78,7 @@ def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
     model = networks.residual()
     node = next(node for node in model.graph.node if node.name == "node_a1")
     node.name = "/block.[0]/conv"
-    kept = lowered(model, tmp_path, keep=("/block.[0]/conv",)).kept
+    kept = lowered(model, tmp_path, keep=("/block.[0]/conv",)).float_nodes
     assert kept == ("/block.[0]/conv",)
 
 
@@ -113,7 +113,7 @@ def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
     assert again is not None
     for made, element_type in ((one, TensorProto.FLOAT16), (again, TensorProto.FLOAT)):
         assert quantized(made.model) == {"node_y"}
-        assert made.kept == ()
+        assert made.float_nodes == ()
         graph = OnnxGraph(copy_model(made.model))
         convolutions = [node for node in graph.nodes if node.op_type == "Conv"]
         assert {graph.element_type(name) for node in convolutions for name in node.input} == {element_type}
@@ -140,7 +140,7 @@ def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> No
     assert made.without is not None
     other = made.without(["node_c1"])
     assert other is not None
-    assert (made.kept, other.kept) == ((), ())
+    assert (made.float_nodes, other.float_nodes) == ((), ())
     for one, element_type in ((made, TensorProto.FLOAT16), (other, TensorProto.FLOAT)):
         onnx.checker.check_model(one.model, full_check=True)
         graph = OnnxGraph(copy_model(one.model))
@@ -153,14 +153,16 @@ def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> No
     assert other.without is not None
     again = other.without(["node_c1"])
     assert again is not None
-    assert again.kept == ("node_c1",)
+    assert again.float_nodes == ("node_c1",)
     assert other.without(()) is None
 
 
 def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drop that nobody can tell without labels is told by the comparison of the artefact."""
     monkeypatch.setattr(lowering, "rank_layers", lambda *_: pytest.fail("minutes for a large model"))
-    assert lowered(networks.residual(), tmp_path, max_drop=0.1, min_cosine=0.0, min_top1_agreement=0.0).kept == ()
+    assert (
+        lowered(networks.residual(), tmp_path, max_drop=0.1, min_cosine=0.0, min_top1_agreement=0.0).float_nodes == ()
+    )
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])

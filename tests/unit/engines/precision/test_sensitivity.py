@@ -9,7 +9,7 @@ from headrace.core.optimization_config import Calibration
 from headrace_engines.accuracy import measure
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.lowering import fewest_layers, rank_layers
+from headrace_engines.precision.lowering import min_float_layers, rank_layers
 from headrace_engines.progress import silent
 from headrace_engines.quantization.calibration import calibrate
 from headrace_engines.quantization.placement import tensors_to_calibrate
@@ -66,7 +66,7 @@ def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: st
         return measure(OnnxRunner(model), quantized, pictures(), 8, silent).cosine > 0.998
 
     assert not holds(set())
-    assert fewest_layers(names, holds) == harmful
+    assert min_float_layers(names, holds) == harmful
 
 
 def test_a_layer_that_makes_nan_harms_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_the_search_finds_the_fewest_in_few_trials(needed: int) -> None:
         assert keep == set(ranking[: len(keep)])
         return len(keep) >= needed
 
-    assert fewest_layers(ranking, holds) == set(ranking[:needed])
+    assert min_float_layers(ranking, holds) == set(ranking[:needed])
     assert len(trials) == len(set(trials))
     assert len(trials) <= 2 * np.log2(53) + 1
 
@@ -108,4 +108,4 @@ def test_the_search_finds_the_fewest_in_few_trials(needed: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_a_search_without_an_outcome_says_so(count: int) -> None:
     with pytest.raises(BuildError, match=f"even with all {count} layers"):
-        fewest_layers([str(i) for i in range(count)], lambda _keep: False)
+        min_float_layers([str(i) for i in range(count)], lambda _keep: False)

@@ -65,7 +65,7 @@ def test_a_row_tells_all_on_eighty_columns(spec: BuildSpec) -> None:
 
 def test_the_state_is_what_happened(spec: BuildSpec) -> None:
     told = "efficientnet_lite0: the disk is full: make room"
-    text, errors = shown(outcome(spec, published=False, error=told, kept=("a",), cached=True))
+    text, errors = shown(outcome(spec, published=False, error=told, float_nodes=("a",), cached=True))
     assert "refused" not in text, "nothing is wrong with its accuracy"
     assert re.search(r"fp32, 1 +not ", text)
     assert "stored" in text

@@ -62,7 +62,7 @@ def test_layers_without_kernel_stay_in_floating_point(trt: Any, tmp_path: Path) 
         return ""
 
     one = built(trt, tmp_path, refuses)
-    assert one.kept == ("node_c1", "node_mean")
+    assert one.float_nodes == ("node_c1", "node_mean")
     assert len(asked) == 3
     assert all(dequantized(asked[-1], name) for name in ("node_stem", "node_a1", "node_a2", "node_y"))
     # What is not in 8 bits is in FP16.
@@ -77,7 +77,7 @@ def test_without_a_mixed_kernel_floating_point_is_fp32(trt: Any, tmp_path: Path)
         return NO_KERNEL.format("node_c1") if element_types(model) else ""
 
     one = built(trt, tmp_path, refuses, keep=["node_c1"])
-    assert one.kept == ("node_c1",)
+    assert one.float_nodes == ("node_c1",)
     assert [bool(element_types(model)) for model in asked] == [True, False]
     assert not dequantized(asked[-1], "node_c1")
     assert dequantized(asked[-1], "node_c2")
@@ -110,7 +110,7 @@ def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(
         return ""
 
     one = built(trt, tmp_path, refuses, "fp8")
-    assert one.kept == ()
+    assert one.float_nodes == ()
     in_fp8 = [
         name for name in ("node_a1", "node_a2", "node_down", "node_c1", "node_c2") if dequantized(asked[-1], name)
     ]
