@@ -27,7 +27,6 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.targets.base import ModelRunner
 
 Array = npt.NDArray[Any]
-
 _CURE = "ask for a higher precision, or lower the bar in optimization.accuracy"
 _QUANTIZED_CURE = (
     "keep the layers that lose most in floating point (optimization.calibration.keep), calibrate with more samples like "

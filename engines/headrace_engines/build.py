@@ -30,9 +30,7 @@ from headrace_engines.targets.base import BatchTiming, Engine, Target, TargetSpe
 from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
 
 logger = logging.getLogger("headrace.build")
-
 Array = npt.NDArray[Any]
-
 # How long each batch size is timed for the stamp; `headrace compare` takes its time.
 _TIMING_S = 0.3
 # A CPU needs seconds for the largest batches of a large model; its rows a second are the same from a few rows on.

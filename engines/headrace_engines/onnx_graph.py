@@ -25,12 +25,8 @@ from onnx import TensorProto, helper, numpy_helper
 from headrace_engines.errors import BuildError
 
 Array = npt.NDArray[Any]
-
-
 # A serialized protobuf cannot be larger.
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
-
-
 # Shapes and axes are smaller; their values count while shapes are inferred.
 _SMALL_BYTES = 1024
 

@@ -35,8 +35,6 @@ from headrace_engines.quantization.samples import Samples, class_output, random_
 from headrace_engines.targets.base import ShapeRange
 
 SOURCE = "model.onnx"
-
-
 # By path, inode, size and time of change. External data are read once in a process.
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 
@@ -283,8 +281,6 @@ def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
 
 
 HELD_OUT_SHARE = 0.25
-
-
 # Random inputs have no meaningful outputs; they show a broken artefact, not a slightly worse one.
 RANDOM_SAMPLES = 32
 

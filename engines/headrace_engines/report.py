@@ -122,8 +122,6 @@ def _widest(heading: Heading, cells: Sequence[Text], words: bool) -> int:
 
 # Bars at once: fewer than any terminal has lines, for what does not fit is not drawn.
 _MAX_BARS = 8
-
-
 _BAR_WIDTH = 16
 
 

@@ -45,15 +45,9 @@ from headrace_engines.project import Project
 from headrace_engines.report import size
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
 # A disk with less than this is full for a builder.
 _MIN_FREE_BYTES = 1 << 20
-
-
 CURE = "name another place with --cache"
 
 
@@ -120,20 +114,10 @@ def _full(path: Path, needed_bytes: int, cure: str) -> str:
 
 
 DEFAULT_ROOT = Path("~/.cache/headrace/engines")
-
-
 ENTRY_FILE = "stamp.json"
-
-
 FORMAT = 1
-
-
 _KEY = re.compile(r"[0-9a-f]{64}")
-
-
 _MAX_ENTRY_BYTES = 4 << 20
-
-
 # Read-only: a published artefact may be the same file.
 _ARTEFACT_MODE = 0o444
 
@@ -428,11 +412,7 @@ def _states(folder: Path) -> list[os.stat_result]:
 
 
 DEFAULT_STATE = Path("~/.cache/headrace/state")
-
-
 _CURE = "build into a copy of the repository; the engine stays in the store, building again takes seconds"
-
-
 # Another file system, or one without hard links, or a file of another user.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 

@@ -268,14 +268,8 @@ def _projects(options: argparse.Namespace) -> list[Project | BuildError]:
 
 
 _RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
-
-
 _DEVICES = {"onnxruntime": "the CPU", "tensorrt": "the GPU"}
-
-
 _STAND_IN = b"\0"
-
-
 _STAND_IN_KEY = "0" * 64
 
 

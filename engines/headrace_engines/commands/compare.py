@@ -49,16 +49,10 @@ from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Array, BatchTiming, Engine, Target
 
 FORMAT = 1
-
-
 # A machine's clock, its heat and its neighbours change while it is measured; rounds spread that over all precisions.
 ROUNDS = 5
-
-
 # Precisions that are compared by default; those that the machine refuses are left out.
 DEFAULT_PRECISIONS = ("fp32", "fp16", "int8", "fp8")
-
-
 Maker = Callable[[Project, BuildSpec, Target, Store, Report], BuildResult]
 
 
@@ -384,8 +378,6 @@ def comparison_picture(comparison: Comparison) -> str:
 
 
 HEADINGS = ("precision", "top-1", "cosine", "accuracy", "kept", "size", "memory", "built", "remark")
-
-
 SPEED_HEADINGS = ("precision", "batch", "median", "p99", "rows/s", "against fp32")
 
 

@@ -213,11 +213,7 @@ def _stale(stamp: Stamp, project: Project, digest: str) -> str:
 
 
 _DEFAULT_REPOSITORY = Path("model_repository")
-
-
 _DAY_S = 86_400
-
-
 _STORED = (
     Heading("key"),
     Heading("model", wraps=True),
@@ -227,8 +223,6 @@ _STORED = (
     Heading("used", number=True, rank=2),
     Heading("published", wraps=True),
 )
-
-
 _PUBLISHED = (
     Heading("model"),
     Heading("engine"),
@@ -238,8 +232,6 @@ _PUBLISHED = (
     Heading("age", number=True, rank=4),
     Heading("state", wraps=True),
 )
-
-
 _STYLES = {USED: "green", FOREIGN: "dim", STALE: "yellow", DAMAGED: "red"}
 
 

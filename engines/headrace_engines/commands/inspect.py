@@ -105,11 +105,7 @@ class EngineInspection:
 
 # A CPU needs seconds for the largest batches of a large model; the picture is the same from a few rows on.
 _CPU_ROWS = 8
-
-
 _NOISE_ROWS = 8
-
-
 _TIMING_S = 0.5
 
 
@@ -282,12 +278,8 @@ def _by_kind(layers: Sequence[Layer]) -> str:
 
 
 _BAR_WIDTH = 20
-
-
 # Characters of a terminal from which on there is room for bars.
 _WIDE = 110
-
-
 _COLOURS = {"fp32": "blue", "fp16": "cyan", "bf16": "green", "int8": "yellow", "fp8": "magenta"}
 
 

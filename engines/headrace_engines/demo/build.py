@@ -190,11 +190,7 @@ def _load(recipe: str) -> object:
 
 
 _PICTURES = ("calibration", "accuracy")
-
-
 _SMALL_RECIPES = ("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",)
-
-
 # The slow ones last, so that a first look at the repository already finds something.
 CATALOGUE: dict[str, DemoModel] = {
     model.name: model
@@ -250,14 +246,11 @@ CATALOGUE: dict[str, DemoModel] = {
         ),
     )
 }
-
-
 VERSION = "1"
 MODEL_FILE = "model.onnx"
 STAMP_FILE = "recipe.json"
 # What the stamp was called before; now the stamps of engines built from the model are.
 OLD_STAMP_FILE = "build.json"
-
 # Called with a model's name, the share of its work that is done and a few words.
 Progress = Callable[[str, float, str], None]
 

@@ -28,17 +28,9 @@ from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
 
 Floats = npt.NDArray[np.float32]
-
-
 Integers = npt.NDArray[np.int64]
-
-
 KERNEL = 3
-
-
 FIRST, SECOND, HIDDEN, CLASSES = 16, 32, 64, 10
-
-
 _POOLED = 4 * 4 * SECOND
 
 
@@ -154,17 +146,9 @@ def _softmax(logits: Floats) -> Floats:
 
 
 SEED = 64
-
-
 EPOCHS = 25
-
-
 BATCH_SIZE = 32
-
-
 HELD_OUT_SHARE = 0.25
-
-
 INK = 16.0
 
 

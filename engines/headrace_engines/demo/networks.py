@@ -32,7 +32,6 @@ from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
 
 Floats = npt.NDArray[np.float32]
-
 # Opset 17 with IR 8 is what ONNX Runtime has read since 1.12; nothing here needs a later one.
 OPSET = 17
 IR_VERSION = 8
@@ -285,30 +284,16 @@ def _check_batches(model: onnx.ModelProto, expected_input: Tensor, input_name: s
 
 
 SIDE = 224
-
-
 CLASSES = 1000
-
-
 RESNET50_SEED = 50
-
-
 _RESNET50_EPSILON = 1e-5
-
-
 # Blocks in each of the four stages; the width doubles from 64 on, and a block's output is four times as wide.
 _RESNET50_BLOCKS = (3, 4, 6, 3)
-
-
 _EXPANSION = 4
-
-
 # An even share of the shortcut's variance and the branch's would double it 16 times. A small one also keeps errors of rounding
 # from growing block by block, which they do not in a trained network either: without it INT8 would look hopeless here.
 # (Zhang et al., "Fixup Initialization", 2019, begins with branches that add nothing.)
 _BRANCH_GAIN = 0.125
-
-
 # Gives weight and bias of one convolution: its name, its batch norm's name, the weight's shape, the gain it should have.
 ConvWeights = Callable[[str, str, tuple[int, ...], float], tuple[Floats, Floats]]
 

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from headrace_engines.errors import BuildError
 
 Array = npt.NDArray[Any]
-
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 

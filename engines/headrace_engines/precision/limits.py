@@ -41,29 +41,19 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import raise_opset
 
 Array = npt.NDArray[Any]
-
-
 # What multiplies and adds the most: where FP16 and BF16 pay. The rest runs at the speed of memory.
 HEAVY = frozenset(
     {"Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "Einsum", "Attention", "LSTM", "GRU", "RNN"}
 )
-
-
 # What only brings values to another place: exact in any format.
 MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat", "Split", "Slice", "Gather"}
     | {"Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Shape", "GatherND", "GatherElements", "Dropout", "Cast"}
 )
-
-
 # What a constant only bounds.
 BOUNDING = frozenset({"Clip", "Min", "Max"})
-
-
 # Operators whose output type is an attribute, which is then rewritten.
 TYPE_ATTRIBUTE = {"Cast": "to", "ConstantOfShape": "value"}
-
-
 # Inputs that are parameters of an operator rather than operands: they stay as they are.
 _PARAMETERS = {"Resize": "roi", "Dropout": "ratio", "OneHot": "depth"}
 
@@ -219,22 +209,12 @@ def upstream_nodes(
 
 # So many samples are measured; a few show the order of magnitude, which is enough here.
 SAMPLES = 16
-
-
 # Share of the largest value that activations may reach on them.
 _MARGIN = 0.25
-
-
 # Of a tensor's energy (as a root), in units of the format's epsilon; rounding costs up to 0.3 of it.
 _LOSS = 8.0
-
-
 _LONG_SOFTMAX = 4096
-
-
 _SQUARES = {"InstanceNormalization", "MeanVarianceNormalization", "LpNormalization", "LRN", "LpPool", "GlobalLpPool"}
-
-
 _SUMS = {
     "ReduceL2",
     "ReduceSumSquare",
@@ -246,36 +226,18 @@ _SUMS = {
     "DFT",
     "STFT",
 }
-
-
 _COORDINATES = {"GridSample", "RoiAlign", "MaxRoiPool", "AffineGrid", "NonMaxSuppression"}
-
-
 _BY_RULE = _SQUARES | _SUMS | _COORDINATES
-
-
 _STASHING = {"LayerNormalization", "GroupNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
-
-
 _ANGLES = {"Sin", "Cos", "Tan"}
-
-
 _MEANS = {"ReduceMean", "GlobalAveragePool"}
-
-
 # By operator, the input where zero is a catastrophe.
 _NOT_ZERO = {"Div": 1, "Reciprocal": 0, "Log": 0}
-
-
 _INTEGERS = {
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
     TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
 }  # fmt: skip
-
-
 _BEFORE_SOFTMAX = MOVEMENT | {"Add", "Where", "Mul", "Div", "Min", "Max", "And", "Not"}
-
-
 _BETWEEN_MEAN_AND_ROOT = {"Add", "Max", "Clip", "Cast", "Identity"}
 
 

@@ -73,15 +73,9 @@ from headrace_engines.quantization.samples import Samples
 #              stays FP32, and so does what follows it up to the next such layer: it is fused with the quantised layer.
 #   "scales":  everything, the scales included. TensorRT 10.6 finds no kernel for Conv + Relu then.
 Quantized = Literal["regions", "layers", "scales"]
-
-
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
-
-
 # The first version of Q and DQ with scales of 16 bits.
 _SCALES_OPSET = 19
-
-
 _CHECK_LIMIT_BYTES = 2**31 - 1
 
 
@@ -378,15 +372,9 @@ def _check(written: onnx.ModelProto, source: onnx.ModelProto, precision: str) ->
 
 
 logger = logging.getLogger("headrace.build")
-
-
 Array = npt.NDArray[Any]
-
-
 # Rows of one run while comparing; more would take more memory and hardly less time.
 ROWS = 8
-
-
 # The search measures the accuracy many times; this many samples are enough for it.
 SEARCH_SAMPLES = 64
 
@@ -608,8 +596,6 @@ def nodes_to_keep(nodes: list[str], calibration: Calibration) -> set[str]:
 
 # The harm is measured on so many samples.
 RANKING_SAMPLES = 16
-
-
 _ROWS = 8
 
 

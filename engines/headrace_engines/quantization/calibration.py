@@ -33,67 +33,31 @@ from headrace_engines.progress import Report
 from headrace_engines.quantization.samples import Samples
 
 Array = npt.NDArray[Any]
-
-
 Floats = npt.NDArray[np.float64]
-
-
 Range = tuple[float, float]
-
-
 # Bumped when the same samples give other ranges than before: tables and artefacts of an earlier one are made anew.
 RANGES_RECIPE = 1
-
-
 # An FP32 number without its sign, less the lower 15 of its 23 bits of mantissa.
 _DROPPED_BITS = 15
-
-
 _BINS = 0x7F800000 >> _DROPPED_BITS
-
-
 # Values are counted in pieces that stay in the processor's cache.
 _PIECE = 1 << 16
-
-
 # Migacz, "8-bit Inference with TensorRT" (NVIDIA, GTC 2017): 2048 bins; 128 levels of INT8 from 0 up; from 128 bins on.
 _ENTROPY_BINS = 2048
-
-
 _ENTROPY_LEVELS = 128
-
-
 _ENTROPY_STEP = 16
-
-
 # The bins reach at most so many times as far as this percentage of the values.
 _ENTROPY_REACH = 4.0
-
-
 _ENTROPY_PERCENTILE = 99.99
-
-
 # With a few discrete values a cut between them costs no divergence: no more than this share is cut off.
 _ENTROPY_CLIPPED = 0.01
-
-
 # Less is rounding.
 _ENTROPY_TOLERANCE = 1e-9
-
-
 # Zero divergence from a bin that the quantised distribution lacks would be infinite.
 _MIN_PROBABILITY = 1e-12
-
-
 _INT8_LARGEST = 127
-
-
 _MSE_STEPS_AN_OCTAVE = 16
-
-
 _MSE_OCTAVES = 12
-
-
 _MSE_OCTAVES_COUNTED = 20
 
 
@@ -238,8 +202,6 @@ def _bins_of_min_divergence(counts: Floats, beyond: float) -> int:
 
 # Inner tensors of a batch are all in memory at once: a batch has as many rows as keep them below this, and at most so many.
 _BATCH_BYTES = 128 << 20
-
-
 _MAX_ROWS = 32
 
 

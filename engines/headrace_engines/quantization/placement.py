@@ -28,15 +28,9 @@ SAME_VALUES = frozenset(
         *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
     )
 )
-
-
 # A quantised output does these for nothing: values beyond the range saturate.
 CLAMPS = frozenset(("Relu", "Clip"))
-
-
 POOLS = frozenset(("AveragePool", "GlobalAveragePool"))
-
-
 # Functions of single values.
 ACTIVATIONS = frozenset(
     (
@@ -44,8 +38,6 @@ ACTIVATIONS = frozenset(
         *("Selu", "Sigmoid", "Softplus", "Tanh"),
     )
 )
-
-
 # Steps of two or more tensors.
 JOINS = frozenset(("Add", "Mul", "Concat"))
 
@@ -236,13 +228,9 @@ def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[s
 
 # What runs in FP8 wherever anything does.
 PRODUCTS = ("Gemm", "MatMul")
-
-
 # TensorRT has FP8 convolutions for no larger filters, no fewer channels and no groups; others fall back to slow kernels. Which
 # versions have any is a property of the target.
 _MAX_FILTER_ELEMENTS = 32
-
-
 _MIN_CHANNELS = 16
 
 
@@ -262,11 +250,7 @@ def _fits(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
 
 
 TARGETS = ("tensorrt", "onnxruntime")
-
-
 _TENSORRT_STEPS = SAME_VALUES | CLAMPS | POOLS | ACTIVATIONS | JOINS | {"BatchNormalization"}
-
-
 # What ONNX Runtime does on 8 bits as it would on floats.
 _ONNXRUNTIME_MOVES = frozenset(
     (
@@ -274,8 +258,6 @@ _ONNXRUNTIME_MOVES = frozenset(
         *("Squeeze", "Transpose", "Unsqueeze"),
     )
 )
-
-
 _ONNXRUNTIME_STEPS = _ONNXRUNTIME_MOVES | CLAMPS | POOLS | JOINS | {"LeakyRelu", "Sigmoid"}
 
 

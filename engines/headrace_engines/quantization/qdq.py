@@ -37,8 +37,6 @@ from headrace_engines.simplify import raise_opset
 
 # The largest finite number.
 FP8_LARGEST = 448.0
-
-
 # The first opset with FP8 in QuantizeLinear.
 FP8_OPSET = 19
 
@@ -74,11 +72,7 @@ def fp8_numbers(values: Array, scale: np.float32) -> Array:
 
 
 Floats = npt.NDArray[np.float32]
-
-
 _INT32_LARGEST = 2**31 - 1
-
-
 # Ratio between scales that must differ: too small to change values, large enough to make the scales different.
 _SCALE_RATIO = np.float32(1 + 2**-12)
 
@@ -404,7 +398,6 @@ def _keep_names(graph: OnnxGraph, stored: Collection[str], pairs: Mapping[str, s
 
 
 Doubles = npt.NDArray[np.float64]
-
 SAMPLES = 48
 # Of one run: the inputs of all layers are there until they are averaged.
 _ROWS = 4

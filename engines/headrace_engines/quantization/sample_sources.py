@@ -93,21 +93,11 @@ def _inside(text: str, folder: Path, model: str) -> Path:
 
 
 Array = npt.NDArray[Any]
-
-
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-
-
 LABEL_FILE = "labels.csv"
-
-
 # What is prepared once is kept as far as it fits in here: samples are passed over many times.
 _CACHE_BYTES = 256 << 20
-
-
 _LARGEST_FILE_BYTES = 256 << 20
-
-
 _PIXEL_TYPES = ("FP32", "FP16", "FP64", "UINT8")
 
 
@@ -300,11 +290,7 @@ def _label_file(file: Path, location: str) -> dict[str, str]:
 
 
 LABELS = ("labels", "label")
-
-
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-
-
 _SKIP_BYTES = 1 << 20
 
 

@@ -215,11 +215,7 @@ def _shape_text(shape: Sequence[object]) -> str:
 
 
 Sample = dict[str, Array]
-
-
 SEED = 5
-
-
 _PIXELS = 255.0
 
 

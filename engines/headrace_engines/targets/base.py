@@ -21,7 +21,6 @@ from headrace.config.manifest import BatchTiming, Machine
 from headrace_engines.progress import Report
 
 __all__ = ["Array", "BatchTiming", "Engine", "Layer", "Machine", "ModelRunner", "ShapeRange", "Target", "TargetSpec"]
-
 Array = npt.NDArray[Any]
 
 

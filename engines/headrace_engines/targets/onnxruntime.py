@@ -44,18 +44,10 @@ from headrace_engines.progress import Report
 from headrace_engines.targets.base import Array, BatchTiming, Layer, TargetSpec
 
 _LAYOUT = "_nchwc"
-
-
 _NUMBERED = re.compile(r"_token_\d+$|/duplicated(_token_\d+)?$")
-
-
 _FUSED = "fused "
-
-
 # What optimisers add to bring a tensor into another layout or type: they do no node of the original.
 _MOVERS = {"ReorderInput", "ReorderOutput", "Transpose", "Cast"}
-
-
 Lineage = dict[str, tuple[str, ...]]
 
 
@@ -246,17 +238,9 @@ def _hints(name: str) -> Iterator[tuple[str, bool]]:
 
 
 _WARM_UP_RUNS = 3
-
-
 _WARM_UP_SHARE = 0.2
-
-
 _MIN_RUNS = 3
-
-
 _MEMORY_TIMEOUT_S = 300.0
-
-
 _NODE = re.compile(
     r"implementation for (?P<op>\S+)\(\d+\) node with name '(?P<node>[^']*)'"
     r"|operator \((?P<op2>\S+)\) in node \((?P<node2>[^)]*)\)"
@@ -410,20 +394,10 @@ def _first_line(error: Exception) -> str:
 
 
 _SUFFIX = "_kernel_time"
-
-
 _PROFILE_WARM_UP_RUNS = 2
-
-
 _PROFILE_MIN_RUNS = 4
-
-
 _MAX_PROFILE_RUNS = 300
-
-
 _SECONDS = 0.6
-
-
 _PRECISIONS = {
     "float": "fp32",
     "float16": "fp16",
@@ -432,8 +406,6 @@ _PRECISIONS = {
     "int8": "int8",
     "uint8": "int8",
 }
-
-
 _FLOATING = ("bfloat16", "float16", "float", "double")
 
 
@@ -588,8 +560,6 @@ def _tactic(provider: str, node: onnx.NodeProto) -> str:
 
 # ONNX Runtime writes its optimised graph as one protobuf, which holds 2 GiB; some room for what it adds.
 _MAX_REWRITTEN_BYTES = 2**31 - 2**24
-
-
 # What `Order.precision` "fp16" means for users; shown where precisions are compared.
 FP16_REMARK = "most CPUs compute FP16 by way of FP32: smaller, not faster"
 

@@ -38,33 +38,19 @@ _NO_KERNEL = re.compile(
     r"(?:Could not find any implementation for node|No supported formats for) (.+?)"
     r"(?P<workspace> due to insufficient workspace\b.*)?(?: due to .*)?\.?\)?\s*$"
 )
-
-
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|insufficient memory|memory is insufficient|Requested size was", re.IGNORECASE
 )
-
-
 _TOO_LARGE = re.compile(
     r"volume exceeds|exceeds \(2\^31\)-1|maximum (?:supported )?element count|TENSOR_VOLUME"
     r"|larger than total memory|getTotalGlobalMem"
 )
-
-
 _SMALLER = "lower the largest shapes in optimization.profiles"
-
-
 _OTHER_DEVICE = re.compile(
     r"incompatible device|not compatible with this version|expecting (?:compute|library version)"
 )
-
-
 _NAMES_SHOWN = 8
-
-
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
-
-
 _QUANTIZED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -194,16 +180,10 @@ def _last(errors: Collection[str]) -> str:
 
 
 logger = logging.getLogger("headrace.tensorrt")
-
-
 # The first version that is given convolutions in FP8: with 10.2 they are reported on Hopper, with 10.3 on Ada
 # (github.com/NVIDIA/TensorRT, issues 3987 and 4081). Measured with 10.6 on an H200.
 FP8_CONVOLUTIONS = (10, 2)
-
-
 _MAX_ERRORS = 20
-
-
 # A warning that may be why no kernel is left in the end.
 _SHORTAGE = "memory is insufficient"
 

@@ -29,8 +29,6 @@ from headrace_engines.targets.base import BatchTiming, Layer
 from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, explain_open, signals_deferred
 
 Array = npt.NDArray[Any]
-
-
 # TensorRT's names; BF16 and FP8 have no NumPy type and travel as their bit patterns.
 _DTYPES = {
     "FLOAT": "<f4",
@@ -221,12 +219,8 @@ _TYPES = (
     ("bool", r"bool"),
     ("uint8", r"\buint8"),
 )
-
-
 # From the narrowest arithmetic to the widest, then what is not arithmetic.
 _ORDER = {name: rank for rank, (name, _) in enumerate(_TYPES)}
-
-
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f\[\s]|$)")
 
 
@@ -324,14 +318,8 @@ def _type(tensor: Mapping[str, Any]) -> str:
 
 
 _WARM_UP, _SINGLE, _SUSTAINED = 0.2, 0.4, 0.4
-
-
 _MIN_WARM_UPS = 3
-
-
 _BURST = 16
-
-
 _BURST_SHARE = 0.05
 
 
@@ -402,11 +390,7 @@ def _within(shape: Sequence[int], smallest: Sequence[int], largest: Sequence[int
 
 
 logger = logging.getLogger("headrace.tensorrt")
-
-
 _PROFILED_RUNS = 20
-
-
 _WARM_UP_RUNS = 3
 
 

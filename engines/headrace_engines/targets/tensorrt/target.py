@@ -134,8 +134,6 @@ def _gib(size_bytes: int) -> str:
 
 # A serialized protobuf cannot be larger; such models go through files.
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
-
-
 _PARSED = 0.02
 
 
