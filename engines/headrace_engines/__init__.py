@@ -1,1 +1,1 @@
-"""Headrace's model builders."""
+"""The builder: quantizes models, builds engines for this machine, compares and publishes them."""

@@ -1,4 +1,4 @@
-"""`python -m headrace_engines`: the builder's command line, which `headrace` executes.
+"""Command line of the builder: `python -m headrace_engines`, executed by the command `headrace`.
 
 Each command is a module with `add_arguments(parser)` and `run(options, console) -> exit status`, imported when it is called.
 """
@@ -16,7 +16,7 @@ from headrace.core.command_line import Parser
 
 from headrace_engines.errors import BuildError, CallError
 
-# Words of the command line -> its module, and what it is for.
+# Words of the command line -> module of the command, help text.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("build",): (
         "headrace_engines.commands.build",
@@ -45,13 +45,20 @@ _GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 1 if something could not be built, 2 if the call was wrong."""
+    """Run one command.
+
+    Args:
+        arguments: words of the command line; `sys.argv[1:]` if None.
+
+    Returns:
+        Exit status: 0, or 1 if a build failed, or 2 if the command line is wrong.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     Parser.words = words
     parser, command = _parser(words)
     options = parser.parse_args(words)
     signal.signal(signal.SIGTERM, _stop)
-    # No logging is set up: warnings then go to what is standard error at the moment, which a progress bar takes over.
+    # Logging is not configured: warnings then go to the current standard error, which a progress bar redirects.
 
     from headrace.core.command_line import open_console
 
@@ -66,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
-    """The parser, and the module of the command that is called; only that one is imported."""
+    """Return the parser and the module of the called command; no other command is imported."""
     parser = Parser(prog="headrace", description="Headrace's model and engine builders.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {
@@ -87,7 +94,7 @@ def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
 
 
 def _stop(_number: int, _frame: object) -> NoReturn:
-    # Leaves through `finally`, so that no half-written folder stays behind.
+    # SystemExit runs `finally` blocks, so no half-written folder stays behind.
     raise SystemExit(128 + signal.SIGTERM)
 
 

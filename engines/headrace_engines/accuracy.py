@@ -1,14 +1,15 @@
 """Accuracy of an artefact against the FP32 model on the same samples, and the limits that it must hold.
 
-    top-1 agreement     share of the largest outputs that are the same ones, in the output that has a label file, else in the
-        first floating-point one with classes along its last axis: [N, classes], or [N, positions, classes] of sequences, where
-        every position counts. Without such an output it is the share of equal values in the first one of whole numbers, truth
-        values or text; without either nothing is said.
-    cosine              between the outputs of a sample, mean over samples; of several floating-point outputs the worst counts
-    max abs             largest difference of a value in any floating-point output
-    accuracy            share of samples whose label has the largest output, where there are labels and one answer a sample
+    top-1 agreement     share of samples with the same top class. The output is the one with a label file, else the first
+        floating-point output with classes along its last axis: [N, classes], or [N, positions, classes] of sequences, where
+        every position counts. Without such an output: the share of equal values in the first output of integers, booleans
+        or text. Without either: None.
+    cosine              cosine similarity of the outputs of a sample, mean over samples; the worst floating-point output counts
+    max abs             largest absolute difference of a value in any floating-point output
+    accuracy            share of samples whose top class is the label; needs labels and one result per sample
 
-Values that are infinite or NaN in the FP32 model's output are left out; where only the artefact's are, it has failed: cosine 0.
+Values that are infinite or NaN in the FP32 model's output are left out. Values that are so only in the artefact's output are a
+failure: cosine 0.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.targets.base import ModelRunner
 
 Array = npt.NDArray[Any]
-_CURE = "ask for a higher precision, or lower the bar in optimization.accuracy"
+_CURE = "use a higher precision, or lower the limit in optimization.accuracy"
 _QUANTIZED_CURE = (
     "keep the layers that lose most in floating point (optimization.calibration.keep), calibrate with more samples like "
-    "those the model will see, or ask for a higher precision"
+    "those of production, or use a higher precision"
 )
 
 
@@ -39,15 +40,15 @@ class Accuracy:
     """Measured difference between an artefact and the FP32 model.
 
     Attributes:
-        samples: that were compared.
+        samples: number of compared samples.
         data: name and number of the samples, for messages.
-        top1_agreement: 0..1, None where no output has classes.
+        top1_agreement: 0..1; None if no output has classes.
         cosine: -1..1, mean over samples, of the worst output.
-        max_abs: largest difference.
-        accuracy: the artefact's against labels, 0..1; None without labels.
-        reference_accuracy: the FP32 model's.
-        output: the output that the agreement and the accuracy are about, "" for none.
-        problem: why its outputs cannot be compared, "" if they can.
+        max_abs: largest absolute difference.
+        accuracy: accuracy of the artefact against labels, 0..1; None without labels.
+        reference_accuracy: accuracy of the FP32 model, 0..1; None without labels.
+        output: name of the output that agreement and accuracy are measured on; "" for none.
+        problem: reason why the outputs cannot be compared; "" if they can.
     """
 
     samples: int
@@ -62,7 +63,7 @@ class Accuracy:
 
     @property
     def drop(self) -> float | None:
-        """Accuracy that was lost, negative if some was won; None without labels."""
+        """Lost accuracy, negative for a gain; None without labels."""
         if self.accuracy is None or self.reference_accuracy is None:
             return None
         return self.reference_accuracy - self.accuracy
@@ -76,29 +77,31 @@ class Accuracy:
         """Read the result of `to_json`; unknown keys are ignored.
 
         Raises:
-            BuildError: something is missing.
+            BuildError: a key is missing.
         """
         try:
             return cls(**{f.name: document[f.name] for f in fields(cls) if f.name in document})
         except TypeError as error:
-            raise BuildError(f"what was measured of an artefact cannot be read ({error}): build it anew") from error
+            raise BuildError(
+                f"the stored accuracy of an artefact cannot be read ({error}): build it again with --rebuild"
+            ) from error
 
 
 def measure(
     reference: ModelRunner, engine: ModelRunner, samples: Samples, rows: int, report: Report, *, output: str = ""
 ) -> Accuracy:
-    """Run both on all samples and compare.
+    """Run two models on all samples and compare their outputs.
 
     Args:
         reference: the FP32 model.
         engine: the artefact.
         samples: held out from calibration.
-        rows: of one batch, at most.
+        rows: largest batch size.
         report: called after every batch.
-        output: the one that classifies, "" to look for it.
+        output: name of the output with classes; "" to search for it.
 
     Raises:
-        BuildError: there are no samples, or one of them does not run.
+        BuildError: there are no samples, or a sample does not run.
     """
     if not len(samples):
         raise BuildError("there are no samples to compare with: name some in optimization.accuracy.data")
@@ -111,34 +114,36 @@ def measure(
 
 
 def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) -> list[str]:
-    """Return the limits that an artefact misses, a sentence each with measured and required value; the last has the remedy.
+    """Return a sentence with measured and required value for each missed limit; the last one has the remedy.
 
     Args:
-        accuracy: measured.
-        bar: to reach.
-        quantized: it is INT8 or FP8, which more can be done for.
+        accuracy: measured accuracy.
+        bar: required accuracy.
+        quantized: the artefact is INT8 or FP8: the remedy names further options.
     """
     missed = [accuracy.problem] if accuracy.problem else []
     agreement = accuracy.top1_agreement
     if agreement is not None and agreement < bar.min_top1_agreement:
-        missed.append(f"its top-1 agreement with FP32 is {agreement:.2%}, {bar.min_top1_agreement:.2%} is demanded")
-    if not accuracy.cosine >= bar.min_cosine:  # nor is a NaN
-        missed.append(f"the cosine with FP32's outputs is {accuracy.cosine:.5f}, {bar.min_cosine:.5f} is demanded")
+        missed.append(f"its top-1 agreement with FP32 is {agreement:.2%}, {bar.min_top1_agreement:.2%} is required")
+    if not accuracy.cosine >= bar.min_cosine:  # true for NaN, too
+        missed.append(f"the cosine with FP32's outputs is {accuracy.cosine:.5f}, {bar.min_cosine:.5f} is required")
     drop = accuracy.drop
     if drop is not None and bar.max_drop is not None and drop > bar.max_drop + 1e-12:
         now, before = accuracy.accuracy or 0.0, accuracy.reference_accuracy or 0.0
-        missed.append(f"its accuracy is {now:.2%} after {before:.2%}: {drop:.2%} lost, {bar.max_drop:.2%} allowed")
+        missed.append(
+            f"its accuracy is {now:.2%}, that of FP32 is {before:.2%}: {drop:.2%} lost, {bar.max_drop:.2%} allowed"
+        )
     if missed:
         missed[-1] += f": {_QUANTIZED_CURE if quantized else _CURE}"
     if drop is None and bar.max_drop is not None:
         cure = "give samples with labels in optimization.accuracy.data, or leave max_drop out"
-        missed.append(f"the lost accuracy cannot be measured without labels, max_drop demands it: {cure}")
+        missed.append(f"max_drop is set, but the lost accuracy cannot be measured without labels: {cure}")
     return missed
 
 
 @dataclass(slots=True)
 class _Output:
-    """Sums over the samples of one floating-point output."""
+    """Running sums of one floating-point output."""
 
     cosines: float = 0.0
     count: int = 0
@@ -146,7 +151,7 @@ class _Output:
 
 @dataclass(slots=True)
 class _Comparison:
-    """Sums over the samples so far."""
+    """Running sums over the compared samples."""
 
     labels: Array | None
     chosen: str | None = None
@@ -161,7 +166,7 @@ class _Comparison:
     problem: str = ""
 
     def add(self, expected: Mapping[str, Array], actual: Mapping[str, Array], count: int) -> None:
-        """Count in a batch of `count` samples."""
+        """Add a batch of `count` samples."""
         first, self.samples = self.samples, self.samples + count
         expected_rows = {name: _by_row(array, count) for name, array in expected.items()}
         for name, rows in expected_rows.items():
@@ -186,7 +191,9 @@ class _Comparison:
             )
             return
         if not finite.any():
-            problem = f"output {name} of the FP32 model itself is NaN or infinite throughout: look at the samples and the model"
+            problem = (
+                f"output {name} of the FP32 model itself is NaN or infinite throughout: check the samples and the model"
+            )
             self.problem = self.problem or problem
             return
         a = np.where(finite, expected, 0).reshape(len(expected), -1).astype(np.float64)
@@ -211,7 +218,7 @@ class _Comparison:
             self.reference_right += int(np.count_nonzero(expected_classes == labels))
 
     def accuracy(self, data: str) -> Accuracy:
-        """Return the result."""
+        """Return the accuracy over all added samples."""
         cosine = min((sums.cosines / sums.count for sums in self.outputs.values()), default=1.0)
         agreement = self.same / self.compared if self.compared else None
         labelled = bool(self.labelled) and not self.problem
@@ -229,7 +236,7 @@ class _Comparison:
 
 
 def _by_row(array: Array, count: int) -> Array:
-    """[samples, ...]; an output without a batch dimension is one row."""
+    """Return [samples, ...]; an output without a batch dimension is one row."""
     return array if array.ndim and len(array) == count else array[np.newaxis]
 
 

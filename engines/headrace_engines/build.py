@@ -1,7 +1,7 @@
-"""Builds an artefact from a model's configuration: lowered, built, compared, timed, stored; or returns the stored one.
+"""Builds an artefact from a model's configuration, or returns the stored one.
 
-project -> spec -> data -> key -> in the store? -> Built
-                              \\-> simplify -> lower -> target.build -> compare with FP32 -> time -> store -> Built
+project -> spec -> data -> key -> in the store? -> BuildResult
+                              \\-> simplify -> lower -> target.build -> compare with FP32 -> time -> store -> BuildResult
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
 
 logger = logging.getLogger("headrace.build")
 Array = npt.NDArray[Any]
-# How long each batch size is timed for the stamp; `headrace compare` takes its time.
+# Time for each batch size, for the stamp; `headrace compare` measures longer.
 _TIMING_S = 0.3
 # A CPU needs seconds for the largest batches of a large model; its rows a second are the same from a few rows on.
 _CPU_ROWS = 8
-# How often a model is built before it is given up, each time with fewer layers in 8 bits.
+# Number of builds of a model, each with fewer layers in 8 bits, before the error is raised.
 _TRIES = 6
-# How much faster a lower precision must be to be the best.
+# Speed-up over the next higher precision that a lower precision needs to be chosen.
 _WORTH = 1.05
 _SOURCES = ("onnx", "onnxruntime", "numpy")
 
@@ -47,18 +47,18 @@ class BuildResult:
     """An artefact in the store.
 
     Attributes:
-        path: its file.
-        spec: what it is.
-        machine: what it was built for.
-        key: in the store.
-        accuracy: against the FP32 model.
-        refusal: what it misses, in sentences; empty if it may be published.
-        kept: nodes left in a higher precision.
-        timings: by batch size.
-        size_bytes: of the file.
-        seconds: that the build took.
-        cached: it was there already.
-        baseline: of the model's own file on ONNX Runtime's CPU, at one batch size; None where that cannot run it.
+        path: file of the artefact.
+        spec: specification that it was built from.
+        machine: machine that it was built for.
+        key: key in the store.
+        accuracy: measured against the FP32 model; None if the store has none.
+        refusal: a sentence for each missed accuracy limit; empty if the artefact may be published.
+        float_nodes: names of the nodes in a higher precision.
+        timings: one for each batch size.
+        size_bytes: size of the file.
+        seconds: duration of the build.
+        cached: True if the artefact was in the store.
+        baseline: timing of `model.onnx` on ONNX Runtime's CPU at one batch size; None if it does not run there.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class BuildResult:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows a second at the best of the batch sizes."""
+        """Rows per second at the fastest batch size."""
         return max((timing.rows_per_s for timing in self.timings), default=0.0)
 
 
@@ -86,19 +86,21 @@ def build_engine(
     """Build an artefact, or find it in the store; nothing is published.
 
     Args:
-        project: what from.
-        spec: what; "best" is for `build_best_engine`.
-        target: for what.
-        store: that takes the artefact.
+        project: version of the model.
+        spec: specification; not of precision "best", see `build_best_engine`.
+        target: target to build for.
+        store: store that receives the artefact.
         report: called with the progress.
-        rebuild: build it even if it is there.
+        rebuild: build even if the store has the artefact.
 
     Raises:
-        BuildError: it cannot be built; says why.
+        BuildError: the artefact cannot be built; the message has the reason.
     """
     refused = target.refuses(spec.precision)
     if refused:
-        raise BuildError(f"{project.name}: {spec.precision} is not for {target.name} here: {refused}")
+        raise BuildError(
+            f"{project.name}: {spec.precision} cannot be built for {target.name} on this machine: {refused}"
+        )
     machine = target.describe()
     data = open_data(project, spec)
     digest = project.digest()
@@ -106,7 +108,7 @@ def build_engine(
     if not rebuild and (entry := store.find(key)) is not None:
         return _result_from_entry(entry, spec, machine, key, cached=True)
     with store.building(key, on_wait=lambda note: report(0.0, note)):
-        # Another builder may have been faster.
+        # Another builder may have finished it while this one waited for the lock.
         if not rebuild and (entry := store.find(key)) is not None:
             return _result_from_entry(entry, spec, machine, key, cached=True)
         entry = _Builder(project, spec, target, store, data, key, digest, machine).run(report)
@@ -116,7 +118,7 @@ def build_engine(
 def build_best_engine(
     project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool
 ) -> BuildResult:
-    """Build the fastest precision, at the largest batch size, that holds the accuracy limits; FP32 if none does.
+    """Build the precision that is fastest at the largest batch size and holds the accuracy limits; FP32 if none does.
 
     A lower precision must be clearly faster: timings of the same engine differ by a few percent.
 
@@ -142,7 +144,7 @@ def build_best_engine(
 
 
 def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: Store) -> BuildResult | None:
-    """Return the FP32 engine of the same target, model and shapes, if the store has one."""
+    """Return the stored FP32 engine of the same target, model and shapes; None if there is none."""
     plain, machine = spec.at("fp32"), target.describe()
     key = _key(project, plain, open_data(project, plain), machine, store)
     entry = store.find(key)
@@ -156,12 +158,12 @@ def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, s
 
 
 def _rows_per_s(built: BuildResult) -> float:
-    """Return rows a second at the largest batch size."""
+    """Return rows per second at the largest batch size."""
     return max(built.timings, key=lambda timing: timing.rows).rows_per_s
 
 
 class _Builder:
-    """One build, after no stored artefact matched."""
+    """Builds one artefact that the store does not have."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class _Builder:
             return self._store.add(self._key, artefact, facts)
 
     def _build_artefact(self, lowered: LoweredModel, artefact: Path, report: Report) -> LoweredModel:
-        """Build; layers for which the target has no kernel in 8 bits are left in floating point. Returns what was built."""
+        """Build, with layers for which the target has no 8-bit kernel in floating point; return the built model."""
         for attempt in range(_TRIES):
             try:
                 self._target.build(lowered.model, self._order(lowered), artefact, report)
@@ -220,7 +222,7 @@ class _Builder:
                 other = lowered.without(error.nodes) if lowered.without and attempt < _TRIES - 1 else None
                 if other is None:
                     raise
-                logger.warning("%s: %s; built again without", self._project.name, error)
+                logger.warning("%s: %s; building again with these nodes in floating point", self._project.name, error)
                 lowered = other
         return lowered
 
@@ -233,7 +235,7 @@ class _Builder:
         )
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
-        """Compare on batches that the profile with the fewest rows takes."""
+        """Compare on batches that fit the profile with the fewest rows."""
         held_out, output = self._data.held_out, self._data.output
         if not self._project.config.max_batch_size:
             return measure(reference, engine, held_out, 1, report, output=output)
@@ -251,7 +253,7 @@ class _Builder:
         return timings
 
     def _baseline(self, timings: list[BatchTiming]) -> Mapping[str, object] | None:
-        """Time the model's own file on ONNX Runtime, which serves it where there is no engine."""
+        """Time `model.onnx` on ONNX Runtime, which serves a model without an engine."""
         best = max(timings, key=lambda timing: timing.rows_per_s)
         rows = best.rows if self._target.name == "onnxruntime" else min(best.rows, _CPU_ROWS)
         try:
@@ -261,7 +263,7 @@ class _Builder:
             finally:
                 engine.close()
         except BuildError as error:
-            logger.info("%s: its own file is not timed: %s", self._project.name, error)
+            logger.info("%s: model.onnx is not timed on ONNX Runtime: %s", self._project.name, error)
             return None
         return asdict(self._per_row(timing))
 
@@ -290,11 +292,11 @@ class _Builder:
 
 
 class _PaddedEngine:
-    """An engine that takes batches of fewer rows than it was built for: rows are repeated, and their answers dropped.
+    """Runs smaller batches than an engine was built for: repeats rows and drops their outputs.
 
     Args:
-        engine: with a batch dimension.
-        fewest: rows that it takes.
+        engine: engine with a batch dimension.
+        min_rows: smallest batch of the engine.
     """
 
     def __init__(self, engine: Engine, min_rows: int) -> None:
@@ -317,7 +319,7 @@ def _resized(array: Array, rows: int) -> Array:
 
 
 def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
-    """One row, what the first profile is tuned for, and the most it takes."""
+    """Return the smallest, tuned and largest number of rows of the first profile, ascending; [1] without a batch dimension."""
     if not project.config.max_batch_size:
         return [1]
     smallest, tuned, largest = next(iter(spec.profiles[0].shapes.values()))
@@ -325,7 +327,7 @@ def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
 
 
 def sample_batch(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
-    """A batch of so many rows, samples repeated where there are fewer."""
+    """Return a batch of `rows` held-out samples by input name, repeated if there are fewer."""
     batch = next(iter(data.held_out.batches(rows)))
     if not project.config.max_batch_size:
         return batch
@@ -339,11 +341,11 @@ def make_stamp(
 
     Args:
         built: the artefact.
-        entry: in the store.
-        project: with the configuration as it is in the folder.
-        requested: the requested precision, maybe "best".
-        overridden: on the command line, not in the configuration.
-        forced: it is published although it misses its bar.
+        entry: its entry in the store.
+        project: the version, with the configuration of its folder.
+        requested: requested precision, possibly "best".
+        overridden: the precision comes from the command line, not from the configuration.
+        forced: it is published although it misses an accuracy limit.
     """
     facts: dict[str, Any] = dict(entry.facts)
     return Stamp.from_json(
@@ -383,6 +385,6 @@ def _versions() -> dict[str, str]:
     for name in _SOURCES:
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:  # installed by other means
+        except PackageNotFoundError:  # not installed as a distribution
             continue
     return versions

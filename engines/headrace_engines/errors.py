@@ -1,4 +1,4 @@
-"""Errors of the builder; each message states the fault, its location and the remedy."""
+"""Errors of the builder. Each message states the fault, its location and the remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class BuildError(HeadraceError):
 
 
 class CallError(BuildError):
-    """The command line contradicts itself, or an option has a value that it cannot have."""
+    """Options of the command line contradict each other, or an option has an invalid value."""
 
 
 class NoKernelError(BuildError):
-    """The target has no kernel for a layer in the precision that it is written in.
+    """The target has no kernel for a layer in the precision of the graph.
 
     Attributes:
-        nodes: ONNX nodes of that layer that read quantised tensors; empty where it has none.
+        nodes: names of the ONNX nodes of that layer that read quantised tensors; may be empty.
     """
 
     def __init__(self, text: str, nodes: tuple[str, ...] = ()) -> None:

@@ -1,8 +1,7 @@
-"""An ONNX model with its tensors indexed, for passes that read and change it, and a session that runs the model as it is.
+"""Indexed ONNX graph for passes that read and change it, and a session that runs a model.
 
-A pass takes an `OnnxGraph`, looks up the producer and the consumers of a tensor, and changes the graph by the methods here,
-which keep the index right. Subgraphs (If, Loop, Scan) are carried but not analysed: what they read of the outer graph
-counts as read by the node.
+A pass looks up producers and consumers of tensors in an `OnnxGraph` and changes the graph by its methods, which update the index.
+Subgraphs (If, Loop, Scan) are preserved but not analysed: their reads of the outer graph count as reads of the node.
 
 `OnnxRunner` runs models on ONNX Runtime for calibration, comparison and search; it does not serve.
 """
@@ -25,17 +24,17 @@ from onnx import TensorProto, helper, numpy_helper
 from headrace_engines.errors import BuildError
 
 Array = npt.NDArray[Any]
-# A serialized protobuf cannot be larger.
+# Largest size of a serialised protobuf.
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
-# Shapes and axes are smaller; their values count while shapes are inferred.
+# Constants of shapes and axes are smaller; shape inference needs their values.
 _SMALL_BYTES = 1024
 
 
 class OnnxGraph:
-    """The main graph of a model, indexed.
+    """Main graph of a model, with an index of its tensors.
 
     Args:
-        model: is changed in place; types and shapes of inner tensors are inferred where the file leaves them out.
+        model: changed in place; missing types and shapes of inner tensors are inferred.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -47,12 +46,12 @@ class OnnxGraph:
 
     @property
     def nodes(self) -> Sequence[onnx.NodeProto]:
-        """All nodes; in topological order unless something was inserted since the last `sort`."""
+        """All nodes; in topological order after `sort`, until a node is added."""
         return self.model.graph.node
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the model's inputs, constants with a default excluded."""
+        """Names of the model's inputs without initializers."""
         return [value.name for value in self.model.graph.input if value.name not in self._constants]
 
     @property
@@ -62,15 +61,15 @@ class OnnxGraph:
 
     @property
     def opset(self) -> int:
-        """Version of ONNX's own operator set."""
+        """Version of ONNX's default operator set; 0 if it is not imported."""
         return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
     def producer(self, tensor: str) -> onnx.NodeProto | None:
-        """The node that makes a tensor; None for inputs and constants."""
+        """Return the node that produces a tensor; None for inputs and constants."""
         return self._producers.get(tensor)
 
     def consumers(self, tensor: str) -> list[onnx.NodeProto]:
-        """The nodes that read a tensor, each once, in no particular order."""
+        """Return the nodes that read a tensor, each once, in any order."""
         return list(self._consumers.get(tensor, {}).values())
 
     def is_constant(self, tensor: str) -> bool:
@@ -78,19 +77,19 @@ class OnnxGraph:
         return tensor in self._constants
 
     def constant(self, tensor: str) -> Array | None:
-        """The values of an initializer, None for any other tensor. The array is a copy."""
+        """Return a copy of the values of an initializer; None for any other tensor."""
         initializer = self._constants.get(tensor)
         return None if initializer is None else np.array(numpy_helper.to_array(initializer))
 
     def element_type(self, tensor: str) -> int:
-        """`TensorProto.DataType` of a tensor, 0 where it is not known."""
+        """Return the `TensorProto.DataType` of a tensor; 0 if unknown."""
         if tensor in self._constants:
             return self._constants[tensor].data_type
         value = self._values.get(tensor)
         return 0 if value is None else value.type.tensor_type.elem_type
 
     def shape(self, tensor: str) -> tuple[int, ...] | None:
-        """Sizes of a tensor, -1 where free; None where the rank is unknown."""
+        """Return the shape of a tensor, -1 for free dimensions; None if the rank is unknown."""
         if tensor in self._constants:
             return tuple(self._constants[tensor].dims)
         value = self._values.get(tensor)
@@ -99,14 +98,14 @@ class OnnxGraph:
         return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
     def attribute(self, node: onnx.NodeProto, name: str, default: Any = None) -> Any:
-        """The value of a node's attribute, or `default`."""
+        """Return the value of a node's attribute, or `default`."""
         match = next((a for a in node.attribute if a.name == name), None)
         return default if match is None else helper.get_attribute_value(match)
 
     # Changing
 
     def fresh(self, base: str) -> str:
-        """`base`, or with a number behind it a name that no tensor and no node has yet; it is taken from now on."""
+        """Return an unused name and reserve it: `base`, or `base` with a number."""
         name, number = base, 0
         while name in self._names:
             number += 1
@@ -115,7 +114,7 @@ class OnnxGraph:
         return name
 
     def add_constant(self, name: str, values: Array | TensorProto) -> str:
-        """Add an initializer (under a fresh name) and return its name."""
+        """Add an initializer under an unused name and return its name."""
         name = self.fresh(name)
         tensor = values if isinstance(values, TensorProto) else numpy_helper.from_array(np.asarray(values, order="C"))
         tensor.name = name
@@ -130,10 +129,10 @@ class OnnxGraph:
 
         Args:
             operator: e.g. "QuantizeLinear".
-            inputs: tensor names.
-            output: the base of its name; made fresh.
-            domain: of the operator.
-            attributes: of the node; those that are None are left out.
+            inputs: names of the tensors.
+            output: base of the unused name of the output; the operator if "".
+            domain: domain of the operator.
+            attributes: attributes of the node; those of value None are left out.
         """
         name = self.fresh(output or operator)
         present = {key: value for key, value in attributes.items() if value is not None}
@@ -143,7 +142,7 @@ class OnnxGraph:
         return name
 
     def set_type(self, tensor: str, element_type: int, shape: Iterable[int] | None = None) -> None:
-        """Make known what a tensor holds; the shape stays unless it is given."""
+        """Set the type of a tensor, and its shape (-1 for free dimensions) unless None."""
         value = self._values.get(tensor)
         if value is None:
             value = self.model.graph.value_info.add()
@@ -155,7 +154,7 @@ class OnnxGraph:
             value.type.CopyFrom(info.type)
 
     def rewire(self, node: onnx.NodeProto, index: int, tensor: str) -> None:
-        """Let input `index` of a node read another tensor."""
+        """Connect input `index` of a node to another tensor."""
         old = node.input[index]
         node.input[index] = tensor
         if old not in node.input:
@@ -163,7 +162,7 @@ class OnnxGraph:
         self._consumers.setdefault(tensor, {})[id(node)] = node
 
     def remove(self, node: onnx.NodeProto) -> None:
-        """Remove a node; the readers of its outputs must have been rewired."""
+        """Remove a node; rewire the readers of its outputs first."""
         for name in self._reads(node):
             self._consumers.get(name, {}).pop(id(node), None)
         for name in node.output:
@@ -172,10 +171,10 @@ class OnnxGraph:
         self._index()
 
     def sort(self) -> None:
-        """Bring the nodes into topological order.
+        """Sort the nodes topologically.
 
         Raises:
-            BuildError: there is a cycle.
+            BuildError: the graph has a cycle.
         """
         nodes = list(self.model.graph.node)
         index_of = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -202,7 +201,7 @@ class OnnxGraph:
         self._index()
 
     def finish(self) -> onnx.ModelProto:
-        """The model, sorted, without constants and type remarks that nothing uses any more."""
+        """Sort the model, remove unused constants and type entries, and return it."""
         self.sort()
         used = {name for node in self.nodes for name in self._reads(node)} | set(self.outputs)
         graph = self.model.graph
@@ -248,14 +247,14 @@ class OnnxGraph:
 
 
 def captured(node: onnx.NodeProto) -> set[str]:
-    """Return the names that a node's subgraphs read or write, their own tensors included."""
+    """Return the names of all tensors in a node's subgraphs."""
     graphs = [inner for a in node.attribute for inner in (a.g, *a.graphs) if inner.node or inner.output]
     names = {value.name for inner in graphs for value in inner.output}
     return names | {n for inner in graphs for child in inner.node for n in (*child.input, *captured(child)) if n}
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with large constants as inputs: inference needs their types, and would copy their values."""
+    """Return the model with large constants as inputs: inference needs their types and would copy their values."""
     bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     bare.graph.name = model.graph.name
     for field in ("node", "input", "output", "value_info"):
@@ -277,45 +276,47 @@ def _keep(field: Any, used: set[str]) -> None:
 
 
 def copy_model(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model that shares nothing with the given one."""
+    """Return a deep copy of a model."""
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     return copied
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """An ONNX file with its external data, which must lie in the same folder.
+    """Read an ONNX file with its external data, which must lie in the same folder.
 
     Raises:
-        BuildError: missing, no ONNX model, or its data leads out of the folder.
+        BuildError: the file is missing or not an ONNX model, or its external data lies outside of the folder.
     """
     try:
         model = onnx.load_model(path, load_external_data=False)
         for tensor in model.graph.initializer:
             location = next((e.value for e in tensor.external_data if e.key == "location"), "")
             if location and not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
-                raise BuildError(f"{path.name}: the data of '{tensor.name}' lie outside of the folder, at '{location}'")
+                raise BuildError(
+                    f"{path.name}: the external data of '{tensor.name}' is '{location}', outside of the folder: move it"
+                )
         onnx.load_external_data_for_model(model, str(path.parent))
         onnx.checker.check_model(model)
     except FileNotFoundError as error:
         raise BuildError(f"{error.filename or path} is missing: put the model there") from None
     except (DecodeError, onnx.checker.ValidationError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise BuildError(f"{path} is no ONNX model that can be read: {first}") from error
+        raise BuildError(f"{path} is not a readable ONNX model: {first}: check it with onnx.checker") from error
     return model
 
 
 def write_onnx(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model; what does not fit into one protobuf goes into `<name>.data` beside it."""
+    """Write a model; with external data in `<name>.data` beside it if it exceeds one protobuf."""
     large = model.ByteSize() > _PROTOBUF_LIMIT_BYTES
     onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256, in hex, of a file and of the external data that it names, if it is an ONNX file.
+    """Return the SHA-256, in hex, of a file and of the external data of an ONNX file.
 
     Raises:
-        BuildError: a file cannot be read, or its data lead out of the folder.
+        BuildError: a file cannot be read, or its external data lies outside of the folder.
     """
     try:
         return onnx_digest(path)
@@ -327,15 +328,15 @@ _FP8 = (onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT8E5M2)
 
 
 class OnnxRunner:
-    """A session of a model that may also give what is inside of it.
+    """Session of a model that can return inner tensors too.
 
     Args:
-        model: is not changed.
-        tensors: names of inner tensors to give besides the model's outputs.
-        optimize: let ONNX Runtime fuse; off where inner tensors must be what the graph says.
+        model: not changed.
+        tensors: names of inner tensors to return besides the model's outputs.
+        optimize: let ONNX Runtime fuse operators; False if inner tensors must have the exact values of the graph.
 
     Raises:
-        BuildError: ONNX Runtime cannot load it; names the cause.
+        BuildError: ONNX Runtime cannot load the model.
     """
 
     def __init__(self, model: onnx.ModelProto, tensors: Sequence[str] = (), *, optimize: bool = True) -> None:
@@ -346,7 +347,7 @@ class OnnxRunner:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         levels = ort.GraphOptimizationLevel
-        # The optimiser does not support the types of FP8 and refuses such models; the kernels run them.
+        # ONNX Runtime's optimiser rejects models with FP8 types; its kernels run them.
         plain = not optimize or any(tensor.data_type in _FP8 for tensor in model.graph.initializer)
         options.graph_optimization_level = levels.ORT_DISABLE_ALL if plain else levels.ORT_ENABLE_ALL
         try:
@@ -356,10 +357,10 @@ class OnnxRunner:
         self.outputs = [node.name for node in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return all outputs, and the requested inner tensors, by name.
+        """Run a batch and return all outputs and the requested inner tensors by name.
 
         Raises:
-            BuildError: the model refuses the inputs, or fails on them.
+            BuildError: the model rejects the inputs, or fails on them.
         """
         try:
             results = self._session.run(self.outputs, dict(inputs))

@@ -1,25 +1,25 @@
-"""Progress reports of long work."""
+"""Progress callbacks of builds."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 
-# Called with the share of the work that is done, 0..1, and a few words on what is being done.
+# Callback with the finished share of the work (0..1) and a short text, the current phase.
 Report = Callable[[float, str], None]
 
 
 def silent(_done: float, _note: str) -> None:
-    """Ignore progress."""
+    """Discard progress."""
 
 
 def part(report: Report, start: float, end: float) -> Report:
-    """Return a report for a part of the work, from `start` to `end` of the whole."""
+    """Return a callback whose 0..1 is `start`..`end` of the whole work."""
     return lambda done, note: report(start + (end - start) * min(max(done, 0.0), 1.0), note)
 
 
 def with_progress_lines(report: Report) -> Report:
-    """Return a report that also prints a line "progress SHARE PHASE" for each whole percent or phase."""
+    """Return a callback that also prints a line "progress SHARE PHASE" for each percent or new phase."""
     last = ""
 
     def print_line(done: float, note: str) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of a build: a version of a model, the specification of the artefact, and the samples."""
+"""Inputs of a build: the version of a model, the specification of the artefact, and the samples."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from headrace_engines.quantization.samples import Samples, class_output, random_
 from headrace_engines.targets.base import ShapeRange
 
 SOURCE = "model.onnx"
-# By path, inode, size and time of change. External data are read once in a process.
+# Digests by path, inode, size and modification time. External data are read once per process.
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """A version of a model: its folder, its configuration, its ONNX file.
+    """Version of a model with its folder, configuration and ONNX file.
+
     Attributes:
-        folder: the model's, configuration complete.
+        folder: folder of the model, with its completed configuration.
         version: number of the version.
         source: the ONNX file.
     """
@@ -54,21 +55,21 @@ class Project:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.folder.name
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model."""
+        """Completed configuration of the model."""
         return self.folder.config
 
     @property
     def version_folder(self) -> Path:
-        """Folder in which artefacts are published."""
+        """Folder of the version, in which artefacts are published."""
         return self.folder.path / str(self.version)
 
     def digest(self) -> str:
-        """SHA-256 of the ONNX file and its data; read again only after the file has changed."""
+        """Return the SHA-256, in hex, of the ONNX file and its external data; cached until the file changes."""
         state = self.source.stat()
         state_key = (str(self.source), state.st_ino, state.st_size, state.st_mtime_ns)
         if state_key not in _DIGESTS:
@@ -80,16 +81,16 @@ def open_project(model: str, repository: Path, version: int | None = None) -> Pr
     """Find a model and read its configuration.
 
     Args:
-        model: its name in the repository, or the path of its folder.
-        repository: where names are looked up.
-        version: which one, the newest that is served if None.
+        model: name in the repository, or path of the model's folder.
+        repository: folder of the model repository.
+        version: number of the version; None for the newest served one.
 
     Raises:
-        BuildError: no such model or version, or its configuration cannot be used; says why.
+        BuildError: the model or version does not exist, or its configuration is invalid.
     """
     path = _folder(model, repository)
     if path.name.isdecimal() and (path / SOURCE).is_file():
-        raise BuildError(f"{model} is a version of a model: name {path.parent.name}, with --version {path.name}")
+        raise BuildError(f"{model} is a version of a model: write {path.parent.name} --version {path.name}")
     try:
         folder = read_model_folder(path, path.parent)
     except ConfigError as error:
@@ -107,10 +108,10 @@ def open_project(model: str, repository: Path, version: int | None = None) -> Pr
 
 
 def all_projects(repository: Path) -> list[Project | BuildError]:
-    """Every model of a repository, those that cannot be read as the reason why.
+    """Return every model of a repository, or the error of those that cannot be read, sorted by name.
 
     Raises:
-        BuildError: there is no such repository, or nothing in it.
+        BuildError: the repository does not exist or is empty.
     """
     if not repository.is_dir():
         cure = "name yours with --model-repository DIR; `headrace models build` makes one to try"
@@ -134,7 +135,7 @@ def _folder(model: str, repository: Path) -> Path:
         raise BuildError(str(error)) from error
 
 
-# Bumped when the same specification makes another artefact than before: what was built by an earlier one is built anew.
+# Increased when equal specifications lead to another artefact than before; stored artefacts are then built again.
 BUILD_RECIPE = 5
 
 
@@ -143,9 +144,9 @@ class AccuracyLimits:
     """Accuracy that an artefact must reach against the FP32 model.
 
     Attributes:
-        min_top1_agreement: share of samples with the same largest output.
-        min_cosine: of the outputs, the mean over samples.
-        max_drop: of the true accuracy, 0..1; None where none is required.
+        min_top1_agreement: share of samples with the same top class, 0..1.
+        min_cosine: cosine similarity of the outputs, mean over samples.
+        max_drop: largest loss of accuracy against labels, 0..1; None without a limit.
     """
 
     min_top1_agreement: float
@@ -160,9 +161,9 @@ class BuildSpec:
     Attributes:
         precision: one of `PRECISIONS`.
         profiles: ranges of shapes, batch dimension included; at least one.
-        workspace_bytes: scratch memory for TensorRT, None: no bound.
-        calibration: how ranges are found.
-        accuracy: where the held-out samples are and what must be reached.
+        workspace_bytes: scratch memory for TensorRT; None without a limit.
+        calibration: method and samples of the calibration.
+        accuracy: held-out samples and required accuracy.
     """
 
     precision: str
@@ -173,15 +174,15 @@ class BuildSpec:
 
     @property
     def quantized(self) -> bool:
-        """True if calibrated ranges are needed."""
+        """True if the precision needs calibrated ranges."""
         return self.precision in (*CALIBRATED, "best")
 
     @property
     def bar(self) -> AccuracyLimits:
-        """The accuracy to reach, with the defaults of the precision.
+        """Required accuracy, with the defaults of the precision.
 
-        Without samples random inputs are compared. Among their outputs the largest is often a near tie, which rounding decides:
-        then the cosine alone is required, unless the configuration sets an agreement.
+        Without samples random inputs are compared. Their largest outputs are often nearly equal, and rounding decides the top
+        class. Then only the cosine is required, or the agreement of the configuration.
         """
         config = self.accuracy
         lossy = self.precision in CALIBRATED
@@ -200,7 +201,7 @@ class BuildSpec:
         return replace(self, precision=precision)
 
     def digest(self) -> str:
-        """SHA-256, in hex, of all that makes the artefact what it is, less the model and the machine."""
+        """Return the SHA-256, in hex, of everything that defines the artefact except the model and the machine."""
         document = {
             "recipe": [BUILD_RECIPE, ranges.RANGES_RECIPE],
             "precision": self.precision,
@@ -216,11 +217,11 @@ def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
     """Read the specification of a build from a configuration.
 
     Args:
-        config: complete.
-        precision: takes the place of the configuration's.
+        config: completed configuration.
+        precision: replaces the precision of the configuration; "" keeps it.
 
     Raises:
-        BuildError: an accelerator's parameter is not understood, or a free dimension has no profile.
+        BuildError: a parameter of an accelerator is invalid, or a free dimension has no profile.
     """
     options = config.optimization
     workspace_bytes = _check_accelerator(config)
@@ -237,7 +238,7 @@ def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
 
 
 def _check_accelerator(config: ModelConfig) -> int | None:
-    """Check the parameters of Triton's accelerator; return its scratch memory in bytes, None: no bound."""
+    """Check the parameters of Triton's accelerator; return its scratch memory in bytes, None without a limit."""
     accelerator = tensorrt_accelerator(config.optimization)
     if accelerator is None:
         return None
@@ -281,18 +282,18 @@ def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
 
 
 HELD_OUT_SHARE = 0.25
-# Random inputs have no meaningful outputs; they show a broken artefact, not a slightly worse one.
+# Number of random inputs. Their outputs have no meaning: they detect a broken artefact, not a small loss of accuracy.
 RANDOM_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BuildData:
-    """Samples that a build calibrates with and is measured on.
+    """Samples of a build.
 
     Attributes:
-        calibration: for ranges; None where the configuration names none.
-        held_out: for the comparison; never seen by the calibration.
-        output: the one that classifies, "" where the configuration names none.
+        calibration: samples for ranges; None if the configuration names none.
+        held_out: samples for the comparison; never used for calibration.
+        output: name of the output with classes; "" if the configuration names none.
     """
 
     calibration: Samples | None
@@ -306,11 +307,11 @@ class BuildData:
 
 
 def open_data(project: Project, spec: BuildSpec) -> BuildData:
-    """Find the samples that a configuration names; without any, noise is compared.
+    """Open the samples that a configuration names; random ones for the comparison if it names none.
 
     Raises:
-        BuildError: they cannot be read, none is left to compare with, one has a shape that the artefact is not built for, or the
-            precision needs some and the configuration names none.
+        BuildError: samples cannot be read, none remains for the comparison, a shape is in no profile, or the precision needs
+            samples and the configuration names none.
     """
     config, folder = project.config, project.folder.path
     options, bar = spec.calibration, spec.accuracy
@@ -323,7 +324,7 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
         held_out = open_samples(bar.data, folder, config, bar.samples)
         if calibration is not None and not len(held_out := held_out.without(calibration)):
             cure = "name others, or leave it out: then the last quarter is held out"
-            raise BuildError(f"{project.name}: accuracy.data has only samples that are calibrated with: {cure}")
+            raise BuildError(f"{project.name}: accuracy.data has only samples of the calibration: {cure}")
     elif calibration is not None and len(calibration) > 1:
         calibration, held_out = calibration.split(HELD_OUT_SHARE)
     else:
@@ -334,13 +335,13 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
 
 
 def _tuned_shapes(project: Project, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
-    """Return, by input, the shape of one row that the first profile is tuned for."""
+    """Return the tuned shape of the first profile for one row, by input."""
     first = 1 if project.config.max_batch_size else 0
     return {name: tuned[first:] for name, (_, tuned, _) in spec.profiles[0].shapes.items()}
 
 
 def _check_shapes(project: Project, spec: BuildSpec, samples: Samples) -> None:
-    """Hold samples against the profiles, where inputs have free dimensions.
+    """Check the shapes of samples against the profiles of inputs with free dimensions.
 
     Raises:
         BuildError: a sample is in no profile.

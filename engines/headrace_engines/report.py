@@ -1,7 +1,4 @@
-"""Output of the builder: text, tables and progress bars in terminals, and HTML pages of one file without scripts.
-
-Where a table is too wide, columns are left out by rank, and the name of a row is the last text that is broken.
-"""
+"""Output of the builder: text, tables and progress bars in terminals, and HTML pages of one file without scripts."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ from tempfile import TemporaryFile
 from types import TracebackType
 
 from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe
-from headrace.core.svg_plot import (
-    variables,
-)
+from headrace.core.svg_plot import variables
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -43,14 +38,14 @@ def rate(rows_per_s: float) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """Decimal megabytes or kilobytes: "102.0 MB", "154 kB", "1.5 kB"."""
+    """Format a size in decimal units: "102.0 MB", "154 kB", "1.5 kB"."""
     if size_bytes >= 1e6:
         return f"{size_bytes / 1e6:,.1f} MB"
     return f"{size_bytes / 1e3:.0f} kB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
 
 
 def plain(text: str) -> str:
-    """Replace control characters, which a terminal would execute: names in a model may hold anything."""
+    """Replace control characters, which a terminal would execute: names in a model may contain any."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
@@ -59,13 +54,13 @@ _GAP = 3
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A column.
+    """Heading and layout of a column.
 
     Attributes:
-        text: above it.
-        number: to the right.
-        wraps: its text may break between words.
-        rank: columns with the highest go first where there is no room; 0: it stays.
+        text: text of the heading.
+        number: True to align the column to the right.
+        wraps: True if its text may break between words.
+        rank: columns with the highest rank are dropped first in a narrow terminal; 0 is never dropped.
     """
 
     text: str
@@ -75,16 +70,16 @@ class Heading:
 
 
 def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequence[Text]], width: int) -> Table:
-    """A table that is `width` characters wide at most, without columns that are empty in every row.
+    """Return a table of at most `width` characters, without columns that are empty in every row.
 
-    Where it is too wide, the gaps shrink, then columns are left out by rank. A name in the first column stays
-    whole up to half of the width.
+    If the table is too wide, the gaps shrink, then columns are dropped by rank. A name in the first column is not broken up to
+    half of the width.
 
     Args:
-        title: above it.
+        title: title above the table.
         headings: the columns; the first one names the row.
-        rows: as many cells as there are columns; a cell may have several lines.
-        width: of the console; in a pipe's a cell has one line.
+        rows: one cell for each column; a cell may have several lines.
+        width: width of the console, in characters; with the width of a pipe every cell has one line.
     """
     if width >= PIPE_WIDTH:
         rows = [[Text(", ").join(cell.split("\n")) for cell in row] for row in rows]
@@ -101,7 +96,7 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
             shown.remove(expendable)
         else:
             break
-    # The box draws one of the gap's characters.
+    # The box draws one character of the gap.
     table = Table(title=Text(title, "bold"), box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.padding = (0, gap - 1, 0, 0)
     table.title_justify = table.caption_justify = "left"
@@ -120,7 +115,7 @@ def _widest(heading: Heading, cells: Sequence[Text], words: bool) -> int:
     return max(cell_len(piece) for text in texts for piece in (text.split() if words else text.split("\n")) or [""])
 
 
-# Bars at once: fewer than any terminal has lines, for what does not fit is not drawn.
+# Largest number of visible bars. rich does not draw lines beyond the height of the terminal.
 _MAX_BARS = 8
 _BAR_WIDTH = 16
 
@@ -129,8 +124,8 @@ class BuildDisplay:
     """One progress bar for each model with its phase; draws nothing without a terminal.
 
     Args:
-        console: where to draw.
-        names: of the models, in order.
+        console: console to draw on.
+        names: names of the models, in order.
     """
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
@@ -139,7 +134,7 @@ class BuildDisplay:
             BarColumn(_BAR_WIDTH),
             TaskProgressColumn(table_column=Column(no_wrap=True, min_width=4)),
             TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
-            # Takes the room that the others leave: a phase may be cut short, a model's name and the time may not.
+            # Uses the remaining width: a phase may be truncated, the name of a model and the time may not.
             TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
             disable=not console.is_terminal or is_pipe(console),
@@ -157,7 +152,7 @@ class BuildDisplay:
         try:
             self._progress.start()
         except BaseException:
-            # Ctrl-C while the first picture is drawn: the cursor must come back.
+            # Ctrl-C during the first drawing: the cursor must become visible again.
             self._progress.stop()
             raise
         return self
@@ -168,7 +163,7 @@ class BuildDisplay:
         self._progress.stop()
 
     def report(self, name: str) -> Report:
-        """Begin with a model; what is returned moves its bar."""
+        """Start the bar of a model and return the callback that moves it."""
         task = self._tasks[name]
         first = max(min(self._names.index(name) - _MAX_BARS // 2, len(self._names) - _MAX_BARS), 0)
         for index, other in enumerate(self._names):
@@ -180,8 +175,8 @@ class BuildDisplay:
         """Complete the bar of a model.
 
         Args:
-            name: The model.
-            note: Its last phase, e.g. "built" or "failed".
+            name: name of the model.
+            note: last phase, e.g. "built" or "failed".
         """
         self._progress.update(self._tasks[name], completed=1.0, note=note)
         self._progress.stop_task(self._tasks[name])
@@ -203,28 +198,28 @@ th:first-child,td:first-child{text-align:left}
 
 
 def page(title: str, body: str, css: str = "") -> str:
-    """A whole HTML document.
+    """Return an HTML document.
 
     Args:
         title: plain text.
         body: HTML.
-        css: of this page alone.
+        css: additional CSS of this page.
     """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        # Nothing may be fetched and nothing may run, whatever a model's names hold.
+        # No fetches and no scripts, whatever the names in a model contain.
         """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
         f"<title>{escape(title)}</title><style>{variables()}{_CSS}{css}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of numbers, the first column text, that scrolls by itself where the screen is narrow.
+    """Return an HTML table of numbers with text in the first column; it scrolls on narrow screens.
 
     Args:
         headings: plain text.
-        rows: cells, HTML; what is text has been escaped.
+        rows: cells as HTML; text must be escaped.
     """
     head = "".join(f"<th>{escape(text)}</th>" for text in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
@@ -232,10 +227,10 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for pages and check that it can be written.
+    """Create a folder for pages and check that it can be written.
 
     Raises:
-        BuildError: it does not; says why.
+        BuildError: it cannot be created or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -249,7 +244,7 @@ def save(path: Path, text: str) -> None:
     """Write a page, a picture or JSON.
 
     Raises:
-        BuildError: the file cannot be written; says why.
+        BuildError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

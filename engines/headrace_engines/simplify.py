@@ -1,7 +1,7 @@
-"""Simplifies an exported model for the later passes: constants folded, batch norms in the convolutions.
+"""Simplifies an exported model for the later passes: folds constants, fuses batch norms into convolutions.
 
-The work is ONNX Runtime's (its "basic" graph optimisations, which write ONNX's own operators); what it leaves is done here:
-one operator set for all models, sums of two as additions, affine steps merged, a name for every node.
+ONNX Runtime's "basic" graph optimisations do most of the work and write standard ONNX operators. This module adds the rest: one
+operator set for all models, sums of two as additions, merged affine steps, a name for every node.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, write_onnx
 
-# LayerNormalization is one operator from 17 on; TensorRT 10 and 11 read it and all that come later.
+# LayerNormalization is one operator since opset 17; TensorRT 10 and 11 read this opset and later ones.
 OPSET = 17
 # The file format of opset 17; ONNX Runtime has read it since 1.12.
 _IR_VERSION = 8
-# ONNX Runtime's fusions that would lose the name of a node or put reshapes around a matrix product.
+# Fusions of ONNX Runtime that lose the name of a node or put reshapes around a matrix product.
 _DISABLED_FUSIONS = ["MatMulAddFusion"]
 _STANDARD = ("", "ai.onnx")
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-# What ONNX Runtime keeps in memory beyond this, it writes beside the file.
+# ONNX Runtime writes constants of larger models beside the file.
 _LARGE_BYTES = 1 << 30
 
 
 def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model that computes the same in fewer and more common operators.
 
-    Constants are folded, batch norms, scales and shifts are fused into convolutions, identities and dropouts are gone, every
-    node has a name of its own (its old one where it had one), the operator set is 17 or later. Inputs, outputs and their
-    shapes stay. Initializers that are also inputs become constants.
+    Constants are folded, batch norms, scales and shifts are fused into convolutions, identities and dropouts are removed, every
+    node has a unique name (its former one if it had one), the operator set is 17 or later. Inputs, outputs and their shapes do
+    not change. Initializers that are also inputs become constants.
 
     Args:
-        model: stays as it is.
+        model: not changed.
 
     Raises:
-        BuildError: an operator is unknown or used wrongly; names it, its node and what to do.
+        BuildError: an operator is unknown or invalid; the message has the operator, its node and the remedy.
     """
     graph = OnnxGraph(_prepared(model))
     _sums_to_additions(graph)
@@ -67,10 +67,10 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
-    """Convert a model to ONNX's operator set `version`; unchanged if its own is that one or a later one.
+    """Convert a model to ONNX's operator set `version`; return it unchanged if it has that one or a later one.
 
     Raises:
-        BuildError: an operator has no counterpart.
+        BuildError: an operator cannot be converted.
     """
     current = next((o.version for o in model.opset_import if o.domain in _STANDARD), version)
     if current >= version:
@@ -94,7 +94,7 @@ def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
 
 
 def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy with a name for every node and no constant among its inputs."""
+    """Return a copy with a name for every node and no constants among its inputs."""
     copied = copy_model(model)
     constants = {tensor.name for tensor in copied.graph.initializer}
     inputs = [value for value in copied.graph.input if value.name not in constants]
@@ -106,7 +106,7 @@ def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _name_nodes(model: onnx.ModelProto) -> None:
-    """Give nodes without a name, or with another's, that of their first output."""
+    """Name nodes without a unique name after their first output."""
     used: set[str] = set()
     for node in model.graph.node:
         base = node.name if node.name and node.name not in used else next(filter(None, node.output), node.op_type)
@@ -141,7 +141,7 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
         except OSError as error:
             raise BuildError(f"the model cannot be written to {folder.parent}: {error}: make room there") from error
         except Exception as error:  # the binding's exceptions share no other base
-            # Less the binding's code and our temporary file.
+            # Remove the error code of the binding and the name of the temporary file.
             reason = re.sub(
                 r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from \S+ failed: ?)?", "", str(error).strip()
             )
@@ -153,13 +153,14 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     foreign = {node.domain for node in simple.graph.node} - domains - set(_STANDARD)
     if foreign:
         raise BuildError(
-            f"ONNX Runtime has written operators of {', '.join(sorted(foreign))}: install another version of it"
+            f"ONNX Runtime has written operators of {', '.join(sorted(foreign))}, which other runtimes do not read: "
+            "install another version of ONNX Runtime"
         )
     return simple
 
 
 def _error_location(model: onnx.ModelProto, reason: str) -> str:
-    """ " at node 'x' (Foo)" for the node that a message of ONNX Runtime names, "" if it names none."""
+    """Return " at node 'x' (Foo)" for the node in a message of ONNX Runtime; "" if the message has none."""
 
     def mentioned(word: str) -> bool:
         return bool(word) and re.search(rf"(?<![\w/.]){re.escape(word)}(?![\w/])", reason) is not None
@@ -181,14 +182,14 @@ def _load_advice(reason: str) -> str:
 
 
 def _sums_to_additions(graph: OnnxGraph) -> None:
-    """Sum of two tensors is what old exporters call an Add; of one, nothing."""
+    """Write a Sum of two tensors, as old exporters write it, as an Add; a Sum of one as an Identity."""
     for node in graph.nodes:
         if node.op_type == "Sum" and node.domain in _STANDARD and len(node.input) < 3:
             node.op_type = "Add" if len(node.input) == 2 else "Identity"
 
 
 def _constants_to_initializers(model: onnx.ModelProto) -> None:
-    """The Constant nodes that raising the opset leaves."""
+    """Replace Constant nodes, which the opset conversion adds, by initializers."""
     remaining = []
     for node in model.graph.node:
         value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
@@ -202,9 +203,9 @@ def _constants_to_initializers(model: onnx.ModelProto) -> None:
 
 
 def _fold_casts(graph: OnnxGraph) -> None:
-    """Constants of 16 bits that are cast become FP32.
+    """Replace casts of 16-bit constants by FP32 constants.
 
-    ONNX Runtime has no FP16 kernels for CPUs: it writes such a model in FP32, and casts the weights whenever it runs.
+    ONNX Runtime has no FP16 kernels for CPUs: it writes such a model in FP32 with casts of the weights in every run.
     """
     done = set()
     for node in [node for node in graph.nodes if node.op_type == "Cast" and node.output[0] not in graph.outputs]:
@@ -219,7 +220,7 @@ def _fold_casts(graph: OnnxGraph) -> None:
 
 
 def _merge_affine(graph: OnnxGraph) -> None:
-    """A scale or shift by channel behind a batch norm becomes the batch norm's own."""
+    """Merge a scale or shift by channel after a batch norm into the batch norm."""
     merged = set()
     for norm in [node for node in graph.nodes if node.op_type == "BatchNormalization"]:
         while (step := _only_reader(graph, norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
@@ -239,7 +240,7 @@ def _merge_affine(graph: OnnxGraph) -> None:
 
 
 def _drop(graph: OnnxGraph, names: set[str]) -> None:
-    """Take nodes out whose outputs others make now, all at once."""
+    """Remove nodes whose outputs other nodes produce now."""
     if names:
         remaining = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
         del graph.model.graph.node[:]
@@ -254,7 +255,7 @@ def _only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
 
 
 def _by_channel(graph: OnnxGraph, values: Array | None, tensor: str, channels: int) -> Array | None:
-    """A constant that is added to or multiplied with [N, C, ...], as [C]; None if it is not one value a channel."""
+    """Return a constant operand of [N, C, ...] as [C]; None if it does not have one value per channel."""
     shape = graph.shape(tensor)
     if values is None or shape is None:
         return None
@@ -265,7 +266,7 @@ def _by_channel(graph: OnnxGraph, values: Array | None, tensor: str, channels: i
 
 
 def _biased_products_to_gemm(graph: OnnxGraph) -> None:
-    """A product of matrices and a bias by column is one Gemm, for which there are kernels that add the bias."""
+    """Write a matrix product and a bias by column as one Gemm, which has kernels that add the bias."""
     done = set()
     for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
         step = _only_reader(graph, node.output[0])
@@ -290,7 +291,7 @@ def _biased_products_to_gemm(graph: OnnxGraph) -> None:
 
 
 def _plain_gemm(graph: OnnxGraph) -> None:
-    """Gemm's factors go into its constants, and its bias becomes one value a column."""
+    """Move the factors of a Gemm into its constants, and expand its bias to one value per column."""
     for node in graph.nodes:
         weight = graph.constant(node.input[1]) if node.op_type == "Gemm" else None
         if weight is None or weight.dtype != np.float32:
@@ -316,7 +317,7 @@ def _set_float(node: onnx.NodeProto, name: str, value: float) -> None:
 
 
 def _drop_unused_domains(model: onnx.ModelProto) -> None:
-    """Forget operator sets that ONNX Runtime lists but no node uses, and functions that it has written out."""
+    """Remove unused operator sets, which ONNX Runtime lists, and functions that it has inlined."""
     used = {domain for graph in _graphs(model.graph) for domain in (node.domain for node in graph.node)}
     remaining = [o for o in model.opset_import if o.domain in _STANDARD or o.domain in used]
     del model.opset_import[:]

@@ -1,13 +1,13 @@
-"""The store of built engines, each under the digest of all that defines it, complete or absent; and publishing from it.
+"""Store of built engines, keyed by the digest of their inputs, and publishing from it. Entries are complete or absent.
 
-<root>/<key>/model.<key12>.onnx | .plan, stamp.json    an entry; appears by one rename
-<root>/locks/<key>.lock                                held while the entry is built; the lock ends with the process that holds it
-<root>/scratch/<random>/, <random>.lock                work in progress; removed once its builder has ended
+<root>/<key>/model.<key12>.onnx | .plan, stamp.json    an entry; created by one rename
+<root>/locks/<key>.lock                                file lock of a running build; released when its process ends
+<root>/scratch/<random>/, <random>.lock                work in progress; removed after its builder has ended
 <root>/tables/, <root>/timing/                         calibration tables, TensorRT's timing caches
 
-Two builders of one engine, in threads or processes: the second waits in `building` and then reads the first one's entry.
+Two builders of one engine, in threads or processes: the second waits in `building` and then reads the first builder's entry.
 
-Publishing puts an artefact beside its model, so that a reader of the folder always sees the old one or the new one, complete.
+Publishing puts an artefact beside its model. A reader of the folder sees the old or the new one, always complete.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from headrace_engines.report import size
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-# A disk with less than this is full for a builder.
+# A disk with fewer free bytes counts as full.
 _MIN_FREE_BYTES = 1 << 20
-CURE = "name another place with --cache"
+CURE = "name another folder with --cache"
 
 
 def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CURE) -> BuildError:
     """Return the error to raise for an OSError of a write.
 
     Args:
-        error: that came of writing.
-        path: the written file, where the error itself names none.
-        needed_bytes: that have to be free there, 0 where it is not known.
-        cure: what else could be done.
+        error: error of the write.
+        path: the written file, used if the error names none.
+        needed_bytes: bytes that the write needs; 0 if unknown.
+        cure: alternative remedy, for the message.
     """
     path_named = next(reversed(_error_paths(error)), path)
     if error.errno in _FULL:
@@ -75,10 +75,10 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
 def full_disk_explained(folder: Path) -> Iterator[None]:
     """Turn an error in this block into a BuildError if the folder's file system causes it.
 
-    Libraries report a full disk in different messages, or write short files; so the free space is measured.
+    Libraries report a full disk in different messages, or write short files. So the free space is measured.
 
     Raises:
-        BuildError: the disk is full, or something in the folder cannot be written.
+        BuildError: the disk is full, or a file in the folder cannot be written.
     """
     try:
         yield
@@ -93,7 +93,7 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on a folder's disk for this user; 2**62 where they cannot be read."""
+    """Return the free bytes on a folder's disk for this user; 2**62 if they cannot be read."""
     for existing in (folder, *folder.parents):
         try:
             return shutil.disk_usage(existing).free
@@ -103,7 +103,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _error_paths(error: OSError) -> list[Path]:
-    """The files an error names: what was read or renamed, then what was written."""
+    """Return the files of an error: the read or renamed file, then the written one."""
     return [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
 
 
@@ -127,12 +127,12 @@ class StoreEntry:
     """An artefact in the store.
 
     Attributes:
-        key: of the store.
-        path: of the artefact.
-        sha256: of the artefact.
-        size_bytes: of the artefact.
-        facts: what was given to `add`, and artefact_sha256 and size_bytes.
-        used_s: when it was last found or added, seconds since the epoch.
+        key: key in the store, 64 hex digits.
+        path: file of the artefact.
+        sha256: digest of the artefact, in hex.
+        size_bytes: size of the artefact.
+        facts: facts passed to `add`, with artefact_sha256 and size_bytes.
+        used_s: time of the last `find` or `add`, in seconds since the epoch.
     """
 
     key: str
@@ -144,15 +144,15 @@ class StoreEntry:
 
 
 class Store:
-    """The store in a folder, which is made when something is written.
+    """Store of engines in a folder, created by the first write.
 
-    Threads may share one; `self._lock` guards what is remembered of keys and files.
+    Threads may share one. `self._lock` guards `_builders` and `_checked`.
 
     Args:
-        root: the folder; "~" is the user's.
+        root: folder of the store; "~" is expanded.
 
     Raises:
-        BuildError: there is no such user.
+        BuildError: the user of "~user" does not exist.
     """
 
     def __init__(self, root: Path) -> None:
@@ -166,20 +166,20 @@ class Store:
 
     @staticmethod
     def key(parts: Mapping[str, object]) -> str:
-        """SHA-256, in hex, of what makes an artefact what it is.
+        """Return the key of an artefact: the SHA-256, in hex, of everything that defines it.
 
         Args:
-            parts: plain data by name, in any order.
+            parts: JSON values by name, in any order.
         """
         return hashlib.sha256(json.dumps(parts, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
     @property
     def tables(self) -> Path:
-        """The folder of calibration tables."""
+        """Folder of calibration tables; created if missing."""
         return self._folder("tables")
 
     def timing_cache(self, machine: Machine) -> Path:
-        """Return the file of kernels measured on a machine; it may not exist yet."""
+        """Return the timing cache file of a machine; it may not exist yet."""
         parts = (machine.target, machine.version, machine.device, machine.capability, str(machine.driver))
         return self._folder("timing") / (re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts)) + ".cache")
 
@@ -191,7 +191,7 @@ class Store:
             return []
 
     def find(self, key: str) -> StoreEntry | None:
-        """The entry of a key if it is there and as it was built; the first time the whole artefact is read for that."""
+        """Return the entry of a key if its artefact is intact, else None; the first call reads the whole artefact."""
         try:
             entry = self.read(key)
         except BuildError:
@@ -205,15 +205,15 @@ class Store:
         if state_key is not None:
             with self._lock:
                 self._checked.add(state_key)
-        with suppress(OSError):  # a store that is only read has nothing to sweep by age either
+        with suppress(OSError):  # a read-only store has no removal by age
             os.utime(entry.path.with_name(ENTRY_FILE))
         return entry
 
     def read(self, key: str) -> StoreEntry:
-        """Read the record of an entry, not the artefact itself.
+        """Read the record of an entry, without its artefact.
 
         Raises:
-            BuildError: nothing is there, or it cannot be read.
+            BuildError: the entry does not exist or cannot be read.
         """
         path = self._entry_folder(key) / ENTRY_FILE
         try:
@@ -234,15 +234,15 @@ class Store:
             } if isinstance(document.get("facts"), dict) and name == artefact_name(key, Path(name).suffix):
                 facts = {**document["facts"], "artefact_sha256": sha256, "size_bytes": size_bytes}
                 return StoreEntry(key, path.with_name(name), sha256, size_bytes, facts, used_s)
-        raise BuildError(f"{path} is not what a builder writes: remove {path.parent}")
+        raise BuildError(f"{path} was not written by a builder: remove {path.parent}")
 
     @contextmanager
     def building(self, key: str, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Hold the lock of a key while it is built; after a wait the entry may exist. May be nested in one thread.
+        """Hold the lock of a key during a build. After a wait the entry may exist. May be nested in one thread.
 
         Args:
-            key: of what is built.
-            waits: called with a text if another builder holds the lock.
+            key: key of the artefact.
+            on_wait: called with a text if another builder holds the lock.
 
         Raises:
             BuildError: the store cannot be written or locked.
@@ -267,15 +267,15 @@ class Store:
             finally:
                 with self._lock:
                     del self._builders[key]
-                with suppress(OSError):  # still held: a waiting builder sees that the file is gone, and makes a new one
+                with suppress(OSError):  # still held: a waiting builder notices the removal and creates a new file
                     path.unlink()
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """An empty folder on the store's file system, gone afterwards; those of dead builders are swept first.
+        """Yield an empty folder on the store's file system, removed at the end; remove those of dead builders first.
 
         Raises:
-            BuildError: the store cannot be written, or the disk became full within the block.
+            BuildError: the store cannot be written, or the disk becomes full within the block.
         """
         parent = self._folder("scratch")
         self.sweep()
@@ -293,19 +293,19 @@ class Store:
                 yield folder
 
     def add(self, key: str, artefact: Path, facts: Mapping[str, object]) -> StoreEntry:
-        """Take an artefact in, in place of what may be there.
+        """Add an artefact; replace an entry of the same key.
 
         Args:
-            key: of the artefact.
-            artefact: its file; moved if it lies in a scratch folder of this store, else copied.
-            facts: plain data, for `StoreEntry.facts`.
+            key: key of the artefact.
+            artefact: its file; moved from a scratch folder of this store, else copied.
+            facts: JSON values by name, for `StoreEntry.facts`.
 
         Raises:
-            BuildError: the disk is full, the store cannot be written, or the artefact is spread over several files.
+            BuildError: the disk is full, the store cannot be written, or the artefact has several files.
         """
         name = artefact_name(key, artefact.suffix)
         if not name:
-            raise ValueError(f"an artefact is called .onnx or .plan, not {artefact.name}")
+            raise ValueError(f"the artefact is {artefact.name}: its suffix must be .onnx or .plan")
         if artefact.with_name(artefact.name + ".data").exists():
             raise BuildError(f"{artefact.name} is larger than the 2 GB of one ONNX file: build for TensorRT instead")
         with self.building(key), self.scratch() as scratch:
@@ -326,7 +326,7 @@ class Store:
             }
             write_durably(entry / ENTRY_FILE, (json.dumps(document, indent=2) + "\n").encode())
             final = self._entry_folder(key)
-            # A folder that holds something cannot be replaced: what is there is damaged, or unwanted.
+            # A folder with files cannot be replaced by a rename. The old entry is damaged or replaced on request.
             if final.exists():
                 final.rename(scratch / "old")
             entry.rename(final)
@@ -334,14 +334,14 @@ class Store:
         return self.read(key)
 
     def remove(self, key: str, dry_run: bool = False) -> int | None:
-        """Remove an entry, valid or not, unless it is being built.
+        """Remove an entry, valid or not, except during its build.
 
         Args:
-            key: of the entry.
+            key: key of the entry.
             dry_run: return the bytes without removing.
 
         Returns:
-            Bytes that this gives back, those of files that a repository publishes too left out; None if it is being built.
+            Freed bytes, without files that are also published by a hard link; None if the entry is being built.
 
         Raises:
             BuildError: the store cannot be written.
@@ -363,7 +363,7 @@ class Store:
     def sweep(self) -> None:
         """Remove the scratch folders of killed builders."""
         for lock in sorted((self.root / "scratch").glob("*.lock")):
-            # A running builder holds the lock; what cannot be removed is left to the next sweep.
+            # A running builder holds the lock. The next sweep retries what cannot be removed.
             with suppress(OSError), locked(lock, block=False):
                 shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
                 lock.unlink()
@@ -378,7 +378,7 @@ class Store:
 
     def _entry_folder(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r:.80} is no key")
+            raise ValueError(f"the key is {key!r:.80}: it must be 64 hex digits")
         return self.root / key
 
     def _lock_file(self, key: str) -> Path:
@@ -413,18 +413,18 @@ def _states(folder: Path) -> list[os.stat_result]:
 
 DEFAULT_STATE = Path("~/.cache/headrace/state")
 _CURE = "build into a copy of the repository; the engine stays in the store, building again takes seconds"
-# Another file system, or one without hard links, or a file of another user.
+# Errors of a hard link: another file system, one without hard links, or a file of another user.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
-    """Return the folder to publish a version's engine in: beside its model, or in the state folder if that cannot be written.
+    """Return the folder for a version's engine: the version's folder, or one in the state folder if that is read-only.
 
     The server searches both.
 
     Args:
         project: the version.
-        state: the state folder; "~" is the user's.
+        state: state folder of the server; "~" is expanded.
 
     Raises:
         BuildError: neither can be written.
@@ -444,17 +444,17 @@ def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
 
 
 def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
-    """Put the artefact there, then its stamp; then remove the artefacts that no stamp names.
+    """Publish an artefact: write it, then its stamp, then remove artefacts that no stamp names.
 
-    The folder's lock is held, so that two builders follow one another and what a killed one left can be swept.
+    The lock of the folder serialises builders and allows the removal of temporary files of killed ones.
 
     Args:
-        artefact: the file, in the store.
-        version_folder: <model>/<version>.
-        stamp: of the artefact.
+        artefact: file in the store.
+        version_folder: <model>/<version>, or its folder in the state folder.
+        stamp: stamp of the artefact.
 
     Raises:
-        BuildError: the folder cannot be written, or the artefact is not the one of the stamp.
+        BuildError: the folder cannot be written, or the artefact differs from its stamp.
     """
     try:
         with locked_folder(version_folder):
@@ -463,7 +463,7 @@ def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
                 _put_artefact(artefact, version_folder / stamp.artefact, stamp)
                 add_stamp(version_folder, stamp)
             finally:
-                # Also where the stamp could not be written: its artefact must not stay behind.
+                # Also after a failed write of the stamp: an artefact without a stamp must not remain.
                 with suppress(ConfigError):
                     named = {published.artefact for published in read_stamps(version_folder)}
                     _remove(version_folder, lambda name: is_artefact_name(name) and name not in named)
@@ -478,7 +478,7 @@ def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
 
 
 def _put_artefact(artefact: Path, path: Path, stamp: Stamp) -> None:
-    """Make `path` the artefact; left alone if it is that already, so that no watcher wakes."""
+    """Create the artefact at `path`; an identical file is not touched, so that file watchers do not fire."""
     if not artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256):
         return
     temporary = temporary_name(path)

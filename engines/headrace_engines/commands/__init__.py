@@ -1,4 +1,4 @@
-"""The commands of the builder, and the options that several of them share."""
+"""Commands of the builder, and the options that several of them share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headrace_engines.targets import NAMES
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """`--version N`."""
+    """Add `--version N`."""
     parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
 
 
 def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
-    """`--model-repository DIR` and `--target NAME`."""
+    """Add `--model-repository DIR` and `--target NAME`."""
     parser.add_argument(
         "--model-repository",
         type=Path,
@@ -27,18 +27,18 @@ def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """`MODEL`, its version and where it is."""
+    """Add `MODEL`, `--version`, `--model-repository` and `--target`."""
     parser.add_argument("model", metavar="MODEL", help="a model's name in the repository, or its folder")
     add_version(parser)
     add_repository_and_target(parser)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """`--cache DIR`."""
+    """Add `--cache DIR`."""
     parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:
-    """`--state-dir DIR`, as of the server."""
+    """Add `--state-dir DIR`, the same as the server's option."""
     text = "where engines go if the model's folder cannot be written; the server's --state-dir"
     parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE, metavar="DIR", help=text)

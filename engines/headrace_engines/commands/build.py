@@ -1,7 +1,7 @@
-"""`headrace build`: engines for this machine, compared with FP32 and published beside the model.
+"""`headrace build`: builds engines for this machine, compares them with FP32 and publishes them beside the model.
 
-Before a build the command calls the server's own choice (`headrace.config.serving_plan`) for the file that a server here
-would serve. A stamp in a scratch folder stands for the engine that is not built yet.
+Before a build the command calls the server's selection of the file to serve (`headrace.config.serving_plan`). A stamp in a
+scratch folder stands for the engine that is not built yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from headrace_engines.targets.base import Target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `build`."""
+    """Add the options of `build`."""
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a model's name in the repository, or its folder")
     parser.add_argument("--all", action="store_true", help="every model of the repository")
     add_version(parser)
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="publish with a mark what misses the accuracy it should have"
     )
     parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
-    # For the server, which starts builders: lines "progress SHARE PHASE" on standard output.
+    # The server starts builders with it and reads lines "progress SHARE PHASE" from standard output.
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
     add_repository_and_target(parser)
     add_cache(parser)
@@ -60,19 +60,19 @@ class BuildOutcome:
     """Result for one model.
 
     Attributes:
-        name: the model's.
-        built: the artefact, None if there is none.
-        published: it lies beside the model now.
-        forced: although it misses its bar.
-        error: why there is none, or why it was not published.
-        seconds: that this call spent on it.
-        repository: folder in which the model lies.
-        fp32_rows_per_s: of FP32 on the same target; 0: not known.
-        now: what served the version before the build, in words; "" if it was this very engine.
-        now_rows_per_s: of what served; 0: not known.
-        not_served: why a server does not take the published engine, and what to change; "" if it does.
-        advice: what would make the engine another one, e.g. one for the GPU.
-        place: the folder that it is published in, if that is not the version's own.
+        name: name of the model.
+        built: the artefact; None if there is none.
+        published: True if the artefact is published.
+        forced: True if it is published although it misses an accuracy limit.
+        error: reason why there is no artefact, or why it is not published; "" without an error.
+        seconds: duration of this call.
+        repository: folder that holds the model.
+        fp32_rows_per_s: throughput of FP32 on the same target; 0 if unknown.
+        current: description of the file that served before the build; "" if it was this engine.
+        current_rows_per_s: throughput of that file; 0 if unknown.
+        not_served: reason why a server does not use the published engine, and the remedy; "" if it does.
+        advice: change that would lead to another engine, e.g. one for the GPU; "" without any.
+        state_folder: folder that the engine is published in, if not the version's folder.
     """
 
     name: str
@@ -91,21 +91,21 @@ class BuildOutcome:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Build the requested models; 1 if one could not be built or was refused.
+    """Build the requested models; return 1 if a build failed or missed its accuracy, else 0.
 
     Raises:
-        BuildError: nothing could be begun: no such model, no such target.
+        BuildError: a model or target does not exist, or options contradict each other.
     """
     if options.models and options.all:
-        raise CallError("models are named and --all is said: leave one of them out")
+        raise CallError("both models and --all are given: leave one of them out")
     if not options.models and not options.all:
-        raise CallError("name the models to build, or say --all")
+        raise CallError("no model is given: name the models to build, or use --all")
     if options.all and options.version is not None:
-        raise CallError("--version is of one model: name it in place of --all")
+        raise CallError("both --version and --all are given: name one model in place of --all")
     projects = _projects(options)
     targets = _Targets(options.target)
     with ThreadPoolExecutor(1) as pool:
-        # Reading a large model takes as long as waking a GPU; neither waits for the other.
+        # Reading a large model takes as long as initialising a GPU; both run at the same time.
         digests = [pool.submit(project.digest) for project in projects if isinstance(project, Project)]
         targets.default()
         wait(digests)
@@ -130,17 +130,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _last_phase(outcome: BuildOutcome) -> str:
-    """The last phase of a model's progress bar."""
+    """Return the last phase of a model's progress bar."""
     if outcome.error:
         return "failed"
     return "stored" if outcome.built is not None and outcome.built.cached else "built"
 
 
 class _Targets:
-    """The target of each model.
+    """Selects the target of each model.
 
     Args:
-        name: of the command line: "auto" is TensorRT where it and a GPU are, but not for models that are kept on the CPU.
+        name: value of --target. "auto" is TensorRT if it and a GPU are available, except for models configured for the CPU.
     """
 
     def __init__(self, name: str) -> None:
@@ -149,7 +149,7 @@ class _Targets:
         self.gpu = gpu_runtime()
 
     def default(self) -> Target:
-        """The target of models that leave the choice to the machine.
+        """Return the target of models without a configured device.
 
         Raises:
             BuildError: TensorRT is requested and not available.
@@ -159,7 +159,7 @@ class _Targets:
         return self._default
 
     def of(self, project: Project) -> tuple[Target, str]:
-        """The target of a model, and what would make it another one."""
+        """Return the target of a model, and the change that would lead to another one or ""."""
         target, pin = self.default(), cpu_pin(project.config)
         if self._name != "auto" or target.name == "onnxruntime" or not pin:
             return target, ""
@@ -169,7 +169,7 @@ class _Targets:
 def build_model(
     project: Project, options: argparse.Namespace, targets: _Targets, store: Store, report: Report
 ) -> BuildOutcome:
-    """Build and publish one model; the outcome holds an error."""
+    """Build and publish one model; errors are in the outcome, not raised."""
     started_s = time.monotonic()
     built = None
     try:
@@ -201,7 +201,7 @@ def build_model(
 
 
 def _compared(outcome: BuildOutcome, expected: Forecast, built: BuildResult) -> BuildOutcome:
-    """The outcome with what serves now and how fast that is."""
+    """Return the outcome with the file that serves before the build and its throughput."""
     if expected.current is None:
         return replace(outcome, current="nothing")
     if expected.current.stamp is not None and expected.current.stamp.key == built.key:
@@ -216,18 +216,18 @@ def _compared(outcome: BuildOutcome, expected: Forecast, built: BuildResult) -> 
 def _publish(
     project: Project, options: argparse.Namespace, built: BuildResult, store: Store, requested: str, forced: bool
 ) -> Path | None:
-    """Put the engine beside the model, or into the state folder where that cannot be written.
+    """Put the engine beside the model, or into the state folder if the version's folder is read-only.
 
     Returns:
-        The folder, if it is not the version's own.
+        The folder, if it is not the version's folder.
 
     Raises:
-        BuildError: neither can be written, or the engine has gone from the store.
+        BuildError: neither folder can be written, or the engine is no longer in the store.
     """
     overridden = bool(options.precision) and options.precision != read_spec(project.config).precision
     entry = store.find(built.key)
     if entry is None:
-        raise BuildError("the engine has gone from the store meanwhile: build it again")
+        raise BuildError("the engine was removed from the store meanwhile: build it again")
     stamp = make_stamp(built, entry, project, requested, overridden, forced)
     folder = publishing_folder(project, options.state_dir)
     publish(entry.path, folder, stamp)
@@ -240,7 +240,7 @@ def _state_folder(project: Project, state: Path) -> Path:
 
 
 def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store: Store) -> float:
-    """Rows a second of FP32 on the target: of its FP32 engine, or of the model's own file on ONNX Runtime; 0: not known."""
+    """Return the throughput of FP32 on the target: its FP32 engine, or `model.onnx` on ONNX Runtime; 0 if unknown."""
     fp32 = find_fp32_engine(project, built.spec, target, store)
     if fp32 is not None:
         return fp32.rows_per_s
@@ -278,10 +278,10 @@ class Forecast:
     """The file that serves a version now, and the change by a build for a target.
 
     Attributes:
-        now: What a server loads now; None if it serves nothing.
-        not_now: Why it serves nothing; "" if it does.
-        refusal: Why an engine of the target would never be served, and what to change; "" if it would.
-        not_served: Why the version is not served at all yet, and what to change; "" if it is.
+        current: the file and runtime that a server loads now; None if it serves nothing.
+        not_current: reason why it serves nothing; "" if it does.
+        refusal: reason why an engine of the target would not be served, and the remedy; "" if it would.
+        not_served: reason why the version is not served, and the remedy; "" if it is.
     """
 
     current: ServingPlan | None
@@ -291,7 +291,7 @@ class Forecast:
 
 
 def gpu_runtime() -> GpuRuntime:
-    """TensorRT of this machine, loaded on first use."""
+    """Return TensorRT of this machine, loaded on first use."""
     from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
     def describe() -> Machine:
@@ -304,7 +304,7 @@ def gpu_runtime() -> GpuRuntime:
 
 
 def gpu_config_change(project: Project) -> str:
-    """Return the one-line change that lets a model that is kept on the CPU use the GPU."""
+    """Return the one-line change of a configuration that moves a model from the CPU to the GPU."""
     if project.config.runtime == "onnxruntime":
         yaml, pbtxt, field = (
             "runtime: auto",
@@ -321,13 +321,13 @@ def gpu_config_change(project: Project) -> str:
 
 
 def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | None) -> Forecast:
-    """Return the server's choice for a version as it is, and with an engine of a target beside it.
+    """Return the file that a server selects for a version, without and with an engine of a target.
 
     Args:
-        project: The version.
-        target: Of the build.
+        project: the version.
+        target: target of the build.
         gpu: TensorRT of this machine.
-        engines: Folder of the version in the server's state folder; None: without one.
+        engines: folder of the version in the server's state folder; None without one.
     """
     served = served_versions(project.config, project.folder.versions)
     if project.version not in served:
@@ -363,7 +363,7 @@ def current_serving_text(plan: ServingPlan) -> str:
 
 
 def serving_rows_per_s(plan: ServingPlan, built: BuildResult) -> float:
-    """Rows a second of what serves now: by an engine's stamp, or as the build has timed the model's own file; 0: not known."""
+    """Return the throughput of the file that serves: from its stamp, or from the build's baseline; 0 if unknown."""
     if plan.stamp is not None:
         return max((timing.rows_per_s for timing in plan.stamp.timings), default=0.0)
     if plan.runtime == "onnxruntime" and built.baseline is not None:
@@ -380,7 +380,7 @@ def _plan(project: Project, gpu: GpuRuntime, engines: Path | None) -> tuple[Serv
 
 
 def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: str) -> None:
-    """A stamp as the build would write it, beside a file of one byte."""
+    """Write the stamp of a future build, beside a file of one byte."""
     name = artefact_name(_STAND_IN_KEY, suffix)
     (folder / name).write_bytes(_STAND_IN)
     stamp = Stamp(
@@ -401,7 +401,7 @@ def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: st
 
 def _refusal(project: Project, target: Target, planned: ServingPlan | None, problem: str) -> str:
     other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
-    instead = f"or build for what serves: headrace build {project.name} --target {other}"
+    instead = f"or build for the serving runtime: headrace build {project.name} --target {other}"
     pin = cpu_pin(project.config)
     if target.name == "tensorrt" and pin:
         return f"the configuration keeps the model on the CPU ({pin}): {gpu_config_change(project)}, {instead}"
@@ -423,7 +423,7 @@ def _refusal(project: Project, target: Target, planned: ServingPlan | None, prob
 
 
 def _config_change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
-    """The line to write, and where."""
+    """Return the line to write, with file and line number."""
     file = read_config_file(project.folder.path)
     line = file.document.line_of((field,)) if file.exists else None
     location = f"{file.path.name}:{line}" if line else file.path.name
@@ -443,7 +443,7 @@ _HEADINGS = (
 
 
 def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOutcome]) -> None:
-    """Print a table of what was built, its speed-up and what serves it; to `errors` what was not built or published, and why."""
+    """Print a table of built engines with speed-up and runtime; print failures with their reasons to `errors`."""
     built = [outcome for outcome in outcomes if outcome.built is not None]
     for machine in dict.fromkeys(outcome.built.machine for outcome in built if outcome.built is not None):
         rows = [_row(outcome) for outcome in built if outcome.built is not None and outcome.built.machine == machine]
@@ -454,7 +454,7 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOut
         if outcome.error:
             verb = "was not published" if outcome.built else "was not built"
             head = f"[red]{escape(outcome.name)} {verb}:[/] " if name else ""
-            # The error may begin with the model's name, too.
+            # Some errors begin with the name of the model.
             errors.print(f"{head}{escape(outcome.error.removeprefix(name))}", highlight=False, soft_wrap=True)
         elif outcome.not_served:
             head = f"[yellow]{escape(name)}built, but not served:[/] "
@@ -465,7 +465,7 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOut
 
 
 def _print_served(console: Console, outcomes: Sequence[BuildOutcome]) -> None:
-    """Print for each published engine its speed-up and what serves it, and what makes a running server take it."""
+    """Print speed-up and runtime of each published engine, and the command that makes a running server load it."""
     published = [outcome for outcome in outcomes if outcome.published and outcome.built is not None]
     for outcome in published:
         lines = [text for text in (speed_text(outcome), *_served_lines(outcome)) if text]
@@ -479,7 +479,7 @@ def _print_served(console: Console, outcomes: Sequence[BuildOutcome]) -> None:
 
 
 def _served_lines(outcome: BuildOutcome) -> list[str]:
-    """Describe what serves after the build, and what prevents it."""
+    """Return lines on the runtime after the build, and on obstacles."""
     assert outcome.built is not None
     lines = [] if outcome.not_served else [f"serves from now on: {serving_text(outcome.built)}"]
     if outcome.advice:
@@ -491,7 +491,7 @@ def _served_lines(outcome: BuildOutcome) -> list[str]:
 
 
 def speed_text(outcome: BuildOutcome) -> str:
-    """Describe the speed-up over what serves now and over FP32; "" where neither was measured."""
+    """Return the speed-up over the serving file and over FP32; "" if neither was measured."""
     built = outcome.built
     assert built is not None
     parts = []

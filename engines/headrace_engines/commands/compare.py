@@ -1,4 +1,4 @@
-"""`headrace compare`: a model in several precisions, timed in turns; as a table, as JSON, as a page and as a picture."""
+"""`headrace compare`: compares a model in several precisions and writes a table, JSON, an HTML page and an SVG."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Array, BatchTiming, Engine, Target
 
 FORMAT = 1
-# A machine's clock, its heat and its neighbours change while it is measured; rounds spread that over all precisions.
+# Clock rate, temperature and other load change during a measurement; rounds spread these effects over all precisions.
 ROUNDS = 5
-# Precisions that are compared by default; those that the machine refuses are left out.
+# Precisions that are compared by default; FP8 only if the target supports it.
 DEFAULT_PRECISIONS = ("fp32", "fp16", "int8", "fp8")
 Maker = Callable[[Project, BuildSpec, Target, Store, Report], BuildResult]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One precision.
+    """Result for one precision.
 
     Attributes:
-        precision: its word, as `BuildSpec.at` takes it.
-        reason: why it was not measured, "" if it was.
-        built: the artefact, None where there is a reason.
-        memory_bytes: that the engine holds, None where it could not be measured.
-        timings: by batch size.
-        remark: a property of it on this machine that users should see.
+        precision: one of `PRECISIONS`.
+        reason: reason why it was not measured; "" if it was.
+        built: the artefact; None if there is a reason.
+        memory_bytes: memory of the loaded engine; None if it could not be measured.
+        timings: one for each batch size.
+        remark: property of the precision on this machine, shown to users; "" without any.
     """
 
     precision: str
@@ -78,15 +78,15 @@ class ComparisonRow:
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """Against the FP32 model, None where nothing was measured."""
+        """Accuracy against the FP32 model; None without a measurement."""
         return self.built.accuracy if self.built is not None else None
 
     def at(self, rows: int) -> BatchTiming | None:
-        """The timing of a batch size."""
+        """Return the timing of a batch size; None without one."""
         return next((timing for timing in self.timings if timing.rows == rows), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what is not known is None."""
+        """Return a JSON object; unknown values are None."""
         built, accuracy = self.built, self.accuracy
         return {
             "precision": self.precision,
@@ -112,13 +112,13 @@ class Comparison:
     """Result of a comparison.
 
     Attributes:
-        model: its name.
-        version: its number.
-        machine: that everything was measured on.
+        model: name of the model.
+        version: number of the version.
+        machine: machine of the measurement.
         data: name and number of the samples for the accuracy.
-        sizes: the batch sizes, ascending.
-        seconds: that each precision was timed at each batch size.
-        rows: by precision, in the requested order.
+        sizes: batch sizes, ascending.
+        seconds: timing duration of each precision at each batch size.
+        rows: one row for each precision, in the requested order.
     """
 
     model: str
@@ -131,17 +131,17 @@ class Comparison:
 
     @property
     def worked(self) -> list[ComparisonRow]:
-        """The rows that could be measured."""
+        """Rows of the measured precisions."""
         return [row for row in self.rows if row.built is not None]
 
     def speed_up(self, row: ComparisonRow, rows: int) -> float | None:
-        """Throughput against FP32 at a batch size, None where either is missing."""
+        """Return the throughput relative to FP32 at a batch size; None if either is missing."""
         base = next((candidate.at(rows) for candidate in self.rows if candidate.precision == "fp32"), None)
         mine = row.at(rows)
         return mine.rows_per_s / base.rows_per_s if base is not None and mine is not None else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; times in microseconds, sizes in bytes, shares from 0 to 1."""
+        """Return a JSON object with times in microseconds, sizes in bytes and shares from 0 to 1."""
         return {
             "format": FORMAT,
             "model": self.model,
@@ -165,19 +165,19 @@ def compare(
     reports: Mapping[str, Report],
     maker: Maker = build_engine,
 ) -> Comparison:
-    """Build a model in several precisions (or find them in the store), then time them in turns in this process.
+    """Build a model in several precisions or find them in the store, then time them in turns in this process.
 
-    What a machine refuses or what fails is a row with its reason. Nothing is published.
+    An unsupported or failed precision is a row with a reason. Nothing is published.
 
     Args:
         project: the version.
-        target: for what.
-        store: of artefacts.
-        precisions: in order.
-        sizes: batch sizes, ascending; each is one that the profiles take.
-        seconds: to time each precision at each batch size.
-        reports: by precision, called with the progress of its build; "timing" for the rest.
-        maker: builds one.
+        target: target to build for.
+        store: store of artefacts.
+        precisions: precisions, in order.
+        sizes: batch sizes, ascending, within the profiles.
+        seconds: timing duration of each precision at each batch size.
+        reports: progress callback of each build by precision; "timing" for the timing.
+        maker: function that builds one precision.
 
     Raises:
         BuildError: the samples cannot be read.
@@ -231,7 +231,7 @@ def _build(
 
 
 def _with_convolutions(row: ComparisonRow, source: onnx.ModelProto, target: Target) -> str:
-    """The remark of a row, and where its convolutions are not FP8, that they are not."""
+    """Return the remark of a row, with a note if its convolutions do not run in FP8."""
     if row.precision != "fp8" or row.built is None or all(node.op_type != "Conv" for node in source.graph.node):
         return row.remark
     refused = target.refuses_fp8_convolutions()
@@ -251,7 +251,7 @@ def _measure(
     seconds: float,
     reports: Mapping[str, Report],
 ) -> list[ComparisonRow]:
-    """Times, then memory, of each engine that still works; one that fails becomes its row's reason."""
+    """Return the rows with times and memory; an engine that fails becomes a row with a reason."""
     timing = reports.get("timing", silent)
     by_precision: dict[str, list[BatchTiming]] = {precision: [] for precision in engines}
     failed: dict[str, str] = {}
@@ -285,7 +285,7 @@ def _interleaved(
     rounds: dict[str, list[BatchTiming]] = {precision: [] for precision in engines}
     order = list(engines)
     for turn in range(ROUNDS):
-        # The first engine of a round runs with the caches of the last one: each engine is first once.
+        # The first engine of a round runs with the caches of the last one, so each engine is first in one of the rounds.
         first = turn % max(len(order), 1)
         for index, precision in enumerate(order[first:] + order[:first]):
             if precision in failed:
@@ -299,8 +299,8 @@ def _interleaved(
 
 
 def _median_timing(rounds: list[BatchTiming], size: int, batched: bool) -> BatchTiming:
-    """The median round of each figure: one bad round does not show."""
-    # Without a batch dimension one execution is one row; the first dimension does not count.
+    """Return the median over the rounds of each figure; one slow round has no effect."""
+    # Without a batch dimension one execution is one row, whatever the first dimension.
     per_row = 1 if batched else max(rounds[0].rows, 1)
     return BatchTiming(
         rows=size,
@@ -323,7 +323,7 @@ def _without_nonfinite(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
-    """Return batch sizes from the smallest to the largest of the first profile, in factors of four, or of two if few."""
+    """Return batch sizes from the smallest to the largest of the first profile, in factors of four, or of two up to 16."""
     if not project.config.max_batch_size:
         return [1]
     smallest, _, largest = next(iter(spec.profiles[0].shapes.values()))
@@ -336,7 +336,7 @@ def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """HTML with three plots and two tables."""
+    """Return an HTML page with three plots and two tables."""
     names = [row.precision for row in comparison.worked]
     throughput, latency, accuracy = _panels(comparison)
     lines = [comparison_cells(row) for row in comparison.worked]
@@ -353,7 +353,7 @@ def comparison_page(comparison: Comparison) -> str:
         svg(throughput, WIDTH, HEIGHT, label + "throughput"),
         svg(latency, WIDTH, HEIGHT, label + "latency"),
         svg(accuracy[0], WIDTH, accuracy[1], label + "accuracy"),
-        "</div><h2>What they are</h2>",
+        "</div><h2>Accuracy and size</h2>",
         table(
             [HEADINGS[column] for column in columns], [[escape(cells[column]) for column in columns] for cells in lines]
         ),
@@ -361,7 +361,7 @@ def comparison_page(comparison: Comparison) -> str:
             f"<p><small><b>{escape(row.precision)}</b> {escape(columns)}</small></p>"
             for row, columns in _remarks(comparison)
         ),
-        "<h2>How fast they are</h2>",
+        "<h2>Speed</h2>",
         table(
             SPEED_HEADINGS, [_speed_cells(comparison, row, n) for row in comparison.worked for n in comparison.sizes]
         ),
@@ -370,7 +370,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def comparison_picture(comparison: Comparison) -> str:
-    """One SVG for documents: the three plots side by side."""
+    """Return an SVG with the three plots side by side, for documents."""
     throughput, latency, accuracy = _panels(comparison)
     title = f"{comparison.model} on {comparison.machine}"
     names = [row.precision for row in comparison.worked]
@@ -404,7 +404,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 
 
 def filled_columns(lines: list[list[str]]) -> list[int]:
-    """Return the columns of `comparison_cells` in which a row has text; remarks are left out."""
+    """Return the columns of `comparison_cells` in which a row has text, without remarks."""
     return [column for column in range(len(HEADINGS) - 1) if any(line[column] for line in lines)]
 
 
@@ -463,12 +463,12 @@ def _speed_cells(comparison: Comparison, row: ComparisonRow, rows: int) -> list[
 
 
 _COMPARABLE = tuple(precision for precision in PRECISIONS if precision != "best")
-# INT8 by TensorRT 10's own calibrator, which Headrace no longer builds.
+# INT8 of TensorRT 10's own calibrator, removed from Headrace.
 _CALIBRATOR = "int8-tensorrt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `compare`."""
+    """Add the options of `compare`."""
     add_model(parser)
     add_cache(parser)
     parser.add_argument(
@@ -486,10 +486,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Compare; 0 if FP32, or the first precision where FP32 was not requested, could be measured.
+    """Compare one model; return 0 if FP32 (or the first precision, without FP32) was measured, else 1.
 
     Raises:
-        BuildError: nothing could be begun, or the files cannot be written.
+        BuildError: the model or the options are invalid, or the files cannot be written.
     """
     if not 0 < options.seconds <= 3600:
         raise CallError(f"--seconds is {options.seconds:g}: write a number above 0, 3600 at most")
@@ -498,7 +498,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     target = choose_target(options.target)
     precisions = _precisions(options.precisions, target)
     if options.output is not None:
-        # Measuring takes minutes; that there is no place for the result should show before.
+        # A measurement takes minutes: check the output folder before it.
         make_folder(options.output)
     with BuildDisplay(console, [*precisions, "timing"]) as display:
         reports = {name: _lazy_report(display, name) for name in (*precisions, "timing")}
@@ -517,10 +517,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """Write the three files.
+    """Write compare.json, compare.html and compare.svg.
 
     Raises:
-        BuildError: they cannot be written.
+        BuildError: a file cannot be written.
     """
     save(folder / "compare.json", json.dumps(comparison.to_json(), indent=2, allow_nan=False) + "\n")
     save(folder / "compare.html", comparison_page(comparison))
@@ -528,7 +528,7 @@ def write(comparison: Comparison, folder: Path) -> None:
 
 
 def show(console: Console, comparison: Comparison) -> None:
-    """Print what the precisions are and how fast they are."""
+    """Print a table of the precisions and a table of their speed."""
     console.print(
         Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
     )
@@ -556,7 +556,7 @@ def show(console: Console, comparison: Comparison) -> None:
 
 
 def _lazy_report(display: BuildDisplay, name: str) -> Report:
-    """A bar whose clock runs from its first report on."""
+    """Return a callback whose bar starts its clock with the first report."""
     started: list[Report] = []
 
     def report(done: float, note: str) -> None:

@@ -1,6 +1,6 @@
 """`headrace engines ls | gc | verify`: lists, removes and checks stored and published engines.
 
-The survey compares each entry of the store, and each engine that a repository publishes, with what it was built from.
+Stored and published engines are compared with the model and the configuration that they were built from.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from headrace_engines.project import Project, open_project
 from headrace_engines.report import Heading, narrow_table, plain, size
 from headrace_engines.store import Store, StoreEntry, disk_error
 
-# State of a published artefact: it is served on this machine; on another one; nowhere, since the model or its
-# configuration is another now; nowhere, since the file is not what was built.
+# State of a published artefact: served on this machine; for another machine; not served because the model or its configuration
+# has changed; not served because the file differs from the built one.
 USED, FOREIGN, STALE, DAMAGED = "used", "foreign", "stale", "damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """A place in the store.
+    """A key of the store with its entry and state.
 
     Attributes:
-        key: of the store.
-        entry: what is noted there, None if that cannot be read.
-        problem: what is wrong with it, "" if nothing is.
-        published: "model/version" that publish it.
+        key: key in the store.
+        entry: its entry; None if it cannot be read.
+        problem: the fault; "" without any.
+        published: "model/version" of each version that publishes it.
     """
 
     key: str
@@ -59,15 +59,15 @@ class StoreRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishedEngine:
-    """One artefact in a version's folder, or what is wrong with that folder.
+    """One artefact in a version's folder, or a fault of that folder.
 
     Attributes:
-        model: its name.
-        version: its number.
-        folder: of the version.
-        stamp: of the artefact, None if there is none that can be read.
+        model: name of the model.
+        version: number of the version.
+        folder: folder of the version.
+        stamp: stamp of the artefact; None if none can be read.
         state: USED, FOREIGN, STALE or DAMAGED.
-        problem: why it is stale or damaged, or for what it is; "" for what is used.
+        problem: reason why it is stale or damaged, or the machine that it is for; "" if it is used.
     """
 
     model: str
@@ -79,11 +79,11 @@ class PublishedEngine:
 
 
 def list_stored(store: Store, published: Sequence[PublishedEngine], check: bool = False) -> list[StoreRecord]:
-    """Every place in the store.
+    """Return every key of the store with its entry and state.
 
     Args:
         store: the store.
-        published: by the repositories.
+        published: engines that the repositories publish.
         check: read every artefact and compare its digest.
     """
     publishers: dict[str, list[str]] = {}
@@ -91,7 +91,7 @@ def list_stored(store: Store, published: Sequence[PublishedEngine], check: bool 
         if engine.stamp is not None:
             publishers.setdefault(engine.stamp.key, []).append(f"{engine.model}/{engine.version}")
     records: list[StoreRecord] = []
-    for key in store.keys():  # noqa: SIM118  (a list that it makes, not a mapping's)
+    for key in store.keys():  # noqa: SIM118  (returns a list, not a mapping's keys)
         used_by = tuple(publishers.get(key, ()))
         try:
             entry = store.read(key)
@@ -104,14 +104,14 @@ def list_stored(store: Store, published: Sequence[PublishedEngine], check: bool 
 
 
 def list_published(repositories: Sequence[Path], check: bool = False) -> list[PublishedEngine]:
-    """Every artefact that repositories publish, by model and version.
+    """Return every artefact that repositories publish, by model and version.
 
     Args:
         repositories: folders of models.
         check: read every artefact and compare its digest.
 
     Raises:
-        BuildError: a repository is not there.
+        BuildError: a repository does not exist.
     """
     machines = _Machines()
     published: list[PublishedEngine] = []
@@ -122,13 +122,13 @@ def list_published(repositories: Sequence[Path], check: bool = False) -> list[Pu
 
 
 def orphans(folder: Path, stamps: Sequence[Stamp]) -> list[Path]:
-    """Artefacts in a version's folder that none of its stamps names."""
+    """Return the artefacts in a version's folder that no stamp names, sorted."""
     named = {stamp.artefact for stamp in stamps}
     return sorted(path for path in folder.iterdir() if is_artefact_name(path.name) and path.name not in named)
 
 
 class _Machines:
-    """The machine descriptions of this host; TensorRT's, which takes seconds, is read when an artefact is built for it."""
+    """Machine descriptions of this host. TensorRT's takes seconds and is read only if an artefact is built for it."""
 
     def __init__(self) -> None:
         self._by_target: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
@@ -236,10 +236,10 @@ _STYLES = {USED: "green", FOREIGN: "dim", STALE: "yellow", DAMAGED: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
-    """The options of one of the commands.
+    """Add the options of one of the commands.
 
     Args:
-        parser: of that command.
+        parser: parser of that command.
         action: "ls", "gc" or "verify".
     """
     parser.add_argument(
@@ -261,10 +261,10 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Run one of the commands; 1 if `verify` finds something wrong, else 0.
+    """Run one of the commands; return 1 if `verify` finds a fault, else 0.
 
     Raises:
-        BuildError: a repository is not there, or the store cannot be written.
+        BuildError: a repository does not exist, or the store cannot be written.
     """
     folders: list[Path] | None = options.model_repository
     repositories = folders or [path for path in (_DEFAULT_REPOSITORY,) if path.is_dir()]
@@ -300,7 +300,7 @@ def _ls(
     if stored:
         console.print(_store_table(store, stored, console.width))
     else:
-        console.print(f"Nothing is in the store {store.root}.", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"The store {store.root} is empty.", highlight=False, markup=False, soft_wrap=True)
     if published:
         console.print()
         console.print(_published_table(published, console.width))
@@ -346,7 +346,7 @@ def _published_table(published: Sequence[PublishedEngine], width: int) -> Table:
 
 def _print_problems(stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], console: Console) -> None:
     lines = [(record.key[:12], "damaged", record.problem) for record in stored if record.problem]
-    # What is for another machine says so in its row.
+    # The row of an engine for another machine names that machine.
     broken = [engine for engine in published if engine.problem and engine.state != FOREIGN]
     lines += [(f"{engine.model}/{engine.version}", engine.state, engine.problem) for engine in broken]
     for location, state, problem in lines:
@@ -365,7 +365,7 @@ def _text(value: object) -> Text:
 
 
 def _accuracy(accuracy: Any) -> Text:
-    """The measure that says most: true accuracy, else top-1 agreement with FP32, else the cosine of the outputs."""
+    """Return the most meaningful measure: accuracy, else top-1 agreement with FP32, else the cosine of the outputs."""
     accuracy = accuracy if hasattr(accuracy, "get") else {}
     for name, what in (("accuracy", "true"), ("top1_agreement", "top-1")):
         if isinstance(accuracy.get(name), float | int):
@@ -397,7 +397,7 @@ def _stored_json(record: StoreRecord) -> dict[str, Any]:
         "published": list(record.published),
     }
     if record.entry is not None:
-        # rich prints JSON as Python does, with a word for "not a number" that JSON has not.
+        # rich prints JSON as Python does, with NaN, which JSON does not have.
         document |= {
             "path": str(record.entry.path),
             "size_bytes": record.entry.size_bytes,
@@ -479,7 +479,7 @@ def _model(record: StoreRecord) -> str:
 
 
 def _old_files(store: Store, oldest_s: float, everything: bool) -> list[Path]:
-    """Calibration tables and timing caches; both are made anew where they are missing."""
+    """Return calibration tables and timing caches; builds write missing ones again."""
     files = []
     for folder in ("tables", "timing"):
         for path in sorted((store.root / folder).glob("*")):

@@ -35,19 +35,19 @@ from headrace_engines.targets.base import Array, BatchTiming, Layer, ShapeRange,
 
 @dataclass(frozen=True, slots=True)
 class EngineInspection:
-    """An engine and what it consists of.
+    """An engine with its timing and its layers.
 
     Attributes:
-        model: its name.
-        version: its number.
-        artefact: name of the file that was opened.
-        precision: that was built, "" for the model itself.
-        machine: that it was measured on.
-        reason: why `artefact` is the model itself, "" if it is a built one.
-        shapes: of the inputs it was measured with.
-        rows: of the batch.
-        timing: without the profiler.
-        layers: in order.
+        model: name of the model.
+        version: number of the version.
+        artefact: name of the opened file.
+        precision: precision of the engine; "" for the model's ONNX file.
+        machine: machine of the measurement.
+        reason: reason why `artefact` is the model's ONNX file; "" for a built engine.
+        shapes: shapes of the inputs by name, batch dimension included.
+        rows: rows of the batch.
+        timing: timing without the profiler.
+        layers: layers in order.
     """
 
     model: str
@@ -63,7 +63,7 @@ class EngineInspection:
 
     @property
     def machine_text(self) -> str:
-        """The machine as text."""
+        """Machine of the measurement, as text."""
         return str(self.machine)
 
     @property
@@ -73,18 +73,18 @@ class EngineInspection:
 
     @property
     def total_us(self) -> float:
-        """Time of all layers under the profiler, which takes time itself, most of all in graphs of tiny layers."""
+        """Time of all layers under the profiler, which adds time to each layer; the overhead is largest for small layers."""
         return sum(layer.time_us for layer in self.layers)
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the time of each precision, the largest first."""
+        """Return the share of the time (0..1) of each precision, the largest first."""
         shares: dict[str, float] = {}
         for layer in self.layers:
             shares[layer.precision] = shares.get(layer.precision, 0.0) + layer.share
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; times in microseconds, shares from 0 to 1."""
+        """Return a JSON object with times in microseconds and shares from 0 to 1."""
         return {
             "format": FORMAT,
             "model": self.model,
@@ -103,7 +103,7 @@ class EngineInspection:
         }
 
 
-# A CPU needs seconds for the largest batches of a large model; the picture is the same from a few rows on.
+# A CPU needs seconds for the largest batches of a large model; the shares of the layers are the same from a few rows on.
 _CPU_ROWS = 8
 _NOISE_ROWS = 8
 _TIMING_S = 0.5
@@ -113,7 +113,7 @@ def inspection_targets(name: str) -> list[Target]:
     """Return the targets whose engines are searched, in order; "auto" on a GPU machine includes its CPU.
 
     Raises:
-        BuildError: the target is not to be had.
+        BuildError: the target is not available on this machine.
     """
     first = choose_target(name)
     if name != "auto" or first.name == "onnxruntime":
@@ -122,15 +122,15 @@ def inspection_targets(name: str) -> list[Target]:
 
 
 def inspect(project: Project, targets: list[Target], rows: int | None = None) -> EngineInspection:
-    """Open the engine for this machine, else the model itself on ONNX Runtime, and measure its layers.
+    """Open the engine for this machine, else the model's ONNX file on ONNX Runtime, and measure its layers.
 
     Args:
         project: the version.
-        targets: whose engines are searched, in order.
-        rows: of the batch, None: what it is tuned for.
+        targets: targets whose engines are searched, in order.
+        rows: rows of the batch; None for the tuned batch.
 
     Raises:
-        BuildError: nothing can be opened or run.
+        BuildError: no file can be opened or run.
     """
     folder = project.source.parent
     try:
@@ -175,16 +175,16 @@ def _inspect(
 
 
 def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Array]:
-    """Noise in the shapes that the engine is tuned for: kernels take as long on any values."""
+    """Return random inputs in the tuned shapes; the time of a kernel does not depend on the values."""
     config = project.config
     try:
         profile: ShapeRange | None = read_spec(config).profiles[0]
-    except BuildError:  # free dimensions without a profile: they become 1
+    except BuildError:  # free dimensions without a profile become 1
         profile = None
     tuned = {name: shape for name, (_, shape, _) in profile.shapes.items()} if profile else {}
     if not config.max_batch_size:
         if rows not in (None, 1):
-            raise CallError(f"{project.name} has no batch dimension: leave --batch out")
+            raise CallError(f"--batch is {rows}, but {project.name} has no batch dimension: leave --batch out")
         return next(iter(random_samples(config, 1, tuned).batches(1)))
     smallest, tuned_rows, largest = (
         next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
@@ -192,7 +192,9 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
     if rows is None:
         rows = max(smallest[0], min(tuned_rows[0], _CPU_ROWS)) if target.name == "onnxruntime" else tuned_rows[0]
     if not smallest[0] <= rows <= largest[0]:
-        raise CallError(f"--batch is {rows}, {project.name} takes {smallest[0]} to {largest[0]} rows")
+        raise CallError(
+            f"--batch is {rows}, {project.name} takes {smallest[0]} to {largest[0]} rows: choose a number in this range"
+        )
     samples = random_samples(config, min(rows, _NOISE_ROWS), {name: shape[1:] for name, shape in tuned.items()})
     batch = next(iter(samples.batches(_NOISE_ROWS)))
     return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}
@@ -215,7 +217,7 @@ ol .bar{height:1rem}}
 
 
 def layers_page(inspection: EngineInspection) -> str:
-    """HTML of everything that is known of an engine's layers, in the order in which they run."""
+    """Return an HTML page of an engine's layers in the order in which they run."""
     layers = inspection.layers
     longest_us = max((layer.time_us for layer in layers), default=0.0) or 1.0
     title = f"{inspection.model} {inspection.version}: layers"
@@ -284,7 +286,7 @@ _COLOURS = {"fp32": "blue", "fp16": "cyan", "bf16": "green", "int8": "yellow", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `inspect`."""
+    """Add the options of `inspect`."""
     add_model(parser)
     parser.add_argument(
         "--batch", type=int, metavar="ROWS", help=f"the tuned batch if left out, on a CPU {_CPU_ROWS} at most"
@@ -298,10 +300,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Inspect one model.
+    """Inspect one model and return 0.
 
     Raises:
-        BuildError: it cannot be found, opened, run or written.
+        BuildError: the model cannot be found, opened or run, or a file cannot be written.
     """
     for name, value in (("--top", options.top), ("--batch", options.batch)):
         if value is not None and value < 1:
@@ -322,7 +324,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _publish(project: Project, text: str) -> None:
-    """Put the report beside the model, whole or not at all."""
+    """Write the report beside the model, complete or not at all."""
     path = project.source.parent / LAYERS_FILE
     try:
         write_durably(path, text.encode())
@@ -331,7 +333,7 @@ def _publish(project: Project, text: str) -> None:
 
 
 def show(console: Console, inspection: EngineInspection, top: int | None) -> None:
-    """Print the layers, all in order or the longest first, and what they add up to."""
+    """Print the layers, all in order or the `top` longest first, and their sums."""
     layers = list(enumerate(inspection.layers, 1))
     if top is not None:
         layers = sorted(layers, key=lambda numbered: -numbered[1].time_us)[:top]

@@ -1,5 +1,5 @@
-"""The demo models, built by code: no model binary is ever committed.
+"""Demo models, built by code: no model binary is committed.
 
-`catalogue` names them, `build` writes them into a model repository, one module each knows a recipe. This package imports
-nothing by itself, so that finding everything up to date costs milliseconds.
+`build` has the catalogue and writes the models into a model repository; the other modules are recipes. This package imports
+nothing, so that a check of up-to-date models takes milliseconds.
 """

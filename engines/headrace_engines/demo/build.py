@@ -1,13 +1,13 @@
 """Demo models: the catalogue, the published weights, and the files written into a model repository.
 
-Up-to-date models stay, new ones appear complete or not at all.
+Up-to-date models are not written again. New ones appear complete or not at all.
 
 <output>/<name>/config.pbtxt | config.yaml, labels.txt     written if missing, never overwritten
-<output>/<name>/calibration[.npz], accuracy[.npz]          samples, likewise
+<output>/<name>/calibration[.npz], accuracy[.npz]          samples, written if missing
 <output>/<name>/1/model.onnx                               the model
 <output>/<name>/1/recipe.json                              the stamp: recipe, weights, size, accuracy
 
-Nothing heavy is imported here: a recipe is named by module and function, and loaded when it is needed.
+This module imports no NumPy and no ONNX: a recipe is named by module and function, and imported for its build.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 20
-# Ten times what the largest demo model needs; a server that sends without end must not fill the memory.
+# Ten times the size of the largest demo model: an endless response must not fill the memory.
 _LIMIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A file that is only used if its content is the one that was meant.
+    """Weights file with a required checksum.
 
     Attributes:
-        url: http, https or file URL, or a path on this machine.
-        sha256: the checksum it must have, 64 hex digits in lower case.
+        url: http, https or file URL, or a local path.
+        sha256: required checksum, 64 hex digits in lower case.
     """
 
     url: str
     sha256: str
 
     def __post_init__(self) -> None:
-        """Check the checksum's form.
+        """Check the form of the checksum.
 
         Raises:
-            BuildError: if it is not 64 hex digits.
+            BuildError: it is not 64 hex digits.
         """
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
             raise BuildError(f"the weights' SHA-256 is {self.sha256!r}, expected 64 hex digits in lower case")
 
     def read(self, report: Report) -> bytes:
-        """The file's bytes.
+        """Return the bytes of the file.
 
         Raises:
-            BuildError: if it cannot be read or fetched, is too large, or has another checksum.
+            BuildError: the file cannot be read or fetched, is too large, or has another checksum.
         """
         try:
             if "://" not in self.url:
@@ -87,12 +87,12 @@ class WeightsFile:
         digest = hashlib.sha256(content).hexdigest()
         if digest != self.sha256:
             raise BuildError(
-                f"{self.url} has SHA-256 {digest}, expected {self.sha256}: it is another file, or a damaged one"
+                f"{self.url} has SHA-256 {digest}, expected {self.sha256}: fetch it again, or correct --weights-sha256"
             )
         return content
 
 
-# torchvision's ResNet50_Weights.IMAGENET1K_V1 (BSD-3-Clause): the file's name has the first eight digits of its SHA-256.
+# ResNet50_Weights.IMAGENET1K_V1 of torchvision (BSD-3-Clause); the name has the first eight digits of the SHA-256.
 RESNET50_IMAGENET = WeightsFile(
     "https://download.pytorch.org/models/resnet50-0676ba61.pth",
     "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
@@ -113,13 +113,13 @@ def _read(stream: BinaryIO, url: str, size_bytes: int, report: Report) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """One built model.
+    """Built demo model.
 
     Attributes:
         model: the graph with its weights.
-        weights: where the weights come from: "seeded", "trained", "none" or "sha256:<hex>" of the file they were read from.
-        accuracy: share of held-out samples answered right, 0..1, or None where nothing was measured.
-        extra_files: files to lay beside the model, by name.
+        weights: origin of the weights: "seeded", "trained", "none", or "sha256:<hex>" of their file.
+        accuracy: accuracy on held-out samples, 0..1; None without a measurement.
+        extra_files: contents of additional files of the version, by name.
     """
 
     model: onnx.ModelProto
@@ -130,18 +130,17 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """One entry of the catalogue.
+    """Entry of the catalogue.
 
     Attributes:
-        name: the model's name, and that of its folder.
-        recipe: "module:function" within `headrace_engines.demo`; the function takes a `Report` and returns an `Artefact`.
-        sources: the modules whose text makes the model what it is; a change in one of them rebuilds it.
-        files: file in the model's folder -> the file of this package's `files/` folder that it is a copy of.
-        fetched_recipe: the recipe for fetched weights, "" if there is none; it takes a `Report` and a `WeightsFile`.
-        samples: what makes the data to calibrate with and to measure on, as `recipe`, "" if there is none; it takes nothing and
-            returns files by name, with "/" for those in folders.
-        sample_places: the files and folders of the model's folder that `samples` makes.
-        equal_recipes: digests of earlier texts of `sources` that make the same model: it is not built again.
+        name: name of the model and of its folder.
+        recipe: "module:function" in `headrace_engines.demo`; the function takes a `Report` and returns an `Artefact`.
+        sources: modules that define the model; a change of their text leads to a rebuild.
+        files: file in the model's folder -> file in the `files/` folder of this package that it is copied from.
+        fetched_recipe: recipe for fetched weights, "" without one; it takes a `Report` and a `WeightsFile`.
+        samples: "module:function" that returns the contents of calibration and accuracy samples by path, "" without one.
+        sample_paths: files and folders in the model's folder that `samples` writes.
+        equal_recipes: digests of earlier texts of `sources` that build the same model; no rebuild for these.
     """
 
     name: str
@@ -154,31 +153,31 @@ class DemoModel:
     equal_recipes: tuple[str, ...] = ()
 
     def recipe_digest(self) -> str:
-        """SHA-256, in hex, over the text of `sources`."""
+        """Return the SHA-256, in hex, of the text of `sources`."""
         digest = hashlib.sha256()
         for source in self.sources:
             digest.update(files("headrace_engines.demo").joinpath(f"{source}.py").read_bytes())
         return digest.hexdigest()
 
     def is_recipe(self, digest: object) -> bool:
-        """Return whether a model with this digest in its stamp is the one that the recipe makes."""
+        """Return whether a model with this digest in its stamp equals the model of the recipe."""
         return digest == self.recipe_digest() or digest in self.equal_recipes
 
     def file_text(self, name: str) -> str:
-        """The text of one of `files`."""
+        """Return the text of one of `files`."""
         return files("headrace_engines.demo").joinpath("files", self.files[name]).read_text(encoding="utf-8")
 
 
 def load_recipe(recipe: str) -> Callable[..., Artefact]:
-    """Import "module:function" of `headrace_engines.demo`."""
+    """Import and return "module:function" of `headrace_engines.demo`."""
     return cast(Callable[..., Artefact], _load(recipe))
 
 
 def make_samples(model: DemoModel) -> dict[str, bytes]:
-    """The files of a model's samples, by name.
+    """Return the contents of a model's sample files by path.
 
     Raises:
-        BuildError: what they are made from is not installed.
+        BuildError: the package with their source data is not installed.
     """
     return cast(Callable[[], dict[str, bytes]], _load(model.samples))()
 
@@ -191,7 +190,7 @@ def _load(recipe: str) -> object:
 
 _PICTURES = ("calibration", "accuracy")
 _SMALL_RECIPES = ("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",)
-# The slow ones last, so that a first look at the repository already finds something.
+# Slow builds are last, so that a new repository has models early.
 CATALOGUE: dict[str, DemoModel] = {
     model.name: model
     for model in (
@@ -249,14 +248,14 @@ CATALOGUE: dict[str, DemoModel] = {
 VERSION = "1"
 MODEL_FILE = "model.onnx"
 STAMP_FILE = "recipe.json"
-# What the stamp was called before; now the stamps of engines built from the model are.
+# Former name of the stamp; now the name of the stamps of engines.
 OLD_STAMP_FILE = "build.json"
-# Called with a model's name, the share of its work that is done and a few words.
+# Callback with the name of a model, the finished share of its work (0..1) and a short text.
 Progress = Callable[[str, float, str], None]
 
 
 class DemoState(Enum):
-    """State of a model relative to its recipe."""
+    """State of a demo model relative to its recipe."""
 
     MISSING = "no model there"
     OUTDATED = "built from another recipe or other weights"
@@ -269,15 +268,15 @@ class DemoOutcome:
     """Result for one demo model.
 
     Attributes:
-        name: the model's name.
-        state: how it stood before.
-        built: True if it was built now.
-        size_bytes: of the model file, 0 if there is none.
+        name: name of the model.
+        state: state before this call.
+        built: True if this call built it.
+        size_bytes: size of the model file; 0 without one.
         accuracy: as in `Artefact`.
-        weights: as in `Artefact`, "" if not known.
-        seconds: how long it took.
-        error: why it could not be built, "" if nothing went wrong.
-        remark: what was done about its samples, or why it has none, "" if nothing was to do.
+        weights: as in `Artefact`; "" if unknown.
+        seconds: duration of this call.
+        error: reason why the build failed; "" without an error.
+        remark: samples written by this call, or the reason why there are none; "" without any.
     """
 
     name: str
@@ -292,10 +291,10 @@ class DemoOutcome:
 
 
 def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[DemoModel]:
-    """The models of these names, all of them if none is named.
+    """Return the models of these names, or all models without names.
 
     Raises:
-        BuildError: if a name is not in the catalogue, or weights are given and no chosen model takes any.
+        BuildError: a name is not in the catalogue, or `fetched` is set and no chosen model uses published weights.
     """
     unknown = sorted(set(names) - set(CATALOGUE))
     if unknown:
@@ -308,7 +307,7 @@ def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[Dem
 
 
 def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> DemoState:
-    """Return the state of the model in `output` relative to its recipe (and to `fetched`, if it takes weights)."""
+    """Return the state of the model in `output` relative to its recipe, and to `fetched` if it uses published weights."""
     folder = output / model.name / VERSION
     if not (folder / MODEL_FILE).is_file():
         return DemoState.MISSING
@@ -320,14 +319,14 @@ def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> D
     if model.fetched_recipe and fetched:
         if stamp.get("weights") != f"sha256:{fetched.sha256}":
             return DemoState.OUTDATED
-    # Fetched weights are kept, also when `make serve` builds the missing models.
+    # Fetched weights stay when `make serve` builds missing models.
     elif model.fetched_recipe and str(stamp.get("weights", "")).startswith("sha256:"):
         return DemoState.UP_TO_DATE
     return DemoState.UP_TO_DATE if model.is_recipe(stamp.get("recipe")) else DemoState.OUTDATED
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
-    """The stamp of a version folder, also one under its old name, or None if there is none that can be read."""
+    """Return the stamp of a version folder, under its present or former name; None if none can be read."""
     return _read_json(folder / STAMP_FILE) or _old_stamp(folder)
 
 
@@ -345,12 +344,12 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _rename_old_stamp(folder: Path) -> None:
-    """Give an old stamp its new name, or take it away where there is a new one."""
+    """Rename a stamp with the former name, or remove it if there is a new one."""
     if _old_stamp(folder) is None:
         return
-    # Where it cannot be renamed, it is still read.
+    # After a failed rename the former name is still read.
     with suppress(OSError), locked_folder(folder):
-        if _old_stamp(folder) is None:  # a builder of engines has put its own there meanwhile, and kept ours
+        if _old_stamp(folder) is None:  # a builder of engines has written its own stamp meanwhile and kept this one
             return
         if (folder / STAMP_FILE).exists():
             (folder / OLD_STAMP_FILE).unlink()
@@ -364,14 +363,14 @@ def build_model(
     """Bring one model up to date.
 
     Args:
-        model: which one.
-        output: the model repository; created if missing.
-        fetched: published weights, for a model that takes them.
-        force: build it even if it is up to date or has no stamp of this builder.
+        model: the model.
+        output: folder of the model repository; created if missing.
+        fetched: published weights, for a model that uses them.
+        force: build even if the model is up to date or has no stamp of this builder.
         progress: called with the progress.
 
     Returns:
-        The outcome; it holds a failure, which is not raised.
+        The outcome; errors are in it, not raised.
     """
     started_s = time.monotonic()
     state = demo_state(model, output, fetched)
@@ -406,7 +405,7 @@ def _run_recipe(model: DemoModel, fetched: WeightsFile | None, report: Report) -
 
 def _write_missing_files(model: DemoModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # A configuration of the other kind, written by the user, takes precedence.
+    # A configuration of the other format, written by the user, takes precedence.
     has_config = any((folder / name).exists() for name in ("config.pbtxt", "config.yaml", "config.yml"))
     for name in model.files:
         if (folder / name).exists() or (has_config and name.startswith("config.")):
@@ -420,9 +419,9 @@ def _write_missing_files(model: DemoModel, folder: Path) -> None:
 
 
 def _write_missing_samples(model: DemoModel, folder: Path) -> str:
-    """Write the missing samples; return a sentence about it, or about the failure.
+    """Write the missing samples; return a remark on them, or on the failure.
 
-    A model serves without them, so that what they are made from is not installed does not fail it.
+    A model serves without samples, so a missing package of source data is no error.
     """
     missing = [path for path in model.sample_paths if not (folder / path).exists()]
     if not missing:
@@ -430,8 +429,8 @@ def _write_missing_samples(model: DemoModel, folder: Path) -> str:
     try:
         _write_samples(make_samples(model), missing, folder)
     except (BuildError, OSError) as error:
-        return f"has no samples to calibrate with: {error}"
-    return f"{' and '.join(missing)} laid beside it: samples to calibrate with and to measure on"
+        return f"has no calibration samples: {error}"
+    return f"{' and '.join(missing)} written beside it: samples for calibration and accuracy"
 
 
 def _write_samples(files: Mapping[str, bytes], missing: Sequence[str], folder: Path) -> None:
@@ -442,7 +441,7 @@ def _write_samples(files: Mapping[str, bytes], missing: Sequence[str], folder: P
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
         for target in missing:
-            # Another builder may have been faster; its samples are the same.
+            # Another builder may have written them first; its samples are equal.
             if not (folder / target).exists():
                 (temporary / target).replace(folder / target)
     finally:
@@ -465,11 +464,11 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
         "seconds": round(seconds, 3),
         "built_with": {"onnx": onnx.__version__, "numpy": np.__version__},
     }
-    # The stamp is last: where files are replaced one by one, it vouches for all of them.
+    # The stamp is last: if files are replaced one by one, a new stamp means that all of them are new.
     written = {**artefact.extra_files, MODEL_FILE: content, STAMP_FILE: (json.dumps(stamp, indent=2) + "\n").encode()}
     temporary = Path(tempfile.mkdtemp(prefix=f".{VERSION}.", dir=folder))
     try:
-        temporary.chmod(0o755)  # mkdtemp's folder is readable by its owner alone; a server may run as another user
+        temporary.chmod(0o755)  # mkdtemp's folder is readable by its owner only; a server may run as another user
         for name, data in written.items():
             (temporary / name).write_bytes(data)
         if (folder / VERSION).exists():

@@ -1,4 +1,4 @@
-"""`headrace models build`: a progress bar for each demo model, then a table."""
+"""`headrace models build`: builds demo models with a progress bar for each, then prints a table."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class DemoDisplay:
     """One progress bar over all models and one for each; draws nothing without a terminal.
 
     Args:
-        console: where to draw.
-        names: the models that will be worked on, in order.
+        console: console to draw on.
+        names: names of the models to build, in order.
     """
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class DemoDisplay:
         self._progress.stop()
 
     def update(self, name: str, done: float, note: str) -> None:
-        """Show how far a model is: `done` from 0 to 1 and a few words."""
+        """Set the progress of a model: `done` from 0 to 1 and a short text."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=1.0, note=note)
         self._progress.update(self._tasks[name], completed=done, note=note)
@@ -69,7 +69,7 @@ class DemoDisplay:
 
 
 def show_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Path) -> None:
-    """Print one line if nothing had to be done, else a table; then what could not be done, and why."""
+    """Print one line if all models are up to date, else a table and the failures with their reasons."""
     for outcome in outcomes:
         if outcome.remark:
             console.print(f"{outcome.name}: {outcome.remark}.", highlight=False, markup=False, soft_wrap=True)
@@ -94,9 +94,7 @@ def show_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Pat
         if outcome.error:
             console.print(f"[red]{outcome.name} was not built:[/] {outcome.error}", highlight=False, soft_wrap=True)
         elif outcome.state is DemoState.FOREIGN and not outcome.built:
-            notice = (
-                f"{outcome.name}: a model without a stamp of this builder is there and was kept; --force replaces it."
-            )
+            notice = f"{outcome.name}: the model there has no stamp of this builder and was not replaced; --force replaces it."
             console.print(notice, highlight=False, soft_wrap=True)
 
 
@@ -115,7 +113,7 @@ def _size(size_bytes: int) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `models build`."""
+    """Add the options of `models build`."""
     parser.add_argument("--output", type=Path, default=Path("model_repository"), help="the model repository")
     parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="only these models")
     parser.add_argument("--force", action="store_true", help="build also what is up to date or was not built here")
@@ -129,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Build what is missing; 1 if a model could not be built.
+    """Build missing and outdated models; return 1 if a build failed, else 0.
 
     Raises:
-        BuildError: the options do not go together.
+        BuildError: options contradict each other, or a name is unknown.
     """
     fetched = _fetched(options)
     models = choose_models(options.only, fetched)

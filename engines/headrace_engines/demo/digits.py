@@ -1,4 +1,4 @@
-"""Hand-written digits: trained when the model is built, on scikit-learn's bundled pictures, and measured on held-out ones.
+"""Hand-written digits: trained during the build on pictures of scikit-learn, measured on held-out ones.
 
 The data are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998, UCI repository,
 CC BY 4.0): 1797 pictures of 8x8 pixels, ink from 0 to 16.
@@ -6,8 +6,8 @@ CC BY 4.0): 1797 pictures of 8x8 pixels, ink from 0 to 16.
     [N, 8, 8, 1] - conv 3x3, 16 - ReLU - conv 3x3, 32 - ReLU - max pool 2x2 - dense 64 - ReLU - dense 10
 
 Trained in NumPy on cross entropy with Adam (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015). Inside, pictures
-are channels-last, and a convolution is a matrix product over its 3x3 patches. The samples to calibrate with are the pictures of
-the training, those to measure on are held out from it.
+are channels-last, and a convolution is a matrix product over its 3x3 patches. Calibration samples are the pictures of the
+training, accuracy samples are held out from it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _POOLED = 4 * 4 * SECOND
 
 
 class DigitsNetwork:
-    """The parameters, the pass forward, the pass back and the optimiser's state.
+    """Parameters, forward pass, backward pass and state of the optimiser.
 
     Args:
-        random: where the initial weights come from.
+        random: generator of the initial weights.
         learning_rate: Adam's step size.
     """
 
@@ -55,14 +55,14 @@ class DigitsNetwork:
         self._steps = 0
 
     def train_step(self, pictures: Floats, labels: Integers) -> float:
-        """One step of the optimiser.
+        """Run one step of the optimiser.
 
         Args:
-            pictures: [N, 8, 8, 1].
-            labels: [N], 0..9.
+            pictures: FP32 [N, 8, 8, 1].
+            labels: INT64 [N], 0..9.
 
         Returns:
-            The mean cross entropy before the step.
+            Mean cross entropy before the step.
         """
         p = self.parameters
         count = len(pictures)
@@ -88,7 +88,7 @@ class DigitsNetwork:
         return float(loss)
 
     def _back(self, layer: str, entered: Floats, slope: Floats, gradients: dict[str, Floats]) -> Floats:
-        """Note the gradients of one matrix product and return the slope of what entered it."""
+        """Store the gradients of one matrix product and return the gradient of its input."""
         gradients[f"{layer}.weight"] = entered.T @ slope
         gradients[f"{layer}.bias"] = slope.sum(axis=0)
         return slope @ self.parameters[f"{layer}.weight"].T
@@ -103,23 +103,23 @@ class DigitsNetwork:
             self.parameters[name] -= self.learning_rate * correction * first / (np.sqrt(second) + 1e-8)
 
     def onnx_conv(self, layer: str) -> tuple[Floats, Floats]:
-        """Weight [out, in, 3, 3] and bias [out] of "conv1" or "conv2", as ONNX has them."""
+        """Return weight [out, in, 3, 3] and bias [out] of "conv1" or "conv2" in ONNX layout."""
         weight = self.parameters[f"{layer}.weight"]
         return weight.T.reshape(weight.shape[1], -1, KERNEL, KERNEL), self.parameters[f"{layer}.bias"]
 
     def onnx_dense(self, layer: str) -> tuple[Floats, Floats]:
-        """Weight [out, in] and bias [out] of "dense1" or "dense2"."""
+        """Return weight [out, in] and bias [out] of "dense1" or "dense2"."""
         return self.parameters[f"{layer}.weight"].T, self.parameters[f"{layer}.bias"]
 
 
 def _patches(x: Floats) -> Floats:
-    """[N, 8, 8, C] -> [N * 64, C * 9], each row the 3x3 surroundings of a pixel with zeros beyond the edge."""
+    """Return [N * 64, C * 9] for [N, 8, 8, C]: each row is the 3x3 patch of a pixel, zero-padded."""
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     return sliding_window_view(padded, (KERNEL, KERNEL), axis=(1, 2)).reshape(-1, x.shape[3] * KERNEL * KERNEL)
 
 
 def _patches_back(slope: Floats, count: int) -> Floats:
-    """The slope of the pictures, [N * 64, C], from that of their patches, [N * 64, C * 9]."""
+    """Return the gradient of the pictures, [N * 64, C], for that of their patches, [N * 64, C * 9]."""
     windows = slope.reshape(count, 8, 8, -1, KERNEL, KERNEL)
     padded = np.zeros((count, 10, 10, windows.shape[3]), np.float32)
     for row in range(KERNEL):
@@ -129,7 +129,7 @@ def _patches_back(slope: Floats, count: int) -> Floats:
 
 
 def _max_pool(x: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """The largest of each 2x2, flattened with the channel first as ONNX does, and where it was, [N, 4, 2, 4, 2, C]."""
+    """Return the maximum of each 2x2, flattened channel-first as in ONNX, and its position mask [N, 4, 2, 4, 2, C]."""
     windows = x.reshape(len(x), 4, 2, 4, 2, SECOND)
     largest = windows.max(axis=(2, 4), keepdims=True)
     return largest.reshape(len(x), 4, 4, SECOND).transpose(0, 3, 1, 2).reshape(len(x), -1), windows == largest
@@ -153,14 +153,14 @@ INK = 16.0
 
 
 def build(report: Report) -> Artefact:
-    """Input "image" FP32 [N, 1, 8, 8] with ink from 0 to 16, output "probabilities" FP32 [N, 10].
+    """Train and return the model: "image" FP32 [N, 1, 8, 8] with ink from 0 to 16, "probabilities" FP32 [N, 10].
 
     Raises:
-        BuildError: if scikit-learn, which has the pictures, is not installed.
+        BuildError: scikit-learn, which has the pictures, is not installed.
     """
     report(0.0, "loading the pictures")
     images, labels = _load()
-    # scikit-learn brings it. Products this small gain nothing from threads, and lose a lot where cores are busy.
+    # threadpoolctl is a dependency of scikit-learn. Products this small gain nothing from threads and are slow on busy cores.
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     random = np.random.default_rng(SEED)
@@ -187,7 +187,7 @@ def build(report: Report) -> Artefact:
 
 
 def split_stratified(labels: Integers, share: float, random: np.random.Generator) -> tuple[Integers, Integers]:
-    """Indices to train on and indices to hold out, with `share` of every class held out."""
+    """Return indices for training and held-out indices, with `share` (0..1) of every class held out."""
     train: list[Integers] = []
     held_out: list[Integers] = []
     for label in np.unique(labels):
@@ -199,7 +199,7 @@ def split_stratified(labels: Integers, share: float, random: np.random.Generator
 
 
 def _load() -> tuple[Floats, Integers]:
-    """The pictures FP32 [1797, 1, 8, 8] and their labels INT64 [1797]."""
+    """Return the pictures FP32 [1797, 1, 8, 8] and their labels INT64 [1797]."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -216,7 +216,7 @@ def _train(images: Floats, labels: Integers, random: np.random.Generator, report
     loss = float("nan")
     for epoch in range(EPOCHS):
         report(0.05 + 0.9 * epoch / EPOCHS, f"epoch {epoch + 1} of {EPOCHS}" + (f", loss {loss:.4f}" if epoch else ""))
-        # A tenth of the rate for the last epochs lets the weights settle.
+        # A tenth of the learning rate in the last epochs lets the weights converge.
         network.learning_rate = 2e-3 if epoch < 0.7 * EPOCHS else 2e-4
         order = random.permutation(len(pictures))
         batches = [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]

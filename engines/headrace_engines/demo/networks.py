@@ -39,10 +39,10 @@ BATCH = "batch"
 
 
 class GraphBuilder:
-    """A graph in the making: every method adds a node and returns the name of its output.
+    """Builds a graph. Each method adds a node and returns the name of its output.
 
     Args:
-        name: the graph's name.
+        name: name of the graph.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,7 +56,7 @@ class GraphBuilder:
         return name
 
     def node(self, operator: str, *inputs: str, output: str = "", **attributes: Any) -> str:
-        """Add any node with one output; `output` names it, else it is named after the operator and its place."""
+        """Add a node with one output, named `output` or after the operator and the index of the node."""
         name = output or f"{operator.lower()}_{len(self._nodes)}"
         self._nodes.append(helper.make_node(operator, list(inputs), [name], name=name, **attributes))
         return name
@@ -75,13 +75,13 @@ class GraphBuilder:
         """Add a convolution.
 
         Args:
-            x: the input, [N, C, H, W].
-            name: prefix of the weights' names.
+            x: name of the input, [N, C, H, W].
+            name: prefix of the names of weight and bias.
             weight: FP32 [out, C / groups, k, k].
             bias: FP32 [out].
             stride: in both directions.
-            pads: zeros (before, after) each spatial axis; half the kernel on both sides unless given.
-            groups: as ONNX has it; C for a depthwise convolution.
+            pads: zeros (before, after) each spatial axis; None for half the kernel on both sides.
+            groups: number of groups; C for a depthwise convolution.
         """
         kernel = weight.shape[2]
         before, after = pads if pads is not None else (kernel // 2, kernel // 2)
@@ -108,13 +108,13 @@ class GraphBuilder:
         description: str,
         properties: Mapping[str, str],
     ) -> onnx.ModelProto:
-        """Close the graph.
+        """Return the finished model.
 
         Args:
-            inputs: name -> ONNX element type and shape without the batch dimension, which is free.
+            inputs: ONNX element type and shape by name, without the batch dimension, which is free.
             outputs: the same for the outputs.
-            description: the model's doc string.
-            properties: the model's metadata; origin and licence belong there.
+            description: doc string of the model.
+            properties: metadata of the model, with origin and licence.
         """
         graph = helper.make_graph(self._nodes, self._name, _values(inputs), _values(outputs), self._initializers)
         model = helper.make_model(
@@ -136,22 +136,22 @@ def _values(tensors: Mapping[str, tuple[int, tuple[int, ...]]]) -> list[onnx.Val
 
 
 def fp32(*shape: int) -> tuple[int, tuple[int, ...]]:
-    """An FP32 tensor of this shape (without the batch dimension), for `GraphBuilder.model`."""
+    """Return element type and shape of an FP32 tensor, without the batch dimension, for `GraphBuilder.model`."""
     return TensorProto.FLOAT, shape
 
 
 def fold_batch_norm(
     weight: Floats, gamma: Floats, beta: Floats, mean: Floats, variance: Floats, epsilon: float
 ) -> tuple[Floats, Floats]:
-    """The weight and bias of the one convolution that equals a convolution without bias and its batch norm.
+    """Return weight and bias of the convolution that equals a convolution without bias and its batch norm.
 
     Args:
-        weight: [out, in, k, k].
-        gamma: the batch norm's scale, [out]; beta, mean and variance likewise.
-        beta: its shift.
-        mean: its running mean.
-        variance: its running variance.
-        epsilon: what it adds to the variance.
+        weight: FP32 [out, in, k, k].
+        gamma: scale of the batch norm, FP32 [out].
+        beta: shift, FP32 [out].
+        mean: running mean, FP32 [out].
+        variance: running variance, FP32 [out].
+        epsilon: added to the variance.
     """
     scale = gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
     folded = weight.astype(np.float64) * scale[:, None, None, None]
@@ -163,7 +163,7 @@ TINY_SEED = 20
 
 
 def build_tiny(report: Report) -> Artefact:
-    """A perceptron 16-16-16 with seeded weights: input FP32 [N, 16], output FP32 [N, 16]."""
+    """Build a perceptron 16-16-16 with seeded weights: "input" FP32 [N, 16], "output" FP32 [N, 16]."""
     report(0.0, "seeding")
     random = np.random.default_rng(TINY_SEED)
 
@@ -183,12 +183,12 @@ def build_tiny(report: Report) -> Artefact:
 
 
 def build_add_sub_int32(report: Report) -> Artefact:
-    """INPUT0, INPUT1 INT32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
+    """Build sum and difference: INPUT0, INPUT1 INT32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
     return _build_add_sub(report, "add_sub", TensorProto.INT32)
 
 
 def build_add_sub_fp32(report: Report) -> Artefact:
-    """INPUT0, INPUT1 FP32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
+    """Build sum and difference: INPUT0, INPUT1 FP32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
     return _build_add_sub(report, "add_sub_fp32", TensorProto.FLOAT)
 
 
@@ -219,18 +219,18 @@ def read_published_onnx(
     output_name: str,
     properties: Mapping[str, str],
 ) -> onnx.ModelProto:
-    """Read an ONNX file, give its one input and output our names, and free its batch dimension.
+    """Read an ONNX file, rename its input and output, and free its batch dimension.
 
     Args:
-        content: the file's bytes, weights included.
-        expected_input: element type and shape of its input.
-        expected_output: the same of its output.
-        input_name: what the input is called from now on.
-        output_name: the same for the output.
+        content: bytes of the file, weights included.
+        expected_input: element type and shape of its only input, without the batch dimension.
+        expected_output: the same for its only output.
+        input_name: new name of the input.
+        output_name: new name of the output.
         properties: metadata to add.
 
     Raises:
-        BuildError: if the file is no such model, or its batch dimension cannot be freed.
+        BuildError: the file is not such a model, or its batch dimension cannot be freed.
     """
     try:
         model = onnx.load_model_from_string(content)
@@ -244,7 +244,7 @@ def read_published_onnx(
     _rename(model.graph, {inputs[0].name: input_name, model.graph.output[0].name: output_name})
     for value in (inputs[0], model.graph.output[0]):
         value.type.tensor_type.shape.dim[0].dim_param = BATCH
-    # Shapes that were inferred for one batch size would contradict the freed dimension.
+    # Shapes inferred for one batch size would contradict the free dimension.
     del model.graph.value_info[:]
     helper.set_model_props(model, {**{entry.key: entry.value for entry in model.metadata_props}, **properties})
     _check_batches(model, expected_input, input_name)
@@ -280,32 +280,35 @@ def _check_batches(model: onnx.ModelProto, expected_input: Tensor, input_name: s
     except Exception as error:
         raise BuildError(f"the ONNX file does not run with a free batch dimension: {error}") from error
     if not np.allclose(together[1:], alone, rtol=1e-3, atol=1e-4):
-        raise BuildError("the ONNX file answers a row in a batch otherwise than the row alone: it cannot be batched")
+        raise BuildError(
+            "the ONNX file computes another result for a row in a batch than for the row alone: "
+            "use a model whose rows are independent"
+        )
 
 
 SIDE = 224
 CLASSES = 1000
 RESNET50_SEED = 50
 _RESNET50_EPSILON = 1e-5
-# Blocks in each of the four stages; the width doubles from 64 on, and a block's output is four times as wide.
+# Blocks in each of the four stages. The width doubles from stage to stage, from 64; the output of a block is four times as wide.
 _RESNET50_BLOCKS = (3, 4, 6, 3)
 _EXPANSION = 4
-# An even share of the shortcut's variance and the branch's would double it 16 times. A small one also keeps errors of rounding
-# from growing block by block, which they do not in a trained network either: without it INT8 would look hopeless here.
-# (Zhang et al., "Fixup Initialization", 2019, begins with branches that add nothing.)
+# Equal shares of shortcut and branch would double the variance 16 times. A small gain also keeps rounding errors from growing
+# with each block, as in a trained network; with a gain of 1 the accuracy of INT8 would be unrealistically low.
+# (Zhang et al., "Fixup Initialization", 2019, starts with branches that add nothing.)
 _BRANCH_GAIN = 0.125
-# Gives weight and bias of one convolution: its name, its batch norm's name, the weight's shape, the gain it should have.
+# Returns weight and bias of a convolution: (name, name of its batch norm, shape of the weight, gain) -> (weight, bias).
 ConvWeights = Callable[[str, str, tuple[int, ...], float], tuple[Floats, Floats]]
 
 
 def build_resnet50_seeded(report: Report) -> Artefact:
-    """Input "input" FP32 [N, 3, 224, 224], output "logits" FP32 [N, 1000]; random weights, the same each time."""
+    """Build ResNet-50 with seeded weights: "input" FP32 [N, 3, 224, 224], "logits" FP32 [N, 1000]."""
     random = np.random.default_rng(RESNET50_SEED)
 
     def draw(shape: tuple[int, ...], gain: float) -> Floats:
         # He et al., "Delving Deep into Rectifiers" (2015): variance 2 / fan-in keeps activations' scale through ReLUs.
-        # Without batch norm the positive mean of what comes in would drown the picture, so each filter sums to zero;
-        # that takes away the mean's share of the power, 1 / pi of a rectified normal, which the filter makes up for.
+        # Without batch norm the positive mean of the inputs would dominate, so each filter sums to zero. That removes the mean's
+        # share of the power, 1 / pi of a rectified normal; the factor compensates for it.
         weight = random.standard_normal(shape, np.float32)
         weight -= weight.mean(axis=tuple(range(1, len(shape))), keepdims=True)
         return weight * np.float32(gain * np.sqrt(2.0 / (1.0 - 1.0 / np.pi) / np.prod(shape[1:])))
@@ -321,10 +324,10 @@ def build_resnet50_seeded(report: Report) -> Artefact:
 
 
 def build_resnet50_fetched(report: Report, weights: WeightsFile) -> Artefact:
-    """Build the model with published weights: a state dict with torchvision's names, or an ONNX file in its place.
+    """Build ResNet-50 with published weights: a state dict with torchvision's names, or an ONNX file.
 
     Raises:
-        BuildError: if the file cannot be had, has another checksum, or does not hold this architecture.
+        BuildError: the file cannot be read, has another checksum, or another architecture.
     """
     content = weights.read(lambda done, note: report(0.6 * done, note))
     origin, source = f"{weights.url}, SHA-256 {weights.sha256}", f"sha256:{weights.sha256}"
@@ -383,7 +386,7 @@ def _build_resnet50(
 def _bottleneck(
     graph: GraphBuilder, x: str, prefix: str, weights: ConvWeights, channels: int, width: int, stride: int
 ) -> str:
-    """A bottleneck: 1x1 to `width`, 3x3 with the stride, 1x1 to four times `width`, added to the shortcut."""
+    """Add a bottleneck block: 1x1 to `width`, 3x3 with the stride, 1x1 to four times `width`, added to the shortcut."""
 
     def conv(y: str, name: str, norm: str, shape: tuple[int, ...], stride: int = 1, gain: float = 1.0) -> str:
         weight, bias = weights(f"{prefix}.{name}", f"{prefix}.{norm}", shape, gain)
@@ -404,7 +407,7 @@ _EFFICIENTNET_EPSILON = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _EfficientNetStage:
-    """Blocks that follow one another: the first has the stride, the others keep the size."""
+    """Consecutive blocks: the first has the stride, the others keep the size."""
 
     repeats: int
     kernel: int
@@ -423,7 +426,7 @@ _EFFICIENTNET_STAGES = (
 
 
 class _EfficientNet:
-    """The graph under construction beside the tensors it takes."""
+    """The graph under construction, with the tensors of the weights."""
 
     def __init__(self, tensors: dict[str, Floats]) -> None:
         self.tensors = tensors
@@ -435,23 +438,23 @@ class _EfficientNet:
         )
 
     def relu6(self, x: str) -> str:
-        """min(max(x, 0), 6)."""
+        """Add min(max(x, 0), 6)."""
         return self.graph.node("Clip", x, *self._limits)
 
     def conv(self, x: str, conv: str, norm: str, *, stride: int = 1, depthwise: bool = False) -> str:
-        """The convolution and the batch norm of these names as one convolution."""
+        """Add the convolution and the batch norm of these names as one convolution."""
         weight = self.tensors[f"{conv}.weight"]
         parts = ("weight", "bias", "running_mean", "running_var")
         gamma, beta, mean, variance = (self.tensors[f"{norm}.{part}"] for part in parts)
         weight, bias = fold_batch_norm(weight, gamma, beta, mean, variance, _EFFICIENTNET_EPSILON)
-        # Every size that meets a stride of 2 is even (224, 112, 56, 28, 14), so `total` zeros are what "same" means.
+        # Every input size of a stride of 2 is even (224, 112, 56, 28, 14), so "same" padding adds `total` zeros.
         total = weight.shape[2] - stride
         pads = (total // 2, total - total // 2)
         groups = weight.shape[0] if depthwise else 1
         return self.graph.conv(x, conv, weight, bias, stride=stride, pads=pads, groups=groups)
 
     def block(self, x: str, prefix: str, stage: _EfficientNetStage, first: bool) -> str:
-        """An inverted bottleneck: widen, depthwise convolution, narrow; with a shortcut where the shape stays."""
+        """Add an inverted bottleneck: widen, depthwise convolution, narrow; with a shortcut except in the first block."""
         depthwise = self.tensors[f"{prefix}._depthwise_conv.weight"]
         if depthwise.shape[2] != stage.kernel:
             raise BuildError(f"{prefix} has a kernel of {depthwise.shape[2]}, expected {stage.kernel}")
@@ -465,10 +468,10 @@ class _EfficientNet:
 
 
 def build_efficientnet_lite0(report: Report) -> Artefact:
-    """Input "input" FP32 [N, 3, 224, 224], output "probabilities" FP32 [N, 1000].
+    """Build EfficientNet-Lite0: "input" FP32 [N, 3, 224, 224], "probabilities" FP32 [N, 1000].
 
     Raises:
-        BuildError: if the weights are not installed or are not those expected.
+        BuildError: the weights are not installed, or have another checksum.
     """
     report(0.0, "reading the weights")
     network = _EfficientNet(_read_efficientnet_weights())

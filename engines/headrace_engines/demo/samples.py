@@ -1,9 +1,9 @@
-"""Samples of the demo models: pictures to calibrate with, and others to measure on.
+"""Samples of the demo models: pictures for calibration, and others for accuracy.
 
-For models of ImageNet two photographs, many times over, cut, mirrored and lit differently.
+Models of ImageNet get variations of two photographs: cropped, mirrored and with other brightness, contrast and colour.
 
-The photographs are those that scikit-learn ships: "china.jpg" by danielbuechele and "flower.jpg" by vultilion (CC BY 2.0). Two
-motifs are few, but a network's activations are moved by cut, size and light as well, and no larger set comes with a package.
+The photographs are part of scikit-learn: "china.jpg" by danielbuechele and "flower.jpg" by vultilion (CC BY 2.0). Two motifs are
+few, but crop, size and light change the activations of a network too, and no package has a larger set.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from PIL import Image, ImageEnhance
 from headrace_engines.errors import BuildError
 
 PHOTOGRAPHS = ("china", "flower")
-# Of each photograph.
+# Number of pictures of each photograph.
 CALIBRATION_PICTURES = 32
 ACCURACY_PICTURES = 24
-# What models of 224 x 224 pixels resize a picture's shorter side to.
+# Shorter side of a picture after the resize of models with 224 x 224 pixels.
 SIDE = 256
 SEED = 224
 _QUALITY = 88
 
 
 def build_photographs() -> dict[str, bytes]:
-    """JPEG files by name: 64 in `calibration/`, 48 others in `accuracy/`, which begin with the photographs as they are.
+    """Return JPEG files by path: 64 in `calibration/`, 48 others in `accuracy/`, the unchanged photographs among them.
 
     Raises:
-        BuildError: if scikit-learn, which has the photographs, is not installed, or no longer ships them.
+        BuildError: scikit-learn, which has the photographs, is not installed or no longer has them.
     """
     files_by_name = {}
     for index, name in enumerate(PHOTOGRAPHS):
@@ -56,7 +56,7 @@ def _read(name: str) -> Image.Image:
 
 
 def _varied(photograph: Image.Image, random: np.random.Generator) -> Image.Image:
-    """A part of at least half of the sides, perhaps mirrored, a little tilted, in another light."""
+    """Return a crop of at least half of each side, mirrored or not, slightly rotated, with other brightness and contrast."""
     width, height = photograph.size
     share = random.uniform(0.5, 1.0)
     cut_width, cut_height = round(width * share), round(height * share)
@@ -83,12 +83,12 @@ def _jpeg(picture: Image.Image) -> bytes:
 
 
 def build_digits() -> dict[str, bytes]:
-    """Two .npz files by name, each with "image" FP32 [N, 1, 8, 8] and "labels" INT64 [N].
+    """Return two .npz files by path, each with "image" FP32 [N, 1, 8, 8] and "labels" INT64 [N].
 
     Raises:
-        BuildError: if scikit-learn, which has the pictures, is not installed.
+        BuildError: scikit-learn, which has the pictures, is not installed.
     """
-    # The recipe, which holds the split, brings ONNX Runtime.
+    # Imported here: the recipe, which has the split, imports ONNX Runtime.
     from headrace_engines.demo.digits import HELD_OUT_SHARE, split_stratified
     from headrace_engines.demo.digits import SEED as DIGITS_SEED
 
@@ -100,7 +100,7 @@ def build_digits() -> dict[str, bytes]:
         ) from None
     data = load_digits()
     images, labels = data.images.astype(np.float32)[:, None], data.target.astype(np.int64)
-    # The split is the first thing that the recipe draws.
+    # The split is the first use of the random generator in the recipe.
     train, held_out = split_stratified(labels, HELD_OUT_SHARE, np.random.default_rng(DIGITS_SEED))
     archives = {}
     for name, chosen in (("calibration.npz", train), ("accuracy.npz", held_out)):

@@ -1,11 +1,11 @@
-"""Reads the tensors of a PyTorch checkpoint with NumPy alone, and without trusting the file.
+"""Reads the tensors of an untrusted PyTorch checkpoint with NumPy alone.
 
-A checkpoint is a pickle, and a pickle can call anything. The unpickler here accepts a handful of names, each mapped to a
-stand-in of ours, and refuses every other one, so a hostile file can raise an error and do no more.
+A checkpoint is a pickle, and a pickle can call any function. The unpickler here maps a few names to functions of this module and
+refuses all others, so a hostile file can only raise an error.
 
-Two formats, both as `torch.save` writes them: since PyTorch 1.6 a zip archive with `data.pkl` and one file per storage;
-before that five pickles in a row (magic number, protocol, machine, the object, the storages' keys) and then each storage
-as its element count (int64) and its raw values.
+`torch.save` writes two formats. Since PyTorch 1.6: a zip archive with `data.pkl` and one file per storage. Before: five pickles
+(magic number, protocol, machine, the object, the keys of the storages), then each storage as its element count (int64) and its
+raw values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEGACY_PROTOCOL = 1001
 
 
 class _StateDict(dict[str, Any]):
-    """Stands in for collections.OrderedDict; as a subclass it takes the attributes that a pickle hangs on it."""
+    """Replaces collections.OrderedDict; as a subclass it accepts the attributes that a pickle sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _TensorView:
-    """A tensor before its storage is read: the old format has the values after the pickle."""
+    """A tensor before its storage is read; the old format has the values after the pickle."""
 
     storage: _Storage
     offset: int
@@ -65,30 +65,30 @@ _ACCEPTED: dict[tuple[str, str], Any] = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that accepts the names that a state dict of FP32 and INT64 tensors needs, and refuses all others."""
+    """Unpickler that accepts only the names in a state dict of FP32 and INT64 tensors."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
         self._storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for an accepted name.
+        """Return the replacement of an accepted name.
 
         Raises:
-            BuildError: for any other name.
+            BuildError: the name is not accepted.
         """
         if (module, name) not in _ACCEPTED:
             raise BuildError(
-                f"the checkpoint asks for {module}.{name}, expected only tensors in FloatStorage or LongStorage: "
+                f"the checkpoint uses {module}.{name}, expected only tensors in FloatStorage or LongStorage: "
                 "save it anew from PyTorch as torch.save(model.state_dict(), path)"
             )
         return _ACCEPTED[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """The storage that a persistent id ("storage", type, key, device, length, ...) names.
+        """Return the storage of a persistent id ("storage", type, key, device, length, ...).
 
         Raises:
-            BuildError: if it is no such id.
+            BuildError: the id has another form.
         """
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or pid[1] not in ("<f4", "<i8"):
             _malformed(f"a persistent id of an unknown form: {str(pid)[:80]!r}")
@@ -99,28 +99,28 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     @property
     def storages(self) -> dict[str, _Storage]:
-        """The storages met so far, by key."""
+        """Storages read so far, by key."""
         return self._storages
 
 
 def read_state_dict(content: bytes) -> dict[str, Array]:
-    """The tensors of a checkpoint by name.
+    """Return the tensors of a checkpoint by name.
 
     Args:
-        content: the file's bytes, in either format.
+        content: bytes of the file, in either format.
 
     Returns:
-        FP32 and INT64 arrays in the shapes they were saved with.
+        FP32 and INT64 arrays in their saved shapes.
 
     Raises:
-        BuildError: if it is no such checkpoint, or names anything but tensors.
+        BuildError: the content is not such a checkpoint, or has other objects than tensors.
     """
     try:
         if content[:4] == b"PK\x03\x04":
             state, values = _read_zip(content)
         else:
             state, values = _read_legacy(io.BytesIO(content))
-    # What a broken file makes of the pickle machine is beyond listing; ours passes through as it is.
+    # A damaged file leads to any of these errors in the unpickler; a BuildError is not caught here.
     except (pickle.UnpicklingError, EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         _malformed(f"{type(error).__name__}: {error}")
     except zipfile.BadZipFile as error:
@@ -176,7 +176,7 @@ def _materialise(name: str, view: Any, values: dict[str, Array]) -> Array:
         _malformed(f"entry {name!r} is a {type(view).__name__} and not a tensor")
     if len(view.shape) != len(view.strides) or min((*view.shape, *view.strides, view.offset), default=0) < 0:
         _malformed(f"tensor {name!r} has shape {view.shape} and strides {view.strides}")
-    # Outside the storage as_strided would read foreign memory.
+    # as_strided would read memory outside of the storage.
     storage = values[view.storage.key]
     last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
     if 0 not in view.shape and last >= len(storage):
@@ -186,4 +186,4 @@ def _materialise(name: str, view: Any, values: dict[str, Array]) -> Array:
 
 
 def _malformed(fault: str) -> NoReturn:
-    raise BuildError(f"not a PyTorch checkpoint that can be read here: {fault}")
+    raise BuildError(f"the file is not a readable PyTorch checkpoint: {fault}")

@@ -307,5 +307,5 @@ def _write(table: Path, document: dict[str, Any]) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        cure = "make room or choose another place with --cache DIR"
+        cure = "make room or choose another folder with --cache DIR"
         raise BuildError(f"the calibration table cannot be kept in {table.parent}: {error.strerror}: {cure}") from error

@@ -140,9 +140,11 @@ def test_no_samples_are_refused() -> None:
 def test_what_is_missed_is_told_with_both_figures_and_a_cure() -> None:
     accuracy = Accuracy(200, "data", 0.895, 0.94, 1.0, 0.96, 0.97)
     missed = judge(accuracy, AccuracyLimits(0.9, 0.95, 0.005))
-    assert missed[0] == "its top-1 agreement with FP32 is 89.50%, 90.00% is demanded"
-    assert missed[1] == "the cosine with FP32's outputs is 0.94000, 0.95000 is demanded"
-    assert missed[2].startswith("its accuracy is 96.00% after 97.00%: 1.00% lost, 0.50% allowed: keep the layers")
+    assert missed[0] == "its top-1 agreement with FP32 is 89.50%, 90.00% is required"
+    assert missed[1] == "the cosine with FP32's outputs is 0.94000, 0.95000 is required"
+    assert missed[2].startswith(
+        "its accuracy is 96.00%, that of FP32 is 97.00%: 1.00% lost, 0.50% allowed: keep the layers"
+    )
     assert judge(accuracy, AccuracyLimits(0.895, 0.94, 0.01)) == []
     assert judge(accuracy, AccuracyLimits(0.895, 0.94, None)) == []
 
@@ -155,7 +157,7 @@ def test_json_and_back() -> None:
     accuracy = compare({"logits": LOGITS}, {"logits": LOGITS}, indexes(labels=[0, 1, 2, 0]))
     told = json.loads(json.dumps(accuracy.to_json()))
     assert Accuracy.from_json({**told, "later": 1}) == accuracy
-    with pytest.raises(BuildError, match="build it anew"):
+    with pytest.raises(BuildError, match="build it again"):
         Accuracy.from_json({"cosine": 1.0})
 
 

@@ -70,7 +70,7 @@ def test_what_is_calibrated_with_is_not_compared_on(tmp_path: Path) -> None:
         {"x": rows}, accuracy=accuracy,
     )  # fmt: skip
     np.savez(project.folder.path / "accuracy.npz", x=rows)
-    with pytest.raises(BuildError, match=r"accuracy\.data has only samples that are calibrated with"):
+    with pytest.raises(BuildError, match=r"accuracy\.data has only samples of the calibration"):
         built(project, tmp_path, "int8")
     np.savez(project.folder.path / "accuracy.npz", x=np.concatenate([rows, pictures(5, seed=2)]))
     one = built(project, tmp_path, "int8")

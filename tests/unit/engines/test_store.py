@@ -148,7 +148,7 @@ def test_finding_counts_as_use(store: Store) -> None:
 
 @pytest.mark.parametrize("key", ["", "..", "../x", "A" * 64, "a" * 63, "a" * 64 + "\n"])
 def test_what_is_no_key_leads_nowhere(store: Store, key: str) -> None:
-    with pytest.raises(ValueError, match="no key"):
+    with pytest.raises(ValueError, match="must be 64 hex digits"):
         store.find(key)
 
 

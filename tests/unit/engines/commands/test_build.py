@@ -70,7 +70,7 @@ TO_CPU = 'write parameters { key: "headrace.runtime" value { string_value: "onnx
             "max_batch_size: 8\nruntime: onnxruntime\n",
             TENSORRT,
             "the configuration keeps the model on the CPU (runtime: onnxruntime): write runtime: auto in config.yaml:2, "
-            "or build for what serves: headrace build m --target onnxruntime",
+            "or build for the serving runtime: headrace build m --target onnxruntime",
         ),
         (
             "config.pbtxt",
@@ -78,7 +78,7 @@ TO_CPU = 'write parameters { key: "headrace.runtime" value { string_value: "onnx
             TENSORRT,
             "the configuration keeps the model on the CPU (KIND_CPU in instance_group): "
             "write instance_group [ { kind: KIND_AUTO } ] in config.pbtxt:3, "
-            "or build for what serves: headrace build m --target onnxruntime",
+            "or build for the serving runtime: headrace build m --target onnxruntime",
         ),
         ("config.pbtxt", "max_batch_size: 8\ninstance_group [ { kind: KIND_CPU } ]\n", ONNXRUNTIME, ""),
         ("config.yaml", "optimization: {precision: fp16}\n", ONNXRUNTIME, ""),

@@ -117,7 +117,7 @@ def _reconfigure(place: _Place, name: str) -> None:
 def test_where_nothing_is_there_is_nothing_to_list(place: _Place) -> None:
     status, text = place.run("ls")
     assert status == 0
-    assert f"Nothing is in the store {place.store.root}" in text
+    assert f"The store {place.store.root} is empty" in text
     assert "headrace build MODEL" in text
     assert not place.store.root.exists()
 

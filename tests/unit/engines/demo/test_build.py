@@ -226,14 +226,14 @@ def _build_digits(output: Path, monkeypatch):
 def test_missing_samples_are_laid_and_a_users_own_are_kept(tmp_path, monkeypatch):
     first = _build_digits(tmp_path, monkeypatch)
     assert first.built
-    assert first.remark.startswith("calibration.npz and accuracy.npz laid beside it")
+    assert first.remark.startswith("calibration.npz and accuracy.npz written beside it")
     laid = _contents(tmp_path)
     assert _build_digits(tmp_path, monkeypatch).remark == ""
     (tmp_path / "digits/calibration.npz").write_bytes(b"mine")
     (tmp_path / "digits/accuracy.npz").unlink()
     outcome = _build_digits(tmp_path, monkeypatch)
     assert (outcome.state, outcome.built) == (DemoState.UP_TO_DATE, False)
-    assert outcome.remark.startswith("accuracy.npz laid beside it")
+    assert outcome.remark.startswith("accuracy.npz written beside it")
     assert _contents(tmp_path) == {**laid, "digits/calibration.npz": b"mine"}
 
 
@@ -241,7 +241,7 @@ def test_a_model_is_built_where_its_samples_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     outcome = _build_digits(tmp_path, monkeypatch)
     assert (outcome.built, outcome.error) == (True, "")
-    assert outcome.remark.startswith("has no samples to calibrate with: the package scikit-learn")
+    assert outcome.remark.startswith("has no calibration samples: the package scikit-learn")
     assert sorted(path.name for path in (tmp_path / "digits").iterdir()) == ["1", "config.yaml", "labels.txt"]
 
 
@@ -255,7 +255,7 @@ def test_somebodys_own_model_gets_no_samples(tmp_path, monkeypatch):
 def test_what_is_laid_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(digits, "build", networks.build_tiny)
     assert command_line.main(["models", "build", "--output", str(tmp_path), "--only", "digits"]) == 0
-    assert "digits: calibration.npz and accuracy.npz laid beside it" in capsys.readouterr().out
+    assert "digits: calibration.npz and accuracy.npz written beside it" in capsys.readouterr().out
 
 
 def test_all_models_are_chosen_unless_some_are_named():
