@@ -345,6 +345,17 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/simulation",
     "server/headrace/core",
     "server/headrace/repository",
+    "server/headrace/__init__.py",
+    "server/headrace/__main__.py",
+    "server/headrace/accounting.py",
+    "server/headrace/app.py",
+    "server/headrace/banner.py",
+    "server/headrace/data_plane.py",
+    "server/headrace/embedding.py",
+    "server/headrace/listen.py",
+    "server/headrace/settings.py",
+    "server/headrace/tls.py",
+    "server/headrace/triton_flags.py",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | health | validate | infer | explain | simulate | tune`; `build | ...` are the builders'."""
+"""The command line: `headrace serve | health | validate | infer | explain | simulate | tune`, and the builder's commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError
 from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
 
-# Answered by `python -m headrace_engines`.
+# Commands of `python -m headrace_engines`.
 ENGINES_COMMANDS = {
     "build": "build the engine of a model for this machine",
     "inspect": "what a built engine consists of, layer by layer",
@@ -34,16 +34,23 @@ ENGINES_COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command.
+
+    Args:
+        arguments: words of the command line; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
     settings.disable_ort_telemetry()
-    # What builds belongs to engines, which the server never imports: it gets the line as it is.
+    # The server never imports the builder: its commands replace this process, with the unchanged command line.
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] and words[0] in ENGINES_COMMANDS:
-        # One process, so that signals and the exit status need no handing on.
+        # One process, so that signals and the exit status need no forwarding.
         os.execv(sys.executable, [sys.executable, "-P", "-m", "headrace_engines", *settings.with_state(words)])
     try:
         if words[:1] and words[0].endswith(".onnx"):
-            raise ValueError(f"{words[0]!r} is no command: did you mean headrace serve {shlex.join(words)}?")
+            raise ValueError(f"{words[0]!r} is not a command: did you mean headrace serve {shlex.join(words)}?")
         if words[:1] == ["health"]:
             return _health(words[1:])
         Parser.words = words
@@ -57,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(Parser):
-    """A parser whose errors are JSON where the log is to be JSON, and that knows tritonserver's flags."""
+    """A parser that prints errors as JSON if the log is JSON, and explains tritonserver's flags."""
 
     def hint(self, option: str) -> str:
-        """The answer to an option of tritonserver, which only `serve` is asked for."""
+        """Return the explanation of a flag of tritonserver, for `serve` only; "" otherwise."""
         return triton_flags.answer(option) if list(self.words[:1]) == ["serve"] else ""
 
     def usage_error(self, message: str) -> NoReturn:
-        """Print usage and message; exit status 2."""
+        """Print usage and message and exit with status 2."""
         if settings.is_json_log(self.words):
             _print_usage_error(message, self.words)
             self.exit(2)
@@ -148,7 +155,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _health(arguments: Sequence[str]) -> int:
-    """Aside from the other commands, whose libraries would take longer to import than the server to answer."""
+    """Run `health` without the libraries of the other commands, whose import takes longer than the server's response."""
     from headrace.commands import health as health_command
 
     parser = argparse.ArgumentParser()
@@ -172,7 +179,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def configure_logging(log_format: str) -> None:
-    """Log to standard error, one line an event: JSON, or text, which only a terminal shows coloured and folded.
+    """Log to standard error, one line an event, as JSON or text; only a terminal shows text coloured and folded.
 
     Args:
         log_format: "json" or "text".

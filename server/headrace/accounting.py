@@ -1,4 +1,4 @@
-"""Wiring of what is told of requests: traces, spans, the request log."""
+"""Creates the tracer, the span exporter and the request log from the settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _EXTRA = "pip install 'headrace[otel]'"
 
 
 def open_observer(settings: Settings) -> tuple[Tracer, RequestObserver]:
-    """Who decides what is traced, and who the front ends tell.
+    """Create the tracer and the observer that front ends report requests to.
+
+    Args:
+        settings: settings of the server.
 
     Raises:
-        ConfigError: an option of the operator's cannot be followed.
+        ConfigError: an option has an invalid value, or its file cannot be written.
     """
     telemetry = settings.telemetry
     tracer = Tracer(settings.trace_file, spans=_spans(telemetry), rate=telemetry.trace_rate)
@@ -49,17 +52,17 @@ def _spans(telemetry: Telemetry) -> Spans | None:
     except ValueError:
         usable = False
     if not usable:
-        raise _error(option, "is no URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
+        raise _error(option, "is not a URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
     try:
         from headrace.observability.spans import SpanWriter, otlp_exporter
 
         return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), redacted)
     except ImportError as error:
         raise _error(option, f"needs a package that is not installed ({error.name})", _EXTRA) from error
-    except (
-        Exception
-    ) as error:  # what the exporter's own variables (OTEL_EXPORTER_OTLP_...) hold may be wrong in many ways
-        raise _error(option, f"cannot be used: {redact(str(error))}", "look at the OTEL_ variables") from error
+    except Exception as error:  # the exporter's own variables (OTEL_EXPORTER_OTLP_...) can be wrong in many ways
+        raise _error(
+            option, f"cannot be used: {redact(str(error))}", "check the OTEL_ environment variables"
+        ) from error
 
 
 def _error(option: str, message: str, cure: str) -> ConfigError:

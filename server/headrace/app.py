@@ -1,4 +1,4 @@
-"""Wiring only: settings in, a running server out."""
+"""Creates a running server from settings: data plane, front ends, shared memory, telemetry."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ logger = logging.getLogger("headrace")
 
 
 class HeadraceServer:
-    """One process: an event loop with the front ends, a control thread, the models' instances.
+    """One server process: an event loop with the front ends, a control thread and the models' instances.
 
     Args:
-        settings: how to serve.
-        announce: called on the loop with where it listens and the registry once all models are loaded.
-        model_filter: by repository, the models that it is reduced to.
+        settings: settings of the server.
+        announce: called on the event loop with the addresses and the registry after the initial load.
+        model_filter: names of the served models, for each repository that is served in part.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HeadraceServer:
         self._exit_status = 0
 
     def run(self) -> int:
-        """Serve until SIGINT or SIGTERM; the exit status."""
+        """Serve until SIGINT or SIGTERM; returns the exit status."""
         try:
             tls = tls_files(self._settings)
             self._tracer, self._observer = open_observer(self._settings)
@@ -101,7 +101,7 @@ class HeadraceServer:
             logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
         urls = [f"{'https' if tls else 'http'}://{format_address(*sock.getsockname()[:2])}" for sock in sockets]
-        # The last one is that of the metrics, which are on a port of their own or on that of HTTP.
+        # The last URL is that of the metrics, which have their own port or that of HTTP.
         self._addresses = Addresses(
             urls[0], format_address(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics"
         )
@@ -118,14 +118,15 @@ class HeadraceServer:
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
             await asyncio.to_thread(self._observer.close)
         if not clean:
-            # A backend still computes on a thread of ours: an orderly exit would tear its library down under it.
+            # A backend still computes on one of the server's threads: an orderly exit would unload its library during the
+            # computation.
             logging.shutdown()
             os._exit(1)
         return self._exit_status
 
     def _services(self, reconciler: Reconciler) -> Services:
         settings = self._settings
-        # The driver is started only where clients may register its memory.
+        # The CUDA driver is started only if clients may register GPU memory.
         memory = find_client_memory() if settings.allow_client_shm else None
         cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
         return Services(
@@ -173,7 +174,7 @@ class HeadraceServer:
         settings = self._settings
         if not settings.grpc:
             return 0
-        # Imported where it is wanted: without gRPC its library costs neither time nor memory.
+        # Imported only if gRPC is on: the library takes time and memory.
         from headrace.grpc.service import grpc_methods
 
         methods = grpc_methods(services, settings.limits.max_body_bytes, self._options_reader)
@@ -188,23 +189,23 @@ class HeadraceServer:
         if isinstance(error, ConfigError):
             logger.error("%s", error)
         elif error is not None:
-            logger.error("loading failed", exc_info=error)
+            logger.error("loading the models failed", exc_info=error)
         substitutes = self._registry.substitutes()
         if error is not None or ((failures or substitutes) and self._settings.strict):
             if failures and error is None:
-                logger.error("--strict: %d of the models cannot be served", len(failures))
+                logger.error("--strict: %d of the models cannot be served, the server stops", len(failures))
             for name, number, reason in substitutes if self._settings.strict else ():
                 cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
-                logger.error("--strict: model %s version %s asks for a GPU: %s (%s)", name, number, reason, cure)
+                logger.error("--strict: model %s version %s requires a GPU: %s (%s)", name, number, reason, cure)
             self._exit_status = 1
             self._stop()
             return
         self._announce(self._addresses, self._registry)
 
     def _interrupt(self) -> None:
-        # Only Ctrl-C is impatient when it comes twice: supervisors like to repeat SIGTERM.
+        # Only a second Ctrl-C aborts: supervisors repeat SIGTERM.
         if self._servers and self._servers[0].should_exit:
-            logger.warning("Ctrl-C again: leaving without waiting for requests in flight")
+            logger.warning("Ctrl-C again: exiting without waiting for requests in flight")
             for server in self._servers:
                 server.force_exit = True
             if self._grpc is not None:
@@ -220,7 +221,12 @@ class HeadraceServer:
 
 
 def extensions(settings: Settings, cuda: bool) -> list[str]:
-    """The protocol's extensions that are switched on, by the names that Triton gives them."""
+    """Return the protocol's extensions that are switched on, by Triton's names.
+
+    Args:
+        settings: settings of the server.
+        cuda: clients can register GPU memory.
+    """
     names = ["binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"]
     names += ["model_repository(unload_dependents)", "parameters", "schedule_policy", "statistics"]
     if settings.allow_client_shm:
@@ -233,7 +239,7 @@ def extensions(settings: Settings, cuda: bool) -> list[str]:
 
 
 def _configure_garbage_collector() -> None:
-    """Requests make no reference cycles worth hunting: look for them rarely, and never among what was there at start."""
+    """Run the garbage collector rarely, and never on objects from startup: requests create no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -1,4 +1,4 @@
-"""Start-up message of `headrace serve`: addresses, models, a command to try; as text or as JSON log lines."""
+"""Startup message of `headrace serve`: addresses, models, a command to try; as text or as JSON log lines."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ logger = logging.getLogger("headrace")
 
 
 class Index(Protocol):
-    """The registry, as far as the banner goes."""
+    """Interface of the registry that the startup message needs."""
 
     def index(self) -> Sequence[Mapping[str, object]]:
-        """Every version found, its state and reason."""
+        """Return name, version, state and reason of every known version."""
 
     def placements(self) -> Mapping[tuple[str, str], Mapping[str, object]]:
-        """Runtime, device, precision and more of each version that serves, by name and version."""
+        """Return runtime, device, precision and more of each serving version, by name and version."""
 
     def config(self, name: str, version: str) -> Mapping[str, Any]:
-        """The configuration of a model that serves, as Triton's JSON."""
+        """Return the configuration of a serving model in Triton's JSON."""
 
 
 class Addresses(NamedTuple):
-    """Where a server listens.
+    """Addresses of a server.
 
     Attributes:
-        url: of HTTP.
-        grpc: host and port of gRPC, "" without.
-        metrics: URL of the page of metrics.
+        url: URL of HTTP.
+        grpc: host and port of gRPC; "" without gRPC.
+        metrics: URL of the metrics page.
     """
 
     url: str
@@ -47,7 +47,11 @@ class Addresses(NamedTuple):
 
 
 def startup_rows(registry: Index) -> list[dict[str, str]]:
-    """The start-up table: one row a version, by column title, in the order of the columns."""
+    """Return the startup table: one row a version, cells by column title, in the order of the columns.
+
+    Args:
+        registry: the registry.
+    """
     placements = registry.placements()
     rows = []
     for row in registry.index():
@@ -60,12 +64,12 @@ def startup_rows(registry: Index) -> list[dict[str, str]]:
 
 
 def announce(addresses: Addresses, registry: Index, first_model: str = "") -> None:
-    """Print the models, the addresses and a line to try; folded on terminals only.
+    """Print the models, the addresses and a command to try; lines are folded on terminals only.
 
     Args:
-        addresses: where the server listens.
-        registry: the models.
-        first_model: name of the model whose file was named, for the line to try; "" for none.
+        addresses: addresses of the server.
+        registry: the registry.
+        first_model: name of the first model given as a file, for the command to try; "" if there is none.
     """
     url = addresses.url
     console = open_console(highlight=False)
@@ -96,7 +100,12 @@ def announce(addresses: Addresses, registry: Index, first_model: str = "") -> No
 
 
 def log_announcement(addresses: Addresses, registry: Index) -> None:
-    """Log what `announce` prints: a line for each version with its row of the table, then one with the addresses."""
+    """Log the startup message: one line for each version with its row of the table, then one with the addresses.
+
+    Args:
+        addresses: addresses of the server.
+        registry: the registry.
+    """
     for row in startup_rows(registry):
         message = f"model {row['model']} version {row['version']} is {row['state']} after start-up"
         logger.info("%s", message, extra={FIELDS: {"event": "startup_model", **row}})
@@ -109,7 +118,12 @@ def _addresses_line(addresses: Addresses) -> str:
 
 
 def example(url: str, ready: set[object]) -> str:
-    """A curl line: for the simplest demo model, or for readiness where that is not served."""
+    """Return a curl command for the simplest demo model, or for readiness if that is not served.
+
+    Args:
+        url: URL of the server.
+        ready: names of the models that are READY.
+    """
     if "add_sub" not in ready:
         return f"curl {url}/v2/health/ready"
     numbers = list(range(16))
@@ -122,9 +136,9 @@ def example(url: str, ready: set[object]) -> str:
     return f"curl -s {url}/v2/models/add_sub/infer -d {shlex.quote(orjson.dumps(body).decode())}"
 
 
-# Inputs with more elements are sent as bytes, by a pipe of zeros, instead of as numbers in JSON.
+# Inputs with more elements are sent as binary zeros through a pipe, not as numbers in JSON.
 _MAX_JSON_ELEMENTS = 64
-# Bytes an element has, by the protocol's datatype; text has no size.
+# Bytes of an element by the protocol's datatype; BYTES elements have no fixed size.
 _BYTES = {
     "BOOL": 1,
     "UINT8": 1,
@@ -140,12 +154,12 @@ _BYTES = {
 
 
 def model_example(url: str, name: str, config: Mapping[str, Any]) -> str:
-    """A curl line for a model, with zeros for its inputs and 1 for each free dimension.
+    """Return a curl command for a model, with zeros for its inputs and 1 for each free dimension.
 
     Args:
-        url: of the server.
-        name: of the model.
-        config: of the model, as Triton's JSON.
+        url: URL of the server.
+        name: name of the model.
+        config: configuration of the model in Triton's JSON.
     """
     batch = [1] if config["max_batch_size"] else []
     inputs: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Repository, registry and instances of one process, without any protocol: what a server and an embedding program share."""
+"""Repository, registry and instances of one process, without any protocol; shared by the server and by embedding programs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger("headrace")
 
 
 class DataPlane:
-    """Loads the models of the repositories and keeps them served.
+    """Loads the models of the repositories and serves them to callers in this process.
 
-    Ownership: the reconciler's control thread loads and closes models; it is started by `reconciler.start` and ended by
-    `reconciler.stop`.
+    Ownership: the reconciler's control thread loads and closes models; `reconciler.start` starts it, `reconciler.stop` ends
+    it.
 
     Args:
-        settings: which models, and how they are loaded.
-        loop: the event loop on which callers of `ModelHandle.infer` wait.
-        on_loaded: called on the loop when the first loading is over, with the error if it failed as a whole.
-        model_filter: by repository, the models that it is reduced to.
+        settings: repositories and load options.
+        loop: event loop on which callers of `ModelHandle.infer` wait.
+        on_loaded: called on the loop after the initial load, with the error if it failed as a whole.
+        model_filter: names of the served models, for each repository that is served in part.
 
     Attributes:
         registry: versions that serve.
-        gpu_model_cache: models that share the memory of GPUs.
+        gpu_model_cache: models in GPU memory.
         reconciler: the control thread.
     """
 
@@ -73,10 +73,10 @@ class DataPlane:
         self.reconciler = Reconciler(selection, loader, self.registry, loaded, control)
 
     def _instance_died(self, name: str, number: str, remaining: int) -> None:
-        logger.error("model %s version %s: an instance died, %d left", name, number, remaining)
+        logger.error("model %s version %s: an instance died, %d remain", name, number, remaining)
         if remaining == 0:
             self.registry.mark_dead(name, number)
 
     def _instance_restarted(self, name: str, number: str, alive: int) -> None:
-        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, alive)
+        logger.warning("model %s version %s: a dead instance was restarted, %d live", name, number, alive)
         self.registry.mark_alive(name, number)

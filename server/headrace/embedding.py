@@ -31,7 +31,7 @@ from headrace.settings import Settings
 
 logger = logging.getLogger("headrace")
 
-# Shapes of requests repeat; this many are kept for a model version.
+# Shapes of requests repeat; maximum number of cached shapes of a model version.
 MAX_CHECKED_SHAPES = 256
 _THREAD = "headrace-loop"
 
@@ -39,8 +39,9 @@ _THREAD = "headrace-loop"
 class Server:
     """Serves models inside the calling program.
 
-    Used with `with`, the server has an event loop on a thread of its own. Used with `async with`, it works on the running event
-    loop, which saves `Model.infer_async` two thread switches.
+    With `with`, the server runs an event loop on its own thread. With `async with`, it uses the running event loop, which
+    saves
+    `Model.infer_async` two thread switches.
 
     Ownership: `_loop_thread` is started by `__enter__` and ended by `__exit__`; the control thread belongs to `DataPlane`.
 
@@ -48,9 +49,9 @@ class Server:
         *repositories: model repositories, folders of one model, or ONNX files.
         models: names of the models to load; None loads all.
         state_dir: folder for latency tables and built engines, which outlive the process; "" for none.
-        profile_s: seconds that each model is measured before it serves; 0 for not at all.
-        gpu_memory_fraction: part of each GPU's memory that all models together may take.
-        drain_timeout_s: seconds that leaving the context waits for requests in flight.
+        profile_s: maximum time in seconds to measure each model before it serves; 0 measures nothing.
+        gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
+        drain_timeout_s: maximum wait in seconds for requests in flight when the context ends.
 
     Example:
         >>> with headrace.Server("model_repository") as server:
@@ -67,7 +68,9 @@ class Server:
         drain_timeout_s: float = 30.0,
     ) -> None:
         if not repositories:
-            raise ValueError("no repository: name a folder of models, the folder of one model, or an ONNX file")
+            raise ValueError(
+                "no repository is given: name a folder of models, the folder of one model, or an ONNX file"
+            )
         self._paths = tuple(Path(path).expanduser() for path in repositories)
         self._settings = Settings(
             model_repository=(),
@@ -87,8 +90,8 @@ class Server:
         """Load the models and wait until they serve.
 
         Raises:
-            ConfigError: a repository or one of its models cannot be served; the message has each reason.
-            RuntimeError: the server is entered already.
+            ConfigError: a repository or one of its models cannot be served; has all reasons.
+            RuntimeError: the server is running.
         """
         self._check_new()
         loop = self._loop = asyncio.new_event_loop()
@@ -104,14 +107,14 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Answer what is queued, end the instances and close the models."""
+        """Complete the queued requests, end the instances and close the models."""
         try:
             self._close()
         finally:
             self._end_loop()
 
     async def __aenter__(self) -> Server:
-        """As `__enter__`, on the running event loop."""
+        """Load the models on the running event loop; see `__enter__`."""
         self._check_new()
         self._loop = asyncio.get_running_loop()
         try:
@@ -124,30 +127,30 @@ class Server:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As `__exit__`."""
+        """Close the models; see `__exit__`."""
         try:
             await asyncio.to_thread(self._close)
         finally:
             self._loop = None
 
     def model(self, name: str, version: str = "") -> Model:
-        """A model that serves.
+        """Return a serving model.
 
         Args:
-            name: of the model.
+            name: name of the model.
             version: number or label; "" for the latest at the time of each request.
 
         Raises:
             NotFound: no such model or version.
             Unavailable: the version does not serve now.
-            RuntimeError: the server is not entered.
+            RuntimeError: the server is not running.
         """
         model = Model(self, name, version)
-        _ = model.spec  # raises where there is none
+        _ = model.spec  # raises NotFound for an unknown model
         return model
 
     def models(self) -> list[str]:
-        """Names of the models that serve, sorted."""
+        """Return the names of the serving models, sorted."""
         return sorted({name for name, _, _ in self._running().registry.sources()})
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -185,7 +188,7 @@ class Server:
         data_plane, self._data_plane = self._data_plane, None
         try:
             if data_plane is not None and not data_plane.reconciler.stop(self._settings.drain_timeout_s):
-                logger.error("requests still ran after %g s; their memory is not freed", self._settings.drain_timeout_s)
+                logger.error("requests still run after %g s; their memory is not freed", self._settings.drain_timeout_s)
         finally:
             self._resources.close()
 
@@ -200,11 +203,11 @@ class Server:
 
     def _check_new(self) -> None:
         if self._loop is not None:
-            raise RuntimeError("the server is entered already: make a second Server for a second set of models")
+            raise RuntimeError("the server is running already: create a second Server for a second set of models")
 
     def _running(self) -> DataPlane:
         if self._data_plane is None:
-            raise RuntimeError("the server does not run: use it inside `with headrace.Server(...) as server:`")
+            raise RuntimeError("the server is not running: use it inside `with headrace.Server(...) as server:`")
         return self._data_plane
 
     def _lease(self, name: str, version: str) -> ModelHandle:
@@ -215,11 +218,11 @@ class Server:
 
 
 class Model:
-    """A model of an embedded `Server`; from `Server.model`. Usable from any thread.
+    """A model of an embedded `Server`, created by `Server.model`. Thread-safe.
 
     Args:
-        server: that serves it.
-        name: of the model.
+        server: the server.
+        name: name of the model.
         version: number or label; "" for the latest at the time of each request.
     """
 
@@ -227,12 +230,12 @@ class Model:
         self._server = server
         self._name = name
         self._version = version
-        # By the version's spec: a reload has a new one. Values: datatypes and shapes that were checked.
+        # Checked datatypes and shapes by the version's spec; a reload has a new spec.
         self._checked: WeakKeyDictionary[ModelSpec, _CheckedShapes] = WeakKeyDictionary()
 
     @property
     def spec(self) -> ModelSpec:
-        """Inputs, outputs and batch size of the version that a request would reach now.
+        """Inputs, outputs and batch size of the version that a request would use now.
 
         Raises:
             HeadraceError: it does not serve.
@@ -250,29 +253,33 @@ class Model:
         priority: int = 0,
         client: str = "",
     ) -> dict[str, Array]:
-        """Run one request and wait for the answer on the calling thread.
+        """Run one request; blocks the calling thread until the response.
 
-        Where nothing else waits, the calling thread runs the model itself, without a thread switch. The arrays of `inputs` are
-        read, not copied: they must not change until the answer is there.
+        If no other request waits, the calling thread runs the model itself, without a thread switch. The arrays of `inputs`
+        are read, not
+        copied: they must not change until the response.
 
         Args:
-            inputs: arrays by input name, with the batch dimension in front where the model batches. An array must have the
-                input's dtype; lists and scalars are converted. BF16 is taken as `ml_dtypes.bfloat16` or as its bit pattern in
-                uint16, BYTES as an object array of bytes or str.
-            outputs: names of the outputs to return; none for all.
-            deadline_s: seconds after which the answer is of no use; 0 for none.
-            priority: level, 1 is the highest; 0 for the model's default.
-            client: name for quotas and fair shares; "" for none.
+            inputs: arrays by input name, with the batch dimension in front if the model batches. An array must have the
+                input's dtype;
+                lists and scalars are converted. BF16 is `ml_dtypes.bfloat16` or its bit pattern in uint16, BYTES an object
+                array of
+                bytes or str.
+            outputs: names of the outputs to return; empty for all.
+            deadline_s: time in seconds after which the response is of no use; 0 for none.
+            priority: priority level, 1 is the highest; 0 for the model's default.
+            client: client name for rate limits and fair sharing; "" for none.
 
         Returns:
-            Outputs by name, with as many rows as the inputs; BF16 as its bit pattern in uint16, BYTES as objects of bytes.
+            Outputs by name, with as many rows as the inputs; BF16 as its bit pattern in uint16, BYTES as an object array of
+            bytes.
 
         Raises:
-            BadRequest: an input or output is not what the model takes.
+            BadRequest: an input or output does not match the model.
             DeadlineExceeded: the deadline passed first.
             Overloaded: the queue is full.
-            HeadraceError: any other error of the tree in `headrace.core.errors`.
-            RuntimeError: called on the server's own event loop, which must not wait: await `infer_async` there.
+            HeadraceError: any other error of `headrace.core.errors`.
+            RuntimeError: called on the server's own event loop, which must not block: await `infer_async` there.
         """
         if self._server._on_loop():
             raise RuntimeError("infer would block the server's event loop: await infer_async there")
@@ -299,7 +306,7 @@ class Model:
         priority: int = 0,
         client: str = "",
     ) -> dict[str, Array]:
-        """As `infer`, for coroutines; on any event loop. A cancelled call leaves the queue.
+        """Run one request from a coroutine on any event loop; see `infer`. A cancelled call leaves the queue.
 
         Args:
             inputs, outputs, deadline_s, priority, client: as in `infer`.
@@ -372,7 +379,9 @@ class Model:
 
 
 class _CheckedShapes:
-    """Rows and shape key of requests of one model version, by names and shapes of their inputs; at most MAX_CHECKED_SHAPES."""
+    """Rows and shape key of requests of one model version, by names and shapes of their inputs; at most MAX_CHECKED_SHAPES
+    entries.
+    """
 
     __slots__ = ("_factory", "_results")
 
@@ -384,13 +393,13 @@ class _CheckedShapes:
         """Check names and shapes against the model.
 
         Args:
-            arrays: by input, with the dtype of the input already.
+            arrays: by input name, with the dtype of the input.
 
         Returns:
             Rows of the batch dimension (1 without one), and `InferRequest.shape_key`.
 
         Raises:
-            BadRequest: an unknown or missing input, or a shape that the model does not take.
+            BadRequest: an unknown or missing input, or a shape that does not match the model.
         """
         key = tuple([(name, array.shape) for name, array in arrays.items()])
         result = self._results.get(key)
@@ -408,7 +417,7 @@ class _CheckedShapes:
 
 
 def _array(spec: ModelSpec, name: str, value: npt.ArrayLike) -> Array:
-    """An input as a C-contiguous array of the model's dtype.
+    """Convert an input to a C-contiguous array of the model's dtype.
 
     Raises:
         BadRequest: unknown input, or values of another type.

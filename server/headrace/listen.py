@@ -1,4 +1,4 @@
-"""Sockets and the servers on them: HTTP (uvicorn with our protocol), metrics on a port of their own, gRPC."""
+"""Sockets and their servers: HTTP (uvicorn with Headrace's protocol), metrics on their own port, gRPC."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MetricsRender = Callable[[str], tuple[str, bytes]]
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handling: two of them share a process, and a drained server exits with 0.
+    """uvicorn without its signal handling: two servers share a process, and a drained server exits with 0.
 
     Args:
         application: an ASGI callable.
-        settings: times.
-        client_limits: the limits on clients.
-        tls: for HTTPS, or None.
+        settings: timeouts.
+        client_limits: limits on clients.
+        tls: TLS context for HTTPS, or None.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `HeadraceServer`."""
+        """Install no handlers: `HeadraceServer` handles the signals."""
         yield
 
 
 class GrpcListener:
-    """A gRPC engine that serves until it is told to stop.
+    """Runs a gRPC engine until `stop`.
 
     Args:
-        engine: grpcio's or ours.
-        drain_timeout_s: how long calls in flight may take once it is told to stop.
+        engine: the engine, grpcio's or Headrace's own.
+        drain_timeout_s: maximum time in seconds for calls in flight after `stop`.
     """
 
     def __init__(self, engine: GrpcEngine, drain_timeout_s: float) -> None:
@@ -81,7 +81,11 @@ class GrpcListener:
         self._ending = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port. Raises OSError."""
+        """Listen on an address; returns the port.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
         return await self._engine.start(host, port)
 
     async def serve(self) -> None:
@@ -90,14 +94,14 @@ class GrpcListener:
         await self._engine.stop(self._drain_timeout_s)
 
     def stop(self, now: bool = False) -> None:
-        """Begin to drain, or (now) do without."""
+        """Begin to drain, or with `now` end all calls."""
         if now:
             self._drain_timeout_s = 0.0
         self._ending.set()
 
 
 def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None) -> GrpcEngine:
-    """The engine that the settings name; the other one is not imported."""
+    """Create the gRPC engine of the settings; the other one is not imported."""
     if settings.grpc_engine == "fast":
         from headrace.grpc.fast_server import FastGrpcServer
 
@@ -108,14 +112,14 @@ def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimit
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:
-    """The files for TLS, None if it is not asked for.
+    """Return the TLS files, None if TLS is off.
 
     Raises:
-        ConfigError: one without the other, or files that are no certificate and key.
+        ConfigError: certificate or key is missing, or the files are invalid.
     """
     if not settings.tls_cert and not settings.tls_key:
         if settings.tls_client_ca:
-            raise _error("--tls-client-ca needs --tls-cert and --tls-key", "name the server's certificate and key")
+            raise _error("--tls-client-ca needs --tls-cert and --tls-key", "name the server's certificate and key too")
         return None
     if not settings.tls_cert or not settings.tls_key:
         raise _error("--tls-cert and --tls-key come together", "name both, or none")
@@ -134,7 +138,7 @@ def _error(message: str, cure: str) -> ConfigError:
 
 
 def metrics_application(page: MetricsRender) -> FastAPI:
-    """/metrics and nothing else."""
+    """Create the application of the metrics port: /metrics and nothing else."""
     app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/metrics")
@@ -146,7 +150,7 @@ def metrics_application(page: MetricsRender) -> FastAPI:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Ask the system for as many file descriptors as that many connections of each protocol need, and a few for ourselves."""
+    """Raise the process's limit of file descriptors to what `connections` of each protocol need, plus 512."""
     if sys.platform == "win32":
         return
     import resource
@@ -166,7 +170,15 @@ def raise_file_limit(connections: int) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address taken; raises OSError whose text has host and port."""
+    """Bind a listening socket.
+
+    Args:
+        host: address.
+        port: port; 0 lets the system choose.
+
+    Raises:
+        OSError: the address cannot be bound; the text has host and port.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -182,5 +194,5 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def format_address(host: str, port: int) -> str:
-    """host:port as a URL has it."""
+    """Return host:port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""What the command line and the environment say. The only reader of the environment."""
+"""Settings of the server from the command line and the environment. The only reader of the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.triton_flags import ALIASES
 PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
 _HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-# They mean something of their own to the front ends.
+# Headers with a meaning of their own for the front ends.
 _RESERVED_HEADERS = frozenset(
     (
         *(
@@ -39,40 +39,41 @@ _FALSE = {"0", "false", "no", "off", ""}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to serve; every field is an option of `headrace serve` and a variable `HEADRACE_<FIELD>`.
+    """Settings of `headrace serve`; every field is an option and an environment variable `HEADRACE_<FIELD>`.
 
     Attributes:
         model_repository: folders with one folder a model.
         id: name of the server in its metadata, as tritonserver's --id.
         host: address to listen on.
-        http_port: for HTTP; 0 lets the system choose.
-        grpc_port: for gRPC; 0 lets the system choose.
-        grpc_engine: grpcio, or fast (our own HTTP/2).
-        grpc: serve gRPC at all.
-        metrics_port: for /metrics, None for the HTTP port.
-        model_control: none loads everything at start, explicit only what `load_model` names and what clients ask for, poll
-            watches the folders.
-        poll_interval_s: how often model control poll looks.
+        http_port: HTTP port; 0 lets the system choose.
+        grpc_port: gRPC port; 0 lets the system choose.
+        grpc_engine: "grpcio", or "fast" (Headrace's own HTTP/2).
+        grpc: serve gRPC.
+        metrics_port: port of /metrics; None for the HTTP port.
+        model_control: "none" loads all models at start, "explicit" only `load_model` and those that clients load, "poll"
+            watches the
+            folders.
+        poll_interval_s: time between two scans with model control "poll", in seconds.
         load_model: models to load at start; "*" is all.
         strict: refuse to start if a model cannot be served.
-        ready_when: the server is ready while a model serves (any), or while every model that should be served is READY (all).
-        allow_client_shm: let clients register shared memory.
-        allow_model_override: let a load request bring its own configuration.
-        trace_file: where traces go.
-        telemetry: what is told of requests; each field is an option of its own.
-        log_format: text or json.
-        client_header: of HTTP and gRPC, names the client that a request is from; in lower case.
-        limits: on what clients may send; most are options of their own.
-        gpu_memory_fraction: of each GPU's memory, what all models together may take.
-        profile_s: how long each model is measured before it serves, 0 for not at all.
-        state_dir: what is to outlive the process is kept there (profiles of models), "" for nowhere.
-        drain_timeout_s: how long shutdown waits for requests in flight.
-        keep_alive_timeout_s: how long an HTTP connection stays open between requests.
-        metrics: keep latency histograms and serve /metrics.
-        metrics_config: which metrics under Triton's names there are.
-        tls_cert: certificate chain (PEM) for both front ends, "" for no TLS.
-        tls_key: its private key (PEM).
-        tls_client_ca: clients must show a certificate that one of these (PEM) signed, "" if they need none.
+        ready_when: "any": ready while one model serves; "all": while every model that should serve is READY.
+        allow_client_shm: clients may register shared memory.
+        allow_model_override: a load request may contain a configuration and files.
+        trace_file: file for traces; "" for none.
+        telemetry: traces, spans and request log; each field is an option of its own.
+        log_format: "text" or "json".
+        client_header: HTTP header and gRPC metadata key with the client's name, in lower case.
+        limits: limits on clients; most are options of their own.
+        gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
+        profile_s: maximum time to measure each model before it serves, in seconds; 0 measures nothing.
+        state_dir: folder for latency tables and engines, which outlive the process; "" for none.
+        drain_timeout_s: maximum wait at shutdown for requests in flight, in seconds.
+        keep_alive_timeout_s: time that an HTTP connection stays open between requests, in seconds.
+        metrics: record latency histograms and serve /metrics.
+        metrics_config: metrics under Triton's names.
+        tls_cert: certificate chain (PEM) of HTTP and gRPC; "" for no TLS.
+        tls_key: private key of it (PEM).
+        tls_client_ca: CA certificates (PEM) that sign client certificates; "" if clients need none.
     """
 
     model_repository: tuple[Path, ...]
@@ -99,8 +100,8 @@ class Settings:
     profile_s: float = 0.25
     state_dir: str = "~/.cache/headrace/state"
     drain_timeout_s: float = 30.0
-    # Proxies keep idle connections to what is behind them for 60 s (most of them); whoever closes first must not be the server,
-    # or a request that is under way to it is lost.
+    # Most proxies keep idle connections to their backends for 60 s. The server must not close first, or a request that is on
+    # its way to it is lost.
     keep_alive_timeout_s: float = 75.0
     metrics: bool = True
     metrics_config: TritonMetrics = field(default_factory=TritonMetrics)
@@ -112,8 +113,12 @@ class Settings:
 def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
     """Declare the options of `headrace serve`, with defaults from the environment.
 
+    Args:
+        parser: the parser.
+        environ: environment variables; None for those of the process.
+
     Raises:
-        ValueError: a variable has a value that the option does not take; names both.
+        ValueError: a variable has an invalid value; names both.
     """
     env = _Environment(os.environ if environ is None else environ)
     add = parser.add_argument
@@ -164,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
 
 
 def names(option: str) -> list[str]:
-    """An option with the names that tritonserver has for it."""
+    """Return an option with tritonserver's names for it."""
     return [option, *(flag for flag, ours in ALIASES.items() if ours == option)]
 
 
@@ -174,7 +179,7 @@ def add_state(parser: argparse.ArgumentParser) -> None:
 
 
 def is_json_log(arguments: Sequence[str]) -> bool:
-    """Whether arguments that may not parse, or else the environment, ask for a log in JSON; only `serve` has one."""
+    """True if the command line, which may be invalid, or else the environment selects a JSON log; only `serve` has one."""
     if list(arguments[:1]) != ["serve"]:
         return False
     for index, word in reversed(list(enumerate(arguments))):
@@ -186,7 +191,7 @@ def is_json_log(arguments: Sequence[str]) -> bool:
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
-    """Settings out of parsed arguments."""
+    """Create settings from parsed arguments."""
     return Settings(
         model_repository=_repositories(args),
         id=args.id,
@@ -222,7 +227,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
 
 
 def _repositories(args: argparse.Namespace) -> tuple[Path, ...]:
-    """Those that options name; the default only where no path is named either."""
+    """Repositories of the options; the default only if no path is given either."""
     folders = args.model_repository or ([] if args.path else args.default_model_repository)
     return tuple(Path(folder) for folder in folders)
 
@@ -252,11 +257,11 @@ def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> Non
 
 
 def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
-    """The command line of `headrace build`, with the server's state folder where the environment names one and the line does not.
+    """Return the command line of `headrace build` with the server's state folder, if only the environment has one.
 
     Args:
         words: the command and its arguments.
-        environ: in place of the process's.
+        environ: environment variables; None for those of the process.
     """
     state = _Environment(os.environ if environ is None else environ).text("STATE_DIR", "")
     is_named = any(word.partition("=")[0] == "--state-dir" for word in words)
@@ -355,7 +360,7 @@ def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
     if name in _METRICS_SWITCHES and value in ("true", "false"):
         return name, value == "true"
     if name == "summary_quantiles":
-        # Triton's form is QUANTILE:ERROR; ours have the error of the buckets, 9 %.
+        # Triton's form is QUANTILE:ERROR; here the error is that of the histogram buckets, 9 %.
         try:
             quantiles = tuple(float(item.partition(":")[0]) for item in value.split(","))
         except ValueError:
@@ -363,7 +368,7 @@ def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
         if quantiles and all(0 < quantile < 1 for quantile in quantiles) and len(set(quantiles)) == len(quantiles):
             return name, tuple(sorted(quantiles))
     allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
-    raise argparse.ArgumentTypeError(f"{text!r} is no setting of metrics: write {allowed}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a metrics setting: write {allowed}")
 
 
 def _size(text: str) -> int:
@@ -376,7 +381,9 @@ def _header(text: str) -> str:
     name = text.lower()
     is_reserved = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _RESERVED_HEADERS
     if is_reserved or not _HEADER.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be the header that names the client")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot name the client: write a header of letters, digits, '_', '-' and '.' that HTTP and gRPC do not use"
+        )
     return name
 
 
@@ -389,7 +396,7 @@ def _positive(text: str) -> int:
 def _positive_seconds(text: str) -> float:
     seconds = _seconds(text)
     if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: more than 0 seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of more than 0 seconds")
     return seconds
 
 
@@ -414,7 +421,7 @@ def _fraction(text: str) -> float:
 
 
 class _Environment:
-    """Reads `HEADRACE_` variables and says which one is wrong."""
+    """Reads `HEADRACE_` variables; errors name the variable."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -468,5 +475,5 @@ class _Environment:
 
 
 def disable_ort_telemetry() -> None:
-    """Keep ONNX Runtime, in this process and its children, from telling its maker what it runs; before it is imported."""
+    """Switch off ONNX Runtime's telemetry in this process and its children; call it before the library is imported."""
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"

@@ -24,7 +24,7 @@ _UTC_TIME, _GENERALIZED_TIME = 0x17, 0x18
 
 
 def certificate_expiry_s(path: str) -> float | None:
-    """When the first certificate in a PEM file expires, in seconds since 1970; None if that cannot be read."""
+    """Return the expiry time of the first certificate in a PEM file, in seconds since 1970; None if it cannot be read."""
     try:
         first, end, _ = Path(path).read_text("ascii", "replace").partition(_END)
         begin = first.index("-----BEGIN CERTIFICATE-----")
@@ -34,14 +34,14 @@ def certificate_expiry_s(path: str) -> float | None:
 
 
 def _not_after(certificate: bytes) -> datetime:
-    """Raises ValueError or IndexError if it is no certificate."""
+    """Return the end of validity; raises ValueError or IndexError if the bytes are not a certificate."""
     (_, whole), *_ = _values(certificate)
     (_, signed), *_ = _values(whole)
     fields = list(_values(signed))
     _, validity = fields[4 if fields[0][0] == _VERSION else 3]
     _, (tag, text) = _values(validity)
     digits = text.decode("ascii")
-    if tag == _UTC_TIME:  # two digits of the year: 50 and later are of the last century
+    if tag == _UTC_TIME:  # two-digit year: 50 and later are 1950 to 1999
         digits = ("19" if int(digits[:2]) >= 50 else "20") + digits
     elif tag != _GENERALIZED_TIME:
         raise ValueError("no time")
@@ -49,7 +49,7 @@ def _not_after(certificate: bytes) -> datetime:
 
 
 def _values(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each value, one after the other."""
+    """Yield tag and content of each value."""
     at = 0
     while at < len(content):
         tag, length = content[at], content[at + 1]
@@ -67,9 +67,9 @@ class TlsFiles:
     """Paths of PEM files.
 
     Attributes:
-        certificate: of the server, with the intermediate ones after it.
-        key: of the certificate, without a passphrase.
-        client_ca: who signs the clients' certificates; "" if clients need none.
+        certificate: certificate of the server, followed by intermediate certificates.
+        key: private key of the certificate, without a passphrase.
+        client_ca: CA certificates that sign client certificates; "" if clients need none.
     """
 
     certificate: str
@@ -77,13 +77,13 @@ class TlsFiles:
     client_ca: str = ""
 
     def ssl_context(self, alpn: tuple[str, ...]) -> ssl.SSLContext:
-        """For a server on Python's own TLS: TLS 1.2 at least, compression off (both are RFC 9113, section 9.2).
+        """Create a context for Python's TLS: TLS 1.2 or later, compression off (RFC 9113, section 9.2).
 
         Args:
-            alpn: the protocols offered, e.g. ("h2",) or ("http/1.1",), the preferred one first; none if it is empty.
+            alpn: offered protocols, preferred first, e.g. ("h2",) or ("http/1.1",); empty for none.
 
         Raises:
-            OSError: a file cannot be read or is not what it should be; `strerror` says which.
+            OSError: a file cannot be read or is invalid; `strerror` names it.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -91,7 +91,7 @@ class TlsFiles:
         _read("certificate", self.certificate)
         _read("key", self.key)
         try:
-            # Without the empty passphrase OpenSSL would ask for one on the terminal.
+            # Without the empty passphrase OpenSSL would prompt on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
         except ssl.SSLError as error:
             raise _unusable(
@@ -111,10 +111,10 @@ class TlsFiles:
         return context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a server of grpcio; raises what `ssl_context` raises."""
-        import grpc  # only here: who serves HTTP alone does without the library
+        """Create credentials for grpcio; raises the errors of `ssl_context`."""
+        import grpc  # only here: a server without gRPC does not need the library
 
-        self.ssl_context(())  # grpcio says no more than "failed to bind" of files that are wrong
+        self.ssl_context(())  # grpcio only reports "failed to bind" for invalid files
         authority = _read("client CA", self.client_ca) if self.client_ca else None
         pair = (_read("key", self.key), _read("certificate", self.certificate))
         return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)

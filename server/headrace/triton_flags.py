@@ -1,6 +1,6 @@
-"""Command-line flags of tritonserver: which of them `headrace serve` takes, and an answer for each of the others.
+"""Command-line flags of tritonserver: those that `headrace serve` accepts, and an explanation of each of the others.
 
-`docs/from-triton.md` has the same answers in a table, which a test compares.
+`docs/from-triton.md` has the same explanations in a table, which a test compares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAME: tuple[str, ...] = (
     "--metrics-config",
 )
 
-# Other names for options of ours that mean the same and take the same values.
+# Other names of Headrace's options with the same meaning and values.
 ALIASES: dict[str, str] = {
     "--model-store": "--model-repository",
     "--model-control-mode": "--model-control",
@@ -51,7 +51,7 @@ _QUOTAS = (
 _CACHE = "not here: there is no response cache, every request is computed"
 _LIBRARIES = "not here: backends and caches are part of the server, no shared libraries are loaded"
 
-# Flags that are not taken -> what is to be written instead, or why nothing is.
+# Flags that are not accepted -> what to write instead, or why nothing is needed.
 ANSWERS: dict[str, str] = {
     "--exit-on-error": "write --strict (off by default: other models are served if one is broken)",
     "--strict-model-config": "not needed: what a configuration leaves out is read from the model, the rest is compared",
@@ -129,12 +129,12 @@ ANSWERS: dict[str, str] = {
     "--host-policy": "not here: start the server under numactl or taskset",
 }
 
-# A flag of both whose values differ.
+# A flag of both servers whose values differ.
 LOG_FORMAT = "the same name, other values: --log-format text or --log-format json"
 
 
 def answer(option: str) -> str:
-    """What to do about an option of tritonserver that is not taken here; "" for any other.
+    """Return an explanation of a tritonserver option that is not accepted here; "" for any other.
 
     Args:
         option: with its dashes, without its value.

@@ -183,9 +183,9 @@ def test_outside_its_context_it_says_so(repository: Path) -> None:
         server.model("affine")
     with server:
         model = server.model("affine")
-        with pytest.raises(RuntimeError, match="entered already"), server:
+        with pytest.raises(RuntimeError, match="running already"), server:
             pass
-    with pytest.raises(RuntimeError, match="does not run"):
+    with pytest.raises(RuntimeError, match="is not running"):
         model.infer({"X": rows(1)})
     with server:  # a second time
         assert model.infer({"X": rows(1)})["Y"].shape == (1, 4)

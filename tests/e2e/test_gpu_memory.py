@@ -204,7 +204,7 @@ def test_strict_refuses_the_cpu_in_place_of_a_gpu_that_was_asked_for(tmp_path: P
     try:
         if status:
             assert server.wait() == status
-            assert "--strict: model r version 1 asks for a GPU" in server.text
+            assert "--strict: model r version 1 requires a GPU" in server.text
         else:
             server.wait_until_ready()
             assert re.search(r"r +1 +READY +onnxruntime +CPU .*model\.onnx serves on the CPU", server.text)
