@@ -356,6 +356,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/settings.py",
     "server/headrace/tls.py",
     "server/headrace/triton_flags.py",
+    "server/headrace/http",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

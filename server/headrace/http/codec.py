@@ -1,6 +1,7 @@
-"""HTTP bodies of the Open Inference Protocol V2, with the binary tensor data and classification extensions.
+"""Codec for HTTP bodies of the Open Inference Protocol V2, with the binary tensor data and classification extensions.
 
-Knows no web framework: bytes in, `InferRequest` out; answers in, bytes out. One `ModelCodec` a model version.
+It is independent of the web framework: bytes to `InferRequest`, `InferResponse` to bytes. Each model version has its own
+`ModelCodec`.
 """
 
 from __future__ import annotations
@@ -190,20 +191,20 @@ class _Request(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Request)
-# Characters of a parser's message: it may repeat what the client has sent.
+# Characters of a parser's message in an error: the message may repeat the client's JSON.
 _MAX_MESSAGE_CHARS = 200
 
 
 class ModelCodec:
-    """Decodes requests for one model version and encodes its answers.
+    """Decodes requests for one model version and encodes its responses.
 
-    Not thread-safe: it belongs to the event loop.
+    Ownership: the event loop.
 
     Args:
-        spec: of the version.
-        regions: where clients' shared memory is found; None if it is off.
-        max_shared_bytes: of one request's inputs in shared memory.
-        client_limits: the limits on JSON.
+        spec: input and output tensor specs of the version.
+        regions: shared memory of clients; None if it is disabled.
+        max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
+        client_limits: limits on JSON.
     """
 
     def __init__(
@@ -221,31 +222,28 @@ class ModelCodec:
         self._client_limits = client_limits or ClientLimits()
 
     def decode(
-        self,
-        body: bytes | BodyBytes,
-        header_size: int | None,
-        received_ns: int,
-        deadline_ns: int = 0,
-        client: str = "",
+        self, body: bytes | BodyBytes, header_size: int | None, received_ns: int, deadline_ns: int = 0, client: str = ""
     ) -> tuple[InferRequest, RequestTemplate]:
-        """A request out of a body.
+        """Decode a request.
 
         Args:
-            body: JSON, then the binary tensors; inputs are views of it.
-            header_size: bytes of JSON, None if all of it is; 0 for a raw binary request.
-            received_ns: when it had arrived.
-            deadline_ns: the caller's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
+            body: JSON, followed by the binary tensors as little-endian bytes. Inputs are views of it.
+            header_size: bytes of JSON; None if the whole body is JSON; 0 for a raw binary request.
+            received_ns, deadline_ns: arrival of the body and deadline of the transport, monotonic; deadline 0 for none.
             client: as in `InferRequest`.
 
+        Returns:
+            The request, and its template for `encode`.
+
         Raises:
-            BadRequest: says what came, where, and what was expected.
-            NotFound, Forbidden: no such region of shared memory, or all of it is off.
+            BadRequest: the request is invalid.
+            NotFound, Forbidden: shared memory that does not exist or is disabled.
         """
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
         if size or header_size is None:
-            header = bytes(body[:size])  # of `bytes` no copy if it is the whole
+            header = bytes(body[:size])  # no copy if the whole body is JSON
             template = self._templates.find(header) or self._parse_template(header)
             position = size
         else:
@@ -287,19 +285,19 @@ class ModelCodec:
         request_id: str = "",
         parameters: Mapping[str, object] | None = None,
     ) -> tuple[int | None, Body]:
-        """An answer as the parts of a body.
+        """Encode a response.
 
         Args:
             response: every output of the model.
-            template: of the request, as `decode` gave it.
-            request_id: the caller's own, "" for none.
-            parameters: of the answer.
+            template: of the request, from `decode`.
+            request_id: of the caller, "" for none.
+            parameters: of the response.
 
         Returns:
-            The size of the JSON header if binary tensors follow it, else None; and the parts, in order.
+            Bytes of the JSON header if binary tensors follow it, else None; and the parts of the body in order.
 
         Raises:
-            BadRequest: an output cannot be shown in the form that was asked for, or is too large for its shared memory.
+            BadRequest: an output cannot be encoded in the requested form, or is larger than its shared memory.
         """
         outputs: list[dict[str, object]] = []
         body: Body = [b""]
@@ -311,7 +309,7 @@ class ModelCodec:
                 array, datatype = classify(array, spec, output.classes, self.spec.max_batch_size > 0), BYTES
             description: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
             if output.shared is not None:
-                # No parameters: Triton's C++ client takes any as a sign of binary data behind the header.
+                # No parameters: Triton's C++ client expects binary data after the header if an output has any.
                 template.write_output(output, tensor_codec.to_binary(array, datatype))
             elif output.binary:
                 data = tensor_codec.to_binary(array, datatype)
@@ -334,9 +332,9 @@ class ModelCodec:
         return (len(body[0]) if binary else None), body
 
     def _raw_template(self, body: bytes | BodyBytes) -> tuple[RequestTemplate, int]:
-        """The plan of a raw binary request, and where in the body the tensors that it leaves to be read begin.
+        """Return the template of a raw binary request, and the position in the body at which raw inputs begin.
 
-        One row, the shape by the size of the body, all outputs in binary.
+        The request has one row; the size of the body determines its shape; all outputs are binary.
         """
         key = b"%d" % len(body)
         template = self._raw_templates.find(key)
@@ -381,7 +379,11 @@ class ModelCodec:
 
 
 def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int]]:
-    """The input and shape that a raw binary request of a size stands for: one row, and at most one free dimension.
+    """Return the input and shape of a raw binary request: one row, at most one dynamic dimension.
+
+    Args:
+        model: input and output tensor specs.
+        size_bytes: of the body.
 
     Raises:
         BadRequest: the model has several inputs, or the size does not determine the shape.
@@ -419,14 +421,14 @@ def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int
 
 
 def _parse(header: bytes, keys: int) -> _Request:
-    """The JSON of a request.
+    """Parse the JSON of a request.
 
     Args:
-        header: the text.
-        keys: number of keys in it (`check_json`).
+        header: JSON text in UTF-8.
+        keys: number of keys in it, from `check_json`.
 
     Raises:
-        BadRequest: not JSON, not an inference request, or a key is there twice in one object.
+        BadRequest: the text is not JSON or not an inference request, or an object has a key twice.
     """
     try:
         message = _decoder.decode(header)
@@ -436,7 +438,7 @@ def _parse(header: bytes, keys: int) -> _Request:
         if b"NaN" not in header and b"Inf" not in header:
             raise _not_json(error) from error
         return _parse_non_finite(header)
-    if keys != _keys(message):  # one is there twice, or one that we do not know
+    if keys != _keys(message):  # a duplicate key, or an unknown one
         check_unique(header)
     return message
 
@@ -459,7 +461,7 @@ def _not_json(error: Exception) -> BadRequest:
 
 
 def _keys(message: _Request) -> int:
-    """How many keys the JSON of a message has at the least; exactly as many if nothing in it is unknown, empty or nested."""
+    """Return the minimum number of keys in the JSON of a message; the exact number if no key is unknown, empty or nested."""
     keys = 1 + bool(message.id) + bool(message.parameters) + len(message.parameters)
     for tensor in message.inputs:
         keys += 3 + (tensor.data is not None) + bool(tensor.parameters) + len(tensor.parameters)
@@ -471,14 +473,14 @@ def _keys(message: _Request) -> int:
 
 
 def binary_size(tensor: _Input, shared: bool) -> int | None:
-    """The declared size of an input's binary data, None if they are in the JSON or in shared memory.
+    """Return the declared bytes of binary data of an input; None if its data are in the JSON or in shared memory.
 
     Args:
-        tensor: the input.
+        tensor: input of the request.
         shared: True if its parameters name shared memory.
 
     Raises:
-        BadRequest: the data are in two places, in none, or have no size.
+        BadRequest: the data are in two places or in none, or their size is invalid.
     """
     if shared:
         if tensor.data is not None or "binary_data_size" in tensor.parameters:

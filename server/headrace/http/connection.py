@@ -1,13 +1,15 @@
-"""uvicorn's HTTP/1.1 protocol with four short cuts for the inference route, offered as `headrace.connection` in the scope.
+"""HTTP/1.1 connection: uvicorn's protocol with four fast paths for inference, limits and timeouts.
 
-- A waiting request learns at once that its client has gone. ASGI tells a disconnect only to who asks `receive` for it, which
-  costs a task per request; here the connection itself abandons the completion that its request waits for.
-- A body that has arrived whole is handed over without a round through `receive`.
-- A large body is received without the parser, straight into the array of its tensors (`SocketReader`).
-- An answer is written in one piece, without a round of checks on headers that are ours.
+The endpoint reaches the fast paths through `headrace.connection` in the ASGI scope:
 
-And with limits on all that a client may send, and on the time it takes (`ConnectionTimeouts`). The short cuts read attributes of
-uvicorn's request cycle; the locked version has them, and tests run over both ways.
+- Disconnects. In ASGI, only a pending `receive` reports a disconnect, which takes a task for each request. Here the connection
+  abandons the completion of its request.
+- Complete bodies. A body that has arrived is returned without a call of `receive`.
+- Large bodies. The rest of a large body goes directly into one array, without the parser (`SocketReader`).
+- Responses. A response is written in one call, without uvicorn's checks of headers.
+
+The fast paths use attributes of uvicorn's request cycle. The pinned version has them, and tests run with and without the fast
+paths.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import httptools
 import numpy as np
@@ -50,33 +52,6 @@ class Stage(IntEnum):
     """The client's close: the server has sent its last response."""
 
 
-class TimedConnection(Protocol):
-    """A connection with timeouts; see `headrace.http.connection.HeadraceHttpProtocol`.
-
-    Attributes:
-        stage: the event it waits for.
-        since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
-    """
-
-    stage: Stage
-    since: int
-
-    def unread_bytes(self) -> int:
-        """Bytes of responses in the write buffer that the client has not read; 0 for none."""
-
-    def is_idle_without_timer(self) -> bool:
-        """True between two requests if no keep-alive timer is set."""
-
-    def is_waiting_for_server(self) -> bool:
-        """True if the server itself delays the body: an earlier request on the connection is still running."""
-
-    def time_out(self, text: str) -> None:
-        """Respond 408 with a text and end the connection."""
-
-    def abort(self) -> None:
-        """Close the connection immediately, without a response."""
-
-
 class ConnectionTimeouts:
     """Enforces the timeouts of all connections of one listener.
 
@@ -100,16 +75,16 @@ class ConnectionTimeouts:
         self._client_limits = client_limits
         self._timer: asyncio.TimerHandle | None = None
         # For each connection: its unread bytes when they last changed, and the epoch of that change.
-        self._connections: dict[TimedConnection, tuple[int, int]] = {}
+        self._connections: dict[HeadraceHttpProtocol, tuple[int, int]] = {}
         self.epoch = 0
 
-    def add(self, connection: TimedConnection) -> None:
+    def add(self, connection: HeadraceHttpProtocol) -> None:
         """Add a new connection."""
         self._connections[connection] = (0, self.epoch)
         if self._timer is None:
             self._arm()
 
-    def discard(self, connection: TimedConnection) -> None:
+    def discard(self, connection: HeadraceHttpProtocol) -> None:
         """Remove a closed connection; the timer stops with the last one."""
         self._connections.pop(connection, None)
         if not self._connections and self._timer is not None:
@@ -127,7 +102,7 @@ class ConnectionTimeouts:
         if self._connections:
             self._arm()
 
-    def _check(self, connection: TimedConnection, unread_before: int, since: int) -> None:
+    def _check(self, connection: HeadraceHttpProtocol, unread_before: int, since: int) -> None:
         unread, epoch = connection.unread_bytes(), self.epoch
         if not unread or unread != unread_before:
             self._connections[connection] = (unread, epoch)
@@ -264,26 +239,30 @@ class SocketReader(asyncio.BufferedProtocol):
 
 # --- Connection --------------------------------------------------------------------------------------------------------
 
-# Larger answers are written in parts: joining them would cost more than another entry in the write queue.
+# Larger responses are written in parts: joining them costs more than another entry in the write queue.
 _JOIN_BELOW_BYTES = 65536
-# What each chunk of a body may have beside its data: its size, two line ends, an extension. More counts as headers.
+# Allowed bytes per chunk besides its data: size, two line ends, an extension. More bytes count as headers.
 _CHUNK_FRAME_BYTES = 32
 _HEADERS, _CHUNKS = "max_header_bytes", "max_chunks"
 
 
 class _RefusedError(Exception):
-    """Raised in the parser's callbacks, of which the parser makes an error of its own."""
+    """Raised in callbacks of the parser to stop it; the parser replaces it by its own error."""
 
 
 class HeadraceHttpProtocol(HttpToolsProtocol):
-    """One connection; see `headrace.http.infer_endpoint.Connection`.
+    """Server side of one HTTP/1.1 connection; implements `headrace.http.infer_endpoint.Connection`.
+
+    Ownership: the event loop.
 
     Args:
-        client_limits: the limits. A Content-Length beyond them is left to the parser, and to the endpoint to refuse.
-        timeouts: of the listener's connections.
+        client_limits: limits of all connections and requests. The endpoint checks the Content-Length.
+        timeouts: of all connections of the listener.
 
     Attributes:
-        stage, since: see `TimedConnection`.
+        completion: completion of the running request, which a disconnect abandons; None for none.
+        stage: the event that the connection waits for.
+        since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
     """
 
     def __init__(self, *args: Any, client_limits: ClientLimits, timeouts: ConnectionTimeouts, **kwargs: Any) -> None:
@@ -295,17 +274,17 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._reader = SocketReader(self, self._direct_data)
         self._direct_body: tuple[RequestResponseCycle, asyncio.Future[BodyBytes | None]] | None = None
         self._checked_cycle: RequestResponseCycle | None = None
-        # With requests in a row it is not the last one, which is all that uvicorn knows of.
+        # The cycle whose application runs. With pipelined requests it is not the last one, which is `self.cycle`.
         self._active_cycle: RequestResponseCycle | None = None
         self._refusal = (0, "")
         self._has_received = False
-        self._reservation = client_limits.reserve()  # of the message that is being read; its scope has it too
-        # Of the message that is being read: its headers, less the read that they began in; chunks; and bytes of the body as they
-        # came, with all that frames them, and as they are.
+        self._reservation = client_limits.reserve()  # of the request that is being read; also in its scope
+        # Of the request that is being read: header bytes without the first read; chunks; body bytes with chunk framing; body
+        # bytes without it.
         self._header_bytes = self._chunks = self._wire_bytes = self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """From here on the reader decides where bytes go."""
+        """Install the socket reader; refuse the connection if there are too many."""
         super().connection_made(transport)
         transport.set_protocol(self._reader)
         self._timeouts.add(self)
@@ -315,7 +294,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone: nobody waits for the answer any more."""
+        """Abandon the running request and break reference cycles."""
         self._client_limits.leave()
         self._timeouts.discard(self)
         self._mark_disconnected()
@@ -323,10 +302,10 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self.completion is not None:
             self.completion.abandon()
-        for cycle, _ in self.pipeline:  # nobody will serve them
+        for cycle, _ in self.pipeline:  # pipelined requests that were not started
             cycle.scope["headrace.reservation"].end()  # type: ignore[typeddict-item]
         self.pipeline.clear()
-        # The garbage collector comes by rarely: what leads back here must not keep a body until it does.
+        # Break reference cycles: otherwise a body would stay in memory until the garbage collector runs.
         self.cycle = self.scope = self._reader = self._direct_body = self._checked_cycle = None  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -334,14 +313,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, self._serve)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        """Run the application, behind which nobody needs the body of its request."""
+        """Run the application, then release the reservation of the request body."""
         try:
             await self.app(scope, receive, send)
         finally:
             scope["headrace.reservation"].end()
 
     def _mark_disconnected(self) -> None:
-        """Nothing can be written any more: an answer that waits until it can would find that out by an exception."""
+        """Mark the running request as disconnected, so that a send that waits for the write buffer returns instead of raising."""
         cycle = self._active_cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -351,14 +330,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     # --- The parser's callbacks ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins: its scope gets a way back to this connection."""
+        """Begin a request; its scope refers to this connection."""
         super().on_message_begin()
         self.stage, self.since, self._header_bytes = Stage.HEADERS, self._timeouts.epoch, 0
         self.scope["headrace.connection"] = self  # type: ignore[typeddict-unknown-key]
         self._reservation = self.scope["headrace.reservation"] = self._client_limits.reserve()  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
-        """The headers are in."""
+        """Check the size of the headers."""
         limit = self._client_limits.limits.max_header_bytes
         if self._header_bytes + 2 * READ_BYTES > limit:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -368,10 +347,10 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self.stage, self.since = Stage.BODY, self._timeouts.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
         super().on_headers_complete()
-        self.headers = []  # trailers would be added to the list that the application reads
+        self.headers = []  # a new list: the parser would append trailers to the one of the application
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Count the chunks of a body."""
         self._chunks += 1
         if self._chunks > self._client_limits.limits.max_chunks:
             max_chunks = self._client_limits.limits.max_chunks
@@ -380,7 +359,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self._refuse_from_parser(413, text)
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body, without what frames it."""
+        """Reserve memory for a part of the body, without chunk framing."""
         self._body_bytes += len(body)
         try:
             self._reservation.grow(len(body))
@@ -389,7 +368,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A whole request is in."""
+        """End a request: it has arrived completely."""
         self.stage = Stage.BETWEEN
         super().on_message_complete()
 
@@ -400,7 +379,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Bytes for the parser; if they leave a large body incomplete, the rest of it takes the short way."""
+        """Pass bytes to the parser, then receive the rest of a large body directly."""
         if self.parser is None:
             return
         stage_before, scope = self.stage, self.scope
@@ -412,13 +391,13 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             return
         cycle = self.cycle
         if cycle is not None and cycle.more_body and cycle is not self._checked_cycle and self.parser is not None:
-            # Only now, right after its headers: once its task has run, the body is the business of `receive`.
+            # Only right after the headers: once the task of the request has run, `receive` returns the body.
             self._checked_cycle = cycle
             if not self.pipeline:
                 self._receive_directly(cycle)
 
     def _count(self, size_bytes: int) -> None:
-        """A read that holds nothing but a part of one message's headers, or of its body."""
+        """Count a read that contains only headers or only body of one request."""
         limit = self._client_limits.limits.max_header_bytes
         if self.stage is Stage.HEADERS:
             self._header_bytes += size_bytes
@@ -426,48 +405,48 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
                 self._client_limits.hit(_HEADERS)
                 self._refuse(431, f"the headers are larger than {limit} bytes")
             return
-        # Extensions of chunks and trailers are not the body's, and may be as endless as headers.
+        # Chunk extensions and trailers are not part of the body; they are limited like headers.
         self._wire_bytes += size_bytes
         if self._wire_bytes - self._body_bytes > limit + _CHUNK_FRAME_BYTES * self._chunks:
             self._client_limits.hit(_HEADERS)
             self._refuse(431, f"extensions of chunks and trailers are larger than {limit} bytes")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP, or more than is taken."""
+        """Respond to bytes that are no HTTP, or to a request that a callback has refused."""
         status, text = self._refusal
         self._refuse(status or 400, text or msg)
 
-    # --- TimedConnection ----------------------------------------------------------------------------------------------
+    # --- Timeouts -----------------------------------------------------------------------------------------------------
 
     def unread_bytes(self) -> int:
-        """See `TimedConnection`."""
+        """Return the bytes of responses in the write buffer, which the client has not read."""
         return self.transport.get_write_buffer_size()
 
     def is_idle_without_timer(self) -> bool:
-        """See `TimedConnection`: the timer between two requests is off, an empty line may have done that."""
+        """Return True between two requests if no keep-alive timer is set; an empty line unsets it."""
         cycle = self.cycle
         return cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is None
 
     def is_waiting_for_server(self) -> bool:
-        """See `TimedConnection`."""
+        """Return True if the server delays the body: an earlier request on the connection is still running."""
         return bool(self.pipeline)
 
     def time_out(self, text: str) -> None:
-        """See `TimedConnection`."""
+        """Respond 408 with a text and end the connection."""
         if self._has_received:
             self._refuse(408, text)
         else:
-            self.transport.close()  # there was no request that could be answered
+            self.transport.close()  # no request has begun
 
     def abort(self) -> None:
-        """See `TimedConnection`."""
+        """Close the connection immediately, without a response."""
         self._mark_disconnected()
         self.transport.abort()
 
-    # --- The short cuts -----------------------------------------------------------------------------------------------
+    # --- Fast paths ---------------------------------------------------------------------------------------------------
 
     async def read_body(self, send: Any) -> bytes | BodyBytes | None:
-        """The body of the request that `send` answers, or None if `receive` has it (or the client's leaving)."""
+        """Return the body of the request that `send` answers; None if the endpoint must call `receive` for it."""
         cycle: RequestResponseCycle = send.__self__
         if self._direct_body is not None and self._direct_body[0] is cycle:
             whole = await self._direct_body[1]
@@ -476,14 +455,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             return whole
         if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
             return None
-        body, cycle.body = bytes(cycle.body), bytearray()  # a connection that idles keeps nothing
+        body, cycle.body = bytes(cycle.body), bytearray()  # an idle connection holds no body
         return body
 
     def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a whole answer; False if the client reads slowly and the answer must wait its turn through `send`.
+        """Write a complete response; returns False if the write buffer is full and the response must go through `send`.
 
         Args:
-            send: of the request that is answered.
+            send: ASGI send of the request.
             head: status line and headers, each with its line end, without the empty line.
             parts: of the body.
         """
@@ -505,7 +484,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         return True
 
     def _receive_directly(self, cycle: RequestResponseCycle) -> None:
-        """Take the rest of a body past the parser, if it is an inference request's and large enough to be worth it."""
+        """Receive the rest of a body without the parser, if it belongs to an inference request and is large."""
         if cycle.response_complete or cycle.waiting_for_100_continue or not self.scope["path"].endswith("/infer"):
             return
         size_bytes = _content_length(cycle.scope["headers"])  # type: ignore[arg-type]
@@ -514,18 +493,18 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
         try:
             self._reservation.check(size_bytes - len(cycle.body))
-        except Overloaded as error:  # told before it is read
+        except Overloaded as error:  # before the body is read
             self._refuse(503, str(error))
             return
 
         def complete(body: BodyBytes | None) -> None:
             if cycle.response_complete or body is None:
-                self._direct_body = None  # nobody wants it
+                self._direct_body = None  # the request has ended
             else:
                 cycle.body = body  # type: ignore[assignment]
             cycle.more_body = False
             cycle.message_event.set()
-            # The parser still waits for that body: a fresh one takes the next request.
+            # The parser still waits for that body: a new one parses the next request.
             self.stage = Stage.BETWEEN
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -533,7 +512,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._direct_body = cycle, self._reader.receive_body(size_bytes, cycle.body, complete)
 
     def _direct_data(self, size_bytes: int) -> None:
-        """A part of a large body has come the short way."""
+        """Reserve memory for a part of a direct body."""
         self._unset_keepalive_if_required()
         if self.cycle.response_complete:
             self._reader.drop_body()
@@ -544,21 +523,21 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self._refuse(503, str(error))
 
     def _refuse(self, status: int, text: str) -> None:
-        """The last words on a connection: answer, read nothing more, and give the client time to hear it.
+        """Respond with an error, stop reading, and close the connection after the client had time to read.
 
-        Closing at once would make the system send a reset, on which clients drop an answer that they have not read yet.
+        An immediate close would make the kernel send a reset, on which clients discard a response that they have not read yet.
         """
         transport = self.transport
         if transport.is_closing() or self.stage is Stage.ENDING:
             return
         cycle = self.cycle
-        # Where an answer is still to come on the connection, or was given already, words would be taken for another.
+        # If another response is due or was sent on the connection, the client would take this one for it.
         if self.stage is Stage.BODY:
             is_silent = bool(self.pipeline) or cycle.response_started
         else:
             is_silent = cycle is not None and not cycle.response_complete
         self.stage, self.since = Stage.ENDING, self._timeouts.epoch
-        self.parser = None  # type: ignore[assignment]  # what comes is dropped
+        self.parser = None  # type: ignore[assignment]  # further bytes are dropped
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -578,7 +557,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
 
 def _content_length(headers: Sequence[tuple[bytes, bytes]]) -> int:
-    """The declared size of the body, 0 if there is none (a chunked one)."""
+    """Return the Content-Length in bytes, 0 for none or an invalid one."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit() and len(value) < 20:
             return int(value)

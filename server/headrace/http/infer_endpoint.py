@@ -1,6 +1,6 @@
-"""`POST /v2/models/{model}[/versions/{version}]/infer` as a raw ASGI callable: the hot path.
+"""Inference endpoint: `POST /v2/models/{model}[/versions/{version}]/infer` as an ASGI application.
 
-No framework between the socket and the codec: no pydantic, no dependency injection, one coroutine a request.
+This is the hot path: one coroutine for each request, and no framework between the socket and the codec.
 """
 
 from __future__ import annotations
@@ -46,31 +46,35 @@ _BINARY_HEAD = (
 
 
 class Connection(Protocol):
-    """The short cuts that our own HTTP protocol offers; see `headrace.http.connection`."""
+    """Fast paths of our HTTP protocol; see `headrace.http.connection`."""
 
     completion: LoopCompletion | None
 
     async def read_body(self, send: Send) -> bytes | BodyBytes | None:
-        """The body, or None if `receive` has it."""
+        """Return the request body; None if the endpoint must call `receive` for it."""
 
     def write_response(self, send: Send, head: bytes, parts: Body) -> bool:
-        """Write a whole answer; False if it must go through `send`."""
+        """Write a complete response; returns False if it must go through `send`."""
 
 
 class InferHeaders:
-    """The headers of a request that matter here.
+    """Headers of an inference request.
 
     Attributes:
+        accept_encoding: value of Accept-Encoding, several joined by commas; "" for none.
+        content_encoding: in lower case, "" for none.
+        content_length: bytes, 0 for none.
+        header_size: Inference-Header-Content-Length in bytes, None for none.
         options: request options.
     """
 
     __slots__ = ("accept_encoding", "content_encoding", "content_length", "header_size", "options")
 
     def __init__(self, headers: list[tuple[bytes, bytes]], options_reader: RequestOptionsReader) -> None:
-        """Read them.
+        """Parse the headers.
 
         Raises:
-            BadRequest: a value that its header does not take.
+            BadRequest: a header has an invalid value.
         """
         self.accept_encoding = ""
         self.content_encoding = ""
@@ -101,12 +105,12 @@ WIRE = Wire("http", "200", lambda error: str(http_status(error)), load_in_parame
 
 
 class InferEndpoint:
-    """Serves inference requests.
+    """Serves inference requests over HTTP.
 
     Args:
-        services: where versions are leased, shared memory is found, and accounts go.
-        client_limits: the limits on requests.
-        options_reader: what else is read of a request.
+        services: models, shared memory regions and the destination of request records.
+        client_limits: limits of all requests.
+        options_reader: parser of the request options in the headers.
         clock: monotonic nanoseconds.
     """
 
@@ -127,14 +131,20 @@ class InferEndpoint:
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
-        """Serve one request for a model; never raises for what the client did."""
+        """Serve one request; never raises for an invalid request.
+
+        Args:
+            scope, receive, send: of ASGI.
+            model: name.
+            version: "" for the latest.
+        """
         service, clock = self._service, self._clock
         pending = PendingRequest(model, version, clock())
         try:
             handle = service.lease(pending)
             headers = InferHeaders(scope["headers"], self._options_reader)
             options = pending.options = headers.options
-            # From its first bytes on: a caller that waits so long counts the sending of its body, too.
+            # The deadline starts with the first bytes: the client's timeout includes the upload of the body.
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
@@ -154,8 +164,8 @@ class InferEndpoint:
             await self._fail(scope, send, error, pending)
 
     async def _fail(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:
-        """Answer with an error, and count it."""
-        if pending.options is NO_OPTIONS:  # refused before its headers were read
+        """Respond with an error and count it."""
+        if pending.options is NO_OPTIONS:  # failed before the headers were parsed
             with suppress(BadRequest):
                 pending.options = InferHeaders(scope["headers"], self._options_reader).options
         failure = self._service.fail(pending, error)
@@ -219,7 +229,7 @@ async def _wait(completion: LoopCompletion, connection: Connection | None, recei
     connection.completion = completion
     try:
         return await completion
-    except asyncio.CancelledError:  # the server is being shut down by force
+    except asyncio.CancelledError:  # the drain timeout of the shutdown has passed
         completion.abandon()
         raise
     finally:
@@ -227,7 +237,7 @@ async def _wait(completion: LoopCompletion, connection: Connection | None, recei
 
 
 async def _wait_for_disconnect(completion: LoopCompletion, receive: Receive) -> InferResponse:
-    """Wait behind an ASGI server that is not ours: its disconnect message is watched by a task."""
+    """Wait under another ASGI server: a task waits for the disconnect message."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -242,7 +252,7 @@ async def _wait_for_disconnect(completion: LoopCompletion, receive: Receive) -> 
 
 
 def _requested_headers(pending: PendingRequest, extra_headers: Headers) -> Headers:
-    """The headers of a response, and those that the request asks for: timing, load report."""
+    """Add the headers that a request enables: timing, load report."""
     if pending.parameters:
         extra_headers = extra_headers.with_pairs(timing_headers(pending.parameters))
     if pending.load is not None:
@@ -279,9 +289,10 @@ async def _send_response(
 
 
 def error_response(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body, `{"error": text}`; where coming back makes sense, when: Retry-After, and the same finer.
+    """Encode and count an error.
 
-    Counts the error.
+    Returns:
+        Status, headers and JSON body `{"error": text}`. Headers have Retry-After and Retry-After-Ms if a retry can succeed.
     """
     ERRORS.count("http", error.reason)
     body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
@@ -296,7 +307,7 @@ def error_response(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]]
 
 
 async def send_error(send: Send, error: HeadraceError, extra_headers: Sequence[Header] = ()) -> None:
-    """Answer with an error, and more headers."""
+    """Respond with an error and extra headers."""
     status, headers, body = error_response(error)
     headers.extend(extra_headers)
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -304,7 +315,7 @@ async def send_error(send: Send, error: HeadraceError, extra_headers: Sequence[H
 
 
 async def send_method_not_allowed(send: Send) -> None:
-    """Answer to anything but POST."""
+    """Respond 405 to any method except POST."""
     body = orjson.dumps({"error": "inference takes POST"})
     headers = [_JSON_TYPE, (b"allow", b"POST"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 405, "headers": headers})
@@ -312,7 +323,7 @@ async def send_method_not_allowed(send: Send) -> None:
 
 
 def _length(name: bytes, value: bytes) -> int:
-    # Digits only: int() would take signs, blanks and underscores. Twenty digits are beyond any size.
+    # Digits only: int() accepts signs, blanks and underscores. No size has more than twenty digits.
     if not value.isdigit() or len(value) > 20:
         raise BadRequest(f"{name.decode()}: {value[:32]!r} is not a number of bytes")
     return int(value)
