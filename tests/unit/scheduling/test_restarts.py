@@ -92,8 +92,18 @@ class Served:
         assert not waiting_timers()
 
 
+class RestartTimer(threading.Timer):
+    """A timer that counts as finished from the moment its function begins; the standard one does so when that has returned."""
+
+    def run(self) -> None:
+        self.finished.wait(self.interval)
+        if not self.finished.is_set():
+            self.finished.set()
+            self.function(*self.args, **self.kwargs)
+
+
 def waiting_timers() -> list[threading.Timer]:
-    """Of instances that are to be started anew."""
+    """Timers of restarts that have not begun."""
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     return [timer for timer in timers if timer.name.startswith("restart of") and not timer.finished.is_set()]
 
@@ -114,6 +124,7 @@ def hearing(words: str) -> Iterator[threading.Semaphore]:
 
 def play(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, pause_s: float = 0.01) -> None:
     monkeypatch.setattr(restarts, "FIRST_PAUSE_S", pause_s)
+    monkeypatch.setattr(threading, "Timer", RestartTimer)
 
     async def main() -> None:
         await scenario(Mailbox(asyncio.get_running_loop()))
