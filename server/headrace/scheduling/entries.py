@@ -110,22 +110,13 @@ class EntryFactory:
                 f"the request has {request.rows} rows, the queue of model '{self._spec.name}' holds at most "
                 f"{max_rows * self._max_parts}: send several smaller requests"
             )
-        pieces = cut(request.inputs, request.rows, max_rows)
-        joiner = PartJoiner(whole, len(pieces), lambda: self.mismatch)
+        parts = split_request(request, max_rows)
+        joiner = PartJoiner(whole, len(parts), lambda: self.mismatch)
         entries: list[Entry] = []
-        for index, inputs in enumerate(pieces):
-            part = InferRequest(
-                inputs=inputs,
-                rows=min(max_rows, request.rows - index * max_rows),
-                shape_key=request.shape_key,
-                received_ns=request.received_ns,
-                deadline_ns=request.deadline_ns,
-                client=request.client,
-                size_bytes=request.size_bytes // len(pieces),
-            )
+        for index, part in enumerate(parts):
             entry = Entry(part, PartCompletion(joiner, index), level, now_ns, self._objective_ns)
             entry.remove = self._remove
-            entry.counts_as_request = index == len(pieces) - 1
+            entry.counts_as_request = index == len(parts) - 1
             entries.append(entry)
 
         def remove_all() -> None:
@@ -149,10 +140,26 @@ def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
     sequencer.admit(completions)
 
 
-def cut(inputs: dict[str, Array], rows: int, max_rows: int) -> list[dict[str, Array]]:
-    """Split inputs of shape (rows, ...) into views of at most `max_rows` rows; other requests may join the last one."""
+def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
+    """Split a request into parts of at most `max_rows` rows; their inputs of shape (rows, ...) are views.
+
+    Other requests may share a batch with the last part. Every attribute but inputs, rows and size is that of the request.
+    """
+    starts = range(0, request.rows, max_rows)
     return [
-        {name: array[start : start + max_rows] for name, array in inputs.items()} for start in range(0, rows, max_rows)
+        InferRequest(
+            request_id=request.id,
+            inputs={name: array[start : start + max_rows] for name, array in request.inputs.items()},
+            rows=min(max_rows, request.rows - start),
+            shape_key=request.shape_key,
+            received_ns=request.received_ns,
+            priority=request.priority,
+            deadline_ns=request.deadline_ns,
+            queue_timeout_ns=request.queue_timeout_ns,
+            client=request.client,
+            size_bytes=request.size_bytes // len(starts),
+        )
+        for start in starts
     ]
 
 

@@ -10,7 +10,7 @@ from headrace.backends.base import InFlightBatch
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array, as_input
-from headrace.scheduling.entries import cut
+from headrace.scheduling.entries import split_request
 from headrace.scheduling.executor import Staging
 from headrace.scheduling.pipeline import Filler
 from headrace.scheduling.queue import Entry
@@ -93,8 +93,30 @@ def test_a_batch_on_the_cpu_gets_copies() -> None:
 
 
 def test_an_oversized_request_is_cut_where_it_lies() -> None:
-    parts = cut({"x": as_input(resident(_rows(0, 5)))}, 5, 2)
+    request = InferRequest(inputs={"x": as_input(resident(_rows(0, 5)))}, rows=5, shape_key=None, received_ns=0)
+    parts = split_request(request, 2)
     flight = _flight(5, 0)
-    Filler("test").fill(flight, [_entry(**part) for part in parts])
+    Filler("test").fill(flight, [_entry(**part.inputs) for part in parts])
     assert np.array_equal(_seen(flight), _rows(0, 5))
     assert len(flight.resident_inputs) == 3
+
+
+def test_parts_of_a_request_keep_all_of_its_attributes_but_the_rows() -> None:
+    request = InferRequest(
+        inputs={"x": _rows(0, 5)},
+        rows=5,
+        shape_key=("x",),
+        received_ns=7,
+        request_id="id",
+        priority=3,
+        deadline_ns=11,
+        queue_timeout_ns=13,
+        size_bytes=90,
+        client="shop",
+    )
+    parts = split_request(request, 2)
+    assert [part.rows for part in parts] == [2, 2, 1]
+    assert sum(part.size_bytes for part in parts) == 90
+    assert np.array_equal(np.concatenate([part.inputs["x"] for part in parts]), _rows(0, 5))
+    for name in set(InferRequest.__slots__) - {"inputs", "rows", "size_bytes"}:
+        assert [getattr(part, name) for part in parts] == [getattr(request, name)] * 3, name
