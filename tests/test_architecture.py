@@ -357,6 +357,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/tls.py",
     "server/headrace/triton_flags.py",
     "server/headrace/http",
+    "server/headrace/inference",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

@@ -1,5 +1,4 @@
-"""What the headers of an inference request ask, the same over HTTP and as gRPC metadata: who it is, how long it waits, what it
-wants to be told besides the answer."""
+"""Request options in HTTP headers and gRPC metadata (client, timeout, timing, load report, trace), and request parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from headrace.core.telemetry import TRACEPARENT_HEADER, TRACESTATE_HEADER, Trace
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMING_HEADER = "headrace-timing"
-# Of Open Request Cost Aggregation, by the name that Triton gives it.
+# Format of the load report (Open Request Cost Aggregation); Triton's name of the header.
 LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
-# Triton's: an error ends its gRPC stream with the error's code, instead of being a message of it.
+# Triton's: an error ends the gRPC stream with its status code, instead of being a message on the stream.
 STREAM_ERROR_HEADER = "triton_grpc_error"
 
 _OPTION_HEADERS = (
@@ -28,22 +27,22 @@ _OPTION_HEADERS = (
 )
 _CLIENT = re.compile(CLIENT_PATTERN)
 _TIMEOUT = re.compile(r"[0-9]{1,20}")
-# A deadline further away than this is none; it also keeps a million years from overflowing a timer.
+# A longer timeout counts as none; the limit also keeps timers from overflowing.
 MAX_TIMEOUT_NS = 86_400_000 * NS_PER_MS
 _FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What one request's headers ask.
+    """Options of one request, from its headers or metadata.
 
     Attributes:
-        client: who asks, "" for nobody in particular.
-        timeout_ns: how long it waits for an answer, 0: for ever.
-        timing: the answer is to tell where its time has gone.
-        load_format: in which the answer is to tell the model's load, in lower case; "" for not at all.
-        trace: that of the caller, None if it has none.
-        ends_stream: the first error of a gRPC stream ends it.
+        client: name of the client, "" for none.
+        timeout_ns: time that the client waits for the response, 0 for no limit.
+        timing: True to return the time of each phase.
+        load_format: format of the load report in lower case, "" for none.
+        trace: trace context of the caller, None for none.
+        ends_stream: True if the first error of a gRPC stream ends it.
     """
 
     client: str = ""
@@ -54,7 +53,7 @@ class RequestOptions:
     ends_stream: bool = False
 
     def deadline_ns(self, start_ns: int, transport_ns: int = 0) -> int:
-        """The earlier of the request's deadline, if it began at `start_ns`, and the transport's; monotonic, 0 for none."""
+        """Return the earlier of the option's deadline, counted from `start_ns`, and the transport's; monotonic, 0 for none."""
         return earlier(start_ns + self.timeout_ns if self.timeout_ns else 0, transport_ns)
 
 
@@ -62,14 +61,14 @@ NO_OPTIONS = RequestOptions()
 
 
 class RequestOptionsReader:
-    """Reads them.
+    """Parses request options.
 
     Args:
-        client_header: names the client; in lower case.
+        client_header: header with the name of the client, in lower case.
 
     Attributes:
-        names: of all headers that matter.
-        wire_names: the same by what is on the wire.
+        names: of all option headers.
+        wire_names: the same names by their bytes on the wire.
     """
 
     def __init__(self, client_header: str = CLIENT_HEADER) -> None:
@@ -78,16 +77,19 @@ class RequestOptionsReader:
         self.wire_names = {name.encode(): name for name in self.names}
 
     def read(self, headers: Mapping[str, str]) -> RequestOptions:
-        """What the headers ask; others than `names` are passed over.
+        """Parse the options of one request.
+
+        Args:
+            headers: values by name; names that are not in `names` are ignored.
 
         Raises:
-            BadRequest: a value that its header does not take.
+            BadRequest: a header has an invalid value.
         """
         if not headers:
             return NO_OPTIONS
         client = headers.get(self._client_header, "")
         if client and not _CLIENT.fullmatch(client):
-            # Not what it is: the operator may have made a key the client's name.
+            # Without the value: clients may be identified by a secret key.
             raise BadRequest(f"{self._client_header}: the value is not 1 to 128 visible ASCII characters")
         return RequestOptions(
             client,
@@ -100,7 +102,7 @@ class RequestOptionsReader:
 
 
 def earlier(deadline_ns: int, other_ns: int) -> int:
-    """The earlier of two deadlines, of which 0 is none."""
+    """Return the earlier of two deadlines; 0 stands for none."""
     return min(deadline_ns, other_ns) if deadline_ns and other_ns else deadline_ns or other_ns
 
 

@@ -1,4 +1,4 @@
-"""What a request says of itself, held against the model; the same for every protocol.
+"""Request templates: names, shapes and parameters of a request, checked against the model; for every protocol.
 
 A codec reads names, shapes and parameters from its wire format and passes them to a `TemplateBuilder`. The resulting
 `RequestTemplate` can be cached and used for every request with the same header. Triton's shared memory extension is here too: a
@@ -32,21 +32,21 @@ from headrace.inference.request_options import (
 )
 
 _MAX_PRIORITY = 2**31
-# Requests repeat what they say of themselves; this many plans are kept for a model version.
+# Clients repeat the same request headers; each model version caches this number of templates.
 MAX_TEMPLATES = 256
 MAX_TEMPLATE_BYTES = 4096
-# Of one request, read out of shared memory: a few bytes can name gigabytes of it.
+# Limit on the inputs of one request in shared memory, bytes: a few bytes can name gigabytes.
 MAX_SHARED_BYTES = 128 << 20
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
-    """How one output goes back.
+    """Form in which one output is returned.
 
     Attributes:
-        spec: of the output.
-        binary: behind the JSON header instead of in it (HTTP; gRPC has nothing else).
-        classes: the number of best classes to send instead of the tensor, 0 for the tensor.
-        shared: where to write it instead of sending it, None to send it.
+        spec: tensor spec of the output.
+        binary: True for bytes after the JSON header, False for JSON. gRPC is always binary.
+        classes: number of best classes to return instead of the tensor, 0 for the tensor.
+        shared: range of shared memory that receives the tensor, None to send it in the response.
     """
 
     spec: TensorSpec
@@ -56,14 +56,14 @@ class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
 
 
 class RawInput(msgspec.Struct, frozen=True, eq=False):
-    """An input in the binary form: everything about it is checked but its data.
+    """Input whose name, datatype and shape are checked, without its data.
 
     Attributes:
-        spec: of the input.
+        spec: tensor spec of the input.
         shape: as declared.
         elements: product of the shape.
-        size_bytes: as declared (HTTP, shared memory); 0 where the data come with their own size (gRPC).
-        shared: where the data lie if not in the message.
+        size_bytes: declared size of the data (HTTP, shared memory); 0 if the data have a size of their own (gRPC).
+        shared: range of shared memory with the data, None if they are in the message.
     """
 
     spec: TensorSpec
@@ -74,21 +74,21 @@ class RawInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
-    """What a request says of itself, checked; reusable for every request that says the same.
+    """Checked header of a request, valid for every request with the same header.
 
     Attributes:
         raw: binary inputs in the order of their data in the message.
-        literals: inputs whose data came with what the request says (JSON, typed contents).
-        shared: inputs whose data lie in shared memory.
+        literals: inputs whose data are part of the header (JSON, typed contents).
+        shared: inputs whose data are in shared memory.
         rows, shape_key: as in `InferRequest`.
-        outputs: the outputs to send.
-        needs_regions: True if inputs or outputs are in shared memory: `attach` comes before the request is queued.
-        targets: the regions to write outputs to, by output; empty until `attach`, and in every plan that is kept.
-        request_id, priority: as the request says.
+        outputs: outputs to return.
+        needs_regions: True if inputs or outputs are in shared memory: `attach` must be called before the request is queued.
+        request_id, priority: of the request.
         queue_timeout_ns: Triton's parameter `timeout`; see `InferRequest`.
-        deadline_us: the request's own deadline, microseconds after its arrival, 0 for none.
-        timing: the answer is to tell where its time has gone.
-        unordered: in a stream, the answer may overtake those of earlier requests.
+        deadline_us: deadline in microseconds after the arrival of the request, 0 for none.
+        timing: True to return the time of each phase.
+        unordered: True if the response may be sent before those of earlier requests on its stream.
+        targets: regions that receive outputs, by output; empty before `attach` and in cached templates.
     """
 
     raw: tuple[RawInput, ...]
@@ -107,26 +107,26 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     targets: dict[str, Region] = {}
 
     def deadline_ns(self, received_ns: int, transport_ns: int = 0) -> int:
-        """The earlier of the request's own deadline and the transport's, monotonic; 0 for none."""
+        """Return the earlier of the request's deadline and the transport's, monotonic; 0 for none."""
         return earlier(received_ns + self.deadline_us * NS_PER_US if self.deadline_us else 0, transport_ns)
 
     def attach(
         self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
     ) -> tuple[RequestTemplate, int]:
-        """Look up the shared memory of one request: read or locate its inputs, find and check where its outputs will go.
+        """Look up the shared memory of one request: read or locate its inputs, and check the ranges of its outputs.
 
         Args:
-            regions: all there are; None if shared memory is off.
-            inputs: receives the inputs that lie in shared memory; as `ResidentRows` where a GPU can read them.
-            devices: numbers of the GPUs that do (`ModelSpec.resident_devices`).
+            regions: registered regions; None if shared memory is disabled.
+            inputs: receives the inputs in shared memory, as `ResidentRows` if the GPUs can read them there.
+            devices: GPU numbers that the model runs on (`ModelSpec.resident_devices`).
 
         Returns:
-            The plan for this one request, and how many bytes were read.
+            The template of this request, and the number of bytes that were copied.
 
         Raises:
-            Forbidden: shared memory is off.
-            NotFound: no such region.
-            BadRequest: a range does not lie in its region, or its bytes are not the tensor.
+            Forbidden: shared memory is disabled.
+            NotFound: a region does not exist.
+            BadRequest: a range exceeds its region, or its bytes do not match the tensor.
         """
         if regions is None:
             raise Forbidden("shared memory is off: start the server with --allow-client-shm")
@@ -146,14 +146,17 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, targets=targets), size_bytes
 
     def write_output(self, output: RequestedOutput, data: bytes | memoryview) -> dict[str, str | int]:
-        """Write an output to the shared memory that it is wanted in; what the answer says instead of the data.
+        """Write an output to its range of shared memory.
 
         Args:
             output: one of `self.outputs` with a `shared`.
-            data: the tensor's bytes.
+            data: bytes of the tensor.
+
+        Returns:
+            Parameters of the output in the response, which stand for its data.
 
         Raises:
-            BadRequest: the data are larger than the range, or the memory is gone.
+            BadRequest: the data are larger than the range, or the memory no longer exists.
         """
         shared_range, name = output.shared, output.spec.name
         assert shared_range is not None
@@ -171,11 +174,15 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
 
 
 class TemplateFactory:
-    """Makes the plans for one model version.
+    """Common data of all templates of one model version.
 
     Args:
-        spec: of the version.
-        max_shared_bytes: of the inputs of one request in shared memory.
+        spec: input and output tensor specs of the version.
+        max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
+
+    Attributes:
+        one_shape: True if every row has the same shapes, so that requests need no `shape_key`.
+        all_binary, all_json: all outputs in one form.
     """
 
     def __init__(self, spec: ModelSpec, max_shared_bytes: int) -> None:
@@ -191,14 +198,14 @@ class TemplateFactory:
     def select_outputs(
         self, outputs: Iterable[tuple[str, Mapping[str, Any]]], binary: bool
     ) -> tuple[RequestedOutput, ...]:
-        """The outputs to send, or to write to shared memory.
+        """Select the outputs to return.
 
         Args:
-            outputs: names and parameters as asked for; none for all outputs.
-            binary: the form where an output does not say.
+            outputs: requested names with their parameters; empty for all outputs.
+            binary: form of outputs without the parameter `binary_data`.
 
         Raises:
-            BadRequest: an unknown or repeated output, or parameters it does not take.
+            BadRequest: an output is unknown or repeated, or has invalid parameters.
         """
         selected: dict[str, RequestedOutput] = {}
         for name, parameters in outputs:
@@ -222,7 +229,7 @@ class TemplateFactory:
 
 
 class TemplateBuilder:
-    """A plan in the making: the inputs of one request one after the other, then the rest."""
+    """Builds the template of one request: first its inputs, each with `declare` and an `add_` method, then `finish`."""
 
     __slots__ = ("_factory", "_literals", "_raw", "_shapes", "_shared", "_shared_bytes")
 
@@ -235,10 +242,10 @@ class TemplateBuilder:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def declare(self, name: str, datatype: str, shape: Sequence[int]) -> RawInput:
-        """Hold an input's name, datatype and shape against the model; to be followed by one of the `add_` methods.
+        """Check name, datatype and shape of an input; the caller then calls one of the `add_` methods.
 
         Raises:
-            BadRequest: says what came and what was expected.
+            BadRequest: the input does not match the model.
         """
         model = self._factory.spec
         spec = model.inputs.get(name)
@@ -253,19 +260,19 @@ class TemplateBuilder:
         return RawInput(spec, checked, elements)
 
     def add_raw(self, entry: RawInput, size_bytes: int) -> None:
-        """Its data will come in the message; `size_bytes` as in `RawInput`."""
+        """Add an input whose data follow in the message; `size_bytes` as in `RawInput`."""
         self._raw.append(RawInput(entry.spec, entry.shape, entry.elements, size_bytes))
 
     def add_literal(self, entry: RawInput, array: Array) -> None:
-        """Its data are here."""
+        """Add an input with its data."""
         self._literals[entry.spec.name] = array
 
     def add_shared(self, entry: RawInput, shared_range: SharedRange) -> None:
-        """Its data lie in shared memory.
+        """Add an input whose data are in shared memory.
 
         Raises:
-            BadRequest: the range has another size than the tensor.
-            TooLarge: the request's inputs in shared memory are too many bytes.
+            BadRequest: the range and the tensor have different sizes.
+            TooLarge: the inputs of the request in shared memory exceed the limit.
         """
         tensor_codec.check_size(entry.spec, entry.shape, entry.elements, shared_range.size_bytes)
         self._shared_bytes += shared_range.size_bytes
@@ -281,12 +288,12 @@ class TemplateBuilder:
         parameters: Mapping[str, Any],
         request_id: str,
     ) -> RequestTemplate:
-        """The plan, once all inputs are in.
+        """Return the template, after all inputs are added.
 
         Args:
             outputs, binary: as in `TemplateFactory.select_outputs`.
             parameters: of the request.
-            request_id: the caller's own; "" where it is not part of the plan.
+            request_id: of the caller; "" if it is not part of the template.
 
         Raises:
             BadRequest: inputs are missing or differ in rows, a parameter has an invalid value, or `select_outputs` raised it.
@@ -310,10 +317,10 @@ class TemplateBuilder:
         )
 
     def _rows(self) -> int:
-        """The number of rows, the same for all inputs; 1 for a model without a batch dimension.
+        """Return the number of rows, which is the same for all inputs; 1 for a model without a batch dimension.
 
         Raises:
-            BadRequest: inputs are missing, or differ in rows.
+            BadRequest: inputs are missing or differ in rows.
         """
         model, shapes = self._factory.spec, self._shapes
         missing = [name for name, spec in model.inputs.items() if name not in shapes and not spec.optional]
@@ -334,7 +341,7 @@ class TemplateBuilder:
 
 
 class TemplateCache:
-    """Plans by what was said, byte for byte; bounded, and emptied when it is full."""
+    """Cache of templates by the bytes of the header; it is bounded and cleared when it is full."""
 
     __slots__ = ("_templates", "find")
 
@@ -346,7 +353,7 @@ class TemplateCache:
         return len(self._templates)
 
     def add(self, header: bytes, template: RequestTemplate) -> None:
-        """Keep a plan, unless it holds data or the caller's id, or its header is long: such do not come again."""
+        """Add a template. Headers with data or a request id, and long ones, do not repeat and are not added."""
         if template.literals or template.request_id or len(header) > MAX_TEMPLATE_BYTES:
             return
         if len(self._templates) >= MAX_TEMPLATES:
@@ -357,13 +364,13 @@ class TemplateCache:
 def _read_shared_input(
     entry: RawInput, region: Region, offset: int, devices: frozenset[int], inputs: dict[str, Array]
 ) -> int:
-    """Put an input that lies in shared memory into `inputs`; how many bytes were read."""
+    """Add an input in shared memory to `inputs`; returns the number of bytes copied."""
     spec, size_bytes = entry.spec, entry.size_bytes
     if not size_bytes:
         region.check(offset, 0)
         inputs[spec.name] = np.empty(entry.shape, spec.datatype.dtype)
         return 0
-    # Text is taken apart here, and what has no dimensions has no rows.
+    # BYTES elements must be split here, and a tensor without dimensions has no rows.
     if spec.datatype is not BYTES and entry.shape:
         rows = region.locate(offset, size_bytes, devices)
         if rows is not None:
@@ -376,7 +383,7 @@ def _read_shared_input(
 
 @contextmanager
 def _named(tensor: str) -> Iterator[None]:
-    """Say which tensor it is that shared memory refuses."""
+    """Prefix errors of shared memory with the name of the tensor."""
     try:
         yield
     except BadRequest as error:

@@ -70,30 +70,30 @@ def timing_headers(parameters: dict[str, int | str]) -> list[tuple[bytes, bytes]
 # Every HTTP response has two headers. On demand, a response has the report of Open Request Cost Aggregation (ORCA): the header
 # `endpoint-load-metrics` in the form that Triton writes and Envoy parses.
 
-# The headers of a response repeat a load report for so long: computing it takes 30 to 70 us of a lone request, and
-# load balancers weigh replicas over seconds. A request that asks for the report (ORCA) gets a new one.
+# Load headers are cached for this time: computing them takes 30 to 70 us of a single request, and load balancers weigh
+# replicas over seconds. A request with an option for the report (ORCA) gets a new one.
 FRESH_NS = 50 * NS_PER_MS
 Header = tuple[bytes, bytes]
 
 
 class Headers(NamedTuple):
-    """Some headers of an answer, in both forms that are needed.
+    """Response headers as pairs, and encoded for the wire.
 
     Attributes:
-        pairs: name and value of each.
-        lines: as they stand on the wire, each with its line end.
+        pairs: name and value of each header.
+        lines: the same headers in HTTP/1.1, each with its line end.
     """
 
     pairs: tuple[Header, ...]
     lines: bytes
 
     def with_pairs(self, pairs: list[Header]) -> Headers:
-        """These, and others."""
+        """Return these headers and others."""
         return Headers((*self.pairs, *pairs), self.lines + _lines(pairs))
 
 
 class LoadHeaders:
-    """The headers of one version, rendered anew where they are older than `FRESH_NS`. Ownership: the event loop."""
+    """Load headers of one version, cached for `FRESH_NS`. Ownership: the event loop."""
 
     __slots__ = ("_headers", "_until_ns")
 
@@ -102,7 +102,7 @@ class LoadHeaders:
         self._headers = Headers((), b"")
 
     def at(self, now_ns: int, handle: Handle) -> Headers:
-        """As of `now_ns`, monotonic, or a moment before; always of the same handle, which must not be kept alive by this."""
+        """Return the headers at a monotonic time. The handle is always the same; no reference to it is stored."""
         if now_ns >= self._until_ns:
             self._until_ns = now_ns + FRESH_NS
             load = handle.load(by_level=False)
@@ -115,7 +115,7 @@ class LoadHeaders:
 
 
 def orca_headers(load: ModelLoad, form: str) -> list[Header]:
-    """ORCA's header in the form that was asked for, text or json; none in any other, since an answer does not hang on it."""
+    """Return the ORCA header in a format, "text" or "json". An unknown format gives none: it must not fail the request."""
     metrics = _metrics(load)
     if form == "json":
         return [(b"endpoint-load-metrics", b"JSON " + orjson.dumps({"named_metrics": metrics}))]
@@ -126,12 +126,12 @@ def orca_headers(load: ModelLoad, form: str) -> list[Header]:
 
 
 def load_parameters(load: ModelLoad) -> dict[str, int | str]:
-    """The same as parameters of an answer, for gRPC."""
+    """Return the load report as response parameters, for gRPC."""
     return {"headrace_queue_depth": load.depth, "headrace_predicted_wait_us": load.wait_ns // NS_PER_US}
 
 
 def describe_load(name: str, version: str, load: ModelLoad) -> dict[str, object]:
-    """All of it, as JSON values."""
+    """Return the complete load report of a version as JSON values."""
     return {
         "name": name,
         "version": version,

@@ -1,9 +1,8 @@
-"""The steps of an inference request, once for every protocol: lease, admit, decode, infer, encode, record.
+"""Steps of an inference request, the same for every protocol: lease, admit, decode, infer, encode, record.
 
-A front end makes a `PendingRequest`, leads it through `lease`, `enqueue` and `finish`, and writes what `finish` returns. After an
-exception in any of these steps it calls `fail`, after a disconnect that it sees itself `drop`. What differs between the protocols
-stays with them: reading bytes, waiting for the completion, writing the response. See
-docs/decisions/0004-one-inference-service.md.
+A front end creates a `PendingRequest`, calls `lease`, `enqueue` and `finish` for it, and writes the result of `finish`. After an
+exception in any of these steps it calls `fail`, and after a disconnect that it detects itself `drop`. The protocols differ in
+reading bytes, waiting for the completion and writing the response. See docs/decisions/0004-one-inference-service.md.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class Codec(Protocol[Content, Layout, Encoded]):
 
         Args:
             content: the body or message.
-            layout: where its parts are, e.g. the size of the JSON header.
-            received_ns: monotonic time at which it had arrived.
-            deadline_ns: the transport's, monotonic, 0 for none.
+            layout: positions of its parts, e.g. the size of the JSON header.
+            received_ns: monotonic time at which the content had arrived.
+            deadline_ns: monotonic deadline of the transport, 0 for none.
             client: as in `InferRequest`.
 
         Raises:
-            HeadraceError: the request is wrong.
+            HeadraceError: the request is invalid.
         """
 
     def encode(
@@ -64,7 +63,7 @@ class Codec(Protocol[Content, Layout, Encoded]):
         Args:
             response: every output of the model.
             template: of the request, from `decode`.
-            request_id: the caller's own, "" for none.
+            request_id: of the caller, "" for none.
             parameters: of the response.
 
         Raises:
@@ -73,13 +72,13 @@ class Codec(Protocol[Content, Layout, Encoded]):
 
 
 class Wire(NamedTuple):
-    """How a protocol names outcomes.
+    """Names of a protocol for results.
 
     Attributes:
-        name: http or grpc.
-        success: status of a response without error.
-        status: status of an error.
-        load_in_parameters: the load report goes into the parameters of the response, not into headers.
+        name: "http" or "grpc".
+        success: status of a successful response.
+        status: returns the status of an error.
+        load_in_parameters: True if the load report is part of the response parameters, False if it is in headers.
     """
 
     name: str
@@ -100,15 +99,15 @@ class PendingRequest:
 
     Attributes:
         handle: the leased version, None before `lease`.
-        id: the caller's own, "" for none.
-        rows: of the request, 0 before it is decoded.
+        id: request id of the caller, "" for none.
+        rows: of the request; 0 before it is decoded.
         template: of the request, after `enqueue`.
-        completion: to wait for, after `enqueue`.
+        completion: completion to wait for, after `enqueue`.
         queued_ns: monotonic; 0 before `enqueue`.
-        done_ns: monotonic time at which its response was there; 0 before `finish`.
-        parameters: of its response, None for none.
-        load: of the version when the response was there, None where the request does not ask for it.
-        sampling: what traces or logs it, None for nothing.
+        done_ns: monotonic time at which the completion was settled; 0 before `finish`.
+        parameters: of the response, None for none.
+        load: of the version at `done_ns`, None if the request has no option for it.
+        sampling: decision to trace or log the request, None for neither.
     """
 
     __slots__ = (
@@ -155,13 +154,13 @@ class PendingRequest:
         response: InferResponse | None = None,
         error: HeadraceError | None = None,
     ) -> AccessRecord:
-        """The record for traces and the request log.
+        """Make the record for traces and the access log.
 
         Args:
-            wire: its protocol.
-            ended_ns: monotonic.
-            response: what it was answered with, if it was.
-            error: or the error.
+            wire: protocol of the request.
+            ended_ns: monotonic time of the end.
+            response: of a successful request.
+            error: of a failed request.
         """
         spec = None if self.handle is None else self.handle.spec
         return AccessRecord(
@@ -191,7 +190,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
     Args:
         services: models, shared memory regions and the destination of request records.
         wire: the protocol.
-        new_codec: makes the codec of a model version; codecs are kept as long as the version is.
+        new_codec: creates the codec of a model version, which lives as long as the version.
         clock: monotonic nanoseconds.
     """
 
@@ -214,7 +213,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         """Lease the model version and check that it accepts requests, before the request is read or decoded.
 
         Raises:
-            HeadraceError: no such version, or it does not serve now.
+            HeadraceError: the version does not exist or does not accept requests.
         """
         handle = pending.handle = self._models.lease(pending.model, pending.version)
         pending.leased = True
@@ -228,12 +227,12 @@ class InferenceService(Generic[Content, Layout, Encoded]):
 
         Args:
             pending: the request, leased.
-            handle: what `lease` returned.
+            handle: from `lease`.
             content, layout: as in `Codec.decode`; `content` must not change until the request is finished.
-            deadline_ns: the transport's, monotonic, 0 for none.
+            deadline_ns: monotonic deadline of the transport, 0 for none.
 
         Raises:
-            HeadraceError: the request is wrong or refused.
+            HeadraceError: the request is invalid or rejected.
         """
         codec = self._codecs.get(handle)
         if codec is None:
@@ -248,10 +247,10 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         return completion
 
     def finish(self, pending: PendingRequest) -> Encoded:
-        """Encode the response of a request whose completion is settled, record it and give the lease back.
+        """Encode the response of a request whose completion is settled, record it and release the lease.
 
         Raises:
-            HeadraceError: what the caller gets instead.
+            HeadraceError: the request failed; the error is for the caller.
         """
         done_ns = pending.done_ns = self._clock()
         handle, response = pending.handle, pending.completion.outcome
@@ -275,14 +274,14 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         return encoded
 
     def fail(self, pending: PendingRequest, error: BaseException) -> HeadraceError:
-        """Count and record a request that ends with an exception, and give the lease back.
+        """Count and record a request that ends with an exception, and release the lease.
 
         Returns:
-            The error for the caller: `error` itself, or for an exception that is not ours one with a reference to the log.
+            The error for the caller: `error` itself if it is a HeadraceError, else one with a reference to the log.
         """
         if isinstance(error, HeadraceError):
             failure = error
-        elif isinstance(error, asyncio.CancelledError):  # the time to drain is over
+        elif isinstance(error, asyncio.CancelledError):  # the drain timeout has passed
             failure = Unavailable("the server is shutting down and could not wait for this request")
         else:
             failure = internal_error(error, self._logger)
@@ -295,7 +294,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         return failure
 
     def drop(self, pending: PendingRequest) -> None:
-        """Take a request whose caller disconnected out of the queue, record it and give the lease back."""
+        """Remove a request whose client disconnected from the queue, record it and release the lease."""
         pending.completion.abandon()
         self.fail(pending, Cancelled("the caller has gone"))
 
@@ -314,7 +313,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
 
 
 def internal_error(error: BaseException, logger: logging.Logger) -> ModelFailed:
-    """Log an exception under a reference; the error for the caller has the reference only."""
+    """Log an exception with a reference; returns the error for the caller, which has only the reference."""
     reference = uuid.uuid4().hex[:12]
     logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
     return ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)

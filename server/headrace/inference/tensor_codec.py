@@ -1,7 +1,7 @@
-"""Tensors in and out of JSON and of the protocol's binary form. Every input is hostile until decoded.
+"""Codec of tensors in JSON and in the binary form of the protocol. Data of requests are untrusted until they are decoded.
 
-The binary form is that of the binary tensor data extension: elements little-endian in row-major order; BYTES elements each with
-its length in front (4 bytes, little-endian); BF16 as its bit pattern.
+The binary form is that of the binary tensor data extension: little-endian elements in row-major order. Each BYTES element
+follows its length (4 bytes, little-endian). BF16 elements are bit patterns of 2 bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headrace.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, 
 BodyBytes = npt.NDArray[np.uint8]
 
 _LENGTH = struct.Struct("<I")
-# 2**62 elements: more than any memory, and still far from overflowing NumPy's sizes.
+# 2**62 elements are more than any memory has, and far below the overflow of NumPy's sizes.
 _MAX_ELEMENTS = 1 << 62
-# Of a tensor without data, in its other dimensions: a model may make as many outputs of them.
+# Limit on the other dimensions of a tensor with a dimension of 0: a model may create outputs of that size.
 _MAX_EMPTY_ELEMENTS = 1 << 24
 _MAX_SEARCHED_ELEMENTS = 256
 _BF16_INFINITY = 0x7F80
 _BF16_MAX = float.fromhex("0x1.fep127")
 
-# What JSON has for each datatype: the types of its elements, and how they are called.
+# For each datatype: Python types of its elements in JSON, and their name in errors.
 _JSON_TYPES: dict[str, tuple[set[type], str]] = {
     datatype.name: ({int}, "integers") if datatype.dtype.kind in "iu" else ({int, float}, "numbers")
     for datatype in DATATYPES
@@ -54,10 +54,15 @@ _JSON_WORDS: dict[type, str] = {
 
 
 def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
-    """Hold a shape against the specification; the number of elements.
+    """Check the shape of an input; returns its number of elements.
+
+    Args:
+        spec: tensor spec of the input; -1 allows any size.
+        shape: of the request, batch dimension included.
+        model: of the input.
 
     Raises:
-        BadRequest: another rank, another size, a dimension below 0, or a batch dimension of 0.
+        BadRequest: the rank or a size differs, a dimension is negative, or the batch dimension is 0.
     """
     expected = spec.shape
     fits = len(shape) == len(expected) and all(
@@ -80,8 +85,8 @@ def _check_empty(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> in
     """Check a shape with a dimension below 1; returns 0, its number of elements.
 
     Raises:
-        BadRequest: a dimension below 0, a batch dimension of 0, or other dimensions so large that a model could make large
-            outputs of a request without data.
+        BadRequest: a dimension is negative, the batch dimension is 0, or the other dimensions are so large that a model could
+            create large outputs from a request without data.
     """
     subject = f"input '{spec.name}' has shape {list(shape)}"
     if model.max_batch_size and shape[0] < 1:
@@ -96,10 +101,10 @@ def _check_empty(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> in
 
 
 def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_bytes: int) -> None:
-    """Hold a size in the binary form against a shape, before there are data.
+    """Check the size of binary data against a shape before the data are read.
 
     Raises:
-        BadRequest: the tensor has another size; of BYTES only what is too small for their lengths is known to be wrong.
+        BadRequest: the size differs from the tensor's. For BYTES: it is too small for the length prefixes.
     """
     expected = elements * spec.datatype.size_bytes
     if size_bytes != expected and (spec.datatype is not BYTES or not elements):
@@ -111,10 +116,13 @@ def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_byt
 def from_binary(
     spec: TensorSpec, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
 ) -> Array:
-    """A tensor out of `body[start:start + size_bytes]`; a view of the body, but for BYTES.
+    """Decode a tensor from `body[start:start + size_bytes]`.
+
+    Returns:
+        Array of the given shape: a view of the body, or a new array of `bytes` objects for BYTES.
 
     Raises:
-        BadRequest: the data do not have the size that the shape asks for.
+        BadRequest: the size of the data differs from that of the shape.
     """
     datatype = spec.datatype
     if start + size_bytes > len(body):
@@ -133,14 +141,14 @@ def from_binary(
 
 
 def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
-    """A tensor's bytes on the wire; a view where the array is contiguous."""
+    """Encode a tensor in the binary form; a view of the array if it is contiguous."""
     if datatype is BYTES:
         parts: list[bytes] = []
         for item in array.reshape(-1).tolist():
             parts.append(_LENGTH.pack(len(item)))
             parts.append(item)
         return b"".join(parts)
-    if not array.size:  # views of no bytes cannot be cast
+    if not array.size:  # a memoryview without bytes cannot be cast
         return b""
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
@@ -148,18 +156,18 @@ def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
 
 
 def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: object) -> Array:
-    """A tensor out of a JSON array, flat or nested.
+    """Decode a tensor from a JSON array, flat or nested.
 
     Raises:
-        BadRequest: not an array, another number of elements, or elements that are not of the datatype.
+        BadRequest: the data are no array, have another number of elements, or elements of another datatype.
     """
     if not isinstance(data, list):
         raise BadRequest(f"input '{spec.name}': data must be an array, not {_json_word(type(data))}")
     flat, nested, kinds = _flatten(spec.name, data)
     if len(flat) != elements:
         raise BadRequest(f"input '{spec.name}': {len(flat)} elements came for shape {list(shape)}, expected {elements}")
-    # Nested data must have the declared shape; flat data and rows of flat data are taken as they come. Nesting ends at a
-    # dimension of 0.
+    # Nested data must have the declared shape. Flat data and rows of flat data are also allowed. Nesting ends at a dimension
+    # of 0.
     expected = shape if elements else shape[: len(nested)]
     if len(nested) > 1 and nested != expected and not (len(nested) == 2 and nested[0] == shape[0]):
         raise BadRequest(f"input '{spec.name}': data is nested as {list(nested)}, its shape says {list(shape)}")
@@ -167,10 +175,10 @@ def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: obj
 
 
 def to_json(array: Array, datatype: Datatype) -> object:
-    """What the JSON encoder writes for a tensor: a flat array.
+    """Convert a tensor to a value for orjson: a flat array.
 
     Raises:
-        BadRequest: BYTES that are not UTF-8 cannot be told in JSON.
+        BadRequest: BYTES elements are not UTF-8, which JSON requires.
     """
     flat = array.reshape(-1)
     if datatype is BYTES:
@@ -183,7 +191,7 @@ def to_json(array: Array, datatype: Datatype) -> object:
     )
     if values.dtype.kind != "f":
         return values
-    # orjson writes null for NaN and infinities. In a short text a search for it is cheaper than two calls of NumPy.
+    # orjson writes null for NaN and infinities. A search for it in a short text is cheaper than two calls of NumPy.
     if values.size <= _MAX_SEARCHED_ELEMENTS:
         text = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
         return orjson.Fragment(_with_literals(text, values) if b"null" in text else text)
@@ -193,11 +201,11 @@ def to_json(array: Array, datatype: Datatype) -> object:
 
 
 def _with_literals(text: bytes, values: npt.NDArray[Any]) -> bytes:
-    """Write NaN, Infinity and -Infinity, as Triton does, in place of orjson's null.
+    """Replace orjson's null by NaN, Infinity and -Infinity, as Triton writes them.
 
     Args:
-        text: what orjson has written for `values`.
-        values: floats, one-dimensional.
+        text: JSON array of `values` from orjson.
+        values: floats, one dimension.
     """
     special = values[~np.isfinite(values)]
     literals = np.where(np.isnan(special), b"NaN", np.where(special > 0, b"Infinity", b"-Infinity")).tolist()
@@ -206,9 +214,9 @@ def _with_literals(text: bytes, values: npt.NDArray[Any]) -> bytes:
 
 
 def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
-    """The elements of nested lists, the shape of the nesting, and the types among the elements.
+    """Return the elements of nested lists, the shape of the nesting, and the types of the elements.
 
-    By hand, since NumPy would make floats of large integers, and of one long string among short ones an array of long ones.
+    Not with NumPy: it converts large integers to floats, and pads all strings to the length of the longest.
     """
     shape = [len(data)]
     kinds: set[type] = set(map(type, data))
@@ -261,7 +269,7 @@ def _to_floats(spec: TensorSpec, flat: list[Any]) -> Array:
             array = wide.astype(datatype.dtype)
             infinite = np.isinf(array)
     if infinite.any():
-        overflown = wide[infinite & np.isfinite(wide)]  # infinities of the request stay what they are
+        overflown = wide[infinite & np.isfinite(wide)]  # infinities in the request are allowed
         if overflown.size:
             limit = _BF16_MAX if datatype is BF16 else float(np.finfo(datatype.dtype).max)  # type: ignore[type-var]
             raise _out_of_range(spec, float(overflown[0]), -limit, limit)
