@@ -1,7 +1,7 @@
 """Instances of a model version: threads that open an execution, warm it up and serve batches.
 
-`ModelInstances` starts, evicts, restores and ends the instances of one version together with their model. An instance that died
-is started again after a pause, except where its device has failed for good (`ExecutionLost`).
+`ModelInstances` starts, evicts, restores and ends the instances of one version together with their model. A failed instance is
+restarted after a pause, unless its device has failed permanently (`ExecutionLost`).
 
     start -> serving -> evict -> evicted -> restore -> serving -> close
                  |                                       ^
@@ -9,7 +9,7 @@ is started again after a pause, except where its device has failed for good (`Ex
 
 While a version is evicted its model is closed and no instance pulls from the queue; queued requests wait for `restore`.
 
-`RestartTimers` doubles the pause of an instance each time that it dies again.
+`RestartTimers` doubles the pause of an instance with each failure.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class BatchRunner(Protocol):
     """Runs batches on an execution: `SerialRunner` or `Pipeline`."""
 
     def serve(self) -> None:
-        """On the instance's thread: run batches until the scheduler is closed and empty and all are settled."""
+        """Run batches until the scheduler is closed and empty and all are settled; called on the instance's thread."""
 
     def give_up(self, error: Exception) -> None:
-        """From any thread: answer everything that is under way with an error, since the backend does not come back."""
+        """Settle every running request with `error`, because the backend does not return; any thread may call."""
 
     def in_flight_work(self) -> InFlightWork:
-        """From any thread: what is being run."""
+        """Return the running batches; any thread may call."""
 
 
 MakeRunner = Callable[[Execution, OnDeath], BatchRunner]
@@ -60,15 +60,14 @@ class Instance:
     """Serves one model version on its own thread until the scheduler is closed and empty.
 
     Args:
-        name: of the thread, for logs and profilers.
-        open_execution: makes the execution, on the instance's thread.
-        make_runner: chooses how batches are run, by what the execution offers; a runner with threads of its own calls its second
-            argument from one that dies.
-        on_exit: called once when the instance ends or dies, with the error that killed it, or None; from whichever of its
-            threads is the first to know.
+        name: name of the thread, for logs and profilers.
+        open_execution: creates the execution, on the instance's thread.
+        make_runner: creates the runner for the execution. A runner with additional threads calls the second argument from a
+            thread that fails.
+        on_exit: callback for the end of the instance, with its error or None; called once, from the first thread that ends.
 
     Attributes:
-        opened: done once the execution is open and warm; holds the error if it is not to be had.
+        opened: done once the execution is open and warm; holds the error if that failed.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Instance:
         self._make_runner = make_runner
         self._on_exit = on_exit
         self._runner: BatchRunner | None = None
-        self._lock = threading.Lock()  # guards _dead; `on_exit` is called under it, and nothing else taken
+        self._lock = threading.Lock()  # guards _dead; `on_exit` is called under it
         self._dead = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._warm_up: WarmUp | None = None
@@ -99,29 +98,29 @@ class Instance:
         self._thread.start()
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread to end, for ever if `timeout_s` is None; False if it has not after `timeout_s`."""
+        """Wait for the end of the thread; False if it still runs after `timeout_s` seconds (None: no limit)."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def dead(self) -> bool:
-        """True once it has died."""
+        """True once the instance has failed."""
         return self._dead
 
     @property
     def ended_normally(self) -> bool:
-        """True once the thread has ended, having served to the end."""
+        """True once the thread has ended without a failure."""
         return not self._dead and not self._thread.is_alive()
 
     def give_up(self, error: Exception) -> None:
-        """From any thread: answer what is being run with an error, since the backend does not come back."""
+        """Settle every running request with `error`, because the backend does not return; any thread may call."""
         runner = self._runner
         if runner is not None:
             runner.give_up(error)
 
     @property
     def in_flight_work(self) -> InFlightWork | None:
-        """What it runs; None if it is not open (yet, or any more)."""
+        """The running batches; None before the instance is open and after its end."""
         runner = self._runner
         return None if runner is None or self._dead else runner.in_flight_work()
 
@@ -135,7 +134,7 @@ class Instance:
                 runner.serve()
             finally:
                 execution.close()
-        except BaseException as error:  # every death is reported, whatever its cause
+        except BaseException as error:  # every failure of the thread is reported
             self._died(error)
         else:
             self._on_exit(None)
@@ -143,8 +142,8 @@ class Instance:
             self._runner = None  # breaks a reference cycle, so that the memory is freed at once
 
     def _died(self, cause: BaseException) -> None:
-        """Say so once; answer what is held each time, since more may have been pulled meanwhile."""
-        # First the count, then the answers: who has been told that it died finds the model no longer ready.
+        """Report the failure once, and settle the running requests on every call: more may have been pulled meanwhile."""
+        # First the count, then the errors: a caller that gets the error must find the model not ready.
         try:
             with self._lock:
                 first, self._dead = not self._dead, True
@@ -154,7 +153,7 @@ class Instance:
             if not self.opened.done():
                 self.opened.set_exception(cause)
             else:
-                self.give_up(ModelFailed("the instance that ran the request died"))
+                self.give_up(ModelFailed("the instance that ran the request died: retry, and see the server log"))
                 if first:
                     logger.error("instance %s died", self.name, exc_info=cause)
 
@@ -173,26 +172,25 @@ class ModelInstances:
     """Starts, evicts, restarts and ends the instances of one model version.
 
     Ownership: `_lifecycle_lock` is held while instances start, are evicted or end; `_instances`, `_model`, `_warm_up` and
-        `_closed`
-    are written under it. `_lock` guards `alive`, `_live_indices`, `_began_ns`, `_opening`, `_startup_deaths` and `_ending`, for
-    short sections. Lock order: `_lifecycle_lock`, `_lock`, the scheduler's lock. `evicted`, `alive` and `isolated` are read
-    without a lock.
+    `_closed` are written under it. `_lock` guards `alive`, `_live_indices`, `_began_ns`, `_opening`, `_startup_deaths` and
+    `_ending`, for short sections. Lock order: `_lifecycle_lock`, `_lock`, the scheduler's lock. `evicted`, `alive` and
+    `isolated` are read without a lock.
 
     Args:
-        name: of the version, for threads and messages, e.g. "resnet50/1".
-        size: how many instances there are.
-        model: what runs; owned by this object, closed with it.
-        scheduler: what they pull from.
-        make_runner: how an instance of this name takes batches to its execution.
-        on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
-        on_back: called from a timer's thread with the number of instances that live, once one that had died serves again.
-        clock: monotonic nanoseconds.
+        name: name of the version for threads and messages, e.g. "resnet50/1".
+        size: number of instances.
+        model: the loaded model; owned by this object, closed with it.
+        scheduler: source of batches.
+        make_runner: creates the runner of a named instance.
+        on_dead: callback with the number of live instances after a failure; called from the thread that failed.
+        on_back: callback with the number of live instances after a restart; called from a timer's thread.
+        clock: returns monotonic nanoseconds.
 
     Attributes:
-        alive: instances that live.
-        restarts: instances that died and were started anew.
-        evicted: the model is closed until `restore`.
-        isolated: the model, if it runs in a process of its own.
+        alive: number of live instances.
+        restarts: number of restarted instances.
+        evicted: True while the model is closed until `restore`.
+        isolated: the model if it runs in a child process, else None.
     """
 
     def __init__(
@@ -222,8 +220,8 @@ class ModelInstances:
         self._instances: list[Instance] = []
         self._live_indices: set[int] = set()
         self._began_ns: dict[int, int] = {}
-        self._opening = True  # who starts them sees to those that die meanwhile
-        self._startup_deaths: dict[int, BaseException] = {}  # those, and what of
+        self._opening = True  # failures are handled by `_start` meanwhile
+        self._startup_deaths: dict[int, BaseException] = {}  # failures while opening, by index
         self._ending = False
         self._closed = False
         self.alive = size
@@ -234,23 +232,23 @@ class ModelInstances:
         """Start the instances and wait until each is open and warm.
 
         Raises:
-            ConfigError: an instance failed; the others have ended and the model is closed.
+            ConfigError: an instance failed to start; the others have ended and the model is closed.
         """
         with self._lifecycle_lock:
             self._start(warm_up)
 
     def evict(self, timeout_s: float) -> bool:
-        """End the instances behind what they run and close the model; a no-op if it is parked already.
+        """End the instances after their running batches and close the model; a no-op if it is evicted already.
 
         Returns:
-            False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
+            False if the version is closed, has failed, or still ran a batch after `timeout_s`: it is served as before.
         """
         if not self._lifecycle_lock.acquire(timeout=timeout_s):
             return False
         try:
             if self._closed or self.evicted or not self.alive:
                 return self.evicted
-            # Before anything ends: who queues a request from here on sees that nobody may come to pull it.
+            # Set before any instance ends: a caller that queues a request from now on must see that no instance may pull it.
             self.evicted = True
             self._scheduler.pause()
             ended = self._join(self._instances, timeout_s)
@@ -265,17 +263,17 @@ class ModelInstances:
             self._lifecycle_lock.release()
 
     def restore(self, model: LoadedModel, warm_up: WarmUp | None) -> bool:
-        """Start the instances anew.
+        """Start the instances again after `evict`.
 
         Args:
-            model: what runs from here on; owned by this object.
+            model: the loaded model; owned by this object.
             warm_up: as in `start`.
 
         Returns:
-            False if there was no need: the version is closed or not parked; the model is closed then.
+            False if the version is closed or not evicted; `model` is closed then.
 
         Raises:
-            ConfigError: an instance failed; the version is parked as before, and the model is closed.
+            ConfigError: an instance failed to start; the version stays evicted, and the model is closed.
         """
         with self._lifecycle_lock:
             if self._closed or not self.evicted:
@@ -288,20 +286,20 @@ class ModelInstances:
         return True
 
     def in_flight_work(self) -> list[InFlightWork]:
-        """What each instance runs that lives."""
+        """Return the running batches of each live instance."""
         return [work for instance in list(self._instances) if (work := instance.in_flight_work) is not None]
 
     @property
     def process_status(self) -> ProcessStatus | None:
-        """How the process fares in which the model runs; None if it has none of its own, or is parked."""
+        """Status of the child process of the model; None without one, and while the model is evicted."""
         isolated = self.isolated
         return None if isolated is None else isolated.process_status
 
     def admit(self) -> None:
-        """Refuse requests while there is no process for them, and none soon.
+        """Reject requests while the child process of the model does not run.
 
         Raises:
-            Unavailable: so it is.
+            Unavailable: the process does not run and will not restart soon.
         """
         process_status = self.process_status
         if process_status is not None and process_status.refusal:
@@ -314,14 +312,14 @@ class ModelInstances:
         self._restarts.stop()
 
     def close(self, timeout_s: float | None, error: HeadraceError) -> bool:
-        """Wait for the instances to end, the scheduler being closed, and close the model.
+        """Wait for the end of the instances and close the model; the scheduler must be closed.
 
         Args:
-            timeout_s: how long it may take; None: as long as it does.
-            error: for what is not answered by then.
+            timeout_s: limit of the wait in seconds; None for no limit.
+            error: error of requests that are not settled by then.
 
         Returns:
-            False if something still ran after `timeout_s`; its callers have got the error, and its memory is not freed.
+            False if a batch still ran after `timeout_s`: its requests are settled with `error`, and its memory is not freed.
         """
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         if not self._lifecycle_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
@@ -338,17 +336,17 @@ class ModelInstances:
                 self._close_model()
         finally:
             self._lifecycle_lock.release()
-        self.give_up(error)  # what waits in the queue of a version that is parked
+        self.give_up(error)  # requests in the queue of an evicted version
         return True
 
     def give_up(self, error: HeadraceError) -> None:
-        """Take nothing more, and answer what waits with an error."""
+        """Accept no more requests, and settle the queued ones with `error`."""
         settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
 
     def all_dead_error(self) -> Unavailable:
         """Error for callers when no instance is alive."""
         return Unavailable(
-            f"all instances of model '{self._name.rpartition('/')[0]}' have died; the server's log says why"
+            f"all instances of model '{self._name.rpartition('/')[0]}' have died: retry later, and see the server log"
         )
 
     # With `_lifecycle_lock` held
@@ -388,7 +386,7 @@ class ModelInstances:
             model.close()
 
     def _replace_ended(self) -> None:
-        """Start those anew that have ended for a parking that came to nothing."""
+        """Start the instances again that ended for an eviction that failed."""
         for index, instance in enumerate(self._instances):
             if instance.ended_normally:
                 self._instances[index] = replacement = self._instance(index)
@@ -406,7 +404,7 @@ class ModelInstances:
 
     def _instance(self, index: int) -> Instance:
         model, name = self._model, f"{self._name}#{index}"
-        assert model is not None, "instances are made while there is a model"
+        assert model is not None, "instances are created only while a model is loaded"
         return Instance(
             name=name,
             open_execution=lambda: model.execution(index),
@@ -419,7 +417,7 @@ class ModelInstances:
             return
         with self._lock:
             if index not in self._live_indices:
-                return  # it was to come back and did not: who started it sees to that
+                return  # a restart that failed, which `_restart_instance` handles
             self._live_indices.discard(index)
             self.alive -= 1
             remaining, notify, opening = self.alive, not self._ending, self._opening
@@ -434,34 +432,36 @@ class ModelInstances:
     def _schedule_restart(self, index: int, cause: BaseException | None, uptime_s: float = 0.0) -> None:
         name = f"{self._name}#{index}"
         if isinstance(cause, ExecutionLost):
-            model_logger.error("instance %s is not started again: what it ran on has failed for good", name)
+            model_logger.error(
+                "instance %s is not restarted: its device has failed permanently; restart the server", name
+            )
             return
         pause_s = self._restarts.schedule(name, index, uptime_s)
         if pause_s is not None:
-            model_logger.warning("instance %s is started again in %g s", name, pause_s)
+            model_logger.warning("instance %s restarts in %g s", name, pause_s)
 
     def _restart(self, index: int) -> None:
-        """On a timer's thread: start an instance that has died anew."""
+        """Restart a failed instance; called on a timer's thread."""
         try:
             with self._lifecycle_lock:
                 self._restart_instance(index)
-        except Exception as error:  # threads have an end; this one's work is done later
-            model_logger.error("instance %s#%d could not be started again", self._name, index, exc_info=error)
+        except Exception as error:  # for example no more threads: retried later
+            model_logger.error("instance %s#%d could not be restarted, retrying", self._name, index, exc_info=error)
             self._schedule_restart(index, None)
 
     def _restart_instance(self, index: int) -> None:
         with self._lock:
-            # Parked, closed, or started by somebody else meanwhile?
+            # Evicted, closed, or restarted meanwhile.
             if self._ending or self.evicted or index in self._live_indices or not self._instances:
                 return
         if not self._instances[index].join(0):
-            self._schedule_restart(index, None)  # what died still holds what the next one needs
+            self._schedule_restart(index, None)  # the failed thread still holds the memory that the next one needs
             return
         self._instances[index] = replacement = self._instance(index)
         with self._lock:
             if self._ending:
                 return
-            self._scheduler.reopen()  # under the lock: nothing may be opened behind who closes
+            self._scheduler.reopen()  # under the lock, so that it cannot follow a `close`
         replacement.start(self._warm_up)
         error = replacement.opened.exception()
         with self._lock:
@@ -499,9 +499,9 @@ class ModelInstances:
             return cause
         if isinstance(cause, HeadraceError):
             return ConfigError([Finding(self._name, None, f"an instance could not be started: {cause}")])
-        # A backend's own words may hold paths: they are for the log alone.
+        # The message of a backend may hold paths, so only the log gets it.
         model_logger.error("an instance of %s could not be started", self._name, exc_info=cause)
-        cure = "the server's log has the cause"
+        cure = "see the server log for the cause"
         message = f"an instance could not be started ({type(cause).__name__})"
         return ConfigError([Finding(self._name, None, message, cure)])
 
@@ -511,12 +511,12 @@ LONGEST_PAUSE_S = 60.0
 
 
 class RestartTimers:
-    """The timers of the instances that are to be started anew.
+    """Timers of the restarts of failed instances.
 
-    Ownership: `_lock` guards everything, and nothing is called under it.
+    Ownership: `_lock` guards every attribute; no callback runs under it.
 
     Args:
-        restart: called on a timer's thread with the instance's number, and must not raise.
+        restart: callback with the index of an instance, called on a timer's thread; must not raise.
     """
 
     def __init__(self, restart: Callable[[int], None]) -> None:
@@ -527,12 +527,12 @@ class RestartTimers:
         self._stopped = False
 
     def schedule(self, name: str, index: int, uptime_s: float) -> float | None:
-        """Start a timer for an instance that has died; each pause is twice the one before, up to `LONGEST_PAUSE_S`.
+        """Start the timer of a failed instance; each pause is twice the one before, up to `LONGEST_PAUSE_S`.
 
         Args:
-            name: of the instance, for its timer's thread.
-            index: its number.
-            uptime_s: how long it served; longer than the longest pause, and the pauses begin anew.
+            name: name of the instance, for the timer's thread.
+            index: index of the instance.
+            uptime_s: seconds from its start to its failure; above `LONGEST_PAUSE_S` the pauses start again.
 
         Returns:
             The pause in seconds; None once `stop` was called.
@@ -549,7 +549,7 @@ class RestartTimers:
             return pause_s
 
     def stop(self) -> None:
-        """Start no instance any more; one that is being started now is the owner's to see to."""
+        """Cancel all timers; a restart that is running now is not interrupted."""
         with self._lock:
             self._stopped = True
             timers = list(self._timers.values())

@@ -1,23 +1,23 @@
-"""Requests that wait, by shape, and in the order of their keys within each shape.
+"""Queued requests, by shape, and in the order of their keys within each shape.
 
-Nothing here locks or reads a clock: the scheduler owns the lock under which every method is called.
+This module neither locks nor reads a clock: the scheduler calls every method under its lock.
 
-A key is fixed when the request is queued, and the smallest is served first. A key is a time: when the request is due. A request
-that is never due counts as due `HORIZON_NS` after it was queued, and none counts as due later than that, so that no request
+A key is set when the request is queued, and the smallest is served first. A key is the time at which the request is due. A
+request without a due time counts as due `HORIZON_NS` after it was queued, and none counts as due later, so that no request
 waits for ever behind urgent ones. A priority level is a handicap: a request of the next lower level counts as due later by the
-ageing time. So levels are strict among requests of about the same age, whatever their due times, and none starves: a request
-that arrives after another's key is served behind it. Since a key never changes, nothing is moved when requests age.
+ageing time. Levels are therefore strict among requests of about the same age, regardless of due times, and none starves: a
+request that arrives after another's key is served behind it. A key never changes, so ageing moves no entry.
 
-Where clients share, the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time
-Fair Queuing, SIGCOMM 1996). Requests of a client follow each other in a virtual time, in which a row takes longer the smaller
-the client's weight. A client with few requests begins at the present of that time, or a batch before it, and is served at once;
-a client that floods waits behind its own requests. An empty queue keeps these shares: where the objective is the time of two
-batches, each batch takes all queued requests, and the first request after it would otherwise be served before all others. A
-handicap is counted in rows there, `ROW_NS` for each, since that time has no seconds.
+With fair sharing the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time Fair
+Queuing, SIGCOMM 1996). Requests of a client follow each other in a virtual time, in which a row takes longer the smaller the
+client's weight. A client with few requests starts at the present virtual time, or a batch before it, and is served at once. A
+client with many requests waits behind them. An empty queue keeps the virtual time: with an objective of about two batch
+durations each batch takes all queued requests, and the first request after it would otherwise be served before all others. The
+handicap of a level is counted in rows, `ROW_NS` each, since virtual time has no seconds.
 
 `SortedEntries` holds tens of thousands of entries in runs of some thousands, each a list. Finding a position is a search among
-the runs and one within a run, and an insertion moves no more than the rest of that run; in one list or deque both would cost as
-much as the queue is long. `sortedcontainers` was measured and is slower (docs/decisions/0002-sorted-runs-of-our-own.md).
+the runs and one within a run. An insertion moves at most the rest of that run; in one list or deque both would cost as much as
+the queue is long. `sortedcontainers` was measured and is slower (docs/decisions/0002-sorted-runs-of-our-own.md).
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ from headrace.scheduling.policy import Sharing
 
 
 class Entry:
-    """One request (or one part of an oversized one) in the queue, with its answer slot.
+    """A request, or a part of a split request, in the queue, with its completion.
 
     Args:
-        request: what is asked.
-        completion: where the answer goes.
+        request: the request or part.
+        completion: completion of the request or part.
         level: priority level, 0 is served first.
-        enqueued_ns: monotonic, now.
-        objective_ns: how long after its arrival the model promises an answer, 0 if it does not.
+        enqueued_ns: monotonic time of queueing.
+        objective_ns: latency objective from arrival to response, 0 for none.
 
     Attributes:
-        inputs: tensors by name; given up as soon as the entry is dropped.
+        inputs: arrays by name, of shape (rows, ...); released when the entry is dropped.
         rows: size of the batch dimension.
         shape_key: entries with equal keys may share a batch.
         level: priority level, 0 is served first.
-        completion: where the answer goes.
-        enqueued_ns: monotonic, when it was queued.
-        received_ns: monotonic, when the request had arrived.
-        deadline_ns: monotonic, when the client gives up; `FAR_NS` if it does not.
-        due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
-        client: who asks, "" for nobody in particular.
-        predicted_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
-        kind: of urgency, for who predicts when it will be answered.
-        key: what orders it; see `headrace.scheduling.queue`. 0: it has none yet.
-        last: it is served behind all that are not.
-        size_bytes: what it holds in memory.
-        queued: True while it counts as waiting.
-        counts_as_request: True for the one entry of a request that is counted as the request (the last part of a split one).
+        completion: completion of the request or part.
+        enqueued_ns: monotonic time of queueing.
+        received_ns: monotonic time at which the request had arrived.
+        deadline_ns: monotonic deadline of the client; `FAR_NS` for none.
+        due_ns: monotonic due time: the deadline or the objective, whichever is earlier; `FAR_NS` for neither.
+        client: name of the client, "" without one.
+        predicted_ns: monotonic completion time predicted at admission; 0 without a prediction.
+        kind: urgency class of prediction errors; see `headrace.scheduling.admission`.
+        key: sort key, see `headrace.scheduling.queue`; 0 before it is set.
+        last: True if it is served behind all entries that are not last.
+        size_bytes: memory of the entry.
+        queued: True while it counts as queued.
+        counts_as_request: True for the one entry that counts as the request in metrics (the last part of a split one).
+        remove: removes a settled entry from the queue.
     """
 
     __slots__ = (
@@ -109,33 +110,33 @@ class Entry:
         self.remove: Callable[[Entry], None] | None = None
 
     def on_settled(self) -> None:
-        """Hook for `Completion.after`: give the place in the queue back if the entry still has one."""
-        if self.queued and self.remove is not None:  # a first look without the lock spares those that were run
+        """Remove a settled entry that is still queued; set as `Completion.after`."""
+        if self.queued and self.remove is not None:  # checked without the lock: most entries have left the queue
             self.remove(self)
 
 
 FAR_NS = (1 << 63) - 1
-"""A time that never comes."""
+"""Due time of entries without one."""
 HORIZON_NS = 10 * NS_PER_S
 ROW_NS = NS_PER_MS
 _SMOOTHING = 16
 _MOST_CLIENTS = 16_384
-_FOR_EVER_NS = 1 << 80  # levels that do not age: more than any clock or virtual time comes to
+_FOR_EVER_NS = 1 << 80  # handicap of levels without ageing: above any clock or virtual time
 
 
 class QueueOrder:
-    """Makes keys.
+    """Computes sort keys.
 
     Args:
-        aging_ns: how long a request waits before it counts as of the next higher level, 0: levels do not age.
-        sharing: how clients share; None: a request is a request, whoever sent it.
-        credit_rows: what a client that asked for less than its share may have at once before the others.
+        aging_ns: queue time after which a request counts as of the next higher level, 0 for no ageing.
+        sharing: fair sharing between clients; None serves requests regardless of their client.
+        credit_rows: rows that a client below its share may have served before the others.
 
     Attributes:
-        handicap_ns: of a level behind the next higher one.
-        horizon_ns: dues further away order nothing.
-        shares: the clients' virtual time, if they share.
-        plain: they do not.
+        handicap_ns: added to the key for each level.
+        horizon_ns: due times further away do not affect the order.
+        shares: virtual time of the clients, with fair sharing.
+        plain: True without fair sharing.
     """
 
     def __init__(self, aging_ns: int = 0, sharing: Sharing | None = None, credit_rows: int = 0) -> None:
@@ -145,13 +146,13 @@ class QueueOrder:
         self.plain = sharing is None
 
     def key(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
-        """What a request would get if it were queued now.
+        """Return the key of a request that is queued now.
 
         Args:
-            level: its priority, from 0.
-            due_ns: monotonic; a time that never comes: never.
+            level: priority level, from 0.
+            due_ns: monotonic due time; `FAR_NS` for none.
             enqueued_ns: monotonic, now.
-            client: who asks.
+            client: name of the client.
         """
         key = enqueued_ns + self.horizon_ns
         if self.shares is not None:
@@ -161,71 +162,71 @@ class QueueOrder:
         return key + level * self.handicap_ns if level else key
 
     def lag_ns(self, key: int, received_ns: int) -> int:
-        """How far behind those that are served at once a request is, in the time of the keys.
+        """Return the distance of a key from that of a request that is served at once, in the time of the keys.
 
         Args:
-            key: the request's.
-            received_ns: monotonic, when it had arrived.
+            key: key of the request.
+            received_ns: monotonic arrival time of the request.
         """
         return max(key - (received_ns if self.shares is None else self.shares.now), 0)
 
     @property
     def crowded(self) -> bool:
-        """Several clients ask."""
+        """True while several clients have queued requests."""
         return self.shares is not None and self.shares.several
 
     def served(self, entries: Sequence[Entry]) -> None:
-        """Requests are being run."""
+        """Advance the virtual time to the entries of a batch."""
         if self.shares is not None:
             tags = [entry.key - entry.level * self.handicap_ns for entry in entries if not entry.last]
             self.shares.served(max(tags, default=0), sum([entry.rows for entry in entries]))
 
 
 class FairShares:
-    """The virtual time of one queue.
+    """Virtual time of start-time fair queueing, for one queue.
 
     Attributes:
-        now: start tag of what was served last.
-        several: more than one client has asked since something waits.
+        now: start tag of the latest served request.
+        several: True if more than one client has queued requests since the queue was empty.
     """
 
     def __init__(self, sharing: Sharing, credit_rows: int = 0) -> None:
         self._weights, self._default_weight = sharing.weights, sharing.default_weight
         self._credit = credit_rows * ROW_NS
         self.now = 0
-        self._moved = self._rows = 0.0  # smoothed: how far a batch moves that time, and its rows
-        self._busy = False  # something was served, and something waits
-        self._first: str | None = None  # who was the first to ask since something waits
+        self._moved = self._rows = 0.0  # smoothed: advance of virtual time by a batch, and its rows
+        self._busy = False  # True if a batch was served since the queue was empty
+        self._first: str | None = None  # first client since the queue was empty
         self.several = False
-        self._ends: dict[str, int] = {}  # who is not in it has not asked of late
+        self._ends: dict[str, int] = {}  # end of each client's latest request, without clients that are idle
 
     def start(self, client: str) -> int:
-        """The tag of the client's next request."""
+        """Return the start tag of the client's next request."""
         earliest, end = self.now - self._credit, self._ends.get(client, 0)
         return end if end > earliest else earliest
 
     def rows_ahead(self, tag: int) -> int:
-        """Rows that are served before a request of this start tag, if the others go on asking as they do."""
+        """Estimate the rows that are served before a request of this start tag, at the present arrival rates."""
         return int((tag - self.now) * self._rows / self._moved) if self._moved else 0
 
     def queued(self, client: str, rows: int) -> None:
-        """A request was queued."""
+        """Record that a request was queued."""
         if self._first is None:
             self._first = client
         elif client != self._first:
             self.several = True
         ends = self._ends
         ends[client] = self.start(client) + self._virtual(client, rows)
-        if len(ends) > _MOST_CLIENTS:  # names cost their sender nothing
+        if len(ends) > _MOST_CLIENTS:  # bounded, since clients can invent names
             self._ends = {name: end for name, end in ends.items() if end > self.now - self._credit}
             if len(self._ends) > _MOST_CLIENTS // 2:
                 self._ends = {}
 
     def unserved(self, client: str, rows: int) -> int:
-        """A request has left the queue without having been served: the client's next ones need not wait for it.
+        """Record that a request left the queue unserved, so that later requests of the client do not wait for it.
 
         Returns:
-            How much earlier those that wait behind it could be served.
+            Reduction of the keys of the client's requests behind it.
         """
         cost = self._virtual(client, rows)
         if client in self._ends:
@@ -233,16 +234,16 @@ class FairShares:
         return cost
 
     def served(self, tag: int, rows: int) -> None:
-        """A batch is being run: its greatest tag, and its rows."""
+        """Record a batch by its greatest start tag and its rows."""
         if tag <= self.now:
             return
-        if self._busy:  # else there is nothing before it to measure from
+        if self._busy:  # after an empty queue there is no batch to measure from
             self._moved += (tag - self.now - self._moved) / _SMOOTHING
             self._rows += (rows - self._rows) / _SMOOTHING
         self.now, self._busy = tag, True
 
     def rest(self) -> None:
-        """Nothing waits."""
+        """Record that the queue is empty."""
         self._first = None
         self._busy = self.several = False
 
@@ -251,7 +252,7 @@ class FairShares:
 
 
 MAX_RUN = 2048
-"""Entries that a run has when another one is begun."""
+"""Entries of a run from which another run is started."""
 
 _KEY, _ROWS, _SIZE_BYTES = attrgetter("key"), attrgetter("rows"), attrgetter("size_bytes")
 
@@ -261,12 +262,10 @@ def _last_key(run: list[Entry]) -> int:
 
 
 class SortedEntries:
-    """Sorted by `Entry.key`; of equal keys, those that were added first come first.
-
-    No run is empty but the only one.
+    """Entries sorted by `Entry.key`; entries with equal keys are in the order of insertion.
 
     Attributes:
-        runs: the entries, in order.
+        runs: the entries, in order. Only a single run may be empty.
     """
 
     __slots__ = ("runs",)
@@ -289,16 +288,16 @@ class SortedEntries:
 
     @property
     def first(self) -> Entry:
-        """The entry with the least key; only if there is one."""
+        """The entry with the smallest key; requires an entry."""
         return self.runs[0][0]
 
     def head(self, count: int) -> Iterable[Entry]:
-        """The first `count`, or all if there are less."""
+        """Return the first `count` entries, or all if there are fewer."""
         run = self.runs[0]
         return run[:count] if len(run) >= count else islice(self, count)
 
     def add(self, entry: Entry) -> bool:
-        """Put an entry in its place; True if that is before another one."""
+        """Insert an entry; True if it is not the last."""
         runs, key = self.runs, entry.key
         run = runs[-1]
         if not run or key >= run[-1].key:
@@ -318,12 +317,12 @@ class SortedEntries:
         return True
 
     def is_at_end(self, key: int) -> bool:
-        """True if all come before an entry of this key, if it were added now."""
+        """Return True if an entry of this key would be added at the end."""
         run = self.runs[-1]
         return not run or key >= run[-1].key
 
     def before(self, key: int) -> int:
-        """How many come before an entry of this key, if it were added now; only if not all do."""
+        """Return the number of entries before an entry of this key; requires that `is_at_end` is False."""
         runs, count = self.runs, 0
         place = bisect_right(runs, key, key=_last_key) if len(runs) > 1 else 0
         for run in runs[:place]:
@@ -331,7 +330,7 @@ class SortedEntries:
         return count + bisect_right(runs[place], key, key=_KEY)
 
     def take(self, count: int) -> list[Entry]:
-        """Remove the first `count`, or all if there are less."""
+        """Remove and return the first `count` entries, or all if there are fewer."""
         runs = self.runs
         run = runs[0]
         taken = run[:count]
@@ -345,16 +344,18 @@ class SortedEntries:
         return taken
 
     def put_back(self, entries: list[Entry]) -> None:
-        """Put entries before all others, which have no lesser keys."""
+        """Insert entries at the front; no other entry may have a smaller key."""
         self.runs[0][:0] = entries
 
     def remove(self, entry: Entry) -> None:
-        """Take out one that is there."""
+        """Remove an entry; it must be present."""
         runs, key = self.runs, entry.key
         number = bisect_left(runs, key, key=_last_key)
         run = runs[number]
         place = bisect_left(run, key, key=_KEY)
-        while place == len(run) or run[place] is not entry:  # equal keys are few, but where all requests came at once
+        while (
+            place == len(run) or run[place] is not entry
+        ):  # few keys are equal, except of requests that arrive together
             place += 1
             if place >= len(run):
                 number, place = number + 1, 0
@@ -364,31 +365,30 @@ class SortedEntries:
             del runs[number]
 
     def refill(self, entries: Iterable[Entry]) -> None:
-        """Have these instead, which are in the order of their keys."""
+        """Replace all entries by these, which are sorted by key."""
         each = list(entries)
         self.runs = [each[first : first + MAX_RUN] for first in range(0, len(each), MAX_RUN)] or [[]]
 
 
-# A lane is compacted when it holds this many dead entries more than live ones.
+# A shape queue is compacted when it holds this many more removed entries than live ones.
 _DEAD_SLACK = 64
 
 
 class ShapeQueue:
-    """Requests of one shape: a `LaneView` for the decision.
+    """Queued entries of one shape; implements `headrace.scheduling.batching.ShapeQueueView`.
 
-    They lie in the order of their keys, and since those who come later are due later, an entry is as a rule appended. Behind them
-    all are the last: what the queue's policy has put there, and what will be late whatever is done. Entries that left early stay
-    as dead ones among the others (they hold no tensors) until they reach the front or the lane is compacted; the counts never
-    include them.
+    Entries are sorted by key. Later requests are usually due later, so an entry is usually appended. Behind them are the last
+    entries: those that the queue policy demoted, and those that are certain to be late. An entry that leaves early stays as a
+    dead entry without tensors until it reaches the front or the shape queue is compacted. The counts exclude dead entries.
 
     Args:
-        timed: keys are the times when entries are due, or earlier.
+        timed: True if no entry is due before its key.
 
     Attributes:
-        count: live entries.
-        total_rows: rows of them.
-        last_rows: rows of those that are among the last.
-        due_count: live entries that are due some time and not among the last.
+        count: number of live entries.
+        total_rows: rows of the live entries.
+        last_rows: rows of the live entries that are last.
+        due_count: number of live entries with a due time that are not last.
     """
 
     __slots__ = (
@@ -408,14 +408,14 @@ class ShapeQueue:
         self._entries = SortedEntries()
         self._last: deque[Entry] = deque()
         self._dead = 0
-        self._out_of_order = False  # some entry came later than one behind it
+        self._out_of_order = False  # True if an entry was queued later than one behind it
         self.count = 0
         self.total_rows = 0
         self.last_rows = 0
         self.due_count = 0
 
     def due_from_ns(self, count: int) -> int:
-        """None of the first `count` entries is due earlier."""
+        """Return a lower bound of the due times of the first `count` entries."""
         entries = self._entries
         if self._timed:
             return entries.first.key if entries else FAR_NS
@@ -423,35 +423,35 @@ class ShapeQueue:
 
     @property
     def oldest_ns(self) -> int:
-        """When the entry that waits longest was queued; only for a lane that is not empty."""
+        """Time at which the oldest entry was queued; requires an entry."""
         if not self._out_of_order and not self._last:
             return self._entries.first.enqueued_ns
         return min(entry.enqueued_ns for entry in chain(self._entries, self._last) if entry.queued)
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Of two lanes the one with the lower rank goes first; only for a lane that is not empty."""
+        """Rank among shape queues, the lowest is served first; requires an entry."""
         front = self.front
         return front.last, front.key
 
     @property
     def front(self) -> Entry:
-        """The entry to be served first; only for a lane that is not empty."""
+        """The entry that is served first; requires an entry."""
         run = self._entries.runs[0]
         return run[0] if run else self._last[0]
 
     @property
     def last_entry(self) -> Entry | None:
-        """The entry to be served last, None if the lane is empty."""
+        """The entry that is served last, None without entries."""
         return next((entry for entry in chain(reversed(self._last), reversed(self._entries)) if entry.queued), None)
 
     def overdue(self, time_ns: int) -> Entry | None:
-        """The first of the last entries, if it was due before `time_ns`."""
+        """Return the first of the last entries if it was due before `time_ns`."""
         last = self._last
         return last[0] if last and last[0].due_ns < time_ns else None
 
     def row_counts(self) -> Iterator[int]:
-        """Rows of each live entry in the order of serving."""
+        """Yield the rows of each live entry, in the order of serving."""
         for entry in self._entries:
             if entry.queued:
                 yield entry.rows
@@ -460,7 +460,7 @@ class ShapeQueue:
                 yield entry.rows
 
     def members(self) -> Iterator[tuple[int, int]]:
-        """Rows of each, and when it is due, `FAR_NS` for those that are among the last."""
+        """Yield rows and due time of each live entry, in the order of serving; `FAR_NS` for last entries."""
         for entry in self._entries:
             if entry.queued:
                 yield entry.rows, entry.due_ns
@@ -469,14 +469,14 @@ class ShapeQueue:
                 yield entry.rows, FAR_NS
 
     def rows_before(self, key: int) -> int:
-        """About how many rows would be served before an entry of this key."""
+        """Estimate the rows that would be served before an entry of this key."""
         entries, rows = self._entries, self.total_rows - self.last_rows
         if entries.is_at_end(key):
             return rows
         return rows * entries.before(key) // (self.count + self._dead - len(self._last))
 
     def push(self, entry: Entry) -> None:
-        """Put an entry in its place."""
+        """Queue an entry."""
         entry.queued = True
         self.count += 1
         self.total_rows += entry.rows
@@ -490,7 +490,7 @@ class ShapeQueue:
             self.due_count += 1
 
     def take(self, count: int) -> list[Entry]:
-        """Remove the first `count` live entries."""
+        """Remove and return the first `count` live entries."""
         taken: list[Entry] = []
         entries = self._entries
         while len(taken) < count and (slots := entries.take(count - len(taken))):
@@ -513,7 +513,7 @@ class ShapeQueue:
         return taken
 
     def remove_at(self, places: Sequence[int]) -> list[Entry]:
-        """Remove the live entries at these places in the order of serving; none of them is among the last."""
+        """Remove and return the live entries at these positions in the order of serving; none of them may be last."""
         front = self.take(places[-1] + 1)
         removed = [front[place] for place in places]
         removed_places = set(places)
@@ -528,7 +528,7 @@ class ShapeQueue:
         return removed
 
     def discard(self, entry: Entry) -> None:
-        """Turn a live entry of this lane into a dead one."""
+        """Turn a live entry into a dead one."""
         entry.queued = False
         entry.inputs = {}
         self.count -= 1
@@ -541,7 +541,7 @@ class ShapeQueue:
         self._trim()
 
     def put_last(self, entry: Entry) -> None:
-        """Have a live entry served behind all others."""
+        """Serve a live entry behind all others."""
         if entry.last:
             return
         self._entries.remove(entry)
@@ -553,7 +553,7 @@ class ShapeQueue:
         self._trim()
 
     def move_up(self, gained: Mapping[str, int]) -> None:
-        """Lower the keys of clients' entries; as few are skipped, it may take its time."""
+        """Reduce the keys of entries by client. Its cost is linear: entries are skipped rarely."""
         for entry in self._entries:
             entry.key -= gained.get(entry.client, 0)
         self._entries.refill(sorted(self._entries, key=_KEY))
@@ -570,7 +570,7 @@ class ShapeQueue:
                 self._dead -= 1
 
     def _trim(self) -> None:
-        """Keep the fronts live (`oldest_ns` reads them) and the dead few."""
+        """Remove dead entries at the front, which `oldest_ns` reads, and compact if there are many."""
         if not self._dead:
             return
         if self._dead > self.count + _DEAD_SLACK:
@@ -588,17 +588,17 @@ class ShapeQueue:
 
 
 class Queue:
-    """All lanes of one model version.
+    """All shape queues of one model version.
 
     Args:
         levels: number of priority levels.
-        order: makes the keys.
+        order: computes the keys.
 
     Attributes:
-        shape_queues: a view of all shape queues, first used first; a shape queue may be empty.
-        count: live entries.
+        shape_queues: view of all shape queues, in the order of first use; one may be empty.
+        count: number of live entries.
         total_rows: rows of the live entries.
-        size_bytes: memory the live entries hold.
+        size_bytes: memory of the live entries.
     """
 
     __slots__ = ("_levels", "_shape_queues", "count", "order", "shape_queues", "size_bytes", "total_rows")
@@ -614,7 +614,7 @@ class Queue:
 
     @property
     def only(self) -> Entry | None:
-        """The entry that waits, if just one does."""
+        """The only queued entry, None if there is none or more than one."""
         if self.count == 1:
             for shape_queue in self.shape_queues:
                 if shape_queue.count:
@@ -622,22 +622,22 @@ class Queue:
         return None
 
     def level(self, level: int) -> tuple[int, int]:
-        """Live entries of a level, and their rows."""
+        """Return the number of live entries of a level, and their rows."""
         if not self._levels:
             return self.count, self.total_rows
         count, rows = self._levels[level]
         return count, rows
 
     def rows_ahead(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
-        """About how many rows would be served before such an entry, if it were queued now."""
+        """Estimate the rows that would be served before such an entry, if it were queued now."""
         return self._rows_before(self.order.key(level, due_ns, enqueued_ns, client))
 
     def place(self, entry: Entry) -> tuple[int, int, int]:
-        """Give an entry its key, and say where it would be if it were queued now.
+        """Set an entry's key, and predict its position in the order of serving.
 
         Returns:
-            About how many rows would be served before it, if nothing more came; how many at the most come later and go before
-            it; its lag, see `QueueOrder.lag_ns`.
+            Queued rows ahead of the entry (an estimate), the largest number of rows that later arrivals may put ahead of it,
+            and its lag; see `QueueOrder.lag_ns`.
         """
         order, level = self.order, entry.level
         entry.key = key = order.key(level, entry.due_ns, entry.enqueued_ns, entry.client)
@@ -648,7 +648,7 @@ class Queue:
         return rows, overtakers if overtakers > 0 else 0, order.lag_ns(key, entry.received_ns)
 
     def push(self, entry: Entry) -> ShapeQueue:
-        """Put an entry into the lane of its shape; it keeps its key if it has one."""
+        """Queue an entry in the shape queue of its shape; sets its key unless it has one."""
         shape_queue = self._shape_queues.get(entry.shape_key)
         if shape_queue is None:
             shape_queue = self._shape_queues[entry.shape_key] = ShapeQueue(timed=self.order.plain and not self._levels)
@@ -673,7 +673,7 @@ class Queue:
         return shape_queue
 
     def take(self, shape_queue: ShapeQueue, count: int) -> list[Entry]:
-        """Remove the first `count` entries of a lane, to be run."""
+        """Remove and return the first `count` entries of a shape queue, for a batch."""
         taken = shape_queue.take(count)
         self._uncount(taken)
         if not self.order.plain:
@@ -683,7 +683,7 @@ class Queue:
         return taken
 
     def skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> list[Entry]:
-        """Remove entries of a lane, at places in the order of serving, to be put last or refused."""
+        """Remove and return entries at these positions in the order of serving, to be demoted or rejected."""
         skipped = shape_queue.remove_at(places)
         shares = self.order.shares
         if shares is not None:
@@ -698,7 +698,7 @@ class Queue:
         return skipped
 
     def discard(self, entry: Entry) -> bool:
-        """Remove an entry before its turn; False if it is not waiting any more."""
+        """Remove an entry that is not served; False if it is not queued."""
         if not entry.queued:
             return False
         shape_queue = self._shape_queues[entry.shape_key]
@@ -709,7 +709,7 @@ class Queue:
         return True
 
     def put_last(self, entry: Entry) -> bool:
-        """Have a waiting entry served behind all others; False if it is not waiting any more."""
+        """Serve a queued entry behind all others; False if it is not queued."""
         if not entry.queued:
             return False
         self._mark_unserved(entry)
@@ -717,7 +717,7 @@ class Queue:
         return True
 
     def clear(self) -> list[Entry]:
-        """Remove everything."""
+        """Remove and return all entries."""
         taken = [entry for shape_queue in self._shape_queues.values() for entry in shape_queue.take(shape_queue.count)]
         for entry in taken:
             self._mark_unserved(entry)
@@ -749,6 +749,6 @@ class Queue:
             self.order.shares.rest()
 
     def _close_if_empty(self, shape_queue: ShapeQueue, shape_key: object) -> None:
-        # A model with one shape keeps its lane; hostile or rare shapes must not pile lanes up.
+        # A model with one shape keeps its shape queue; rare or hostile shapes must not accumulate shape queues.
         if shape_queue.count == 0 and len(self._shape_queues) > 1:
             del self._shape_queues[shape_key]

@@ -195,7 +195,7 @@ def test_nobody_comes_back_to_a_device_that_has_failed_for_good(monkeypatch: pyt
         served = Served(mailbox)
         if opening:
             served.model.refused = [ExecutionLost("the GPU is gone")]
-        with hearing("is not started again") as heard:
+        with hearing("is not restarted") as heard:
             await served.kill(DEATH if opening else LOST)
             assert await asyncio.to_thread(heard.acquire, timeout=10)
         assert not waiting_timers()
@@ -220,7 +220,7 @@ def test_nobody_starts_before_the_one_before_has_ended(monkeypatch: pytest.Monke
         served = Served(mailbox, model=Two())
         waiting = served.handle.infer(ask(1))
         await asyncio.to_thread(first.wait_for, "finishing 0")
-        with hearing("is started again in") as heard:
+        with hearing("restarts in") as heard:
             await served.kill(DIES["launch"])
             assert served.deaths == [0]
             with pytest.raises(ModelFailed):
@@ -240,7 +240,7 @@ def test_nobody_starts_before_the_one_before_has_ended(monkeypatch: pytest.Monke
 def test_a_parked_version_comes_back_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, instances=2)
-        with hearing("is started again in") as heard:
+        with hearing("restarts in") as heard:
             await served.kill()
             assert await asyncio.to_thread(heard.acquire, timeout=10)
         (timer,) = waiting_timers()
