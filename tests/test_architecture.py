@@ -358,6 +358,8 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/triton_flags.py",
     "server/headrace/http",
     "server/headrace/inference",
+    "server/headrace/cuda",
+    "server/headrace/pipelines",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

@@ -1,1 +1,1 @@
-"""What needs the CUDA driver. Nothing here is imported on a machine without a GPU."""
+"""GPU access: the CUDA driver, memory, kernels, TensorRT and NVML; the only package that imports PyCUDA."""

@@ -1,7 +1,7 @@
-"""GPUs of this machine: what they are, and readings of load, memory, power, clocks and errors by NVML.
+"""GPUs of this machine: names and capabilities, and readings of load, memory, power, clocks and errors by NVML.
 
 NVML, NVIDIA's management library, comes with the driver; its Python binding (pynvml) is in the package nvidia-ml-py.
-Every figure is optional: boards differ in what they support, and an older driver lacks newer functions.
+Every figure is optional: boards support different ones, and an older driver lacks newer functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.cuda import driver
 
-# What the driver shows of a GPU that it has: on Linux, on Windows' subsystem for Linux, on Jetson.
+# Device files of the driver: on Linux, on Windows Subsystem for Linux, on Jetson.
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvgpu"))
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 
@@ -30,8 +30,8 @@ class Gpu(NamedTuple):
     Attributes:
         name: e.g. "NVIDIA H200".
         capability: compute capability, e.g. "9.0".
-        driver: major version of NVIDIA's driver, e.g. 580; of its CUDA version where the driver's own is not told.
-        memory_bytes: all of its memory.
+        driver: major version of NVIDIA's driver, e.g. 580; the major CUDA version if the driver's own is unknown.
+        memory_bytes: total memory.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
 
 
 def is_visible() -> bool:
-    """True if an NVIDIA driver and a GPU are there; loads the driver's library, but starts nothing."""
+    """Return True if an NVIDIA driver and a GPU are present; loads the driver's library, but does not initialise it."""
     try:
         driver.library()
     except OSError:
@@ -50,7 +50,7 @@ def is_visible() -> bool:
 
 
 def count() -> int:
-    """How many GPUs the driver finds, 0 where there is no PyCUDA or no driver."""
+    """Return the number of GPUs, 0 without PyCUDA or a driver."""
     try:
         return int(driver.load().Device.count())
     except Unsupported:
@@ -58,16 +58,16 @@ def count() -> int:
 
 
 def describe(ordinal: int = 0) -> Gpu:
-    """One GPU.
+    """Return name, capability, driver and memory of one GPU.
 
     Raises:
-        Unsupported: there is no PyCUDA, no driver or no such GPU; says what to install.
+        Unsupported: PyCUDA, the driver or the GPU is missing; the message says what to install.
     """
     cuda = driver.load()
-    found = cuda.Device.count()
-    if not 0 <= ordinal < found:
-        raise Unsupported(f"CUDA device {ordinal} is not there: this machine has devices 0 to {found - 1}")
-    with driver.check("asking what the GPU is"):
+    gpu_count = cuda.Device.count()
+    if not 0 <= ordinal < gpu_count:
+        raise Unsupported(f"CUDA device {ordinal} is not there: this machine has devices 0 to {gpu_count - 1}")
+    with driver.check("reading the properties of the GPU"):
         device = cuda.Device(ordinal)
         major, minor = device.compute_capability()
         version = driver_major() or cuda.get_driver_version() // 1000
@@ -76,14 +76,14 @@ def describe(ordinal: int = 0) -> Gpu:
 
 @functools.cache
 def driver_major() -> int:
-    """Major version of NVIDIA's driver, 0 where it cannot be found out."""
+    """Return the major version of NVIDIA's driver, 0 if unknown."""
     text = driver_version()
     if not text:
         try:
-            found = re.search(r"Module\D*?(\d+)\.\d+", _VERSION_FILE.read_text())
+            match = re.search(r"Module\D*?(\d+)\.\d+", _VERSION_FILE.read_text())
         except OSError:
-            found = None
-        text = found[1] if found else ""
+            match = None
+        text = match[1] if match else ""
     major = text.partition(".")[0]
     return int(major) if major.isdecimal() else 0
 
@@ -95,16 +95,20 @@ _N = TypeVar("_N", int, float)
 
 @dataclass(slots=True)
 class GpuReading:
-    """One GPU now; None stands for what it does not tell.
+    """Current state of one GPU; None for figures that it does not support.
 
     Attributes:
-        gpu: CUDA's number for it; NVML's where PyCUDA is missing.
-        name, uuid, driver: what it is, "" if it does not tell.
-        up: the driver answers for it.
-        utilization: share of the last moments in which a kernel ran, 0 to 1.
-        clocks_hz: by what they drive: sm, memory.
+        gpu: CUDA's number of the GPU; NVML's number without PyCUDA.
+        name, uuid, driver: identity, "" if unknown.
+        up: the driver responds for this GPU.
+        utilization: share of the last sampling period in which a kernel ran, 0 to 1.
+        memory_used_bytes, memory_total_bytes: device memory.
+        power_w, power_limit_w: present and enforced power in watts.
+        energy_j: since the driver was loaded, in joules.
+        temperature_c: of the GPU, in degrees Celsius.
+        clocks_hz: by clock domain: sm, memory.
         ecc_errors: by kind, since the driver was loaded: corrected, uncorrected.
-        slowed: by reason, whether it keeps the clocks down now.
+        slowed: by reason, whether it reduces the clocks now.
     """
 
     gpu: int
@@ -125,7 +129,7 @@ class GpuReading:
 
 
 def load_nvml() -> Any:
-    """Import pynvml; None where the driver's library is missing.
+    """Import pynvml; return None without the driver's library.
 
     The import takes 25 ms and 3.5 MB, which a server without an NVIDIA driver saves.
     """
@@ -139,12 +143,12 @@ def load_nvml() -> Any:
 
 
 def open_library() -> object:
-    """Open the driver's library; raises OSError where there is no driver."""
+    """Open the driver's NVML library; raises OSError without a driver."""
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def driver_version() -> str:
-    """Version of NVIDIA's driver, e.g. "580.95.05"; empty where NVML does not answer."""
+    """Return the version of NVIDIA's driver, e.g. "580.95.05"; "" if NVML does not respond."""
     pynvml = load_nvml()
     if pynvml is None:
         return ""
@@ -164,7 +168,7 @@ class Nvml:
     Calls from several threads are serialized by a lock.
 
     Args:
-        buses: returns the PCI address of each GPU in CUDA's order, None where CUDA cannot tell; None: `pci_addresses`.
+        buses: returns the PCI address of each GPU in CUDA's order, None if CUDA has none; None uses `pci_addresses`.
     """
 
     def __init__(self, buses: Callable[[], list[str] | None] | None = None) -> None:
@@ -177,7 +181,7 @@ class Nvml:
         self._driver = ""
 
     def readings(self) -> list[GpuReading]:
-        """Of every GPU that the server may use; none where there is no driver. Takes some milliseconds."""
+        """Read every GPU that the server may use; empty without a driver. Takes some milliseconds."""
         with self._lock:
             if not self._is_opened:
                 self._is_opened = True
@@ -191,7 +195,9 @@ class Nvml:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            logger.warning("the GPUs cannot be watched: NVML does not start (error %d)", error.value)
+            logger.warning(
+                "GPU metrics are not available: NVML does not start (error %d), check nvidia-smi", error.value
+            )
             return
         self._pynvml = pynvml
         self._driver = self._read("SystemGetDriverVersion") or ""
@@ -230,14 +236,14 @@ class Nvml:
         reading.ecc_errors = _supported(
             {name: self._read("DeviceGetTotalEccErrors", device, kind, volatile) for name, kind in kinds.items()}
         )
-        # The name that every driver since 2017 has; newer ones have ...ClocksEventReasons too.
+        # Every driver since 2017 has this name; newer ones also have ...ClocksEventReasons.
         bits = self._read("DeviceGetCurrentClocksThrottleReasons", device)
         if bits is not None:
             reading.slowed = {reason: bool(bits & mask) for reason, mask in _slowdown_masks(pynvml).items()}
         return reading
 
     def _read(self, function: str, *arguments: Any) -> Any:
-        """Call `nvml<function>`; None where the board, the driver or a lost GPU does not answer."""
+        """Call `nvml<function>`; None if the board, the driver or a lost GPU returns an error."""
         try:
             return getattr(self._pynvml, "nvml" + function)(*arguments)
         except (self._pynvml.NVMLError, UnicodeDecodeError):
@@ -245,7 +251,7 @@ class Nvml:
 
 
 def _slowdown_masks(pynvml: Any) -> dict[str, int]:
-    """Bits of the clocks' throttle reasons, without "idle" and what the operator has set."""
+    """Bits of the clocks' throttle reasons, without "idle" and the operator's own settings."""
     return {
         "power_cap": pynvml.nvmlClocksThrottleReasonSwPowerCap,
         "hardware": pynvml.nvmlClocksThrottleReasonHwSlowdown,
@@ -255,10 +261,10 @@ def _slowdown_masks(pynvml: Any) -> dict[str, int]:
 
 
 def pci_addresses() -> list[str] | None:
-    """PCI address of each GPU that CUDA shows to this process, in its order; None where CUDA cannot tell."""
+    """Return the PCI address of each GPU visible to CUDA, in its order; None without CUDA."""
     try:
         cuda = driver.load()
-        with driver.check("asking where the GPUs are"):
+        with driver.check("reading the PCI addresses of the GPUs"):
             return [str(cuda.Device(ordinal).pci_bus_id()) for ordinal in range(int(cuda.Device.count()))]
     except HeadraceError:
         return None

@@ -1,12 +1,12 @@
-"""Contexts, streams and events of the CUDA driver, and its C library: the base of all code that uses a GPU.
+"""CUDA driver: contexts, streams, events and graphs. The base of all code that uses a GPU.
 
-Nothing happens at import; PyCUDA is loaded on first use. Work is done inside `current(device)`, which makes the
-device's primary context current in this thread and restores the previous one. Primary contexts are shared with
-everything that uses the CUDA runtime (TensorRT does) and are kept for the life of the process. What was created inside
-`current` is freed inside `current` of the same device, best in the thread that created it.
+Nothing happens at import; PyCUDA is loaded on first use. GPU work runs inside `current(device)`, which makes the
+device's primary context current on this thread and restores the previous one. Primary contexts are shared with
+everything that uses the CUDA runtime (TensorRT does) and are retained for the life of the process. Objects created
+inside `current` are freed inside `current` of the same device, preferably on the thread that created them.
 
-`library()` is the driver's C library, for calls that PyCUDA lacks or makes while it holds the interpreter's lock;
-`ctypes` releases it.
+`library()` is the driver's C library, for calls that PyCUDA lacks (CUDA graphs) or makes while it holds the
+interpreter's lock; `ctypes` releases it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.core.errors import HeadraceError, Unsupported
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 
-# The lock guards the contexts: instances open their engines in threads of their own.
+# Guards `_contexts`: instances open their engines on threads of their own.
 _lock = threading.Lock()
 _contexts: dict[int, Any] = {}
 
@@ -34,14 +34,14 @@ class DeviceError(HeadraceError):
 
 
 class OutOfDeviceMemory(DeviceError):
-    """The GPU, or the host's pinned memory, has no room left."""
+    """The GPU's memory, or the host's pinned memory, is full."""
 
 
 def load() -> Any:
-    """PyCUDA's driver module, initialised.
+    """Initialise PyCUDA and return its driver module.
 
     Raises:
-        Unsupported: there is no PyCUDA, no driver, or no GPU.
+        Unsupported: PyCUDA, the driver or a GPU is missing.
     """
     try:
         import pycuda.driver as driver
@@ -61,14 +61,14 @@ def load() -> Any:
 
 @contextlib.contextmanager
 def check(doing: str) -> Iterator[None]:
-    """Turn PyCUDA's errors into ours.
+    """Convert PyCUDA's errors to `DeviceError`.
 
     Args:
-        doing: what is done, for the message, e.g. "allocating 64 bytes".
+        doing: description of the operation for the message, e.g. "allocating 64 bytes".
 
     Raises:
-        OutOfDeviceMemory: no room is left.
-        DeviceError: anything else the driver refuses.
+        OutOfDeviceMemory: no memory is left.
+        DeviceError: the driver refuses for another reason.
     """
     driver = loaded()
     try:
@@ -81,14 +81,14 @@ def check(doing: str) -> Iterator[None]:
 
 
 def loaded() -> Any:
-    """PyCUDA's driver module, which `load` has initialised before."""
+    """Return PyCUDA's driver module; `load` must have initialised it."""
     import pycuda.driver as driver
 
     return driver
 
 
 def primary_context(ordinal: int) -> Any:
-    """A device's primary context, retained once and kept.
+    """Return a device's primary context, retained once for the life of the process.
 
     Raises:
         Unsupported: there is no such device, or it cannot be used.
@@ -110,7 +110,7 @@ def primary_context(ordinal: int) -> Any:
 
 @contextlib.contextmanager
 def current(ordinal: int = 0) -> Iterator[None]:
-    """Make a device's primary context current in this thread; may be nested.
+    """Make a device's primary context current on this thread; may be nested.
 
     Raises:
         Unsupported: there is no such device, or it cannot be used.
@@ -121,7 +121,7 @@ def current(ordinal: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pushed(context: Any) -> Iterator[None]:
-    """Make a context current in this thread; may be nested."""
+    """Make a context current on this thread; may be nested."""
     context.push()
     try:
         yield
@@ -130,10 +130,11 @@ def pushed(context: Any) -> Iterator[None]:
 
 
 class CudaStream:
-    """A queue of work on the current device, which waits for no other stream.
+    """Queue of work on the current device; does not synchronize with the default stream.
 
     Attributes:
-        handle: the CUstream, as TensorRT and the driver take it.
+        stream: PyCUDA's stream.
+        handle: CUstream as an integer, as TensorRT and the driver take it.
     """
 
     def __init__(self) -> None:
@@ -152,38 +153,38 @@ class CudaStream:
 
 
 class TimingEvent:
-    """A moment in a stream's work."""
+    """Event with a timestamp in a stream's work."""
 
     def __init__(self) -> None:
         with check("making an event"):
             self._event = loaded().Event()
 
     def record(self, stream: CudaStream) -> None:
-        """Mark the moment when all work queued on the stream so far is done."""
+        """Record the event after all work queued on the stream so far."""
         with check("recording an event"):
             self._event.record(stream.stream)
 
     def us_since(self, earlier: TimingEvent) -> float:
-        """Microseconds from an earlier event to this one; both have happened."""
+        """Return the microseconds since an earlier event; both must have completed."""
         with check("reading an event"):
             return float(self._event.time_since(earlier._event)) * 1000
 
 
 @functools.cache
 def library() -> Any:
-    """libcuda, loaded already by PyCUDA."""
+    """Return libcuda, which PyCUDA has loaded."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def succeeded(result: int, doing: str) -> None:
-    """Turn a CUresult into nothing or an error of ours.
+    """Raise an error unless a CUresult is CUDA_SUCCESS.
 
     Args:
-        result: what the driver returned.
-        doing: what was done, for the message.
+        result: return value of the driver.
+        doing: description of the operation for the message.
 
     Raises:
-        DeviceError: it is not CUDA_SUCCESS.
+        DeviceError: the result is not CUDA_SUCCESS.
     """
     if result:
         text = ctypes.c_char_p()
@@ -197,14 +198,14 @@ _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING: recording costs less
 
 
 class CompletionEvent:
-    """A moment in a stream's work that other streams and one thread may wait for; recorded anew for every batch.
+    """Event that other streams and one thread may wait for; recorded again for every batch.
 
-    Once made, it raises PyCUDA's own errors: whoever uses it turns those of all that a batch needs into ours together.
-
-    PyCUDA gives the interpreter's lock away while it waits (`event::synchronize` of its C++ sources).
+    After construction it raises PyCUDA's own errors: the caller converts all errors of a batch in one place. PyCUDA
+    releases the interpreter's lock while it waits (`event::synchronize` of its C++ sources).
 
     Args:
-        spins: who waits keeps a core busy, and is 15 us earlier on the spot than one who sleeps (measured on an H200).
+        spins: the waiting thread keeps a core busy; it continues 15 us earlier than one that sleeps (measured on an
+            H200).
     """
 
     def __init__(self, spins: bool = False) -> None:
@@ -212,20 +213,21 @@ class CompletionEvent:
             self._event = loaded().Event(_UNTIMED if spins else _UNTIMED | _SLEEPING)
 
     def record(self, stream: CudaStream) -> None:
-        """Mark the moment when all work queued on the stream so far is done."""
+        """Record the event after all work queued on the stream so far."""
         self._event.record(stream.stream)
 
     def block(self, stream: CudaStream) -> None:
-        """Let a stream begin what is queued on it from here on only after the moment last recorded."""
+        """Make later work of a stream wait for the last recording."""
         stream.stream.wait_for_event(self._event)
 
     def wait(self) -> None:
-        """Wait until the moment last recorded has come; some of the work before it may have failed."""
+        """Wait until the last recording has completed; some of the work before it may have failed."""
         self._event.synchronize()
 
 
 def is_context_usable() -> bool:
-    """False once the current context has failed for good: after an illegal access, say, every call gives the same error.
+    """Return False once the current context has failed permanently: after e.g. an illegal access every call returns the
+    same error.
 
     (CUDA driver API, CUDA_ERROR_ILLEGAL_ADDRESS: "the process must be terminated and relaunched".)
     """
@@ -237,15 +239,18 @@ def is_context_usable() -> bool:
     return True
 
 
-# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do in the meantime does not spoil the capture.
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of other threads do not invalidate the capture.
 _THREAD_LOCAL = 1
 
 
 class CudaGraph:
-    """Work of a stream, ready to be replayed. Made and used with the stream's device current.
+    """CUDA graph: work recorded once from a stream and replayed by a single call.
+
+    PyCUDA has no graphs, so this class calls the driver's library (CUDA driver API, "Stream Management", "Graph
+    Management"; cuGraphInstantiateWithFlags needs CUDA 11.4). Create and use it with the stream's device current.
 
     Args:
-        stream: where the work is recorded and replayed.
+        stream: stream on which the work is recorded and replayed.
         enqueue: queues the work on that stream and does nothing else: no allocation, no waiting.
 
     Raises:
@@ -261,7 +266,7 @@ class CudaGraph:
         try:
             enqueue()
         except BaseException:
-            # The stream must come out of capturing, whatever has become of the graph.
+            # End the capture in any case: the stream is unusable until then.
             cuda.cuStreamEndCapture(self._stream, ctypes.byref(graph))
             if graph:
                 cuda.cuGraphDestroy(graph)
@@ -274,7 +279,7 @@ class CudaGraph:
         finally:
             cuda.cuGraphDestroy(graph)
         try:
-            # Else the first launch would pay for it.
+            # Otherwise the first launch would include the upload.
             succeeded(cuda.cuGraphUpload(self._executable, self._stream), "uploading a CUDA graph")
         except BaseException:
             self.close()
@@ -285,14 +290,14 @@ class CudaGraph:
         """Queue the work once more.
 
         Raises:
-            DeviceError: the driver refuses it.
+            DeviceError: the driver refuses.
         """
         result = self._launch(self._executable, self._stream)
         if result:
             succeeded(result, "launching a CUDA graph")
 
     def close(self) -> None:
-        """Give the graph back; its work must be done."""
+        """Destroy the graph; its work must be done."""
         executable, self._executable = self._executable, ctypes.c_void_p()
         if executable:
             library().cuGraphExecDestroy(executable)

@@ -1,9 +1,9 @@
 """GPU memory and pinned host memory: every block has one owner, which frees it explicitly.
 
-All of it needs a current context (`driver.current`). Blocks grow and never shrink, so that a caller that repeats itself
-allocates nothing. Blocks of an `Allocator` are booked in its account before they are allocated. A `PinnedMapping` is a
-mapping registered with the driver, which every GPU reads directly. Flags and rules: CUDA driver API, "Memory
-Management", cuMemHostRegister and cuMemHostGetDevicePointer.
+Everything here needs a current context (`driver.current`). Blocks grow and never shrink, so repeated batches allocate
+nothing. Blocks of an `Allocator` are booked in its account before they are allocated. A `PinnedMapping` is a mapping
+registered with the driver, which every GPU reads directly. Flags and rules: CUDA driver API, "Memory Management",
+cuMemHostRegister and cuMemHostGetDevicePointer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from headrace.cuda.driver import CudaStream, DeviceError, check, current, loaded
 
 
 class DeviceBuffer:
-    """A block of the GPU's memory.
+    """Block of GPU memory.
 
     Args:
-        size_bytes: to begin with.
-        reservation: the block's own; None: not booked.
+        size_bytes: initial size.
+        reservation: booking of this block; None: not booked.
 
     Attributes:
-        address: CUdeviceptr; changes when the block grows. 0 once it is freed.
-        size_bytes: of the block.
+        address: CUdeviceptr; changes when the block grows, 0 once it is freed.
+        size_bytes: size of the block.
     """
 
     def __init__(self, size_bytes: int = 0, reservation: Reservation | None = None) -> None:
@@ -47,11 +47,11 @@ class DeviceBuffer:
             self.reserve(size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
-        """Make room for so much, at least one byte; what was in the block is lost when it grows.
+        """Grow the block to at least `size_bytes`, at least one byte; growing loses its content.
 
         Raises:
-            OutOfDeviceMemory: there is none; the block is then empty.
-            NoRoom: the account has none; the block is then empty.
+            OutOfDeviceMemory: the GPU has no memory left; the block is then empty.
+            NoRoom: the account has no room; the block is then empty.
         """
         size_bytes = max(size_bytes, 1)
         if size_bytes <= self.size_bytes:
@@ -63,22 +63,22 @@ class DeviceBuffer:
         self.size_bytes = size_bytes
 
     def free(self) -> None:
-        """Give the block back; it may be reserved anew."""
+        """Free the block; it may be reserved again."""
         block, self._block = self._block, None
         self.address = self.size_bytes = 0
         if block is not None:
             block.free()
-            _give_back(self._reservation)
+            _release(self._reservation)
 
 
 class PinnedBuffer:
-    """A block of the host's memory that the GPU copies from and to without a detour.
+    """Block of pinned host memory, which the GPU copies from and to directly.
 
     Args:
-        reservation: the block's own; None: not booked.
+        reservation: booking of this block; None: not booked.
 
     Attributes:
-        size_bytes: of the block.
+        size_bytes: size of the block.
     """
 
     def __init__(self, reservation: Reservation | None = None) -> None:
@@ -88,14 +88,14 @@ class PinnedBuffer:
 
     @property
     def address(self) -> int:
-        """Where it is in the host's memory, 0 once it is freed."""
+        """Host address, 0 once the block is freed."""
         return 0 if self._bytes is None else int(self._bytes.ctypes.data)
 
     def reserve(self, size_bytes: int) -> None:
-        """Make room for so much, at least one byte; what was in the block is lost when it grows.
+        """Grow the block to at least `size_bytes`, at least one byte; growing loses its content.
 
         Raises:
-            OutOfDeviceMemory: the host can pin no more.
+            OutOfDeviceMemory: the host cannot pin more.
         """
         size_bytes = max(size_bytes, 1)
         if size_bytes <= self.size_bytes:
@@ -106,28 +106,28 @@ class PinnedBuffer:
         self.size_bytes = size_bytes
 
     def view(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The front of the block as an array; valid until the block grows or is freed."""
+        """Return the front of the block as an array; valid until the block grows or is freed."""
         if self._bytes is None:
-            raise RuntimeError("the buffer was freed, or never reserved")
+            raise RuntimeError("the buffer has no memory: call reserve() before view(), and no view() after free()")
         return self._bytes[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def free(self) -> None:
-        """Give the block back; views of it must not be used any more."""
+        """Free the block; views of it must not be used any more."""
         block, self._bytes = self._bytes, None
         self.size_bytes = 0
         if block is not None:
-            # PyCUDA hangs the allocation, which knows how to free itself, below the array.
+            # The array's base is PyCUDA's allocation, which has the method that frees it.
             base: Any = block.base
             base.free()
-            _give_back(self._reservation)
+            _release(self._reservation)
 
 
 @contextlib.contextmanager
 def booked(reservation: Reservation | None, size_bytes: int) -> Iterator[None]:
-    """Book a block while it is allocated inside; if that fails it is given back.
+    """Book a block while it is allocated inside; release the booking if that fails.
 
     Raises:
-        NoRoom: the account has no room; nothing is tried then.
+        NoRoom: the account has no room; the body does not run.
     """
     if reservation is None:
         yield
@@ -140,13 +140,13 @@ def booked(reservation: Reservation | None, size_bytes: int) -> Iterator[None]:
         raise
 
 
-def _give_back(reservation: Reservation | None) -> None:
+def _release(reservation: Reservation | None) -> None:
     if reservation is not None:
         reservation.release()
 
 
 class Allocator:
-    """Makes blocks for one owner on one GPU, all of them booked in the owner's account.
+    """Creates blocks for one owner on one GPU, all of them booked in the owner's account.
 
     Args:
         gpu: number of the GPU.
@@ -161,65 +161,65 @@ class Allocator:
         self._account = account
 
     def device(self, kind: Kind = Kind.BUFFERS) -> DeviceBuffer:
-        """An empty block of the GPU's memory."""
+        """Create an empty block of GPU memory."""
         return DeviceBuffer(0, self.reservation(kind))
 
     def pinned(self, kind: Kind = Kind.BUFFERS) -> PinnedBuffer:
-        """An empty block of pinned memory."""
+        """Create an empty block of pinned memory."""
         return PinnedBuffer(None if self._account is None else self._account.reservation(HOST, kind))
 
     def reservation(self, kind: Kind, size_bytes: int = 0) -> Reservation | None:
-        """Book GPU memory that somebody else allocates; None if there is no account.
+        """Book GPU memory that other code allocates (e.g. TensorRT); None without an account.
 
         Raises:
-            NoRoom: there is no room for so much.
+            NoRoom: the account has no room for `size_bytes`.
         """
         return None if self._account is None else self._account.reservation(self.gpu, kind, size_bytes)
 
 
 def upload(target: DeviceBuffer, source: Array, stream: CudaStream) -> None:
-    """Queue a copy to the GPU; `source` is pinned, contiguous and left alone until the stream is there."""
+    """Queue a copy to the GPU; `source` is pinned, contiguous, and not written until the stream has passed the copy."""
     if source.nbytes:
         with check("copying to the GPU"):
             loaded().memcpy_htod_async(target.address, source, stream.stream)
 
 
 def download(target: Array, source: DeviceBuffer, stream: CudaStream) -> None:
-    """Queue a copy from the GPU; `target` is pinned, contiguous and complete once the stream is there."""
+    """Queue a copy from the GPU; `target` is pinned, contiguous, and complete once the stream has passed the copy."""
     if target.nbytes:
         with check("copying from the GPU"):
             loaded().memcpy_dtoh_async(target, source.address, stream.stream)
 
 
-# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for all contexts, and with an address on the device.
+# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for all contexts, with a device address.
 _FLAGS = 1 | 2
 
-# Takes what gives memory back, and does it at once or elsewhere.
+# Runs a callback that frees memory, at once or on another thread.
 Release = Callable[[Callable[[], None]], None]
 
 
 class PinnedMapping:
-    """A mapping that the driver has registered. Its pages stay where they are until the last reference to this is gone.
+    """Memory mapping registered with the driver; its pages are pinned until the last reference to this object is gone.
 
-    Registering a mapping takes time in proportion to its pages; the interpreter's lock is given away meanwhile.
-
-    Attributes:
-        address: of its first byte, in the host's memory and on every GPU alike.
+    Registration takes time in proportion to the number of pages; the interpreter's lock is released meanwhile.
 
     Args:
-        mapping: not closed by anybody else from now on.
-        device: number of a GPU whose context registers it.
-        release: runs what unregisters and unmaps it; on whatever thread drops the last reference.
+        mapping: owned by this object from now on.
+        device: number of the GPU whose context registers it.
+        release: runs the callback that unregisters and unmaps; called on the thread that drops the last reference.
+
+    Attributes:
+        address: of the first byte, the same in host memory and on every GPU.
 
     Raises:
-        DeviceError: the driver cannot register it, or the GPU would see it elsewhere; it is unmapped then.
+        DeviceError: the driver cannot register it, or the GPU would see another address; it is unmapped then.
         Unsupported: there is no such GPU.
     """
 
     __slots__ = ("__weakref__", "address")
 
     def __init__(self, mapping: mmap.mmap, device: int, release: Release) -> None:
-        # The array is only asked for its address: what is mapped is never touched here, since a client may have truncated it.
+        # The array only supplies the address. The mapping is never read here: a client may have truncated the file.
         self.address: int = np.frombuffer(mapping, np.uint8).ctypes.data
         try:
             with current(device):
@@ -232,33 +232,33 @@ class PinnedMapping:
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike, device: int = 0) -> Array:
-    """A new array in pinned memory, given back when nothing refers to it any more.
+    """Return a new array in pinned memory, freed when nothing refers to it any more.
 
     Args:
         shape: of the array.
         dtype: of its elements.
-        device: number of a GPU whose context registers it; all of them read it.
+        device: number of the GPU whose context registers it; every GPU can read it.
 
     Raises:
-        DeviceError: the host can pin no more.
+        DeviceError: the host cannot pin more.
         Unsupported: there is no such GPU.
     """
     kind: np.dtype[Any] = np.dtype(dtype)
     size_bytes = max(math.prod(shape) * kind.itemsize, 1)
-    block = _Block(PinnedMapping(mmap.mmap(-1, size_bytes), device, _now), size_bytes)
+    block = _Block(PinnedMapping(mmap.mmap(-1, size_bytes), device, _run_now), size_bytes)
     return np.asarray(block)[: math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
 
 
 def pinned_rows(array: Array, device: int = 0) -> ResidentRows:
-    """Rows in pinned memory of this process, to be given to a model without a copy.
+    """Wrap an array in pinned memory as rows that a model reads without a copy.
 
     Args:
-        array: C-contiguous, in memory that is pinned and portable: of `pinned_empty`, say. It must not change before the
-            request is answered.
-        device: number of a GPU whose context is asked for the address.
+        array: C-contiguous, in pinned and portable memory (e.g. of `pinned_empty`). It must not change before the
+            response.
+        device: number of the GPU whose context resolves the address.
 
     Raises:
-        ValueError: it is not contiguous, or has no dimensions.
+        ValueError: the array is not contiguous, or has no dimensions.
         DeviceError: its memory is not pinned.
     """
     if not array.flags.c_contiguous or not array.ndim:
@@ -275,7 +275,7 @@ def pinned_rows(array: Array, device: int = 0) -> ResidentRows:
 
 
 class _Block:
-    """Lends a mapping to NumPy, and lives as long as arrays on it."""
+    """Exposes a mapping to NumPy and lives as long as arrays on it."""
 
     def __init__(self, mapping: PinnedMapping, size_bytes: int) -> None:
         self._mapping = mapping
@@ -295,7 +295,7 @@ def _register(address: int, size_bytes: int) -> None:
     try:
         device_address = _device_address(address)
         if device_address != address:
-            # Then each GPU might have an address of its own for it (CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0).
+            # Each GPU could then have its own address (CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0).
             raise DeviceError(f"{doing} failed: the GPU sees it under another address")
     except DeviceError:
         driver.library().cuMemHostUnregister(ctypes.c_void_p(address))
@@ -303,18 +303,18 @@ def _register(address: int, size_bytes: int) -> None:
 
 
 def _device_address(address: int) -> int:
-    found = ctypes.c_ulonglong()
-    result = driver.library().cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
-    succeeded(result, "looking for pinned memory")
-    return found.value
+    device_address = ctypes.c_ulonglong()
+    result = driver.library().cuMemHostGetDevicePointer_v2(ctypes.byref(device_address), ctypes.c_void_p(address), 0)
+    succeeded(result, "resolving the address of pinned memory")
+    return device_address.value
 
 
 def _unregister(mapping: mmap.mmap, address: int, device: int) -> None:
-    # A GPU that has failed for good cannot unregister anything any more.
+    # A GPU that has failed permanently cannot unregister memory.
     with contextlib.suppress(DeviceError), current(device):
-        succeeded(driver.library().cuMemHostUnregister(ctypes.c_void_p(address)), "letting go of pinned memory")
+        succeeded(driver.library().cuMemHostUnregister(ctypes.c_void_p(address)), "unregistering pinned memory")
     mapping.close()
 
 
-def _now(job: Callable[[], None]) -> None:
+def _run_now(job: Callable[[], None]) -> None:
     job()

@@ -1,14 +1,16 @@
-"""Memory that other processes share with us, where GPUs read it: their own GPU memory, and files that they map.
+"""Shared memory of clients that GPUs read directly: CUDA memory opened by IPC handle, and mapped files.
 
-CUDA memory is opened by its IPC handle. The driver's rules (CUDA driver API, "Memory Management", cuIpcOpenMemHandle): the handle
-must come from another process, and that process must keep the memory until it is closed here.
+The driver's rules for IPC handles (CUDA driver API, "Memory Management", cuIpcOpenMemHandle): the handle must come
+from another process, and that process must keep the memory allocated until it is closed here.
 
-A file is mapped and registered as pinned memory, and never touched by the CPU through the mapping: a process that touches a page
-which its client has cut off the file dies of SIGBUS. A GPU cannot meet that: the pages that it reads are held by the driver.
+A file is mapped and registered as pinned memory, and the CPU never reads it through the mapping: a process that reads
+a page which its client has truncated is killed by SIGBUS. A GPU is not affected: the driver holds the pages that it
+reads.
 
-So **only kernels read that memory** (`kernels.rows.RowGather`). A copy by the driver (cuMemcpy*) is not the GPU's: small ones
-are made by the CPU, through the mapping (measured on an H200: a process that copied 4 KiB or less from what was cut off died
-of SIGBUS, 64 KiB came from the pages). Host copies are read from the file; nothing is written through the mapping.
+Therefore **only kernels read that memory** (`kernels.launching.RowGather`). The driver's copies (cuMemcpy*) do not
+qualify: the CPU makes small ones, through the mapping (measured on an H200: a process that copied 4 KiB or less of a
+truncated file was killed by SIGBUS, 64 KiB came from the pages). Host copies are read from the file; nothing is
+written through the mapping.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ logger = logging.getLogger("headrace.cuda")
 
 
 class DriverThread:
-    """Runs jobs one after the other on a daemon thread, which is started with the first one of `start`.
+    """Runs jobs in order on a daemon thread, which the first `start` creates.
 
-    Ownership: `start` is called from one thread, which thereby notices that the other has died; `submit` may be called from any,
-    also by a finalizer in the middle of whatever that thread was doing: it takes no lock that is not reentrant.
+    Ownership: `start` is called from one thread, which thereby replaces a dead thread; `submit` may be called from
+    any thread, also by a finalizer that interrupts other code: it takes no lock that is not reentrant.
 
     Args:
         name: of the thread.
@@ -49,13 +51,13 @@ class DriverThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """See to it that the thread lives."""
+        """Start the thread unless it is alive."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job when those before it are done; an error of the driver goes to the log."""
+        """Run a job after those queued before; an error of the driver is logged."""
         self._jobs.put(job)
 
     def _run(self) -> None:
@@ -65,7 +67,7 @@ class DriverThread:
                 job()
             except (HeadraceError, loaded().Error) as error:
                 logger.warning("on the thread '%s': %s", self._name, error)
-            del job  # it may hold memory, and the next may be long in coming
+            del job  # it may hold memory until the next job arrives
 
 
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
@@ -73,16 +75,15 @@ _BYTES: np.dtype[Any] = np.dtype(np.uint8)
 
 
 class CudaRegion:
-    """Memory of a GPU. The mapping is closed with the last reference to the region, or to rows in it.
+    """Region of a client's GPU memory, closed with the last reference to the region or to rows in it.
 
-    Every copy is synchronous and runs in the device's primary context, which is current only as long as the copy takes; any
-    thread may ask for one.
+    Copies are synchronous, run in the device's primary context and are allowed on any thread.
 
     Args:
         device: number of the GPU.
-        memory: the open handle, now the region's own.
+        memory: open IPC handle, owned by the region.
         size_bytes: of the region.
-        release: runs what closes the handle; on whatever thread drops the last reference.
+        release: runs the callback that closes the handle; called on the thread that drops the last reference.
     """
 
     __slots__ = ("__weakref__", "_address", "_context", "_device", "_size_bytes")
@@ -95,15 +96,15 @@ class CudaRegion:
         weakref.finalize(self, release, functools.partial(_close, self._context, memory)).atexit = False
 
     def check(self, offset: int, size_bytes: int) -> None:
-        """Hold a range against the region.
+        """Check that a range lies in the region.
 
         Raises:
-            BadRequest: it does not lie in the region.
+            BadRequest: it does not.
         """
         check_range(offset, size_bytes, self._size_bytes)
 
     def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows:
-        """A range as uint8[size_bytes] on the GPU; nothing is copied. Whoever is elsewhere gets a host copy when he takes one.
+        """Return a range as uint8[size_bytes] on the GPU without a copy; code elsewhere copies it to the host on use.
 
         Raises:
             BadRequest: it does not lie in the region.
@@ -112,19 +113,19 @@ class CudaRegion:
         return ResidentRows(self._address + offset, self._device, _BYTES, (size_bytes,), self, self._copy)
 
     def read(self, offset: int, size_bytes: int) -> Array:
-        """A copy in host memory, uint8[size_bytes].
+        """Return a copy in host memory, uint8[size_bytes].
 
         Raises:
-            BadRequest: out of the region, or the driver cannot read the memory any more.
+            BadRequest: the range is outside of the region, or the driver cannot read the memory any more.
         """
         self.check(offset, size_bytes)
         return self._copy(self._address + offset, size_bytes)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put data there.
+        """Copy data into the region.
 
         Raises:
-            BadRequest: out of the region, or the driver cannot write the memory any more.
+            BadRequest: the range is outside of the region, or the driver cannot write the memory any more.
         """
         source = memoryview(data).cast("B")
         self.check(offset, source.nbytes)
@@ -149,9 +150,9 @@ class CudaRegion:
 
 
 class ClientMemory:
-    """Opens what clients share. One a process; `open_ipc` and `pin` are called on the event loop.
+    """Opens clients' shared memory; one for each process. `open_ipc` and `pin` are called on the event loop.
 
-    Ownership: `_pinned_bytes` is the driver thread's.
+    Ownership: `_pinned_bytes` belongs to the driver thread.
 
     Args:
         max_pinned_bytes: limit in bytes of all files together.
@@ -167,7 +168,7 @@ class ClientMemory:
 
         Args:
             handle: cudaIpcMemHandle_t, 64 raw bytes.
-            device: number of the GPU the memory is on.
+            device: number of the GPU with the memory.
             size_bytes: of the region, from the start of the allocation.
 
         Raises:
@@ -200,15 +201,15 @@ class ClientMemory:
     def pin(
         self, descriptor: int, start: int, size_bytes: int, device: int, done: Callable[[PinnedFile | None], None]
     ) -> None:
-        """Map a range of a file in memory for all GPUs, on the driver's thread.
+        """Map and pin a range of a file for all GPUs, on the driver thread.
 
         Args:
-            descriptor: of the file, open for reading and writing as long as `done` is kept.
-            start: where in the file the range begins, bytes.
+            descriptor: of the file, open for reading and writing until `done` is called.
+            start: offset of the range in the file, bytes.
             size_bytes: of the range.
-            device: number of a GPU whose context registers it.
-            done: called on that thread with the mapping; with None if it cannot be had, as while parts of the file have no
-                memory yet: pinning would then take as much of ours as the client has made up.
+            device: number of the GPU whose context registers it.
+            done: called on that thread with the mapping, or with None if it cannot be pinned. That includes files
+                with holes: pinning would allocate their missing pages, as many as the client claims.
         """
         self._thread.start()
         self._thread.submit(functools.partial(self._pin, descriptor, start, size_bytes, device, done))
@@ -235,23 +236,23 @@ class ClientMemory:
 
 
 class PinnedFile:
-    """A range of a file that kernels on every GPU read, and nothing else: see the module's text.
+    """Range of a file that kernels on every GPU read, and nothing else; see the module's docstring.
 
-    The pages are those of when it was mapped: what is written to the file is seen, what is cut off stays, but for the rest of
-    the page in which the file ends then, which the kernel fills with zeros.
+    The pages are those at the time of the mapping. Later writes to the file are visible. Truncated pages remain,
+    except for the rest of the page in which the file then ends, which the kernel fills with zeros.
 
     Args:
-        descriptor: of the file, open for reading and writing; not needed any more afterwards.
-        start: where the range begins, bytes.
+        descriptor: of the file, open for reading and writing; not needed afterwards.
+        start: offset of the range, bytes.
         size_bytes: of the range.
-        device: number of a GPU whose context registers it.
-        release: runs what unpins so many bytes; on whatever thread drops the last reference.
+        device: number of the GPU whose context registers it.
+        release: runs the callback that unpins `size_bytes`; called on the thread that drops the last reference.
 
     Attributes:
         address: CUdeviceptr of the range's first byte.
 
     Raises:
-        OSError, ValueError: it cannot be mapped.
+        OSError, ValueError: the file cannot be mapped.
         DeviceError: it cannot be registered.
     """
 
@@ -272,9 +273,9 @@ class PinnedFile:
 
 
 def find_client_memory() -> ClientMemory | None:
-    """What opens clients' memory; None on a machine without a GPU or PyCUDA.
+    """Return a `ClientMemory`; None without a GPU or PyCUDA.
 
-    At most a quarter of the machine's memory is pinned: such pages cannot be swapped, or taken back from a client.
+    At most a quarter of the machine's memory is pinned: pinned pages cannot be swapped or reclaimed from a client.
     """
     try:
         load()
@@ -299,5 +300,5 @@ def _close(context: Any, memory: Any) -> None:
 
 
 def _has_memory(descriptor: int, start: int, size_bytes: int) -> bool:
-    """True if every page of the range is there."""
+    """Return True if every page of the range is allocated."""
     return os.lseek(descriptor, start, os.SEEK_HOLE) >= start + size_bytes

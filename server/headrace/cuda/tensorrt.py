@@ -1,4 +1,4 @@
-"""TensorRT as it is installed, for servers and builders alike: found, told by its version, and given a logger.
+"""Import of TensorRT for server and builder: its version and its logger.
 
 Nothing is imported before `import_tensorrt`.
 """
@@ -16,13 +16,13 @@ _MIN_MAJOR = 10
 
 
 def import_tensorrt(cure: str) -> Any:
-    """The module `tensorrt`.
+    """Import the module `tensorrt`.
 
     Args:
-        cure: what to do where there is none.
+        cure: advice for the error message if it is missing.
 
     Raises:
-        Unsupported: there is none, or it is too old.
+        Unsupported: TensorRT is missing or too old.
     """
     try:
         trt = importlib.import_module("tensorrt")
@@ -36,12 +36,12 @@ def import_tensorrt(cure: str) -> Any:
 
 
 def version(trt: Any) -> str:
-    """The version of a module `tensorrt`, e.g. "10.6.0"."""
+    """Return the version of a module `tensorrt`, e.g. "10.6.0"."""
     return ".".join(str(trt.__version__).split(".")[:3])
 
 
 def make_logger(trt: Any, take: Callable[[int, str], None]) -> Any:
-    """An ILogger for TensorRT's objects; TensorRT keeps the first one of a process.
+    """Create an ILogger; TensorRT uses the first one of a process for all objects.
 
     Args:
         trt: the module `tensorrt`.
@@ -60,6 +60,6 @@ def make_logger(trt: Any, take: Callable[[int, str], None]) -> Any:
 
 
 def load_plugins(trt: Any, logger: Any) -> None:
-    """Make TensorRT's own plug-ins known; without their library networks that use none still work."""
+    """Register TensorRT's own plug-ins; networks without plug-ins work without their library."""
     with contextlib.suppress(AttributeError, RuntimeError):
         trt.init_libnvinfer_plugins(logger, "")

@@ -1,1 +1,1 @@
-"""Preprocess and postprocess: images to tensors, scores to classes."""
+"""Preprocessing and postprocessing: images to tensors, scores to classes."""

@@ -1,6 +1,6 @@
-"""Server-side preprocess and postprocess around a model: images to tensors, scores to probabilities and classes.
+"""Server-side preprocessing and postprocessing around a model: images to tensors, scores to probabilities and classes.
 
-Both phases run in the instance's own thread, right before and right after the model.
+Both phases run on the instance's thread, immediately before and after the model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def softmax(scores: Floats) -> Floats:
-    """Probabilities of the classes of each row.
+    """Return the probabilities of the classes of each row.
 
     Args:
         scores: float32 (rows, classes).
 
     Returns:
-        float32 (rows, classes), each row summing up to 1.
+        float32 (rows, classes); each row sums to 1.
     """
     shares: Floats = scores - scores.max(axis=1, keepdims=True)
     np.exp(shares, out=shares)
@@ -40,19 +40,19 @@ def softmax(scores: Floats) -> Floats:
 
 
 def top_k(scores: Floats, count: int) -> Ints:
-    """The numbers of the best classes of each row, best first; of equal scores the lower number comes first.
+    """Return the indices of the best classes of each row, best first; of equal scores the lower index comes first.
 
     Args:
         scores: float32 (rows, classes).
-        count: how many, at most the number of classes.
+        count: number of classes to return, at most `classes`.
 
     Returns:
         int32 (rows, count).
     """
     classes = scores.shape[1]
-    # One whole number a class that sorts as its score does, then as the lower class: so no two are equal and a partition, which
-    # costs a tenth of sorting, is as good.
-    bits = (scores + np.float32(0)).view(np.int32)  # -0 becomes 0, which it equals
+    # One integer for each class that orders by score, then by lower index. No two are equal, so a partition gives the
+    # same result as a sort at a tenth of its cost.
+    bits = (scores + np.float32(0)).view(np.int32)  # -0 becomes 0: they compare equal
     ascending = np.where(bits < 0, ~bits, bits | np.int32(-(2**31))).view(np.uint32)
     keys = (ascending.astype(np.uint64) << np.uint64(32)) | (_LOW - np.arange(classes, dtype=np.uint64))
     best = np.partition(keys, classes - count, axis=1)[:, classes - count :]
@@ -65,13 +65,13 @@ __all__ = ["PictureModel", "Steps", "steps_of", "with_pictures"]
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """How the picture's input is made.
+    """Preprocessing of a model's image input.
 
     Attributes:
-        name: of the input.
-        recipe: how.
-        dtype: of the model's tensor.
-        shape: of the model's tensor, with a 1 in front where it has a batch dimension.
+        name: name of the input.
+        recipe: preprocessing steps.
+        dtype: element type of the model's tensor.
+        shape: shape of the model's tensor for one image, with a leading 1 if there is a batch dimension.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What is made of the scores.
+    """Postprocessing of a model's scores.
 
     Attributes:
-        output: the model's output.
-        asked: of the configuration.
-        labels: object array of `bytes`, the classes' names; None where they have none.
-        ranked: True where the GPU ranks, and only names are wanting.
+        output: name of the model's output with the scores.
+        postprocess: its configuration.
+        labels: object array of `bytes`, the names of the classes; None without names.
+        ranked: True if the GPU ranks the classes, and only the names are added here.
     """
 
     output: str
@@ -97,7 +97,7 @@ class Ranking:
     ranked: bool = False
 
     def apply(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        """The outputs of the model with the scores replaced, in their place."""
+        """Return the model's outputs with the scores replaced by the outputs of `postprocess`, in the same position."""
         results: dict[str, Array] = {}
         for name, array in outputs.items():
             if self.ranked:
@@ -115,7 +115,7 @@ class Ranking:
         scores = array.astype(np.float32).reshape(-1, array.shape[-1])
         if not postprocess.top_k:
             return {self.output: softmax(scores).reshape(array.shape)}
-        # Ranked before the softmax, which makes equal what was not.
+        # Ranked before the softmax, in which different scores can become equal.
         classes = top_k(scores, min(postprocess.top_k, scores.shape[1]))
         if postprocess.softmax:
             scores = softmax(scores)
@@ -133,12 +133,12 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What is done around a model.
+    """Preprocessing and postprocessing of one model.
 
     Attributes:
-        pixels: how its picture is made, None if it comes as the model takes it.
-        ranking: what is made of its scores, None if they go out as they are.
-        batched: True if there is a batch dimension in front.
+        pixels: preprocessing of its image input, None without one.
+        ranking: postprocessing of its scores, None without it.
+        batched: True if the tensors have a batch dimension.
     """
 
     pixels: Pixels | None
@@ -146,7 +146,12 @@ class Steps:
     batched: bool
 
     def on_gpu(self, pixels: bool, ranking: bool) -> Steps:
-        """What is left to do where the model's own execution prepares the pictures, or ranks the classes."""
+        """Return the steps that remain on the CPU if the model's own execution does the given ones.
+
+        Args:
+            pixels: the execution preprocesses the images.
+            ranking: the execution ranks the classes.
+        """
         remaining = self.ranking
         if remaining is not None and ranking:
             remaining = (
@@ -158,16 +163,19 @@ class Steps:
 
 
 class PictureExecution:
-    """An execution behind pictures and classes, pipelined if that one is; see `headrace.backends.base`.
+    """Execution that preprocesses images and ranks classes around another one; pipelined if that one is.
+
+    See `headrace.backends.base.PipelinedExecution`.
 
     Args:
         inner: the model's own execution.
-        pixels: how its picture is made, None if it comes as the model takes it.
-        ranking: what is made of its scores, None if they go out as they are.
-        batched: True if there is a batch dimension in front.
+        pixels: preprocessing of its image input, None without one.
+        ranking: postprocessing of its scores, None without it.
+        batched: True if the tensors have a batch dimension.
 
     Attributes:
-        depth: the inner one's; 1 if it is not pipelined.
+        depth: the inner execution's depth; 1 if it is not pipelined.
+        prompt: True if the inner execution never blocks and no image is preprocessed here.
     """
 
     def __init__(self, inner: Execution, pixels: Pixels | None, ranking: Ranking | None, batched: bool) -> None:
@@ -176,15 +184,15 @@ class PictureExecution:
         self._ranking = ranking
         self._free: list[Array] = []
         self.depth = inner.depth if batched and is_pipelined(inner) else 1
-        self.prompt = pixels is None and never_blocks(inner)  # preparing a picture is work
+        self.prompt = pixels is None and never_blocks(inner)  # preprocessing an image takes CPU time
         if pixels is not None:
-            # Pillow is loaded where a picture is, not by every server.
+            # Imported here, so that servers without image models do not load Pillow.
             from headrace.pipelines.image import PixelSteps
 
             self._steps = PixelSteps(pixels.recipe, pixels.dtype)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """The outputs as callers see them, for inputs as callers send them."""
+        """Run a batch: inputs as clients send them, outputs as clients receive them."""
         pixels = self._pixels
         if pixels is not None and pixels.name in inputs:
             sent = inputs[pixels.name]
@@ -193,7 +201,7 @@ class PictureExecution:
         return self._client_outputs(self._inner.run(inputs))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """A batch with memory of ours for the pixels; everything else goes to the inner one's."""
+        """Begin a batch with a pixel buffer of this execution; all other inputs use the inner batch's memory."""
         pixels = self._pixels
         if pixels is None or pixels.name not in like:
             inner = self._pipelined().begin(like, rows)
@@ -206,7 +214,7 @@ class PictureExecution:
         return InFlightBatch({**inner.inputs, pixels.name: buffer[:rows]}, rows, (inner, buffer))
 
     def launch(self, batch: InFlightBatch) -> None:
-        """Prepare the pictures straight into the inner batch, and launch that."""
+        """Preprocess the images into the inner batch's memory and launch it."""
         inner, pixels = self._release_pixels(batch), self._pixels
         if pixels is not None and inner is not batch.handle:
             try:
@@ -217,7 +225,7 @@ class PictureExecution:
         self._pipelined().launch(inner)
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
-        """The outputs as callers see them."""
+        """Wait for the batch and return the outputs as clients receive them."""
         return self._client_outputs(self._pipelined().finish(_inner(batch)))
 
     def discard(self, batch: InFlightBatch) -> None:
@@ -225,11 +233,11 @@ class PictureExecution:
         self._pipelined().discard(self._release_pixels(batch))
 
     def close(self) -> None:
-        """Close the inner one."""
+        """Close the inner execution."""
         self._inner.close()
 
     def _release_pixels(self, batch: InFlightBatch) -> InFlightBatch:
-        """The inner batch; the pixels' memory is free for the next one, since the model has no need of it."""
+        """Return the inner batch and free the pixel buffer for the next one: the model does not read it."""
         if isinstance(batch.handle, tuple):
             self._free.append(batch.handle[1])
         return _inner(batch)
@@ -239,19 +247,19 @@ class PictureExecution:
 
     def _pipelined(self) -> PipelinedExecution:
         if not is_pipelined(self._inner):
-            raise TypeError("the execution behind this one takes one batch at a time")
+            raise TypeError("the inner execution runs one batch at a time: call run() instead of begin()")
         return self._inner
 
 
 def _inner(batch: InFlightBatch) -> InFlightBatch:
     inner = batch.handle[0] if isinstance(batch.handle, tuple) else batch.handle
-    assert isinstance(inner, InFlightBatch), "a batch of ours carries the inner one"
+    assert isinstance(inner, InFlightBatch), "the batch was begun by another execution"
     return inner
 
 
 @dataclass(frozen=True, slots=True)
 class PictureModel:
-    """A model whose executions prepare pictures and rank classes; see `headrace.backends.base.LoadedModel`."""
+    """Model whose executions preprocess images and rank classes; see `headrace.backends.base.LoadedModel`."""
 
     inner: LoadedModel
     pixels: Pixels | None
@@ -259,19 +267,19 @@ class PictureModel:
     batched: bool
 
     def execution(self, index: int) -> Execution:
-        """The inner execution of instance `index`, behind pictures and classes."""
+        """Wrap the inner execution of instance `index`."""
         return PictureExecution(self.inner.execution(index), self.pixels, self.ranking, self.batched)
 
     def close(self) -> None:
-        """Close the inner one."""
+        """Close the inner model."""
         self.inner.close()
 
 
 def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
-    """What a configuration wants done around its model.
+    """Return the preprocessing and postprocessing of a model's configuration.
 
     Args:
-        config: complete.
+        config: complete configuration.
         labels: class names by output name.
     """
     pixels = ranking = None
@@ -279,12 +287,12 @@ def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
     if index is not None and config.preprocess is not None:
         tensor = config.input[index]
         recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
-        # Of one picture; a model without a batch dimension may want it as a batch of one nevertheless.
+        # For one image; a model without a batch dimension may still take a leading dimension of 1.
         shape = recipe.shape if config.max_batch_size or len(tensor.dims) > 3 else recipe.shape[1:]
         pixels = Pixels(tensor.name, recipe, BY_CONFIG_NAME[tensor.data_type].dtype, shape)
-    at = scores_output(config.postprocess, config.output)
-    if at is not None and config.postprocess is not None:
-        output = config.output[at]
+    index_of_scores = scores_output(config.postprocess, config.output)
+    if index_of_scores is not None and config.postprocess is not None:
+        output = config.output[index_of_scores]
         names = labels.get(output.name) if output.label_filename else None
         ranking = Ranking(
             output.name, config.postprocess, None if names is None else _class_names(names, output.dims[-1])
@@ -293,11 +301,11 @@ def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
 
 
 def with_pictures(model: LoadedModel, steps: Steps) -> LoadedModel:
-    """The model as its configuration has callers see it; itself where they see it as it is.
+    """Wrap a model in its preprocessing and postprocessing; return it unchanged if there is none.
 
     Args:
-        model: behind its `reshape`.
-        steps: to be done around it.
+        model: the model, with its `reshape` applied.
+        steps: the steps around it.
     """
     if steps.pixels is None and steps.ranking is None:
         return model
@@ -305,7 +313,7 @@ def with_pictures(model: LoadedModel, steps: Steps) -> LoadedModel:
 
 
 def _class_names(labels: tuple[str, ...], classes: int) -> Array:
-    """A name for every class; b"" for one that the label file has no line for."""
+    """One name for each class; b"" for a class without a line in the label file."""
     named: Array = np.full(max(classes, len(labels)) + 1, b"", dtype=object)
     named[: len(labels)] = [label.encode() for label in labels]
     return named

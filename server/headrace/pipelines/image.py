@@ -1,8 +1,8 @@
-"""From the bytes of a picture to the tensor a model takes.
+"""Image files to input tensors.
 
-Pictures come from strangers, so the size is checked by the header before a pixel is decoded, only formats that Pillow decodes
-by itself are opened (no EPS: it would start an interpreter), and only the part of a picture that the tensor needs is resized,
-so that one of 1 x 60,000 pixels costs no more memory than any other.
+Image files are untrusted. The header is checked for size before a pixel is decoded. Only formats that Pillow decodes
+itself are opened (no EPS, which would start an interpreter). Only the part that the tensor needs is resized, so an
+image of 1 x 60,000 pixels needs no more memory than any other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headrace.pipelines.recipe import ImageRecipe
 
 __all__ = ["FORMATS", "MAX_PIXELS", "ImageRecipe", "decode", "prepare", "to_pixels"]
 
-# 50 megapixels: what today's cameras take, 150 MB as RGB. Below Pillow's own warning at 89 million.
+# 50 megapixels: the size of present cameras, 150 MB as RGB. Below Pillow's own warning at 89 million.
 MAX_PIXELS = 50_000_000
-# JPEG takes in MPO, what phones and stereo cameras write: a JPEG with further pictures behind it.
+# JPEG includes MPO, which phones and stereo cameras write: a JPEG followed by further images.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 _EXIF_ORIENTATION = 0x0112
-# EXIF 2.32, tag Orientation: what brings the stored rows and columns upright.
+# EXIF 2.32, tag Orientation: transformation that brings the stored rows and columns upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -42,20 +42,20 @@ _SAVE_ANEW = "open it in a viewer and save it as JPEG or PNG"
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture as a viewer shows it: upright, transparency over white, of an animation the first frame.
+    """Decode an image file as a viewer shows it: upright, transparency over white, first frame of an animation.
 
     Colour profiles are not applied: models are trained on pixels as they are stored.
 
     Args:
         data: the whole file.
-        max_pixels: refuse a picture with more (width times height), before its pixels are decoded.
+        max_pixels: largest width times height; checked before the pixels are decoded.
 
     Returns:
-        An image of mode "L" (grey) or "RGB", 8 bits a channel.
+        An image of mode "L" (grey) or "RGB", 8 bits for each channel.
 
     Raises:
-        TooLarge: over `max_pixels` by its header.
-        BadRequest: empty, no picture, truncated or damaged, or of a kind that has no 8-bit meaning (float pixels).
+        TooLarge: the header declares more than `max_pixels`.
+        BadRequest: the file is empty, no image, truncated or damaged, or has no 8-bit meaning (float pixels).
     """
     if not data:
         raise BadRequest("the picture is empty (0 bytes): send the file's bytes")
@@ -70,7 +70,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise TooLarge(
             f"the picture is too large: {error}; at most {max_pixels} pixels are taken: send a smaller one"
         ) from None
-    except Exception as error:  # whatever a parser of a stranger's bytes stumbles over, the bytes are at fault
+    except Exception as error:  # any error that a parser raises for untrusted bytes is the client's error
         raise BadRequest(f"the picture's header is damaged ({_reason(error)}): {_SAVE_ANEW}") from error
     width, height = image.size
     if width * height > max_pixels:
@@ -87,14 +87,13 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
-    """The tensor of one picture.
+    """Return the tensor of one image.
 
-    The result is that of resizing the whole picture and cutting out the centre, but only the pixels that remain are
-    computed.
+    The result equals resizing the whole image and cropping its centre; only the remaining pixels are computed.
 
     Args:
-        image: as `decode` gives it.
-        recipe: how.
+        image: as `decode` returns it.
+        recipe: preprocessing steps.
 
     Returns:
         float32 of shape `recipe.shape`, [1, channels, height, width] or [1, height, width, channels], contiguous.
@@ -109,13 +108,13 @@ def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
 
 
 def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
-    """What is sent of one picture to a server that prepares it.
+    """Return the pixels that a client sends to a server that preprocesses.
 
-    Where the recipe names no `source` that is the crop, before `mean` and `std`; else the centre of the picture, as much of it
-    as has the source's proportions, at the source's size.
+    Without `source` in the recipe these are the crop, before `mean` and `std`. With it they are the centre of the
+    image with the source's proportions, resized to the source's size.
 
     Args:
-        image: as `decode` gives it.
+        image: as `decode` returns it.
         recipe: with `by` "server".
 
     Returns:
@@ -133,12 +132,12 @@ def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
 
 
 def _reason(error: Exception) -> str:
-    """A parser's message on one line: it goes into an answer and a log."""
+    """A parser's message on one line, for responses and logs."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's orientation, 1 (as it is) where there is none; damaged metadata is no reason to refuse a good picture."""
+    """EXIF orientation, 1 (as stored) without one; damaged metadata does not refuse a good image."""
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except (SyntaxError, ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, struct.error):
@@ -151,13 +150,13 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
-    """Any mode as "L" or "RGB"."""
+    """Convert any mode to "L" or "RGB"."""
     if image.mode.startswith("I"):
         return _from_16_bit(image)
     if image.mode == "F":
         raise BadRequest(f"the picture's pixels are floats, which have no agreed range: {_SAVE_ANEW}")
     if image.has_transparency_data:
-        # What lies under a transparent pixel is arbitrary; over white is what viewers show.
+        # Pixels below transparency are arbitrary; viewers show them over white.
         layer = image.convert("RGBA")
         ground = Image.new("RGB", layer.size, "white")
         ground.paste(layer, mask=layer.getchannel("A"))
@@ -166,22 +165,24 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """Grey with 16 bits a pixel to 8: Pillow's own conversion cuts every value over 255 to white."""
+    """Scale grey with 16 bits for each pixel to 8 bits: Pillow's own conversion clips every value over 255 to white."""
     values = np.asarray(image)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
-        raise BadRequest(f"the picture's pixels go from {low} to {high}, 16 bits (0 to 65535) are taken: {_SAVE_ANEW}")
+        raise BadRequest(
+            f"the picture's pixels go from {low} to {high}, allowed are 16 bits (0 to 65535): {_SAVE_ANEW}"
+        )
     return Image.fromarray(((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
 
 
 class PixelSteps:
-    """Resize, crop, normalise and lay out batches of pictures, in a buffer that is allocated once.
+    """Resizes, crops, normalizes and lays out batches of images, in a buffer that is allocated once.
 
-    Ownership: one thread; what `apply` returns is valid until the next call.
+    Ownership: one thread. The result of `apply` is valid until the next call.
 
     Args:
-        recipe: how, with `by` "server".
-        dtype: of the tensor, float32 or float16.
+        recipe: preprocessing steps, with `by` "server".
+        dtype: element type of the tensor, float32 or float16.
     """
 
     def __init__(self, recipe: ImageRecipe, dtype: npt.DTypeLike = np.float32) -> None:
@@ -196,20 +197,20 @@ class PixelSteps:
         self._mean = np.array(recipe.mean, np.float32).reshape(spread)
         self._std = np.array(recipe.std, np.float32).reshape(spread)
         self._buffer: npt.NDArray[Any] = np.empty((0, *self._shape), self._dtype)
-        # What becomes of each of the 256 values, by channel: looking it up is faster than NumPy turns floats into halves.
+        # Result of each of the 256 pixel values, by channel: a lookup is faster than NumPy's conversion to float16.
         values = np.arange(256, dtype=np.float32)
         mean, std = (np.broadcast_to(np.array(numbers, np.float32), channels) for numbers in (recipe.mean, recipe.std))
         self._halves = ((values - mean[:, None]) / std[:, None]).astype(self._dtype)
 
     def apply(self, pixels: Array, out: Array | None = None) -> Array:
-        """The tensor of a batch.
+        """Return the tensor of a batch.
 
         Args:
             pixels: uint8 (rows, *recipe.pixels).
-            out: where to, (rows, *the tensor's shape); the buffer if None.
+            out: destination, (rows, *shape of one tensor); None uses the buffer.
 
         Returns:
-            (rows, *the tensor's shape), contiguous.
+            (rows, *shape of one tensor), contiguous.
         """
         tensor = self._buffer_of(pixels.shape[0]) if out is None else out
         scale = self._scale if self._dtype == np.float32 else self._look_up
@@ -229,8 +230,8 @@ class PixelSteps:
 
     def _look_up(self, picture: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
         for channel, halves in enumerate(self._halves):
-            place = target[channel] if self._recipe.layout == "nchw" else target[..., channel]
-            np.take(halves, picture[..., channel], out=place, mode="clip")
+            plane = target[channel] if self._recipe.layout == "nchw" else target[..., channel]
+            np.take(halves, picture[..., channel], out=plane, mode="clip")
 
     def _cropped(self, picture: npt.NDArray[Any]) -> npt.NDArray[Any]:
         recipe = self._recipe
@@ -241,7 +242,7 @@ class PixelSteps:
         left, top, right, bottom = recipe.window(height, width)
         if (left, top, right, bottom) == (int(left), int(top), int(left) + crop_width, int(top) + crop_height):
             return picture[int(top) : int(bottom), int(left) : int(right)]
-        # Pillow's own loops: NumPy needs two and a half times as long for the same pixels.
+        # Pillow's loops: NumPy takes two and a half times as long for the same pixels.
         image = Image.fromarray(picture[..., 0] if recipe.channels == 1 else picture)
         box = (left, top, right, bottom)
         cut = image.resize((crop_width, crop_height), RESAMPLING[recipe.interpolation], box=box)

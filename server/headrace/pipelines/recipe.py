@@ -1,7 +1,14 @@
-"""How a picture becomes a model's input tensor, as data: read from a configuration, checked at birth.
+"""Image preprocessing as data: the recipe of a configuration, and its resampling tables.
 
-The fields are those of `preprocess` in a model's `config.yaml`; in `config.pbtxt` and in the protocol's model configuration
-each is a parameter `headrace.preprocess.<field>` whose string value is the same in JSON.
+The fields are those of `preprocess` in a model's `config.yaml`. In `config.pbtxt` and in the protocol's model
+configuration each is a parameter `headrace.preprocess.<field>` whose string value is the same in JSON.
+
+A resampling table lists for each pixel of the result the source pixels and their weights. The arithmetic is that of
+Pillow's `Image.resize` on 8-bit channels (libImaging/Resample.c): the support grows when the image shrinks, weights
+are fixed point with 22 bits, and the horizontal pass comes first and is rounded to 8 bits before the vertical one.
+Integers give the same bits in NumPy and in a CUDA kernel. They equal Pillow's, except where Pillow begins with the
+vertical pass (tall images): then a bilinear result may differ by 1 of 255, a bicubic one by a few where it
+overshoots.
 """
 
 from __future__ import annotations
@@ -27,19 +34,19 @@ Side = Literal["client", "server"]
 
 @dataclass(frozen=True, slots=True)
 class ImageRecipe:
-    """Decode, resize, crop the centre, (pixel - mean) / std, order the dimensions.
+    """Preprocessing steps: decode, resize, crop the centre, (pixel - mean) / std, order the dimensions.
 
     Attributes:
-        input: the model's input that takes the picture; empty for a model with only one.
+        input: name of the model's image input; "" for a model with a single input.
         color: "rgb" (three channels) or "gray" (one).
-        resize_short_side: pixels of the shorter side after resizing; the ratio of the sides is kept.
+        resize_short_side: pixels of the shorter side after resizing; the aspect ratio is preserved.
         crop: (height, width) in pixels, cut from the centre after resizing.
-        interpolation: "bilinear" or "bicubic", both with a support that grows when the picture shrinks.
-        mean: subtracted from each pixel (0..255); one number, or one a channel.
-        std: divides what is left; one number, or one a channel.
+        interpolation: "bilinear" or "bicubic", both with a support that grows when the image shrinks.
+        mean: subtracted from each pixel (0..255); one number, or one for each channel.
+        std: divisor of the difference; one number, or one for each channel.
         layout: "nchw" or "nhwc".
-        by: who does it, "client" or "server"; a server takes decoded pixels.
-        source: (height, width) of the pixels that the server takes, None where they are as large as the crop.
+        by: side that preprocesses, "client" or "server"; a server takes decoded pixels.
+        source: (height, width) of the pixels that the server takes, None if they have the size of the crop.
     """
 
     input: str = ""
@@ -54,7 +61,7 @@ class ImageRecipe:
     source: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        findings = _doubts(self)
+        findings = _check_values(self)
         if findings:
             raise ConfigError(findings)
 
@@ -65,20 +72,20 @@ class ImageRecipe:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of one picture's tensor, with a batch dimension of 1 in front."""
+        """Shape of one image's tensor, with a leading batch dimension of 1."""
         height, width = self.crop
         return (1, self.channels, height, width) if self.layout == "nchw" else (1, height, width, self.channels)
 
     @property
     def pixels(self) -> tuple[int, int, int]:
-        """Height, width and channels of the pixels that the server takes, where it is the one who prepares them."""
+        """Height, width and channels of the pixels that a server takes if it preprocesses."""
         return (*(self.source or self.crop), self.channels)
 
     def window(self, height: int, width: int) -> tuple[float, float, float, float]:
-        """What of a picture ends up in the crop: left, top, right, bottom in its own pixels.
+        """Return the part of an image that becomes the crop: left, top, right, bottom in its own pixels.
 
-        Resizing the window to `crop` is resizing the whole picture and cutting out the centre. The longer side after resizing
-        is rounded down, as torchvision does.
+        Resizing the window to `crop` equals resizing the whole image and cropping the centre. The longer side after
+        resizing is rounded down, as in torchvision.
         """
         short = self.resize_short_side
         if width <= height:
@@ -88,20 +95,20 @@ class ImageRecipe:
         crop_height, crop_width = self.crop
         left, top = (resized_width - crop_width) // 2, (resized_height - crop_height) // 2
         across, down = width / resized_width, height / resized_height
-        # Rounding may put an edge a hair outside the picture, which Pillow refuses.
+        # Rounding may move an edge slightly outside the image, which Pillow refuses.
         right, bottom = min((left + crop_width) * across, width), min((top + crop_height) * down, height)
         return left * across, top * down, right, bottom
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], where: str = "preprocess") -> Self:
-        """The recipe that a `preprocess` section holds; fields left out have their defaults.
+        """Read a `preprocess` section; missing fields have their defaults.
 
         Args:
-            mapping: field names and values as YAML or JSON gives them.
-            where: what a finding says of the place, e.g. a file's name.
+            mapping: field names and values from YAML or JSON.
+            where: location for findings, e.g. a file's name.
 
         Raises:
-            ConfigError: unknown fields, wrong types, values out of range; every finding at once.
+            ConfigError: unknown fields, wrong types, values out of range; all findings at once.
         """
         findings = [
             Finding(where, None, f"{key!r} is no field of preprocess", f"write one of {', '.join(_READERS)}")
@@ -124,11 +131,11 @@ class ImageRecipe:
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any], where: str = "parameters") -> Self | None:
-        """The recipe in a model's parameters, or None if they hold nothing of `headrace.preprocess`.
+        """Read the recipe from a model's parameters; None if none begins with `headrace.preprocess`.
 
         Args:
-            parameters: names to {"string_value": text}, as the protocol's model configuration shows them, or to text.
-            where: what a finding says of the place.
+            parameters: names to {"string_value": text}, as in the protocol's model configuration, or to text.
+            where: location for findings.
 
         Raises:
             ConfigError: as for `from_mapping`.
@@ -142,7 +149,7 @@ class ImageRecipe:
 
 
 def parameter_value(text: Any) -> Any:
-    """The value of a parameter of a model's configuration: JSON, or a bare word such as rgb."""
+    """Parse a parameter of a model's configuration: JSON, or a bare word such as rgb."""
     if not isinstance(text, str):
         return text
     try:
@@ -186,7 +193,7 @@ def _numbers(value: Any) -> tuple[float, ...]:
 
 
 def _text(value: Any) -> str:
-    # A tensor may be called 0 or 1 (exporters do that), and JSON reads such a parameter as a number.
+    # Exporters name tensors 0 or 1, and JSON reads such a name as a number.
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise ValueError("write the name of an input")
     return str(value)
@@ -206,27 +213,27 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _doubts(recipe: ImageRecipe) -> list[Finding]:
-    """What is wrong with values that have the right types."""
+def _check_values(recipe: ImageRecipe) -> list[Finding]:
+    """Findings about values that have the right types but do not fit together."""
     findings: list[Finding] = []
 
-    def doubt(message: str, cure: str) -> None:
+    def report(message: str, cure: str) -> None:
         findings.append(Finding("preprocess", None, message, cure))
 
     if max(recipe.crop) > recipe.resize_short_side:
-        doubt(
+        report(
             f"crop {list(recipe.crop)} is larger than the picture after resize_short_side {recipe.resize_short_side}",
             "crop at most what resizing leaves",
         )
     for name, values in (("mean", recipe.mean), ("std", recipe.std)):
         if len(values) not in (1, recipe.channels):
-            doubt(f"{name} has {len(values)} numbers", f"write one number, or {recipe.channels} for {recipe.color}")
+            report(f"{name} has {len(values)} numbers", f"write one number, or {recipe.channels} for {recipe.color}")
     if 0.0 in recipe.std:
-        doubt("std divides the pixels and cannot be 0", "write 1.0 to leave them as they are")
+        report("std divides the pixels and cannot be 0", "write 1.0 to leave them as they are")
     return findings
 
 
-# 32 bits less 8 of a pixel and 2 for what overshoots.
+# 32 bits minus 8 of a pixel and 2 for overshoot.
 PRECISION_BITS = 32 - 8 - 2
 
 Ints = npt.NDArray[np.int32]
@@ -237,8 +244,9 @@ class Axis:
     """Weights along one axis.
 
     Attributes:
-        first: int32 (size,): where in the source the taps of each pixel of the result begin.
-        weights: int32 (size, taps), in 1 / 2**PRECISION_BITS; 0 where a tap would lie outside of the source.
+        first: int32 (size,): source index of the first tap of each result pixel. Not monotonic: zero weights at the
+            edges are dropped.
+        weights: int32 (size, taps), in 1 / 2**PRECISION_BITS; 0 for taps outside of the source.
     """
 
     first: Ints
@@ -246,32 +254,32 @@ class Axis:
 
     @property
     def is_copy(self) -> bool:
-        """True where every pixel is one of the source's as it is, side by side."""
+        """True if the result is a contiguous run of source pixels, unchanged."""
         steps = np.diff(self.first)
         return self.weights.shape[1] == 1 and bool((self.weights == 1 << PRECISION_BITS).all() and (steps == 1).all())
 
 
 def axis(source: int, low: float, high: float, size: int, interpolation: str) -> Axis:
-    """The weights that make `size` pixels of those between two places.
+    """Compute the weights that resize the span from `low` to `high` to `size` pixels.
 
     Args:
-        source: pixels of the source.
-        low, high: the part that is resized, in pixels of the source.
-        size: pixels of the result.
+        source: number of source pixels.
+        low, high: bounds of the resized part, in source pixels.
+        size: number of result pixels.
         interpolation: "bilinear" or "bicubic".
     """
-    # Pillow keeps the box in single precision.
+    # Pillow stores the box in single precision.
     low32, high32 = np.float32(low), np.float32(high)
     scale = float(high32 - low32) / size
     stretch = max(scale, 1.0)
     support = (1.0 if interpolation == "bilinear" else 2.0) * stretch
     kernel = _bilinear if interpolation == "bilinear" else _bicubic
     rows: list[tuple[int, list[int]]] = []
-    for index in range(size):
-        center = float(low32) + (index + 0.5) * scale
+    for pixel in range(size):
+        center = float(low32) + (pixel + 0.5) * scale
         start = max(int(center - support + 0.5), 0)
         stop = min(int(center + support + 0.5), source)
-        shares = [kernel((place - center + 0.5) / stretch) for place in range(start, stop)]
+        shares = [kernel((index - center + 0.5) / stretch) for index in range(start, stop)]
         total = sum(shares)
         fixed = [_fixed(share / total if total else share) for share in shares]
         while len(fixed) > 1 and fixed[0] == 0:
@@ -280,18 +288,18 @@ def axis(source: int, low: float, high: float, size: int, interpolation: str) ->
             fixed.pop()
         rows.append((start, fixed))
     weights = np.zeros((size, max(len(fixed) for _, fixed in rows)), np.int32)
-    for index, (_, fixed) in enumerate(rows):
-        weights[index, : len(fixed)] = fixed
+    for pixel, (_, fixed) in enumerate(rows):
+        weights[pixel, : len(fixed)] = fixed
     return Axis(np.array([start for start, _ in rows], np.int32), weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resampling:
-    """From pixels of a fixed size to the crop of a recipe.
+    """Tables from pixels of a fixed size to the crop of a recipe.
 
     Attributes:
-        down: along the height.
-        across: along the width.
+        down: weights along the height.
+        across: weights along the width.
     """
 
     down: Axis
@@ -299,7 +307,7 @@ class Resampling:
 
     @classmethod
     def of(cls, recipe: ImageRecipe) -> Resampling:
-        """The tables of a recipe; a plain copy where it has no source."""
+        """Compute the tables of a recipe; a plain copy if it has no source."""
         height, width = recipe.source or recipe.crop
         left, top, right, bottom = (0.0, 0.0, width, height) if recipe.source is None else recipe.window(height, width)
         crop_height, crop_width = recipe.crop
@@ -310,22 +318,22 @@ class Resampling:
 
     @property
     def is_copy(self) -> bool:
-        """True where the crop is a part of the pixels as they are."""
+        """True if the crop is a part of the pixels, unchanged."""
         return self.down.is_copy and self.across.is_copy
 
 
 def resample(pixels: npt.NDArray[np.uint8], tables: Resampling) -> npt.NDArray[np.uint8]:
-    """Resize and crop.
+    """Resize and crop; the NumPy reference of the CUDA kernel.
 
     Args:
         pixels: uint8 (height, width, channels).
         tables: for this height and width.
 
     Returns:
-        uint8 (crop height, crop width, channels); a view where the crop is a part of the pixels as they are.
+        uint8 (crop height, crop width, channels); a view if the crop is a part of the pixels, unchanged.
     """
     down, across = tables.down, tables.across
-    # Only the rows that the vertical pass looks at.
+    # Only the rows that the vertical pass reads.
     top = int(np.min(down.first))
     bottom = min(int(np.max(down.first)) + down.weights.shape[1], pixels.shape[0])
     part = _along(pixels[top:bottom], across, 1)
@@ -333,7 +341,7 @@ def resample(pixels: npt.NDArray[np.uint8], tables: Resampling) -> npt.NDArray[n
 
 
 def _along(pixels: npt.NDArray[np.uint8], table: Axis, dimension: int) -> npt.NDArray[np.uint8]:
-    """One pass; `dimension` is the one that is resized, 0 (height) or 1 (width)."""
+    """Run one pass along `dimension`, 0 (height) or 1 (width)."""
     size, taps = table.weights.shape
     if table.is_copy:
         start = int(table.first[0])
@@ -344,9 +352,9 @@ def _along(pixels: npt.NDArray[np.uint8], table: Axis, dimension: int) -> npt.ND
     total = np.full(shape, 1 << (PRECISION_BITS - 1), np.int32)
     term = np.empty(shape, np.int32)
     for tap in range(taps):
-        # A tap beyond the edge has the weight 0.
-        places = np.minimum(table.first + tap, last)
-        np.multiply(pixels.take(places, axis=dimension), table.weights[:, tap].reshape(spread), out=term)
+        # Taps beyond the edge have the weight 0.
+        indices = np.minimum(table.first + tap, last)
+        np.multiply(pixels.take(indices, axis=dimension), table.weights[:, tap].reshape(spread), out=term)
         total += term
     total >>= PRECISION_BITS
     return np.clip(total, 0, 255, out=total).astype(np.uint8)
@@ -357,7 +365,7 @@ def _bilinear(x: float) -> float:
 
 
 def _bicubic(x: float) -> float:
-    """Keys' kernel with a = -0.5."""
+    """Keys' cubic convolution kernel with a = -0.5."""
     x = abs(x)
     if x < 1.0:
         return (1.5 * x - 2.5) * x * x + 1.0

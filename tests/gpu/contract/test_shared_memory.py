@@ -226,7 +226,7 @@ def test_a_gpu_reads_a_pinned_array(fetch: Fetch) -> None:
 
 
 def test_memory_that_is_not_pinned_is_refused(gpu: GpuUnderTest) -> None:
-    with pytest.raises(DeviceError, match="looking for pinned memory"):
+    with pytest.raises(DeviceError, match="resolving the address of pinned memory"):
         pinned_rows(np.zeros(1 << 20, np.uint8))
 
 

@@ -158,7 +158,7 @@ def test_an_nvml_that_does_not_start_is_a_warning(watched: Watch, caplog: pytest
         gpus = watched(fake)
         assert samples(gpus) == samples(gpus) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "the GPUs cannot be watched: NVML does not start (error 999)"
+        "GPU metrics are not available: NVML does not start (error 999), check nvidia-smi"
     ]
 
 

@@ -101,7 +101,7 @@ def test_without_a_compiler_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ctypes, "CDLL", nothing)
     loading.find_library.cache_clear()
-    with pytest.raises(Unsupported, match=r"libnvrtc\.so.* is not there: install the CUDA toolkit"):
+    with pytest.raises(Unsupported, match=r"libnvrtc\.so.* is not found: install the CUDA toolkit"):
         loading.find_library()
     loading.find_library.cache_clear()
 

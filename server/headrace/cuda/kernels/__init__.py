@@ -1,4 +1,4 @@
-"""Kernels of our own: pictures to tensors, rows to batches, scores to classes.
+"""Our CUDA kernels: images to tensors, rows to batches, scores to classes.
 
-Their references in NumPy are in `tests/support/kernel_reference.py`.
+Their NumPy references are in `tests/support/kernel_reference.py`.
 """

@@ -1,10 +1,10 @@
-// uint8 pictures that are neither resized nor cropped to the tensor a model takes: (pixel - mean) / std, layout and type.
+// uint8 images that are neither resized nor cropped to the model's tensor: (pixel - mean) / std, layout and type.
 //
-// Defined by the compiler's options: CHANNELS (1 or 3), PLANAR (1: channels before height and width), HALF (1: FP16 results), DIVIDES
-// (1: divide; 0: multiply by the inverse and mend, where that was found to give the same bits for all pixels), THREADS (of a block).
+// Macros set by the compiler's options: CHANNELS (1 or 3), PLANAR (1: channels before height and width), HALF (1: FP16 results), DIVIDES
+// (1: divide; 0: multiply by the inverse and correct, if that gives the same bits for all pixels), THREADS (in a block).
 //
-// A group of pixels a thread, as many as fill 16 bytes of each channel; one row of the grid (y) a picture. A block takes its pixels
-// from memory into its own first: each byte is read once, in order, which matters where it comes over the bus.
+// Each thread has a group of pixels that fills 16 bytes of each channel; each row of the grid (y) is an image. A block first copies its
+// pixels to shared memory: each byte is read once, in order, which matters if it comes over the bus.
 
 #if HALF
 typedef unsigned short Value;
@@ -26,10 +26,10 @@ __device__ inline unsigned int word_of(const float *values) { return __float_as_
 typedef unsigned long long Address;
 
 #define PIECE 16
-#define VALUES (GROUP * CHANNELS) // of a thread, and bytes that it reads
+#define VALUES (GROUP * CHANNELS) // of a thread, also the bytes that it reads
 #define WORDS (VALUES / 4)
 
-// float32, by their bits.
+// Bits of float32 values.
 struct Scale {
     int mean[3], std[3], inverse[3];
 };
@@ -45,7 +45,7 @@ __device__ inline float scaled(unsigned int pixel, float mean, float std, float 
 #endif
 }
 
-// A block's bytes of a picture into its own memory.
+// Copies a block's bytes of an image to shared memory.
 __device__ inline void fetch(const unsigned char *from, int size, unsigned int *words)
 {
     int done = 0;
@@ -65,8 +65,8 @@ __device__ inline void fetch(const unsigned char *from, int size, unsigned int *
 
 __device__ inline void scale_one(const unsigned char *picture, Value *result, Scale scale, int pixels)
 {
-    __shared__ uint4 own[THREADS * VALUES / PIECE];
-    unsigned int *words = (unsigned int *)own;
+    __shared__ uint4 staged[THREADS * VALUES / PIECE];
+    unsigned int *words = (unsigned int *)staged;
     const int begin = blockIdx.x * THREADS * GROUP;
     const int rest = pixels - begin;
     fetch(picture + begin * CHANNELS, (rest < THREADS * GROUP ? rest : THREADS * GROUP) * CHANNELS, words);
@@ -103,7 +103,7 @@ __device__ inline void scale_one(const unsigned char *picture, Value *result, Sc
     }
 }
 
-// One picture below the other.
+// Images are contiguous.
 extern "C" __launch_bounds__(THREADS) __global__ void scale_all(
     const unsigned char *source, Value *destination, int pixels,
     int mean_0, int mean_1, int mean_2, int std_0, int std_1, int std_2, int inverse_0, int inverse_1, int inverse_2)
@@ -113,7 +113,7 @@ extern "C" __launch_bounds__(THREADS) __global__ void scale_all(
     scale_one(source + start, destination + start, scale, pixels);
 }
 
-// Each where a table of addresses says.
+// A table has the address of each image.
 extern "C" __launch_bounds__(THREADS) __global__ void scale_each(
     const Address *addresses, Value *destination, int pixels,
     int mean_0, int mean_1, int mean_2, int std_0, int std_1, int std_2, int inverse_0, int inverse_1, int inverse_2)

@@ -1,8 +1,8 @@
-"""Kernels ready to launch: images to tensors, rows to one batch, scores to classes.
+"""Launchers of the kernels, and their use as stages before and after a TensorRT plan.
 
-Kernels are compiled and loaded, and their tables copied to the GPU, at construction. A launch allocates nothing and waits for
-nothing, so a CUDA graph can capture it. Create and close them anywhere; launch them with the device's context current
-(`headrace.cuda.driver.current`). Addresses are CUdeviceptr.
+Kernels are compiled and loaded, and their tables copied to the GPU, at construction. A launch allocates nothing and
+waits for nothing, so a CUDA graph can capture it. Create and close launchers anywhere; launch them with the device's
+context current (`headrace.cuda.driver.current`). Addresses are CUdeviceptr.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _ALIGNMENT_BYTES = 16
 
 
 class Preprocessor:
-    """Pixels to the tensor a model takes: resize, crop, normalise, lay out and cast in one kernel.
+    """Converts pixels to the model's tensor: resize, crop, normalize, lay out and cast in one kernel.
 
-    The same bits as `reference.prepare`. Where nothing is resized or cropped, `scaling.PictureScaler` is faster.
+    Bit-identical to `prepare` of the NumPy references. `PictureScaler` is faster if nothing is resized or cropped.
 
     Args:
-        device: its ordinal.
-        recipe: how.
-        dtype: of the tensor, float32 or float16.
+        device: number of the GPU.
+        recipe: preprocessing steps.
+        dtype: element type of the tensor, float32 or float16.
 
     Raises:
-        Unsupported: no GPU, or no compiler for it.
+        Unsupported: there is no GPU, or no compiler for it.
         DeviceError: the driver refuses.
     """
 
@@ -58,22 +58,24 @@ class Preprocessor:
         }
         self._device = device
         self._kernels = Kernels(device, "pictures.cu", options, {"prepare": "PPPPiPPiPPiiii"})
-        self._tables, places = _keep(device, (down.first, down.weights, across.first, across.weights, mean, std))
+        self._tables, addresses = _copy_to_gpu(
+            device, (down.first, down.weights, across.first, across.weights, mean, std)
+        )
         self._arguments = (
-            *(places[0], places[1], down.weights.shape[1]),
-            *(places[2], places[3], across.weights.shape[1]),
-            *(places[4], places[5]),
+            *(addresses[0], addresses[1], down.weights.shape[1]),
+            *(addresses[2], addresses[3], across.weights.shape[1]),
+            *(addresses[4], addresses[5]),
             *self._sizes,
         )
 
     def launch(self, stream: CudaStream, source: int, rows: int, destination: int) -> None:
-        """Queue the work of a batch.
+        """Queue the kernel for a batch.
 
         Args:
-            stream: on which.
+            stream: stream to queue on.
             source: address of uint8 (rows, *recipe.pixels).
-            rows: pictures, at most 65535 (rows of a CUDA grid).
-            destination: address of the tensor, (rows, *its shape).
+            rows: images, at most 65535 (rows of a CUDA grid).
+            destination: address of the tensor, (rows, *shape of one tensor).
 
         Raises:
             DeviceError: the driver refuses.
@@ -81,21 +83,21 @@ class Preprocessor:
         self._kernels.launch("prepare", (self._grid, rows), THREADS, stream, source, destination, *self._arguments)
 
     def close(self) -> None:
-        """Give the tables back and unload it; all work must be done."""
+        """Free the tables and unload the kernel; all work must be done."""
         with driver.current(self._device):
             self._tables.free()
         self._kernels.close()
 
 
 class Classifier:
-    """Rows of scores to the best classes or to probabilities; see `reference.rank` and `reference.soften`.
+    """Converts rows of scores to the best classes or to probabilities; see `rank` and `soften` of the NumPy references.
 
     Args:
-        device: its ordinal.
+        device: number of the GPU.
         classes: in a row.
-        dtype: of the scores, float32 or float16.
-        softmax: give probabilities in place of scores.
-        top_k: how many classes, at most `classes`; 0: probabilities of all of them.
+        dtype: element type of the scores, float32 or float16.
+        softmax: return probabilities instead of scores.
+        top_k: number of classes to return, at most `classes`; 0 returns the probabilities of all.
 
     Raises:
         Unsupported, DeviceError: as for `Preprocessor`.
@@ -109,14 +111,14 @@ class Classifier:
         self._top_k, self._softmax = top_k, int(softmax)
 
     def launch(self, stream: CudaStream, scores: int, rows: int, best: int, numbers: int = 0) -> None:
-        """Queue the work of a batch.
+        """Queue the kernel for a batch.
 
         Args:
-            stream: on which.
+            stream: stream to queue on.
             scores: address of (rows, classes).
             rows: of the batch.
-            best: address of float32 (rows, top_k), or (rows, classes) where `top_k` is 0.
-            numbers: address of int32 (rows, top_k); not used where `top_k` is 0.
+            best: address of float32 (rows, top_k), or (rows, classes) if `top_k` is 0.
+            numbers: address of int32 (rows, top_k); not used if `top_k` is 0.
 
         Raises:
             DeviceError: the driver refuses.
@@ -128,12 +130,12 @@ class Classifier:
             self._kernels.launch("soften", (rows, 1), THREADS, stream, scores, best)
 
     def close(self) -> None:
-        """Unload it; all work must be done."""
+        """Unload the kernel; all work must be done."""
         self._kernels.close()
 
 
-def _keep(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]]:
-    """One block of the GPU's memory with copies of all arrays, and where each of them is."""
+def _copy_to_gpu(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]]:
+    """Copy arrays into one block of GPU memory; return the block and the address of each array."""
     starts, size = [], 0
     for array in arrays:
         starts.append(size)
@@ -157,26 +159,26 @@ def _keep(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]
 
 Floats = npt.NDArray[np.float32]
 
-# The kernel's pieces of one channel's results, and its arguments behind the number of pixels: `Scale`.
+# Bytes that a thread writes for one channel, and the types of the kernel's `Scale` arguments after the pixel count.
 _PIECE_BYTES = 16
 _SCALE = "i" * 9
-# Bits that a double has more than a float; and what they are where it lies half way between two floats.
-_MORE = np.uint64((1 << 29) - 1)
+# Bits of a double beyond those of a float, and their value halfway between two floats.
+_EXTRA_BITS = np.uint64((1 << 29) - 1)
 _HALF_WAY = np.uint64(1 << 28)
-# Beyond these, results may be so small that floats have fewer bits.
+# Outside of these bounds results may be subnormal floats, which have fewer bits.
 _SMALL, _LARGE = 1e-30, 1e30
 
 
 class PictureScaler:
-    """As `launching.Preprocessor`, the same bits too, for recipes that `fits` is True of; and from wherever the pictures lie.
+    """Like `Preprocessor`, with the same bits, for recipes that `fits` accepts; images may lie at any address.
 
     Args:
-        device: its ordinal.
-        recipe: how.
-        dtype: of the tensor, float32 or float16.
+        device: number of the GPU.
+        recipe: preprocessing steps.
+        dtype: element type of the tensor, float32 or float16.
 
     Raises:
-        Unsupported: no GPU, or no compiler for it.
+        Unsupported: there is no GPU, or no compiler for it.
         DeviceError: the driver refuses.
     """
 
@@ -201,21 +203,22 @@ class PictureScaler:
 
     @staticmethod
     def fits(recipe: ImageRecipe) -> bool:
-        """True if the pixels are taken as they are, all of them."""
+        """Return True if the pixels are neither resized nor cropped."""
         return recipe.source is None
 
     def launch(self, stream: CudaStream, source: int, rows: int, destination: int) -> None:
-        """Queue the work of a batch; see `launching.Preprocessor.launch`."""
+        """Queue the kernel for a batch; see `Preprocessor.launch`."""
         self._kernels.launch("scale_all", (self._blocks, rows), THREADS, stream, source, destination, *self._arguments)
 
     def launch_each(self, stream: CudaStream, addresses: int, rows: int, destination: int) -> None:
-        """Queue the work of a batch whose pictures lie anywhere.
+        """Queue the kernel for a batch whose images lie at any addresses.
 
         Args:
-            stream: on which.
-            addresses: address, on the GPU or of pinned memory, of uint64 (rows,): where each picture is, there likewise.
-            rows: pictures, at most 65535.
-            destination: address of the tensor, (rows, *its shape).
+            stream: stream to queue on.
+            addresses: address, on the GPU or in pinned memory, of uint64 (rows,) with the address of each image,
+                there likewise.
+            rows: images, at most 65535.
+            destination: address of the tensor, (rows, *shape of one tensor).
 
         Raises:
             DeviceError: the driver refuses.
@@ -225,16 +228,17 @@ class PictureScaler:
         )
 
     def close(self) -> None:
-        """Unload it; all work must be done."""
+        """Unload the kernel; all work must be done."""
         self._kernels.close()
 
 
 def multiplies(mean: np.float32, std: np.float32) -> bool:
-    """True if, of all pixels, the kernel gets the bits of (pixel - mean) / std without dividing.
+    """Return True if the kernel gets the bits of (pixel - mean) / std for all pixels without a division.
 
-    It multiplies by the inverse and adds what is wanting, by two fused operations (J.-M. Muller et al., "Handbook of
-    Floating-Point Arithmetic", on division by Newton's iteration). Here that is done in double precision, which is exact but for
-    the last sum; where that lies half way between two floats, rounding it again might go wrong: then the answer is False.
+    It multiplies by the inverse and corrects the result by two fused operations (J.-M. Muller et al., "Handbook of
+    Floating-Point Arithmetic", on division by Newton's iteration). The check computes this in double precision, which
+    is exact except for the last sum. If that sum lies halfway between two floats, rounding it again might be wrong,
+    and the result is False.
     """
     if not _SMALL < std < _LARGE:
         return False
@@ -244,29 +248,31 @@ def multiplies(mean: np.float32, std: np.float32) -> bool:
         near = distance * inverse
         rest = (distance.astype(np.float64) - near.astype(np.float64) * np.float64(std)).astype(np.float32)
         mended = rest.astype(np.float64) * np.float64(inverse) + near.astype(np.float64)
-        half_way = (mended.view(np.uint64) & _MORE) == _HALF_WAY
+        half_way = (mended.view(np.uint64) & _EXTRA_BITS) == _HALF_WAY
         exact = distance / np.float32(std)
     return not half_way.any() and np.array_equal(mended.astype(np.float32).view(np.uint32), exact.view(np.uint32))
 
 
 def _bits(values: Floats) -> Sequence[int]:
-    """int32 with the bits of three float32, of which the last may be zeros."""
-    found = np.zeros(3, np.float32)
-    found[: len(values)] = values
-    bits: list[int] = found.view(np.int32).tolist()
+    """Return the bits of up to three float32 values as three int32, padded with zeros."""
+    padded = np.zeros(3, np.float32)
+    padded[: len(values)] = values
+    bits: list[int] = padded.view(np.int32).tolist()
     return bits
 
 
-# Few and large blocks keep the bus busy from few of the GPU's multiprocessors, and leave room there for others: a PCIe bus of
-# 54 GB/s and some 1.5 us wants 80 KB under way, 8 blocks have 256 KB.
+# A few large blocks keep the bus busy with few of the GPU's multiprocessors, and leave the others free: a PCIe bus of
+# 54 GB/s and about 1.5 us latency needs 80 KB in flight, 8 blocks have 256 KB.
 _THREADS = 512
 
 
 class RowGather:
-    """Rows from anywhere in GPUs' and pinned memory into one batch, padded with copies of the last row; see `reference.gather`.
+    """Gathers rows from any GPU or pinned memory into one batch, padded with copies of the last row.
+
+    See `gather` of the NumPy references.
 
     Args:
-        device: its ordinal.
+        device: number of the GPU.
 
     Raises:
         Unsupported, DeviceError: as for `Kernels`.
@@ -285,16 +291,16 @@ class RowGather:
         destination: int,
         blocks: int,
     ) -> None:
-        """Queue the work of a batch.
+        """Queue the kernel for a batch.
 
         Args:
-            stream: on which.
-            addresses: address, on the GPU or of pinned memory, of uint64 (rows,): where each row is.
-            row_bytes: of one row, at least 1.
+            stream: stream to queue on.
+            addresses: address, on the GPU or in pinned memory, of uint64 (rows,) with the address of each row.
+            row_bytes: size of a row, at least 1.
             rows: at least 1.
             total: rows of the result, at least `rows`.
             destination: address of the result, total * row_bytes.
-            blocks: of threads, that is multiprocessors that it takes from others; 8 fill a PCIe bus.
+            blocks: number of thread blocks, each of which occupies a multiprocessor; 8 saturate a PCIe bus.
 
         Raises:
             DeviceError: the driver refuses.
@@ -302,7 +308,7 @@ class RowGather:
         self._kernels.launch("gather", (blocks, 1), _THREADS, stream, addresses, destination, row_bytes, rows, total)
 
     def close(self) -> None:
-        """Unload it; all work must be done."""
+        """Unload the kernel; all work must be done."""
         self._kernels.close()
 
 
@@ -312,12 +318,12 @@ Launch = Callable[[CudaStream, int, int, Sequence[int]], None]
 
 @dataclass(frozen=True)
 class PictureStage:
-    """uint8 pixels to the tensor that a model takes.
+    """Stage that converts uint8 pixels to the model's input tensor; see `headrace.backends.tensorrt.plan.GpuStage`.
 
     Attributes:
-        tensor: the model's input, and what callers call the pixels.
-        recipe: how.
-        dtype: of the tensor, float32 or float16.
+        tensor: name of the model's input, and of the pixels that clients send.
+        recipe: preprocessing steps.
+        dtype: element type of the tensor, float32 or float16.
     """
 
     tensor: str
@@ -326,19 +332,19 @@ class PictureStage:
 
     @property
     def row(self) -> Sizes:
-        """Shape of one picture's tensor."""
+        """Shape of one image's tensor."""
         return self.recipe.shape[1:]
 
     @property
     def client_tensors(self) -> Mapping[str, tuple[np.dtype[Any], Sizes]]:
-        """The pixels, by name: element type and shape of one picture."""
+        """The pixels, by name: element type and shape of one image."""
         return {self.tensor: (np.dtype(np.uint8), self.recipe.pixels)}
 
     def open(self, device: int) -> _Pictures:
-        """The kernel on a GPU.
+        """Load the kernel on a GPU.
 
         Raises:
-            Unsupported: no GPU, or no compiler for it.
+            Unsupported: there is no GPU, or no compiler for it.
             DeviceError: the driver refuses.
         """
         return _Pictures(picture_kernel(device, self.recipe, self.dtype))
@@ -346,17 +352,17 @@ class PictureStage:
 
 @dataclass(frozen=True)
 class ClassStage:
-    """Scores to the best classes, or to probabilities.
+    """Stage that converts scores to the best classes or to probabilities; see `headrace.backends.tensorrt.plan.GpuStage`.
 
     Attributes:
-        tensor: the model's output.
-        dtype: of the scores, float32 or float16.
+        tensor: name of the model's output.
+        dtype: element type of the scores, float32 or float16.
         row: shape of one row of scores.
         classes: in a row.
-        softmax: give probabilities in place of scores.
-        top_k: how many classes, 0: probabilities of all.
-        scores: what callers call the best classes' scores.
-        numbers: what they call their numbers.
+        softmax: return probabilities instead of scores.
+        top_k: number of classes, 0 returns the probabilities of all.
+        scores: clients' name of the best classes' scores.
+        numbers: clients' name of the best classes' indices.
     """
 
     tensor: str
@@ -370,19 +376,19 @@ class ClassStage:
 
     @property
     def client_tensors(self) -> Mapping[str, tuple[np.dtype[Any], Sizes]]:
-        """What callers get, by name: element type and shape of one row, in the order in which `_Classes.launch` takes them."""
+        """Outputs by name: element type and shape of one row, in the order of the targets of `_Classes.launch`."""
         if not self.top_k:
             return {self.tensor: (np.dtype(np.float32), self.row)}
         shape = (self.top_k,)
         return {self.scores: (np.dtype(np.float32), shape), self.numbers: (np.dtype(np.int32), shape)}
 
     def open(self, device: int) -> _Classes:
-        """The kernel on a GPU; raises as `PictureStage.open` does."""
+        """Load the kernel on a GPU; raises as `PictureStage.open` does."""
         return _Classes(Classifier(device, self.classes, self.dtype, self.softmax, self.top_k))
 
 
 def picture_kernel(device: int, recipe: ImageRecipe, dtype: npt.DTypeLike) -> Preprocessor | PictureScaler:
-    """What is fastest for a recipe; raises as both do."""
+    """Create the fastest kernel for a recipe; raises as both of them do."""
     kind = PictureScaler if PictureScaler.fits(recipe) else Preprocessor
     return kind(device, recipe, dtype)
 
@@ -396,11 +402,11 @@ class _Pictures:
 
     @property
     def fetch(self) -> Launch | None:
-        # Who resizes reads pixels several times: they had better be on the GPU.
+        # A resizing kernel reads pixels several times, so they are copied to the GPU first.
         return self._fetch if isinstance(self._kernel, PictureScaler) else None
 
     def _fetch(self, stream: CudaStream, addresses: int, rows: int, targets: Sequence[int]) -> None:
-        assert isinstance(self._kernel, PictureScaler), "only this one fetches"
+        assert isinstance(self._kernel, PictureScaler), "only PictureScaler reads images in place"
         self._kernel.launch_each(stream, addresses, rows, targets[0])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of a file: compiled by NVRTC for a GPU, loaded there, launched on a stream.
+"""Compiles the kernels of a file with NVRTC, loads them on a GPU and launches them on a stream.
 
 NVRTC is the run-time compiler of the CUDA toolkit (NVRTC documentation, "Basic Usage").
 """
@@ -22,7 +22,7 @@ from headrace.cuda import driver
 from headrace.cuda.driver import CudaStream, DeviceError, check, loaded
 
 _NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
-# Where the toolkit and NVIDIA's wheels put it.
+# Library folders of the toolkit and of NVIDIA's wheels.
 _TOOLKITS = ("cuda/lib64", "cuda/targets/*/lib")
 _WHEELS = ("cuda_nvrtc/lib", "cu1*/lib")
 _CURE = "install the CUDA toolkit, or NVIDIA's wheel of it: pip install nvidia-cuda-nvrtc-cu12"
@@ -32,20 +32,20 @@ _compiled: dict[tuple[str, str], bytes] = {}
 
 
 def compile_cuda(source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
-    """Machine code for one kind of GPU, compiled once in a process.
+    """Compile a source for one GPU architecture, once in a process.
 
     Args:
-        source: CUDA C++; no header is at hand.
+        source: CUDA C++; no headers are available.
         name: for the compiler's messages.
         capability: compute capability of the GPU, e.g. (9, 0).
         options: of the compiler, e.g. "-DCHANNELS=3".
 
     Returns:
-        A cubin; PTX, which the driver translates, where the compiler is older than the GPU.
+        A cubin; PTX, which the driver translates, if the compiler is older than the GPU.
 
     Raises:
-        Unsupported: there is no compiler, or it makes no code for this GPU.
-        DeviceError: the source cannot be compiled; with the compiler's messages.
+        Unsupported: there is no compiler, or it does not support this GPU.
+        DeviceError: the source does not compile; has the compiler's messages.
     """
     library = find_library()
     architecture = _architecture(_architectures(library), capability)
@@ -60,19 +60,19 @@ def compile_cuda(source: str, name: str, capability: tuple[int, int], options: S
 
 @functools.cache
 def find_library() -> Any:
-    """NVRTC, by the names it usually has.
+    """Load NVRTC by its usual names.
 
     Raises:
-        Unsupported: it is not there.
+        Unsupported: the library is not found.
     """
-    for place in (*_NAMES, *map(str, _files())):
+    for name in (*_NAMES, *map(str, _files())):
         try:
-            library = ctypes.CDLL(place)
+            library = ctypes.CDLL(name)
         except OSError:
             continue
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
-    raise Unsupported(f"NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not there: {_CURE}")
+    raise Unsupported(f"NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found: {_CURE}")
 
 
 def _files() -> Iterator[Path]:
@@ -85,23 +85,23 @@ def _files() -> Iterator[Path]:
 
 
 def _architectures(library: Any) -> list[int]:
-    """What the compiler makes code for, e.g. [50, 52, ..., 90]."""
+    """Architectures that the compiler supports, e.g. [50, 52, ..., 90]."""
     count = ctypes.c_int()
-    _check(library, library.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "asking NVRTC for its GPUs")
-    found = (ctypes.c_int * count.value)()
-    _check(library, library.nvrtcGetSupportedArchs(found), "asking NVRTC for its GPUs")
-    return sorted(found)
+    _check(library, library.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "reading NVRTC's supported GPUs")
+    supported = (ctypes.c_int * count.value)()
+    _check(library, library.nvrtcGetSupportedArchs(supported), "reading NVRTC's supported GPUs")
+    return sorted(supported)
 
 
 def _architecture(supported: Sequence[int], capability: tuple[int, int]) -> str:
-    """The GPU's own kind, for which there is machine code, or the newest before it, for which there is PTX."""
+    """The GPU's own architecture (machine code), or the newest one before it (PTX)."""
     architecture = capability[0] * 10 + capability[1]
     if architecture in supported:
         return f"sm_{architecture}"
     older = [number for number in supported if number < architecture]
     if not older:
         raise Unsupported(
-            f"NVRTC makes no code for GPUs of compute capability {capability[0]}.{capability[1]} any more: take an older one, "
+            f"NVRTC does not support GPUs of compute capability {capability[0]}.{capability[1]} any more: use an older one, "
             "e.g. pip install nvidia-cuda-nvrtc-cu12==12.6.85"
         )
     return f"compute_{older[-1]}"
@@ -109,8 +109,8 @@ def _architecture(supported: Sequence[int], capability: tuple[int, int]) -> str:
 
 def _compile(library: Any, source: str, name: str, arguments: Sequence[str]) -> bytes:
     program = ctypes.c_void_p()
-    made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
-    _check(library, made, f"compiling {name}")
+    result = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    _check(library, result, f"compiling {name}")
     try:
         options = (ctypes.c_char_p * len(arguments))(*(argument.encode() for argument in arguments))
         result = library.nvrtcCompileProgram(program, len(arguments), options)
@@ -137,7 +137,7 @@ def _check(library: Any, result: int, doing: str) -> None:
 
 
 _FOLDER = Path(__file__).parent
-# Of a block, where a kernel has no reason for another number.
+# Default number of threads in a block.
 THREADS = 256
 
 
@@ -145,13 +145,13 @@ class Kernels:
     """The kernels of one file of this folder, loaded on a GPU.
 
     Args:
-        device: its ordinal.
+        device: number of the GPU.
         file: name of the file.
-        options: what the file's names stand for.
-        types: by kernel, the types of its arguments as `struct` writes them.
+        options: values of the file's macros.
+        types: by kernel, the types of its arguments in `struct` notation.
 
     Raises:
-        Unsupported: no GPU, or no compiler for it.
+        Unsupported: there is no GPU, or no compiler for it.
         DeviceError: the driver or the compiler refuses.
     """
 
@@ -161,7 +161,7 @@ class Kernels:
         text = [f"-D{name}={value}" for name, value in options.items()]
         self._kernels: dict[str, Any] = {}
         with driver.current(device):
-            with check("asking what the GPU is"):
+            with check("reading the properties of the GPU"):
                 capability = loaded().Device(device).compute_capability()
             code = compile_cuda(source, file, tuple(capability), text)
             with check(f"loading {file}"):
@@ -171,7 +171,7 @@ class Kernels:
                     kernel.prepare(arguments)
 
     def launch(self, name: str, grid: tuple[int, int], threads: int, stream: CudaStream, *arguments: int) -> None:
-        """Queue a kernel; the device is current.
+        """Queue a kernel; the device must be current.
 
         Raises:
             DeviceError: the driver refuses.
@@ -180,18 +180,18 @@ class Kernels:
             self._kernels[name].prepared_async_call(grid, (threads, 1, 1), stream.stream, *arguments)
 
     def close(self) -> None:
-        """Unload them; all work must be done."""
-        # PyCUDA unloads a module in whatever thread lets go of it, if its device is current there.
+        """Unload the kernels; all work must be done."""
+        # PyCUDA unloads a module on the thread that drops it, if its device is current there.
         with driver.current(self._device):
             self._kernels.clear()
             self._module = None
 
 
 def is_half(dtype: npt.DTypeLike) -> int:
-    """What HALF stands for.
+    """Value of the macro HALF for a dtype.
 
     Raises:
-        ValueError: kernels do not read or write this.
+        ValueError: kernels do not support the dtype.
     """
     kind = np.dtype(dtype)
     if kind not in (np.float16, np.float32):

@@ -1,10 +1,10 @@
-// uint8 pictures to the tensor a model takes: resize, crop, (pixel - mean) / std, layout and type in one pass over memory.
+// uint8 images to the model's tensor: resize, crop, (pixel - mean) / std, layout and type in one pass over memory.
 //
-// Defined by the compiler's options: CHANNELS (1 or 3), PLANAR (1: channels before height and width), HALF (1: FP16 results),
+// Macros set by the compiler's options: CHANNELS (1 or 3), PLANAR (1: channels before height and width), HALF (1: FP16 results),
 // PRECISION_BITS (fixed point of the weights).
 //
-// One thread a pixel of the result, one row of the grid (y) a picture. Weights in whole numbers and the rounding to 8 bits between
-// the two passes make the same bits as the reference. A copy is a single tap with the weight 1.
+// One thread for each pixel of the result, one row of the grid (y) for each image. Integer weights and rounding to 8 bits between the
+// two passes give the same bits as the reference. A copy is a single tap with the weight 1.
 
 #if HALF
 typedef unsigned short Value;
@@ -29,11 +29,11 @@ extern "C" __global__ void prepare(
     const float *mean, const float *std,
     int source_height, int source_width, int height, int width)
 {
-    const int place = blockIdx.x * blockDim.x + threadIdx.x;
-    if (place >= height * width)
+    const int index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= height * width)
         return;
-    const int y = place / width;
-    const int x = place - y * width;
+    const int y = index / width;
+    const int x = index - y * width;
     const unsigned long long picture = blockIdx.y;
     source += picture * source_height * source_width * CHANNELS;
     destination += picture * height * width * CHANNELS;
@@ -43,7 +43,7 @@ extern "C" __global__ void prepare(
         total[c] = ROUNDING;
     for (int j = 0; j < taps_down; ++j) {
         const int weight = weights_down[y * taps_down + j];
-        if (weight == 0) // beyond the edge, where nothing may be read
+        if (weight == 0) // beyond the edge: must not be read
             continue;
         const unsigned char *line = source + (first_down[y] + j) * source_width * CHANNELS;
         int sum[CHANNELS];
@@ -62,6 +62,6 @@ extern "C" __global__ void prepare(
     }
     for (int c = 0; c < CHANNELS; ++c) {
         const float value = ((float)to_8_bits(total[c]) - mean[c]) / std[c];
-        destination[PLANAR ? (c * height + y) * width + x : place * CHANNELS + c] = stored(value);
+        destination[PLANAR ? (c * height + y) * width + x : index * CHANNELS + c] = stored(value);
     }
 }

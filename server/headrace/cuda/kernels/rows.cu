@@ -1,11 +1,11 @@
-// Rows that lie anywhere a GPU can read, one below the other; rows that are wanting are copies of the last one, which the model is
-// known to take.
+// Gathers rows from any addresses that a GPU can read into one contiguous batch. Padding rows are copies of the last one, since the
+// model accepts that one.
 //
-// Any number of blocks in one dimension. A thread copies pieces of 16 bytes, four of them at a time: reads over the bus take long, and
-// only many under way at once fill it.
+// Any number of blocks in one dimension. A thread copies pieces of 16 bytes, four at a time: reads over the bus have a long latency,
+// so only many reads in flight saturate it.
 
 #define PIECE 16
-#define AT_ONCE 4
+#define UNROLL 4
 
 typedef unsigned long long Address;
 
@@ -56,17 +56,17 @@ extern "C" __launch_bounds__(512) __global__ void gather(
     const unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
     unsigned long long row = first / pieces, piece = first % pieces;
     while (row < total) {
-        uint4 values[AT_ONCE];
-        Address places[AT_ONCE];
-        unsigned int sizes[AT_ONCE];
+        uint4 values[UNROLL];
+        Address targets[UNROLL];
+        unsigned int sizes[UNROLL];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        for (int k = 0; k < UNROLL; ++k) {
             sizes[k] = 0;
             if (row < total) {
                 const unsigned long long start = piece * PIECE;
                 sizes[k] = row_bytes - start < PIECE ? (unsigned int)(row_bytes - start) : PIECE;
                 values[k] = fetched(addresses[row < rows ? row : rows - 1] + start, sizes[k]);
-                places[k] = (Address)(destination + row * row_bytes + start);
+                targets[k] = (Address)(destination + row * row_bytes + start);
                 row += step_rows;
                 piece += step_pieces;
                 if (piece >= pieces) {
@@ -76,8 +76,8 @@ extern "C" __launch_bounds__(512) __global__ void gather(
             }
         }
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
+        for (int k = 0; k < UNROLL; ++k)
             if (sizes[k])
-                put(places[k], values[k], sizes[k]);
+                put(targets[k], values[k], sizes[k]);
     }
 }
