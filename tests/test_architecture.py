@@ -360,6 +360,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/inference",
     "server/headrace/cuda",
     "server/headrace/pipelines",
+    "server/headrace/grpc",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

@@ -1,1 +1,1 @@
-"""gRPC: codec, service and two engines."""
+"""gRPC front end: codec, methods of all services, and two engines."""

@@ -1,8 +1,8 @@
-"""Messages of gRPC inference: a serialized ModelInferRequest in, the parts of a serialized ModelInferResponse out.
+"""Codec of gRPC inference: serialized ModelInferRequest to `InferRequest`, `InferResponse` to serialized ModelInferResponse.
 
-Tensors travel as `raw_input_contents` and `raw_output_contents`, and requests repeat everything else from call to call. So the
-message's top-level fields are walked by hand (encoding: protobuf's "Encoding" page), what repeats is looked up by its bytes,
-and protobuf itself parses only what has not been seen before.
+Tensors travel as `raw_input_contents` and `raw_output_contents`; clients repeat all other fields in each call. So `scan` walks
+the top-level fields (format: protobuf's "Encoding" page), the other fields are looked up by their bytes, and protobuf parses
+them only the first time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headrace.inference.request_template import (
 
 # --- Typed contents: inputs of clients that send numbers in the message instead of raw bytes ---------------------------
 
-# Which field of InferTensorContents holds a datatype's elements, and how protobuf holds those; FP16 and BF16 have none.
+# For each datatype: field of InferTensorContents and dtype of its elements there. FP16 and BF16 have no field.
 _FIELDS: dict[str, tuple[str, str]] = {
     "BOOL": ("bool_contents", "?"),
     "INT8": ("int_contents", "<i4"),
@@ -52,16 +52,16 @@ _FIELDS: dict[str, tuple[str, str]] = {
 
 
 def from_contents(spec: TensorSpec, shape: tuple[int, ...], elements: int, contents: Any) -> Array:
-    """A tensor out of an InferTensorContents.
+    """Decode a tensor from an InferTensorContents message.
 
     Args:
-        spec: of the input.
-        shape: as declared and checked.
+        spec: tensor spec of the input.
+        shape: declared and checked shape.
         elements: product of the shape.
-        contents: the message.
+        contents: InferTensorContents message.
 
     Raises:
-        BadRequest: contents in another field than the datatype's, another number of elements, or values out of its range.
+        BadRequest: the field does not fit the datatype, the number of elements differs, or a value is out of range.
     """
     if spec.datatype.name not in _FIELDS:
         raise BadRequest(
@@ -102,23 +102,23 @@ _RESPONSE_ID, _RAW_OUTPUT = b"\x1a", b"\x32"
 _LENGTH_DELIMITED = 2
 _FIXED_BYTES = {1: 8, 5: 4}
 _MAX_VARINT_BYTES = 10
-# Of a tag or a length: more cannot be said in 32 bits.
+# Maximum bytes of a tag or a length, which have 32 bits.
 _MAX_LENGTH_BYTES = 5
-# A field of two bytes becomes an object of a hundred: no request has so many inputs, outputs and parameters together.
+# A field of 2 bytes becomes an object of 100 bytes. No request has this many inputs, outputs and parameters.
 _MAX_FIELDS = 4096
 _MAX_PARAMETERS = 1024
 _SMALL = [bytes([number]) for number in range(0x80)]
-# Descriptions of outputs that are kept, by name and shape.
+# Limit on cached descriptions of outputs.
 _MAX_DESCRIPTIONS = 1024
 
 
 class Envelope(msgspec.Struct, frozen=True, eq=False):
-    """What can be told of a request without knowing its model.
+    """Top-level fields of a request, parsed without its model.
 
     Attributes:
-        model_name, model_version, id: of the request; "" where it does not say.
-        header: the bytes of all top-level fields but the id and the raw contents.
-        spans: where in the message each of the raw contents lies, (start, size).
+        model_name, model_version, id: of the request, "" for an absent field.
+        header: bytes of all top-level fields except id and raw contents.
+        spans: position of each of the raw contents in the message: (start, size) in bytes.
     """
 
     model_name: str
@@ -129,18 +129,18 @@ class Envelope(msgspec.Struct, frozen=True, eq=False):
 
 
 def scan(message: bytes) -> Envelope:
-    """Walk the top-level fields of a serialized ModelInferRequest.
+    """Scan the top-level fields of a serialized ModelInferRequest.
 
     Args:
-        message: of any origin; not copied but for the header.
+        message: untrusted bytes; only the header is copied.
 
     Raises:
-        BadRequest: it is not such a message.
+        BadRequest: the bytes are not a ModelInferRequest.
     """
     name = version = request_id = ""
     spans: list[tuple[int, int]] = []
     header: list[bytes] = []
-    copied_until = 0  # up to where the message is in `header`, or has been left out of it
+    copied_until = 0  # position up to which the message is copied to `header` or left out
     position, end = 0, len(message)
     try:
         for _ in range(_MAX_FIELDS):
@@ -182,14 +182,14 @@ def scan(message: bytes) -> Envelope:
 
 
 class GrpcCodec:
-    """Decodes requests for one model version and encodes its answers.
+    """Decodes requests for one model version and encodes its responses.
 
-    Not thread-safe: it belongs to the event loop.
+    Ownership: the event loop.
 
     Args:
-        spec: of the version.
-        regions: where clients' shared memory is found; None if it is off.
-        max_shared_bytes: of one request's inputs in shared memory.
+        spec: input and output tensor specs of the version.
+        regions: shared memory of clients; None if it is disabled.
+        max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
     """
 
     def __init__(
@@ -205,18 +205,20 @@ class GrpcCodec:
     def decode(
         self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int = 0, client: str = ""
     ) -> tuple[InferRequest, RequestTemplate]:
-        """A request out of a message.
+        """Decode a request.
 
         Args:
-            message: inputs are views of it, so it must not change.
-            envelope: what `scan` found in it.
-            received_ns: monotonic, when it had arrived.
-            deadline_ns: the call's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
+            message: serialized ModelInferRequest; inputs are views of it.
+            envelope: from `scan`.
+            received_ns, deadline_ns: arrival of the message and deadline of the call, monotonic; deadline 0 for none.
             client: as in `InferRequest`.
 
+        Returns:
+            The request, and its template for `encode`.
+
         Raises:
-            BadRequest: says what came, where, and what was expected.
-            NotFound, Forbidden: no such region of shared memory, or all of it is off.
+            BadRequest: the request is invalid.
+            NotFound, Forbidden: shared memory that does not exist or is disabled.
         """
         header, spans = envelope.header, envelope.spans
         template = self._templates.find(header) if len(header) <= MAX_TEMPLATE_BYTES else None
@@ -224,7 +226,7 @@ class GrpcCodec:
             template = self._parse_template(header, len(spans))
             self._templates.add(header, template)
         if len(template.raw) != len(spans):
-            # Contents without elements may come as raw contents, or not at all: the same header has two plans.
+            # Inputs without elements may have raw contents or none: one header has two templates.
             template = self._parse_template(header, len(spans))
         if len(template.raw) != len(spans):
             raise BadRequest(
@@ -262,19 +264,21 @@ class GrpcCodec:
         request_id: str,
         parameters: Mapping[str, int | str] | None = None,
     ) -> Message:
-        """An answer as the parts of a message; outputs raw, as Triton sends them.
+        """Encode a response, with raw outputs as Triton sends them.
 
-        An output that is wanted in shared memory (`RequestedOutput.shared`) is written there, and has empty raw contents, so that
-        those of the others keep their places.
+        An output in shared memory (`RequestedOutput.shared`) has empty raw contents, so that the others keep their positions.
 
         Args:
             response: every output of the model.
-            template: of the request, as `decode` gave it.
-            request_id: the caller's own, "" for none.
-            parameters: of the answer.
+            template: of the request, from `decode`.
+            request_id: of the caller, "" for none.
+            parameters: of the response.
+
+        Returns:
+            The parts of a serialized ModelInferResponse, in order.
 
         Raises:
-            BadRequest: an output cannot be sent in the form that was asked for, or is too large for its shared memory.
+            BadRequest: an output cannot be encoded in the requested form, or is larger than its shared memory.
         """
         head = [self._head]
         data: Message = [b""]
@@ -308,18 +312,18 @@ class GrpcCodec:
         return description
 
     def _parse_template(self, header: bytes, contents: int) -> RequestTemplate:
-        """The plan of a header.
+        """Parse the template of a header.
 
         Args:
             header: of an envelope.
-            contents: how many raw contents came with it.
+            contents: number of raw contents in the message.
         """
         try:
             message = service_pb2.ModelInferRequest.FromString(header)
         except DecodeError:
             raise BadRequest("the request is not a ModelInferRequest: its fields do not parse") from None
         parameters = _parameters(message.parameters)
-        # Triton's client asks with it for an empty last answer of models that answer several times: ours answer once.
+        # Triton's client sends it to get an empty final response from models with many responses; ours have one.
         parameters.pop("triton_enable_empty_final_response", None)
         request_parameters(parameters)
         builder = TemplateBuilder(self._factory)
@@ -346,7 +350,7 @@ class GrpcCodec:
 
 
 def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
-    """A map of InferParameter as plain values; raises BadRequest."""
+    """Convert a map of InferParameter to Python values; raises BadRequest."""
     if len(parameters) > _MAX_PARAMETERS:
         raise BadRequest(f"{len(parameters)} parameters came, at most {_MAX_PARAMETERS} are taken")
     values: dict[str, bool | int | float | str] = {}
@@ -359,14 +363,14 @@ def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
 
 
 def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: dict[str, str | int]) -> bytes:
-    """The field of a ModelInferResponse that describes one output."""
+    """Encode the field of a ModelInferResponse that describes one output."""
     output = service_pb2.ModelInferResponse.InferOutputTensor(name=spec.name, datatype=datatype.name, shape=array.shape)
     _fill(output.parameters, parameters)
     return _response(outputs=[output])
 
 
 def _response_parameters(parameters: Mapping[str, int | str]) -> bytes:
-    """The fields of a ModelInferResponse that have its parameters."""
+    """Encode the parameters of a ModelInferResponse."""
     response = service_pb2.ModelInferResponse()
     _fill(response.parameters, parameters)
     serialized: bytes = response.SerializeToString()
@@ -382,17 +386,17 @@ def _fill(message: Any, parameters: Mapping[str, int | str]) -> None:
 
 
 def _response(**fields: object) -> bytes:
-    """Some fields of a ModelInferResponse; messages add up by concatenation."""
+    """Encode some fields of a ModelInferResponse; concatenated encodings are one message."""
     serialized: bytes = service_pb2.ModelInferResponse(**fields).SerializeToString()
     return serialized
 
 
 def _skip(message: bytes, position: int) -> int:
-    """Where the field after one with a tag of several bytes, an unknown number or another wire type begins.
+    """Skip a field whose tag has several bytes, an unknown number or another wire type; returns the position after it.
 
     Raises:
-        BadRequest: it is no field, or one of ours in a form that it does not have.
-        IndexError: the message ends within it.
+        BadRequest: the bytes are no field, or a known field with a wrong wire type.
+        IndexError: the message ends within the field.
     """
     tag, position = _read_varint(message, position, _MAX_LENGTH_BYTES)
     number, wire_type = tag >> 3, tag & 7
@@ -416,7 +420,7 @@ def _skip(message: bytes, position: int) -> int:
 
 
 def _read_varint(message: bytes, position: int, max_bytes: int) -> tuple[int, int]:
-    """A base-128 number, and where it ends; raises BadRequest, or IndexError if the message ends within it."""
+    """Read a varint; returns it and the position after it. Raises BadRequest, or IndexError at the end of the message."""
     number = 0
     for shift in range(0, 7 * max_bytes, 7):
         byte = message[position]
@@ -428,7 +432,7 @@ def _read_varint(message: bytes, position: int, max_bytes: int) -> tuple[int, in
 
 
 def varint(size_bytes: int) -> bytes:
-    """A length as protobuf writes it: base 128, the lowest seven bits first."""
+    """Encode a length as a protobuf varint: base 128, the lowest seven bits first."""
     if size_bytes < 0x80:
         return _SMALL[size_bytes]
     groups = bytearray()

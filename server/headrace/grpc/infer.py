@@ -41,10 +41,10 @@ class GrpcInference:
         self._service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes), clock)
 
     async def infer(self, message: bytes, call: GrpcCall) -> Message:
-        """The method: one ModelInferRequest in, one ModelInferResponse out.
+        """Serve ModelInfer: one ModelInferRequest in, one ModelInferResponse out.
 
         Raises:
-            HeadraceError: for the caller.
+            HeadraceError: the request failed; the error is for the caller.
         """
         try:
             envelope, options = scan(message), call.options
@@ -80,15 +80,15 @@ class GrpcInference:
         Args:
             message: a serialized ModelInferRequest; must not change until the request is finished.
             envelope: from `scan`.
-            received_ns: monotonic, when it had arrived.
-            deadline_ns: of the call, monotonic, 0 for none.
+            received_ns: monotonic time at which the message had arrived.
+            deadline_ns: monotonic deadline of the call, 0 for none.
             options: of the call's metadata.
 
         Returns:
-            The request, which must come to `finish` or `drop`, once.
+            The request. The caller must pass it to `finish` or `drop`, once.
 
         Raises:
-            HeadraceError: it cannot be served; counted.
+            HeadraceError: the request cannot be served; the error is counted.
         """
         pending = PendingRequest(envelope.model_name, envelope.model_version, received_ns, options)
         pending.id = envelope.id
@@ -105,7 +105,7 @@ class GrpcInference:
         """Encode the response to a request whose completion is settled.
 
         Raises:
-            HeadraceError: what the caller gets instead; counted.
+            HeadraceError: the request failed; the error is for the caller, and counted.
         """
         try:
             return self._service.finish(pending)
@@ -117,7 +117,7 @@ class GrpcInference:
         self._service.drop(pending)
 
     def record_unreadable(self, error: HeadraceError, received_ns: int) -> None:
-        """Record a message that cannot be read."""
+        """Record a message that cannot be parsed."""
         self._service.fail(PendingRequest("", "", received_ns), error)
 
     def _raise(self, pending: PendingRequest, error: Exception) -> NoReturn:
@@ -137,11 +137,11 @@ class GrpcInference:
 
 logger = logging.getLogger("headrace.grpc")
 
-# Requests of one stream between their arrival and the sending of their answers.
+# Maximum requests of one stream between their arrival and their response.
 MAX_IN_FLIGHT = 256
 
 # Field 2 of ModelStreamInferResponse, a message; and as its last field the entry of `parameters` (field 4 of
-# ModelInferResponse) that Triton's clients look for in every answer of a stream: {"triton_final_response": true}.
+# ModelInferResponse) that Triton's clients expect in every response of a stream: {"triton_final_response": true}.
 _INFER_RESPONSE = b"\x12"
 _FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
 _RETRY = "headrace_retry_after_ms"
@@ -151,9 +151,9 @@ class InferStreams:
     """Serves ModelStreamInfer.
 
     Args:
-        infer: what is done with each request.
-        max_bytes: of the requests in flight on one stream; a single one may have as many.
-        max_in_flight: requests in flight on one stream.
+        infer: decodes, queues and encodes each request.
+        max_bytes: limit on all requests in flight on one stream, and so on one request, bytes.
+        max_in_flight: limit on the requests in flight on one stream.
         clock: monotonic nanoseconds.
     """
 
@@ -166,12 +166,12 @@ class InferStreams:
         self._clock = clock
 
     async def serve(self, call: StreamCall) -> None:
-        """The method: ModelInferRequest in, ModelStreamInferResponse out; an error ends its request, not the stream.
+        """Serve ModelStreamInfer: ModelInferRequest in, ModelStreamInferResponse out. An error ends its request, not the stream.
 
         Raises:
-            HeadraceError: of a request, if the stream's metadata have `triton_grpc_error: true`; all behind it is abandoned.
-            Cancelled: the client has left; all that was in flight is abandoned.
-            Unavailable: the server stops; what was in flight has been answered.
+            HeadraceError: a request failed and the stream's metadata have `triton_grpc_error: true`; later ones are abandoned.
+            Cancelled: the client disconnected; requests in flight are abandoned.
+            Unavailable: the server stops; requests in flight are completed.
         """
         stream = _Stream(self._infer, call, self._max_bytes, self._max_in_flight, self._clock)
         try:
@@ -189,12 +189,12 @@ class InferStreams:
 
 
 class _StreamEntry:
-    """One request of a stream, from its arrival until its answer is sent.
+    """One request of a stream, from its arrival until its response is sent.
 
     Attributes:
         request_bytes: size of its message.
-        response: an encoded error, or a request whose completion is settled; None while it is computed. The error itself where it
-            ends the stream.
+        response: a request whose completion is settled, an encoded error, or an error that ends the stream; None while the
+            request runs.
     """
 
     __slots__ = ("request_bytes", "response")
@@ -205,10 +205,10 @@ class _StreamEntry:
 
 
 class _Stream:
-    """The state of one stream; everything happens on the event loop.
+    """State of one stream. Ownership: the event loop.
 
     Attributes:
-        rejection: why the reader stopped before the client had half-closed.
+        rejection: error that stopped the reader before the client half-closed, None for none.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class _Stream:
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._queued: set[PendingRequest] = set()
-        self._ordered: deque[_StreamEntry] = deque()  # in the order of arrival, without the unordered ones
-        self._ready: deque[_StreamEntry] = deque()  # answers that can be sent now
+        self._ordered: deque[_StreamEntry] = deque()  # in order of arrival, without unordered requests
+        self._ready: deque[_StreamEntry] = deque()  # responses that can be sent now
         self._anything_ready = asyncio.Event()
         self._room = asyncio.Event()
         self._read_all = False
@@ -245,13 +245,13 @@ class _Stream:
             self._in_flight += 1
             self._in_flight_bytes += len(message)
             self._begin(message)
-            del message  # or it is kept until the next one comes
+            del message  # otherwise it stays in memory until the next message
             while self._in_flight >= self._max_in_flight or self._in_flight_bytes >= self._max_bytes:
                 self._room.clear()
                 await self._room.wait()
 
     async def write(self) -> None:
-        """Send answers until the reader is through and nothing is left."""
+        """Send responses until the reader has ended and no request is in flight."""
         ready = self._ready
         while self._in_flight or not self._read_all:
             self._anything_ready.clear()
@@ -272,7 +272,7 @@ class _Stream:
                 await self._anything_ready.wait()
 
     def close(self) -> None:
-        """Abandon whatever is still in flight."""
+        """Abandon all requests in flight."""
         for pending in self._queued:
             self._infer.drop(pending)
         self._queued.clear()
@@ -289,7 +289,7 @@ class _Stream:
                 self._infer.record_unreadable(error, received_ns)
                 raise
             try:
-                # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
+                # Without the deadline of the stream: the engine ends the whole stream at its deadline.
                 pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
             except BaseException:
                 reservation.shrink(len(message))
@@ -344,6 +344,6 @@ def _error(error: HeadraceError, request_id: str) -> Message:
     response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
     response.infer_response.id = request_id
     delay_ms = retry_after_ms(error)
-    if delay_ms is not None:  # as the trailers of a call that failed
+    if delay_ms is not None:  # as in the trailers of a failed call
         response.infer_response.parameters[_RETRY].int64_param = delay_ms
     return [response.SerializeToString()]
