@@ -4,11 +4,12 @@ Three steps. Screening: one table of the fields of Triton's schema that this ser
 effect; a pattern is a dotted path in which `*` stands for any key or index. Binding: the schema, with findings that carry
 lines. Completion: values in the file count, and missing values come from the model.
 
-`max_batch_size` is 4, with dynamic batching, only where merging requests is safe: the first dimension of every input and output
-has the same name, and each row is computed from itself only (docs/decisions/0001-batching-without-configuration.md). Otherwise it
-is 0. Where the file gives `dims` as long as the model's own shape, and no `max_batch_size`, there is no batch dimension either.
-Where rows are independent, dynamic batching is also on if the file gives a `max_batch_size` above 1 but leaves out the inputs or
-the outputs, as in Triton.
+`max_batch_size` is 4, with dynamic batching, only if merging requests is safe: the first dimension of every input and output
+has the same name, and each row is computed from itself only (docs/decisions/0001-batching-without-configuration.md).
+Otherwise it
+is 0. It is also 0 if the file has no `max_batch_size` and `dims` as long as the model's own shape. If rows are independent,
+dynamic
+batching is also on if the file has a `max_batch_size` above 1 but no inputs or no outputs, as in Triton.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from headrace.core.tensor_config import ModelInput, ModelOutput, completed_probl
 
 _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
-# Serving with these would give other answers than the author of the configuration expects. Pattern -> cure.
+# Fields that would change the model's responses. Pattern -> cure.
 REFUSED: dict[str, str] = {
     "sequence_batching": "keep the state in the client, as inputs and outputs; sequences come with a later release",
     "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
@@ -57,7 +58,7 @@ REFUSED: dict[str, str] = {
     "model_repository_agents": "remove it; prepare the files before the server sees them",
     "response_cache.enable": "the response cache comes with a later release; remove it",
 }
-# What those of them ask for, in plain words.
+# Features behind refused fields, for the message. Pattern -> feature.
 FEATURES: dict[str, str] = {
     "sequence_batching": "sequences of requests with a state on the server",
     "ensemble_scheduling": "an ensemble of models",
@@ -71,13 +72,13 @@ FEATURES: dict[str, str] = {
     "response_cache.enable": "a cache of responses",
 }
 
-# Nothing is wrong without these: accepted, not kept, said once. Pattern -> what happens instead.
+# Fields that change no response: accepted, dropped, reported once. Pattern -> effect.
 IGNORED: dict[str, str] = {
     "model_metrics": "histograms have the server's own buckets",
     "optimization.cuda.graph_spec": "every batch size is run alike",
 }
 
-# Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
+# Fields that stay in the configuration and have no effect yet. Pattern -> effect.
 WITHOUT_EFFECT: dict[str, str] = {
     "metric_tags": "metrics carry the model's name and version",
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
@@ -88,10 +89,10 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
 }
-# ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
+# Exceptions: `headrace build` reads these parameters of Triton's TensorRT accelerator.
 TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
 
-# `parameters` that a backend here reads. Which backend runs a model is decided when it is loaded, so all of them are allowed.
+# `parameters` that a backend reads. The backend of a model is chosen on load, so all of them are allowed.
 BACKEND_PARAMETERS: tuple[str, ...] = (
     "intra_op_thread_count",
     "inter_op_thread_count",
@@ -117,11 +118,11 @@ PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {
     "share_session_between_instances": "instances of one thread share a session anyway",
 }
 
-# What these say is what happens anyway.
+# Values that say the same as an absent field.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
-# ... but an empty one of these still turns it on.
+# Blocks that an empty value turns on.
 _ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling")
-# Blocks of which every field is refused: an empty one is left out, as it says nothing.
+# Blocks whose fields are all refused: an empty one is dropped.
 _ONLY_REFUSED = ("model_operations", "model_transaction_policy", "response_cache")
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
 
@@ -133,7 +134,7 @@ def _is_default(value: object) -> bool:
 
 
 def _matching_locations(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
-    """Every place in `data` that `pattern` leads to."""
+    """Yield every location in `data` that matches `pattern`."""
     if not pattern:
         yield loc
     elif pattern[0] == "*":
@@ -152,7 +153,7 @@ def _parent(data: dict[str, object], loc: Location) -> Any:
 
 
 def _remove(data: dict[str, object], loc: Location) -> object:
-    """Removes the value at `loc`, and the block around it if that is then empty and not part of our schema."""
+    """Remove and return the value at `loc`, and the block around it if that becomes empty and is not part of the schema."""
     parent = _parent(data, loc)
     value: object = parent.pop(loc[-1])
     if len(loc) == 2 and loc[0] in _ONLY_REFUSED and not parent:
@@ -161,10 +162,13 @@ def _remove(data: dict[str, object], loc: Location) -> object:
 
 
 def screen(document: Document) -> list[Finding]:
-    """Refuses, takes out and remarks on what this server does not do. Changes `document.data`.
+    """Remove the fields that this server refuses or ignores from `document.data`, and report them.
+
+    Args:
+        document: the parsed file; changed.
 
     Returns:
-        A fatal finding for each field refused, a warning for each that has no effect.
+        A fatal finding for each refused field, a warning for each field without an effect.
     """
     findings = []
     for name in _ONLY_REFUSED:
@@ -172,8 +176,8 @@ def screen(document: Document) -> list[Finding]:
             del document.data[name]
     for pattern, cure in REFUSED.items():
         for loc in list(_matching_locations(document.data, tuple(pattern.split(".")))):
-            feature = f": it asks for {FEATURES[pattern]}" if pattern in FEATURES else ""
-            problem = Problem(loc, f'"{_dotted(loc)}" is not served here{feature}', cure)
+            feature = f": it requests {FEATURES[pattern]}" if pattern in FEATURES else ""
+            problem = Problem(loc, f'"{_dotted(loc)}" is not supported{feature}', cure)
             if not _is_default(_remove(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
                 findings.append(document.finding(problem))
     for pattern, instead in IGNORED.items():
@@ -191,7 +195,7 @@ def screen(document: Document) -> list[Finding]:
 
 
 def _parameter_findings(document: Document) -> list[Finding]:
-    """A warning for each entry of `parameters` that no backend here reads."""
+    """Return a warning for each entry of `parameters` that no backend reads."""
     parameters = document.data.get("parameters")
     findings = []
     for name in parameters if isinstance(parameters, dict) else ():
@@ -207,7 +211,9 @@ def _parameter_findings(document: Document) -> list[Finding]:
 
 
 def _is_read_by_build(data: dict[str, object], loc: Location) -> bool:
-    """True for a TensorRT accelerator and its parameters that count, and for parameters of one that is told of as a whole."""
+    """True for a TensorRT accelerator and its parameters that `headrace build` reads, and for parameters of an unknown
+    accelerator.
+    """
     if loc[2:3] != ("gpu_execution_accelerator",):
         return False
     accelerator: Any = _parent(data, (*loc[:4], ""))
@@ -223,7 +229,10 @@ PREFIX = "headrace."
 
 
 def bind(document: Document) -> tuple[ModelConfig | None, list[Finding]]:
-    """Checks a document against the schema.
+    """Check a document against the schema.
+
+    Args:
+        document: the parsed file; changed.
 
     Returns:
         The configuration, None if there is a fatal finding, and all findings.
@@ -241,7 +250,7 @@ def bind(document: Document) -> tuple[ModelConfig | None, list[Finding]]:
 
 
 def _move_headrace_parameters(document: Document) -> list[Finding]:
-    """Moves `parameters` entries such as "headrace.slo.p99_ms" to the fields they name. Changes the document."""
+    """Move `parameters` entries such as "headrace.slo.p99_ms" to the fields they name; changes the document."""
     parameters = document.data.get("parameters")
     findings: list[Finding] = []
     if not isinstance(parameters, dict):
@@ -256,7 +265,7 @@ def _move_headrace_parameters(document: Document) -> list[Finding]:
 
 
 def _move_parameter(document: Document, key: str, text: object) -> Problem | None:
-    """Moves one entry; the value is read as YAML (so JSON will do) and checked later by the schema like any other."""
+    """Move one entry; the value is read as YAML (so also as JSON) and checked later by the schema."""
     loc: Location = ("parameters", key)
     path = tuple(key.removeprefix(PREFIX).split("."))
     if not is_headrace_field(path):
@@ -273,15 +282,17 @@ def _move_parameter(document: Document, key: str, text: object) -> Problem | Non
 
 
 def _cure_of(key: str, path: tuple[str, ...]) -> str:
-    """What to do about a parameter that is none of ours: it may be a field of Triton's message, or a misspelt one of ours."""
+    """Return the cure for an unknown parameter: it may be a field of Triton's message, or a misspelt Headrace field."""
     is_optimization = path[0] == "optimization" and len(path) > 1
     if path[0] in ModelConfig.model_fields and (not is_optimization or path[1] in Optimization.model_fields):
-        return f"{'.'.join(path[:2] if is_optimization else path[:1])} is a field of its own, write it as one"
+        return (
+            f"{'.'.join(path[:2] if is_optimization else path[:1])} is a field of Triton's message, write it as a field"
+        )
     return did_you_mean(key, [PREFIX + ".".join(map(str, field_path)) for field_path in HEADRACE_FIELD_PATHS])
 
 
 def _write_value(document: Document, path: tuple[str, ...], value: object, line: int | None) -> Problem | None:
-    """Writes `value` at the dotted place `path`, making the blocks on the way."""
+    """Write `value` at the dotted path `path`; creates the blocks on the way."""
     block: Any = document.data
     for depth, part in enumerate(path):
         is_last = depth == len(path) - 1
@@ -294,11 +305,11 @@ def _write_value(document: Document, path: tuple[str, ...], value: object, line:
 
 
 def problems_of(error: ValidationError, headrace_prefix: str = "") -> list[Problem]:
-    """Says pydantic's findings in our words.
+    """Translate pydantic's errors into problems.
 
     Args:
-        error: what the schema raised.
-        headrace_prefix: put in front of the names of Headrace's own fields.
+        error: validation error of the schema.
+        headrace_prefix: prefix of the names of Headrace's own fields.
     """
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
@@ -307,7 +318,7 @@ def problems_of(error: ValidationError, headrace_prefix: str = "") -> list[Probl
         if isinstance(cause, Problems):
             for problem in cause.problems:
                 item_loc = (*loc, *problem.loc)
-                # A problem of the whole names its field in the message; one of a value does not.
+                # A problem of the whole configuration names its field in the message; one of a value does not.
                 message = (
                     problem.message
                     if problem.loc or not loc
@@ -354,7 +365,7 @@ def _field_name(loc: Location, headrace_prefix: str) -> str:
 
 
 def _fields_at(loc: Location) -> list[str]:
-    """Field names of the part of the schema that `loc` leads to."""
+    """Return the field names of the part of the schema at `loc`."""
     model: type[BaseModel] = ModelConfig
     for part in loc:
         field = model.model_fields.get(str(part))
@@ -364,7 +375,7 @@ def _fields_at(loc: Location) -> list[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model class in a field's annotation, e.g. of `tuple[ModelInput, ...]`; None if there is none."""
+    """Return the model class in a field's annotation, e.g. of `tuple[ModelInput, ...]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := model_in(inner)) is not None), None)
@@ -373,24 +384,24 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 # Triton's default for models whose configuration it completes.
 DEFAULT_MAX_BATCH_SIZE = 4
 
-# Two instances keep a GPU busy where one leaves it idle between two launches: see docs/gpu.md, "How many instances".
+# Two instances keep a GPU busy; one leaves it idle between two launches: see docs/gpu.md, "How many instances".
 _ON_EACH_GPU = 2
 
 _Tensor = TypeVar("_Tensor", ModelInput, ModelOutput)
 
 
 def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
-    """Fills in what follows from names alone: name, backend, platform, file.
+    """Fill in what follows from names alone: name, backend, platform, file.
 
     Args:
-        config: checked, so backend and platform are known ones and agree.
-        folder_name: the model's name, and the configuration's where it tells none.
+        config: checked configuration: backend and platform are valid and agree.
+        folder_name: name of the folder, and of the model if the configuration has no name.
     """
     backend = next((b for b in BACKENDS.values() if config.platform == b.platform or config.backend == b.name), None)
     if backend is None:
         suffix = config.default_model_filename.rpartition(".")[2]
         backend = BACKENDS["tensorrt" if suffix in ("plan", "engine") else "onnxruntime"]
-    # A copy without checks: each value is known to be right, and what was set in the file stays known (model_fields_set).
+    # A copy without checks: each value is valid, and `model_fields_set` stays that of the file.
     update: dict[str, Any] = {
         "name": folder_name,
         "backend": backend.name,
@@ -401,10 +412,10 @@ def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
 
 
 def complete_instances(config: ModelConfig) -> ModelConfig:
-    """Fills in which instances run, where the file names none, and the names of their groups.
+    """Fill in the default instance group and the names of the groups.
 
     Args:
-        config: complete but for that.
+        config: configuration, complete except for its instances.
     """
     groups = config.instance_group or (_instances(config),)
     named_groups = tuple(
@@ -417,11 +428,11 @@ def complete_instances(config: ModelConfig) -> ModelConfig:
 def complete_from_model(
     config: ModelConfig, signature: OnnxSignature
 ) -> tuple[ModelConfig | None, list[Problem], list[Problem]]:
-    """Fills in what the configuration leaves out, and compares the rest with the model.
+    """Fill in missing fields from the model, and compare the others with it.
 
     Args:
-        config: as read from the file, identity completed.
-        signature: of the version to complete from.
+        config: configuration of the file, identity completed.
+        signature: signature of the version to complete from.
 
     Returns:
         The completed configuration (None if there are problems), the problems, and remarks that are not fatal.
@@ -435,8 +446,8 @@ def complete_from_model(
     if config.max_batch_size and signature.rows.mixed:
         remarks.append(_mixed_remark(config, signature.rows))
     batch_size = update.get("max_batch_size", config.max_batch_size)
-    # Triton's rule, but for models that it would answer wrongly: a configuration that is completed gets dynamic batching where it
-    # can batch and names no scheduler.
+    # Triton's rule, except for models with dependent rows: a completed configuration gets dynamic batching if it can batch
+    # and has no scheduler.
     completes = "max_batch_size" in update or not (config.input and config.output)
     if batch_size > 1 and completes and config.dynamic_batching is None and signature.rows.independent:
         update["dynamic_batching"] = DynamicBatching()
@@ -447,7 +458,7 @@ def complete_from_model(
     outputs = config.output or tuple(ModelOutput(name=t.name) for t in signature.outputs if t.data_type)
     inputs = model_inputs(config.preprocess, inputs)
     if config.postprocess is not None:
-        # Named, so that the configuration as it is shown to callers leads back to the model's own output.
+        # Named, so that the configuration in metadata refers to the model's own output.
         output_name = config.postprocess.output or (outputs[0].name if len(outputs) == 1 else "")
         update["postprocess"] = config.postprocess.model_copy(update={"output": output_name})
         outputs = model_outputs(update["postprocess"], outputs)
@@ -485,7 +496,7 @@ def instances_on_each_gpu(config: ModelConfig) -> int:
 
 
 def _batch_size(config: ModelConfig, signature: OnnxSignature) -> tuple[int, list[Problem]]:
-    """The `max_batch_size` of a configuration that gives none, and a remark if that is 0 for a reason worth knowing."""
+    """Return the `max_batch_size` of a configuration without one, and a remark if it is 0 for a curable reason."""
     signatures = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
     configured: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
     for tensor in configured:
@@ -513,11 +524,11 @@ _CONFIRM = (
 
 
 def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tuple[str, str]:
-    """Why requests must not be merged, and what to do about it; both empty if they may be."""
+    """Return the reason why requests must not be merged, and a cure; both "" if they may be merged."""
     first_sizes = [tensor.shape[0] if tensor.shape else None for _, tensor in tensors]
     fixed = [(side, tensor) for (side, tensor), first in zip(tensors, first_sizes, strict=True) if first != -1]
     if fixed or not tensors:
-        # A model without any free first dimension takes just its own shape: there is nothing to explain.
+        # A model without any free first dimension accepts only its own shape: there is nothing to explain.
         if len(fixed) == len(tensors):
             return "no first dimension is free", ""
         side, tensor = fixed[0]
@@ -543,7 +554,7 @@ def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tup
 
 
 def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
-    """Warns of a configuration that asks for batches of a model whose rows depend on one another."""
+    """Return a warning for a configuration with batches of a model whose rows depend on one another."""
     if config.dynamic_batching is None:
         return Problem(
             ("max_batch_size",), f"the rows of a batch are not independent: {rows.reason}", "write max_batch_size: 0"
@@ -553,12 +564,12 @@ def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
 
 
 def _unsupported_types(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
-    """What cannot be derived: tensors of types that no request carries."""
+    """Return a problem for each tensor of a type that no request can carry."""
     return [
         Problem(
             (field,),
             f'{field} "{t.name}" of the model has the type {t.onnx_type}, which no request carries',
-            # scikit-learn's default export has its probabilities in a ZipMap: a sequence of maps.
+            # scikit-learn's default export has probabilities in a ZipMap: a sequence of maps.
             "export it as a tensor; skl2onnx: options={'zipmap': False}"
             if t.onnx_type == "sequence"
             else "export it as a tensor",
@@ -575,15 +586,15 @@ def _complete_tensor(tensor: _Tensor, signatures: tuple[TensorSignature, ...], b
     update: dict[str, Any] = {}
     if not tensor.data_type and signature.data_type:
         update["data_type"] = signature.data_type
-    # With a reshape the model's shape is not the callers'; absent dims are empty ones, as in Triton's text format.
+    # With a reshape the model's shape differs from the clients'; absent dims are empty, as in Triton's text format.
     if "dims" not in tensor.model_fields_set and tensor.reshape is None and signature.shape is not None:
         update["dims"] = signature.shape[1:] if batched else signature.shape
     return tensor.model_copy(update=update)
 
 
 def incomplete(config: ModelConfig) -> list[Problem]:
-    """Fields that a configuration must set because there is no ONNX file to complete it from."""
-    cure = "write it as the model has it; only an ONNX file can be asked for it"
+    """Return the fields that a configuration must set because there is no ONNX file to complete it from."""
+    cure = "write it as in the model; only an ONNX file can complete it"
     problems = [
         Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
     ]
@@ -599,7 +610,7 @@ def incomplete(config: ModelConfig) -> list[Problem]:
 
 
 def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
-    """Where a complete configuration and the model do not agree; each problem tells both sides."""
+    """Compare a complete configuration with the model; each problem has both values."""
     problems = _compare("input", config.input, signature.inputs, config.max_batch_size > 0)
     problems += _compare("output", config.output, signature.outputs, config.max_batch_size > 0)
     problems += completed_problems(config.preprocess, config.input)
@@ -651,7 +662,7 @@ def _compare_shape(
     if shape is None:
         if "dims" in tensor.model_fields_set:
             return None
-        return Problem((field, index), f"the model does not tell the shape of {name}", "write its dims")
+        return Problem((field, index), f"the model has no shape for {name}", "write its dims")
     if batched and (not shape or shape[0] != -1):
         message = f"max_batch_size needs a free first dimension, {name} has the shape {list(shape)} in the model"
         return Problem(
@@ -659,7 +670,7 @@ def _compare_shape(
         )
     dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
     model_dims = shape[1:] if batched else shape
-    # A free dimension of the model takes any size; a fixed one must be told as it is.
+    # A free dimension of the model accepts any size; a fixed one must be repeated.
     if len(dims) == len(model_dims) and all(
         size in (-1, declared) for declared, size in zip(dims, model_dims, strict=True)
     ):

@@ -20,7 +20,7 @@ from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_headrace
 SCHEMA_FILE = "config.schema.json"
 PAGE_FILE = "configuration.md"
 
-# Fields whose effect needs a word; all others do what their description says.
+# Fields whose effect is not what their description says.
 _INFORMATIVE = {
     "input.*.format": "informative",
     "instance_group.*.name": "informative",
@@ -165,14 +165,14 @@ The header of `--client-header` identifies clients. The server trusts it: with u
 
 
 def _index_step(annotation: Any) -> tuple[str, ...]:
-    """`*` if one goes through an index or a key to reach the part inside of a field."""
+    """Return ("*",) if an index or a key leads to the part inside of a field, else ()."""
     if get_origin(annotation) in (tuple, dict):
         return ("*",)
     return next((step for inner in get_args(annotation) if (step := _index_step(inner))), ())
 
 
 def _parts(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
-    """Every part of the schema with the pattern that leads to it, from the outside in."""
+    """Yield every part of the schema with the pattern that leads to it, outer parts first."""
     yield path, model
     for name, field in model.model_fields.items():
         pattern = (*path, name, *_index_step(field.annotation))
@@ -182,7 +182,7 @@ def _parts(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _matches(pattern: str, path: tuple[str, ...]) -> bool:
-    """True if `path` is the place of `pattern`, or inside of it."""
+    """True if `path` is at or below `pattern`."""
     parts = tuple(pattern.split("."))
     return path[: len(parts)] == parts
 
@@ -259,7 +259,7 @@ def _table(path: tuple[str, ...], model: type[BaseModel], names: list[str]) -> l
 
 
 def _parameter(path: tuple[str, ...]) -> str:
-    """How `config.pbtxt` writes a field: what is in a list goes with the list."""
+    """Return the `config.pbtxt` form of a field; parts of a list are written with the list."""
     if not is_headrace_field(path):
         return "the same"
     star = path.index("*") if "*" in path else None
@@ -277,7 +277,7 @@ def _title(path: tuple[str, ...]) -> str:
 
 
 def configuration_page() -> str:
-    """The text of `docs/configuration.md`."""
+    """Return the text of `docs/configuration.md`."""
     fields = [name for name in ModelConfig.model_fields if name not in HEADRACE_FIELDS]
     lines = [_INTRODUCTION, "## The top level", "", *_table((), ModelConfig, fields), ""]
     lines += ["## Headrace's own fields", "", *_table((), ModelConfig, list(HEADRACE_FIELDS)), ""]
@@ -306,7 +306,7 @@ def configuration_page() -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of `config.yaml`."""
+    """Return the JSON Schema (draft 2020-12) of `config.yaml`."""
     schema = _without_nulls(ModelConfig.model_json_schema())
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -316,7 +316,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _without_nulls(part: Any) -> Any:
-    """An absent field is left out of a file, not written as null; so null is taken out of the schema."""
+    """Remove null from the schema: a file leaves an absent field out."""
     if isinstance(part, list):
         return [_without_nulls(item) for item in part]
     if not isinstance(part, dict):
@@ -331,7 +331,7 @@ def _without_nulls(part: Any) -> Any:
 
 
 def write_docs(folder: Path) -> list[Path]:
-    """Writes both files into `folder` and returns their paths."""
+    """Write both files into `folder` and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {SCHEMA_FILE: json.dumps(json_schema(), indent=2) + "\n", PAGE_FILE: configuration_page()}
     for name, text in files.items():
@@ -340,7 +340,7 @@ def write_docs(folder: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the docs into the folder named, `docs` if none is."""
+    """Write the docs into the given folder, `docs` by default; returns the exit status."""
     for path in write_docs(Path(arguments[0] if arguments else "docs")):
         sys.stdout.write(f"wrote {path}\n")
     return 0

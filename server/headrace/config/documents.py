@@ -1,13 +1,15 @@
 """Reads configuration files (YAML, protobuf text, Triton's JSON) into a `Document`: plain data with the line of each value.
 
-All readers return a `Document`, so that everything after them (screening, validation, completion) is written once.
+All readers return a `Document`, so that the later steps (screening, validation, completion) exist once.
 
-YAML: nodes are composed, not constructed, so that every value keeps its line. Only what JSON can express is accepted: no
+YAML: nodes are composed, not constructed, so that every value has a line. Only values that JSON can express are accepted: no
 aliases (nothing grows beyond the file), no custom tags, no duplicate keys, no empty values.
 
-Protobuf text format of Triton's published `ModelConfig` message, and its JSON form, which knows every field under both names
-(`max_batch_size` and `maxBatchSize`): protobuf's own parser decides what is well formed and knows every field and type. It keeps
-no lines and, for plain numbers, no difference between absent and zero; a second, lenient pass over the text gives both.
+Protobuf text format of Triton's published `ModelConfig` message, and its JSON form, which accepts every field under both
+names
+(`max_batch_size` and `maxBatchSize`): protobuf's own parser checks syntax, fields and types. It has no lines and, for plain
+numbers,
+no difference between absent and zero; a second, lenient pass over the text adds both.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
-# A configuration is a page of text; a larger file is something else.
+# A configuration is a page of text; a larger file is not a configuration.
 MAX_CONFIG_BYTES = 1024 * 1024
 
 
@@ -42,10 +44,10 @@ class Document:
     """One configuration file, parsed but not yet checked.
 
     Attributes:
-        path: the file, relative to where the repository was named.
+        path: file name relative to the repository.
         data: field names to plain values (dict, list, str, int, float, bool).
-        lines: 1-based line of every place in `data`.
-        headrace_prefix: how the file writes Headrace's own fields, "headrace." in `config.pbtxt`, "" in `config.yaml`.
+        lines: 1-based line of every location in `data`.
+        headrace_prefix: prefix of Headrace's own fields: "headrace." in `config.pbtxt`, "" in `config.yaml`.
     """
 
     path: str
@@ -54,14 +56,14 @@ class Document:
     headrace_prefix: str = ""
 
     def line_of(self, loc: Location) -> int | None:
-        """The line of `loc`, or of the nearest place around it that has one."""
+        """Return the line of `loc`, or of the nearest enclosing location with a line."""
         for end in range(len(loc), 0, -1):
             if loc[:end] in self.lines:
                 return self.lines[loc[:end]]
         return None
 
     def finding(self, problem: Problem, fatal: bool = True) -> Finding:
-        """Says where in the file a problem stands."""
+        """Create a finding with the file and line of a problem."""
         return Finding(self.path, self.line_of(problem.loc), problem.message, problem.cure, fatal)
 
 
@@ -71,28 +73,28 @@ def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigE
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A cure that names the known word nearest to `word`, or all that are known."""
+    """Return a cure that names the choice nearest to `word`, or all choices."""
     words = sorted(choices)
     if near := nearest(word, words):
         return f"did you mean {near}?"
     if not words:
         return "remove it"
-    return f"known here: {', '.join(words)}" if len(words) <= 8 else "docs/configuration.md lists the fields"
+    return f"choose from: {', '.join(words)}" if len(words) <= 8 else "docs/configuration.md lists the fields"
 
 
 MAX_DEPTH = 32
 _SCALAR_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "timestamp", "merge", "value")}
 _NULL = "tag:yaml.org,2002:null"
-# Maps of free text: `1.50` and `yes` are kept as they are written.
+# Maps of free text: `1.50` and `yes` stay as written.
 _TEXT_MAPS = {"parameters", "metric_tags"}
 
 
 class _UnsupportedYaml(yaml.MarkedYAMLError):
-    """YAML that is well formed but not for configurations."""
+    """Well-formed YAML that configurations must not use."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes without aliases and not too deep."""
+    """Composes nodes without aliases and with limited depth."""
 
     depth = 0
 
@@ -111,13 +113,13 @@ class _Loader(yaml.SafeLoader):
             self.depth -= 1
 
 
-# YAML 1.1 takes 1e-7 for text; JSON, and everybody, takes it for a number.
+# YAML 1.1 reads 1e-7 as text; JSON and YAML 1.2 read it as a number.
 EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_NUMBER, list("-+0123456789"))
 
 
 class _Conversion:
-    """Turns nodes into plain data and notes their lines."""
+    """Converts nodes to plain data and records their lines."""
 
     def __init__(self, loader: _Loader, path: str) -> None:
         self._loader = loader
@@ -153,7 +155,7 @@ class _Conversion:
     def _text(self, node: yaml.ScalarNode, line: int) -> str:
         text = str(node.value)
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise refuse(self._path, line, "half of a surrogate pair is no character", "write the character itself")
+            raise refuse(self._path, line, "half of a surrogate pair is not a character", "write the character itself")
         return text
 
     def _scalar(self, node: yaml.ScalarNode, loc: Location, line: int) -> object:
@@ -175,15 +177,15 @@ class _Conversion:
                 self._path, line, f"{text[:80]!r} cannot be read as a number", "quote it if it is text"
             ) from None
         if isinstance(value, float) and not math.isfinite(value):
-            raise refuse(self._path, line, f"{text[:80]!r} is no finite number", "write a finite number")
+            raise refuse(self._path, line, f"{text[:80]!r} is not a finite number", "write a finite number")
         return value
 
 
 def _compose(text: str, path: str) -> tuple[object, dict[Location, int]]:
-    """Plain data and lines of the only YAML document in `text`; None if there is none.
+    """Return plain data and lines of the only YAML document in `text`; None if there is none.
 
     Raises:
-        ConfigError: it is no YAML, or more than a configuration may hold.
+        ConfigError: the text is not YAML, or exceeds the limits of a configuration.
     """
     try:
         loader = _Loader(text)
@@ -205,19 +207,19 @@ def _compose(text: str, path: str) -> tuple[object, dict[Location, int]]:
         line = text.count("\n", 0, int(error.position)) + 1
         raise refuse(path, line, f"cannot be read as YAML: {error.reason}", "remove the character") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # PyYAML lets the errors of int() and chr() through, for instance for an escape beyond Unicode.
+        # PyYAML does not catch errors of int() and chr(), for instance for an escape beyond Unicode.
         raise refuse(path, None, f"cannot be read as YAML: {error}", "correct the YAML") from None
 
 
 def read_yaml(text: str, path: str) -> Document:
-    """Reads a whole `config.yaml`; an empty one is an empty configuration.
+    """Read a whole `config.yaml`; an empty file is an empty configuration.
 
     Args:
-        text: what is in the file.
-        path: the file's name for findings.
+        text: content of the file.
+        path: name of the file for findings.
 
     Raises:
-        ConfigError: no YAML, no mapping, or YAML that a configuration may not use.
+        ConfigError: not YAML, not a mapping, or YAML that a configuration must not use.
     """
     data, lines = _compose(text, path)
     if data is None:
@@ -230,10 +232,10 @@ def read_yaml(text: str, path: str) -> Document:
 
 
 def read_value(text: str, path: str) -> object:
-    """Reads one value, written as a YAML scalar or as JSON, as `parameters` of `config.pbtxt` carry it.
+    """Read one value, a YAML scalar or JSON, as in `parameters` of `config.pbtxt`.
 
     Raises:
-        ConfigError: no YAML, empty, or YAML that a configuration may not use.
+        ConfigError: not YAML, empty, or YAML that a configuration must not use.
     """
     data, _ = _compose(text, path)
     if data is None:
@@ -321,10 +323,10 @@ class _Outline:
 def _note_lines(
     fields: list[_Field], descriptor: Descriptor, loc: Location, path: str, lines: dict[Location, int]
 ) -> None:
-    """Writes the line of every field under `loc` into `lines`.
+    """Record the line of every field under `loc` in `lines`.
 
     Raises:
-        ConfigError: a key of a map is written twice; protobuf would silently take the last.
+        ConfigError: a key of a map is written twice; protobuf would silently use the last.
     """
     counts: dict[str, int] = {}
     for part in fields:
@@ -361,12 +363,12 @@ def _note_lines(
 
 
 def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int]) -> dict[str, Any]:
-    """The fields that the text wrote, as plain values; enumerations by name, a parameter as its text.
+    """Return the fields in a message as plain values: enumerations by name, a parameter as its text.
 
     Args:
-        message: what protobuf's parser made of the text.
-        loc: where the message stands in the configuration.
-        lines: has every place that the text names; which place comes first is where its number is lower.
+        message: message from protobuf's parser.
+        loc: location of the message in the configuration.
+        lines: order of every location in the text.
     """
     data: dict[str, Any] = {}
     for descriptor in message.DESCRIPTOR.fields:
@@ -374,7 +376,7 @@ def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int])
         item_loc = (*loc, descriptor.name)
         if isinstance(value, Mapping):
             if value or item_loc in lines:
-                # A protobuf map forgets the order in which its keys were written.
+                # A protobuf map has no order of its keys.
                 keys = sorted(value, key=lambda key: (lines.get((*item_loc, str(key)), 0), key))
                 data[descriptor.name] = {key: _map_item(value[key], (*item_loc, str(key)), lines) for key in keys}
         elif isinstance(value, MutableSequence):
@@ -404,16 +406,16 @@ def _map_item(value: Any, loc: Location, lines: Mapping[Location, int]) -> Any:
 
 
 def read_pbtxt(text: str, path: str) -> Document:
-    """Reads a whole `config.pbtxt`.
+    """Read a whole `config.pbtxt`.
 
     Args:
-        text: what is in the file.
-        path: the file's name for findings.
+        text: content of the file.
+        path: name of the file for findings.
 
     Raises:
         ConfigError: not in the text format, or a field that Triton's schema does not have.
     """
-    # Imported here because it costs 0.14 s, which a server of YAML files need not spend.
+    # Imported here because it takes 0.14 s, which servers with YAML files do not need.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 
@@ -430,12 +432,12 @@ def read_pbtxt(text: str, path: str) -> Document:
 
 
 def describe_parse_error(error: str, file: Any, form: str = "protobuf text") -> tuple[str, str]:
-    """Message and cure for what protobuf's parser says.
+    """Return message and cure for an error of protobuf's parser.
 
     Args:
-        error: its sentence.
+        error: text of the error.
         file: descriptor of the file that has the messages.
-        form: what the text was read as.
+        form: format of the text, for the message.
     """
     unknown = re.search(r'type "(?:inference\.)?([\w.]+)" has no field named "(\w+)"', error)
     if unknown is None:
@@ -449,14 +451,14 @@ def describe_parse_error(error: str, file: Any, form: str = "protobuf text") -> 
 
 
 NAME = "config"
-"""What findings call the configuration of a load request."""
+"""Name of a load request's configuration in findings."""
 
 
 def read_config_json(text: str) -> Document:
-    """Reads the value of a load request's parameter `config`.
+    """Read the value of a load request's parameter `config`.
 
     Raises:
-        ConfigError: no JSON, or a field that Triton's schema does not have.
+        ConfigError: not JSON, or a field that Triton's schema does not have.
     """
     from google.protobuf import json_format
     from tritonclient.grpc import model_config_pb2
@@ -467,9 +469,7 @@ def read_config_json(text: str) -> Document:
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
         if not isinstance(data, dict):
-            raise refuse(
-                NAME, None, "is no JSON object", 'write {"max_batch_size": 8}, or {} to have all of it completed'
-            )
+            raise refuse(NAME, None, "is not a JSON object", 'write {"max_batch_size": 8}, or {} to complete all of it')
         json_format.ParseDict(data, message)
     except json.JSONDecodeError as error:
         raise refuse(NAME, error.lineno, f"cannot be read as JSON: {error.msg}", "correct the JSON") from None
@@ -486,7 +486,7 @@ def read_config_json(text: str) -> Document:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, value in pairs:
-        name.encode()  # protobuf chokes on half of a surrogate pair
+        name.encode()  # protobuf fails on half of a surrogate pair
         if name in data:
             raise ValueError(f"{name!r:.80} is written twice")
         data[name] = value
@@ -494,16 +494,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reject_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _short(error: Exception) -> str:
-    """The parser's sentence; it quotes what was sent, so it is bounded and freed of what cannot be sent back."""
+    """Return the parser's error text; it quotes the input, so it is bounded and made ASCII."""
     return ascii(str(error))[1:-1][:400]
 
 
 def _note_paths(data: dict[str, Any], descriptor: Descriptor, loc: Location, order: dict[Location, int]) -> None:
-    """Writes every place that the JSON names, in its order, into `order`; null is the same as left out."""
+    """Record the order of every location in the JSON in `order`; null is the same as absent."""
     for name, value in data.items():
         field = descriptor.fields_by_name.get(name) or descriptor.fields_by_camelcase_name.get(name)
         if field is None or value is None:
@@ -524,19 +524,20 @@ def _note_paths(data: dict[str, Any], descriptor: Descriptor, loc: Location, ord
                 _note_paths(item, inner, child_loc, order)
 
 
-# Fields of the published message that are refused here; a reader of Triton's JSON expects them with their defaults.
+# Fields of the published message that are refused; readers of Triton's JSON expect them with their defaults.
 _INPUT_DEFAULTS = {"is_shape_tensor": False, "allow_ragged_batch": False}
 _OUTPUT_DEFAULTS = {"is_shape_tensor": False}
-# What YAML does not take, or takes for the end of a line.
+# Characters that YAML refuses, or reads as the end of a line.
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _GROUP_DEFAULTS: dict[str, object] = {"secondary_devices": [], "profile": [], "passive": False, "host_policy": ""}
 
 
 def to_triton_json(config: ModelConfig) -> dict[str, object]:
-    """The configuration as plain JSON values.
+    """Return the configuration as plain JSON values.
 
-    Names and nesting are those of Triton's published message, which the result parses into; 64-bit numbers are numbers, as
-    Triton writes them. Headrace's own fields are `parameters` named "headrace.".
+    Names and nesting are those of Triton's published message, which can parse the result. 64-bit numbers are numbers, as
+    Triton writes
+    them. Headrace's own fields are `parameters` named "headrace.".
     """
     document: dict[str, object] = {
         "name": config.name,
@@ -570,7 +571,7 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
 
 
 def headrace_parameters(config: ModelConfig) -> dict[str, str]:
-    """Headrace's own fields where they are not at their defaults, by the names they have in `config.pbtxt`."""
+    """Return Headrace's own fields that are not at their defaults, by their names in `config.pbtxt`."""
     parameters: dict[str, str] = {}
     document = _plain(config)
     for path in HEADRACE_FIELD_PATHS:
@@ -596,19 +597,19 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: object) -> str:
-    """The value so that reading it as YAML gives it back; text stays bare where it can."""
+    """Format a value so that reading it as YAML gives it back; text stays unquoted if possible."""
     if isinstance(value, str):
         try:
             if read_value(value, "") == value:
                 return value
         except ConfigError:
             pass
-    # JSON is YAML but for characters beyond 16 bits, which it escapes in halves; as they are, YAML takes them.
+    # JSON is YAML except for characters beyond 16 bits, which JSON escapes in halves; unescaped, YAML accepts them.
     return _UNPRINTED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def _plain(part: BaseModel) -> dict[str, Any]:
-    """Fields by name; blocks that are absent are left out, as in protobuf's JSON."""
+    """Return fields by name; absent blocks are left out, as in protobuf's JSON."""
     return part.model_dump(mode="json", exclude_none=True)
 
 

@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all, and locks that the system takes back from whoever dies.
+"""Atomic file writes, and locks that end with their process.
 
-Locks are flock(2)'s: between processes and between threads, gone with the descriptor.
+Locks are flock(2)'s: between processes and between threads, released with the descriptor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What a file system answers that cannot lock a folder: NFS wants a descriptor that can be written.
+# Errors of file systems that cannot lock a folder: NFS needs a writable descriptor.
 _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 _FOLDER_LOCK = ".build.lock"
 _TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9a-f]{8}\.tmp")
@@ -22,18 +22,18 @@ _TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9a-f]{8}\.tmp")
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None] | None = None, *, block: bool = True) -> Iterator[int]:
-    """Hold the lock of a file, which is made if it is missing; its descriptor.
+    """Hold the lock of a file, which is created if it is missing; yields its descriptor.
 
-    The holder may unlink the file: who waited for it then locks the new one.
+    The holder may unlink the file: a waiting process then locks the new one.
 
     Args:
-        path: the file, used for nothing but this.
-        on_wait: called once if somebody else holds it.
-        block: wait for it.
+        path: lock file, used for nothing else.
+        on_wait: called once if another process or thread holds the lock.
+        block: wait for the lock.
 
     Raises:
-        BlockingIOError: somebody else holds it, and `block` is off.
-        OSError: the file cannot be made or locked.
+        BlockingIOError: another process or thread holds the lock, and `block` is off.
+        OSError: the file cannot be created or locked.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -49,10 +49,10 @@ def locked(path: Path, on_wait: Callable[[], None] | None = None, *, block: bool
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, without a trace in it where its file system can.
+    """Hold the lock of a folder, without a lock file if the file system can lock folders.
 
     Raises:
-        OSError: it is no folder, or cannot be locked.
+        OSError: the path is not a folder, or cannot be locked.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -70,20 +70,20 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def temporary_name(path: Path) -> Path:
-    """A new hidden name beside `path`; see `is_temporary`."""
+    """Return a new hidden name beside `path`; see `is_temporary`."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """True for the names that `temporary_name` gives."""
+    """True for the names that `temporary_name` returns."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file by another one, on the disk when this returns; readers see the old one or the new one.
+    """Replace a file atomically and wait until it is on disk; readers see the old content or the new one.
 
     Raises:
-        OSError: it could not be written; the old one is still there.
+        OSError: it could not be written; the old content is unchanged.
     """
     temporary = temporary_name(path)
     try:
@@ -98,7 +98,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's list of names is on the disk.
+    """Wait until a file's content, or a folder's list of names, is on disk.
 
     Raises:
         OSError: it is not, e.g. because the disk is full.
@@ -107,7 +107,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems do not let a folder be synced, and need it not.
+        # Some file systems refuse to sync a folder, and do not need it.
         if error.errno != errno.EINVAL:
             raise
     finally:

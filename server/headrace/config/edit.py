@@ -1,7 +1,8 @@
-"""Changes the batch size and the number of instances in a configuration file. All else of the file stays as it is.
+"""Changes the batch size and the number of instances in a configuration file; all other text stays as it is.
 
-The file is edited as text, at the places that its parser names: comments, order, quotes and blank lines survive. The new text is
-parsed again and compared with what it should say before anything is written.
+The file is edited as text, at the positions that its parser reports: comments, order, quotes and blank lines survive. The new
+text
+is parsed again and compared with the expected data before anything is written.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _CPU_PARAMETER = "headrace.cpu_max_batch_size"
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What to write.
+    """Changes to write.
 
     Attributes:
         instances: `count` of the only instance group; None: unchanged.
         max_batch_size: None: unchanged.
-        dynamic_batching: Add an empty block where there is none.
+        dynamic_batching: add an empty block if there is none.
         cpu_max_batch_size: None: unchanged.
     """
 
@@ -45,9 +46,9 @@ class ConfigFile:
     """A model's configuration file.
 
     Attributes:
-        path: `config.pbtxt` or `config.yaml` in the model's folder; `config.yaml` where the model has none.
-        text: Its content, "" if it is missing.
-        exists: Whether it is there.
+        path: `config.pbtxt` or `config.yaml` in the model's folder; `config.yaml` if the model has none.
+        text: content of the file; "" if it is missing.
+        exists: the file exists.
     """
 
     path: Path
@@ -63,7 +64,7 @@ class ConfigFile:
         """Return the text with the changes.
 
         Raises:
-            ConfigError: The change has no single place in this file, e.g. several instance groups.
+            ConfigError: the change has no single place in this file, e.g. several instance groups.
         """
         expected = _changed(self.document, changes)
         edit = _edit_pbtxt if self.path.suffix == ".pbtxt" else _edit_yaml
@@ -73,7 +74,7 @@ class ConfigFile:
         return text
 
     def with_text(self, text: str) -> ConfigFile:
-        """Return the same file with another content; nothing is written."""
+        """Return the same file with other content; nothing is written."""
         return replace(self, text=text)
 
     def diff(self, text: str) -> str:
@@ -86,12 +87,12 @@ class ConfigFile:
         """Replace the file atomically; its permissions stay.
 
         Raises:
-            ConfigError: The file has changed since it was read, or cannot be written.
+            ConfigError: the file has changed since it was read, or cannot be written.
         """
         path = self.path.resolve()
         try:
             if read_config_file(self.path.parent) != self:
-                raise refuse(self.path.name, None, "has changed meanwhile", "run the command again")
+                raise refuse(self.path.name, None, "has changed since it was read", "run the command again")
             mode = path.stat().st_mode if self.exists else None
             write_durably(path, text.encode())
             if mode is not None:
@@ -105,8 +106,8 @@ def read_config_file(folder: Path) -> ConfigFile:
     """Read a model's configuration file as text.
 
     Raises:
-        ConfigError: It is not UTF-8.
-        OSError: It cannot be read.
+        ConfigError: it is not UTF-8.
+        OSError: it cannot be read.
     """
     path = next((folder / name for name in CONFIG_FILES if (folder / name).is_file()), None)
     if path is None:
@@ -122,7 +123,7 @@ def read_config_file(folder: Path) -> ConfigFile:
 
 
 def _changed(document: Document, changes: Changes) -> dict[str, object]:
-    """What the file should say afterwards."""
+    """Return the data that the file should have after the changes."""
     data: dict[str, Any] = copy.deepcopy(document.data)
     if changes.max_batch_size is not None:
         data["max_batch_size"] = changes.max_batch_size
@@ -191,7 +192,7 @@ def _edit_yaml(text: str, changes: Changes) -> str:
             _Replacement(root.start_mark.index + 1, root.start_mark.index + 1, ", ".join(missing) + comma)
         )
         return _apply(text, replacements)
-    # Behind the last field: what follows may be comments, or the end of the document.
+    # After the last field: comments, or the end of the document, may follow.
     end = root.end_mark.index
     indent = " " * root.start_mark.column
     before = "" if not text[:end] or text[:end].endswith("\n") else "\n"
@@ -214,7 +215,7 @@ def _yaml_lines(changes: Changes) -> list[str]:
 
 
 def _yaml_count(groups: Any, instances: int) -> _Replacement:
-    """`count` of the only group of a sequence."""
+    """Replace `count` of the only group in a sequence."""
     if not groups.value:
         return _of_node(groups, f"[{{count: {instances}}}]")
     group = groups.value[0]
@@ -262,14 +263,14 @@ def _edit_pbtxt(text: str, changes: Changes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where a value stands, brackets included."""
+    """Start and end of a value, brackets included."""
 
     start: int
     end: int
 
 
 def _pbtxt_fields(text: str, start: int = 0, end: int | None = None) -> list[tuple[str, _Span]]:
-    """Names and values of the fields of a message between two places of text that protobuf's parser has accepted."""
+    """Return names and values of the fields of a message in text that protobuf's parser has accepted."""
     fields: list[tuple[str, _Span]] = []
     name, depth, value_start = "", 0, 0
     for match in TOKEN.finditer(text, start, len(text) if end is None else end):
@@ -288,13 +289,13 @@ def _pbtxt_fields(text: str, start: int = 0, end: int | None = None) -> list[tup
             if name:
                 fields.append((name, _Span(match.start(), match.end())))
                 name = ""
-            elif token[0] not in "\"'":  # a text may go on in a second pair of quotes
+            elif token[0] not in "\"'":  # a string may continue in a second pair of quotes
                 name = token
     return fields
 
 
 def _pbtxt_parameter(text: str, fields: list[tuple[str, _Span]], key: str) -> _Span | None:
-    """Where the text of an entry of `parameters` stands, quotes included; None if there is no such entry."""
+    """Return the span of the text of a `parameters` entry, quotes included; None if there is no such entry."""
     for name, block in fields:
         if name != "parameters" or text[block.start] == "[":
             continue
@@ -306,7 +307,7 @@ def _pbtxt_parameter(text: str, fields: list[tuple[str, _Span]], key: str) -> _S
 
 
 def _pbtxt_count(text: str, group: _Span, instances: int) -> _Replacement:
-    """`count` of the only group: `{ ... }`, or `[ { ... } ]`."""
+    """Replace `count` of the only group: `{ ... }`, or `[ { ... } ]`."""
     start, end = group.start, group.end
     if text[start] == "[":
         inner = [match for match in TOKEN.finditer(text, start + 1, end - 1) if match.group() in "{<}>"]

@@ -44,10 +44,10 @@ from headrace.core.optimization_config import (
 
 
 def onnx_digest(path: Path) -> str:
-    """SHA-256, in hex, of a file and, if it is an ONNX file, of all files that hold tensors of it.
+    """Return the SHA-256, in hex, of a file and, if it is an ONNX file, of all files with its external tensors.
 
     Raises:
-        ConfigError: a file cannot be read, or holds tensors where it must not.
+        ConfigError: a file cannot be read, or external tensors are outside of the folder.
     """
     name = display_path(path)
     digest, may_name_files = _digest_of(path, name)
@@ -59,14 +59,14 @@ def onnx_digest(path: Path) -> str:
 
 
 def config_digest(config: ModelConfig) -> str:
-    """SHA-256, in hex, of what of a configuration makes an artefact what it is.
+    """Return the SHA-256, in hex, of the configuration fields that decide the content of an artefact.
 
-    That is what `optimization` says of engines, accelerators included, `max_batch_size`, the inputs as the model takes them, and
-    `preprocess`, by which pictures become calibration samples, whoever does it in service. What is
-    left at its default does not count.
+    These are `optimization` as far as it concerns engines, accelerators included; `max_batch_size`; the inputs as in the
+    model; and
+    `preprocess`, which turns images into calibration samples. Fields at their defaults do not count.
 
     Args:
-        config: complete.
+        config: complete configuration.
     """
     document = config.model_dump(
         mode="json",
@@ -85,15 +85,16 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def fits_config(stored_digest: str, requested: str, config: ModelConfig) -> bool:
-    """True if an artefact was built for a configuration, or for what the configuration says now.
+    """True if an artefact was built for a configuration, or for its present precision.
 
-    `headrace build --precision int8` stores the digest of the configuration as it was. If `precision: int8` is written into the
-    file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was built.
+    `headrace build --precision int8` stores the digest of the configuration at the time of the build. If `precision: int8` is
+    written
+    into the file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was built.
 
     Args:
         stored_digest: `config_digest` of the configuration at the time of the build.
-        requested: the precision that was requested then, by the configuration or the command line.
-        config: complete.
+        requested: precision requested then, by the configuration or the command line.
+        config: complete configuration.
     """
     if stored_digest == config_digest(config):
         return True
@@ -104,7 +105,7 @@ def fits_config(stored_digest: str, requested: str, config: ModelConfig) -> bool
 
 
 def _with_other_precisions(optimization: Optimization) -> list[Optimization]:
-    """The same optimisation with every other way to say a precision, or none."""
+    """Return the optimisation with every other way to write a precision, or none."""
     variants = [optimization.model_copy(update={"precision": word}) for word in (None, *PRECISIONS)]
     accelerator = tensorrt_accelerator(optimization)
     # Triton's accelerator may have been added for its precision alone.
@@ -114,19 +115,19 @@ def _with_other_precisions(optimization: Optimization) -> list[Optimization]:
 
 
 def display_path(path: Path) -> str:
-    """How a finding names a file of a version: <model>/<version>/<file>, as it lies in a repository."""
+    """Return the name of a version's file in findings: <model>/<version>/<file>."""
     return "/".join(path.parts[-3:])
 
 
 def _digest_of(path: Path, name: str) -> tuple[hashlib._Hash, bool]:
-    """The digest, and False where the content names no other file for sure."""
+    """Return the digest, and False if the content certainly names no other file."""
     digest = hashlib.sha256()
     has_location, tail = False, b""
     try:
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
-                # The key under which protobuf stores where a tensor's data are; far cheaper than reading the message.
+                # The key under which protobuf stores the file of an external tensor; far cheaper than parsing the message.
                 has_location = has_location or b"location" in tail + block
                 tail = block[-8:]
     except OSError as error:
@@ -138,7 +139,7 @@ _LIBRARIES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 # ONNX Runtime comes as several packages; each installs the module `onnxruntime`.
 _ONNXRUNTIME_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 
-# What /proc/cpuinfo must list for each capability, best first. AVX-512 is the subset that MLAS has kernels for.
+# Flags in /proc/cpuinfo for each capability, best first. AVX-512 is the subset that MLAS has kernels for.
 _X86 = (
     ("amx_int8", {"amx_int8", "amx_tile"}),
     ("avx512_vnni", {"avx512_vnni"}),
@@ -152,15 +153,16 @@ _DOT_PRODUCTS = frozenset({"amx_int8", "avx512_vnni", "avx_vnni", "i8mm", "neon_
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an artefact depends on besides the model and the specification; it serves where all of this is the same.
+    """Machine properties that an artefact depends on; an artefact serves on machines where all of them are equal.
 
     Attributes:
         target: "onnxruntime" or "tensorrt".
-        version: of the library, as far as artefacts depend on it: "1.31" of ONNX Runtime, "10.6.0" of TensorRT.
+        version: version of the library, as far as artefacts depend on it: "1.31" of ONNX Runtime, "10.6.0" of TensorRT.
         device: "cpu", or the GPU's name, e.g. "NVIDIA H200".
         capability: the CPU's best instructions for INT8 ("avx512_vnni", "avx_vnni", "avx2", "neon_dot", ...), or the GPU's
-            compute capability, e.g. "9.0".
-        driver: major version of NVIDIA's driver, 0 on a CPU.
+            compute
+            capability, e.g. "9.0".
+        driver: major version of NVIDIA's driver; 0 on a CPU.
     """
 
     target: str
@@ -170,7 +172,9 @@ class Machine:
     driver: int = 0
 
     def __str__(self) -> str:
-        """For people, e.g. "cpu avx512_vnni with ONNX Runtime 1.31", "NVIDIA H200 9.0 with TensorRT 10.6.0, driver 550"."""
+        """Describe the machine, e.g. "cpu avx512_vnni with ONNX Runtime 1.31", "NVIDIA H200 9.0 with TensorRT 10.6.0, driver
+        550".
+        """
         library = _LIBRARIES.get(self.target, self.target)
         driver = f", driver {self.driver}" if self.driver else ""
         return f"{self.device} {self.capability} with {library} {self.version}{driver}"
@@ -178,11 +182,12 @@ class Machine:
 
 @lru_cache(maxsize=1)
 def cpu_capability() -> str:
-    """This CPU's best instructions for INT8; of a mixed CPU, what all its cores have.
+    """Return this CPU's best instructions for INT8; of a mixed CPU, those of all its cores.
 
     Returns:
-        "amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "i8mm", "neon_dot" or "neon"; else, and where the system
-        does not list the CPU's features, the architecture ("x86_64").
+        "amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "i8mm", "neon_dot" or "neon"; otherwise, or if the system
+        does not
+        list the CPU's features, the architecture ("x86_64").
     """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -192,15 +197,15 @@ def cpu_capability() -> str:
 
 
 def has_vnni(capability: str) -> bool:
-    """True where a CPU multiplies and sums INT8 in one instruction: VNNI and AMX, the dot products of ARM."""
+    """True if a CPU multiplies and sums INT8 in one instruction: VNNI and AMX, or ARM's dot products."""
     return capability in _DOT_PRODUCTS
 
 
 def onnxruntime_machine() -> Machine:
-    """This machine as ONNX Runtime on its CPU sees it; the library is not imported.
+    """Describe this machine for ONNX Runtime on the CPU; the library is not imported.
 
     Returns:
-        With major and minor version: patch releases keep optimised graphs and kernels.
+        The machine with major and minor version: patch releases do not change optimised graphs and kernels.
     """
     return Machine("onnxruntime", _onnxruntime_version(), "cpu", cpu_capability())
 
@@ -215,7 +220,7 @@ def _onnxruntime_version() -> str:
 
 
 def _capability(cpuinfo: str, architecture: str) -> str:
-    """The best of what every core in the text of /proc/cpuinfo has."""
+    """Return the best capability that every core in the text of /proc/cpuinfo has."""
     cores = []
     for line in cpuinfo.splitlines():
         name, colon, value = line.partition(":")
@@ -230,10 +235,10 @@ def _capability(cpuinfo: str, architecture: str) -> str:
 
 LAYERS_FILE = "layers.json"
 FORMAT = 1
-# A layer takes some 300 bytes; a file larger than this is something else.
+# A layer takes about 300 bytes; a larger file is not a layer report.
 MAX_BYTES = 4 << 20
 
-_CURE = "write it anew with `headrace inspect MODEL --publish`, or remove the file"
+_CURE = "write it again with `headrace inspect MODEL --publish`, or remove the file"
 _Time = Annotated[float, Field(ge=0)]
 
 
@@ -252,7 +257,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """An engine and what it consists of; see `headrace_engines.commands.inspect.EngineInspection`."""
+    """An engine and its layers, with times; the content of `layers.json`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -272,24 +277,24 @@ class LayerReport:
     layers: tuple[MeasuredLayer, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What a client is shown; the machine in words."""
+        """Return plain data for clients; the machine as text."""
         return asdict(self) | {"machine": str(self.machine)}
 
 
 def read_layers(folder: Path) -> LayerReport | None:
-    """The report in a version's folder, None if there is none.
+    """Read the layer report in a version's folder; None if there is none.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such report.
+        ConfigError: the file cannot be read, or is not a layer report.
     """
     path = folder / LAYERS_FILE
     name = display_path(path)
     try:
-        # A link is not followed, and a pipe not waited for.
+        # Links are not followed, and a pipe does not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise refuse(name, None, "is no file", _CURE)
+                raise refuse(name, None, "is not a file", _CURE)
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -301,7 +306,7 @@ def read_layers(folder: Path) -> LayerReport | None:
         return _layers_adapter().validate_json(content)
     except ValidationError as error:
         location = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))[:80]
-        raise refuse(name, None, f"is no report of layers ({location or 'JSON'})", _CURE) from None
+        raise refuse(name, None, f"is not a layer report ({location or 'JSON'})", _CURE) from None
 
 
 @cache
@@ -311,12 +316,12 @@ def _layers_adapter() -> TypeAdapter[LayerReport]:
 
 STAMP_FILE = "build.json"
 RECIPE_FILE = "recipe.json"
-# A stamp takes a few kilobytes; a file larger than this is something else.
+# A stamp takes a few kilobytes; a larger file is not a stamp file.
 MAX_STAMP_BYTES = 1 << 20
 
 _ARTEFACT = re.compile(r"model\.[0-9a-f]{12}\.(onnx|plan)")
-# An artefact that is not there may just have been replaced: the stamp was read before, and a second look finds the new one.
-# More than two only happen while builders publish in a loop.
+# A missing artefact may just have been replaced: the stamp was read before, and a second read has the new one. More than two
+# reads only happen while builders publish in a loop.
 _MAX_READS = 10
 _MISSING = "is missing"
 _REBUILD = "build the model again with `headrace build`, or remove the file"
@@ -326,19 +331,19 @@ Seconds = Annotated[float, Field(ge=0)]
 Scalar = str | bool | int | float | None
 
 
-# Names of fields in `build.json` where they differ: the file format stays.
+# Names of fields in `build.json` that differ from those here: the file format stays.
 _STORED_NAMES = {"requested": "asked"}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTiming:
-    """How fast an engine is on one batch size, inputs where the engine wants them, nothing else running.
+    """Speed of an engine at one batch size, with inputs in the engine's memory and an idle machine.
 
     Attributes:
-        rows: of the batch.
-        median_us: of one execution.
-        p99_us: of one execution.
-        rows_per_s: sustained, back to back.
+        rows: rows of the batch.
+        median_us: median time of one execution in microseconds.
+        p99_us: 99th percentile of it in microseconds.
+        rows_per_s: sustained rows a second, back to back.
     """
 
     rows: Annotated[int, Field(ge=0)]
@@ -349,27 +354,27 @@ class BatchTiming:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What an artefact is. Digests are SHA-256 in hex.
+    """Description of an artefact. Digests are SHA-256 in hex.
 
     Attributes:
-        key: of the store; the first 12 digits are in the artefact's name.
-        artefact: its file's name.
-        artefact_sha256: its `onnx_digest`.
-        size_bytes: of the file.
-        onnx_sha256: the `onnx_digest` of the model it was built from.
-        config_digest: of the configuration it was built for.
+        key: key in the store; its first 12 digits are in the artefact's name.
+        artefact: name of the artefact's file.
+        artefact_sha256: `onnx_digest` of the artefact.
+        size_bytes: size of the file.
+        onnx_sha256: `onnx_digest` of the model it was built from.
+        config_digest: digest of the configuration it was built for.
         spec_digest: digest of the build specification; only builders can compute it.
-        precision: that it has.
-        requested: the requested precision, e.g. "best".
-        overridden: `requested` is the command line's, not the configuration's.
-        machine: that it was built on, and is for.
-        accuracy: against the FP32 model, by name; None where nothing was measured, a value None where it is not finite.
+        precision: precision of the artefact.
+        requested: requested precision, e.g. "best".
+        overridden: `requested` comes from the command line, not from the configuration.
+        machine: machine that it was built on and for.
+        accuracy: accuracy against the FP32 model, by name; None if nothing was measured, a value None if it is not finite.
         forced: published although it misses its accuracy bar.
-        refusal: what it misses, in sentences.
+        refusal: missed accuracy bars, in sentences.
         kept: nodes left in floating point.
-        timings: by batch size.
-        seconds: that the build took.
-        built_with: versions by name.
+        timings: times by batch size.
+        seconds: duration of the build.
+        built_with: versions of the libraries, by name.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -394,21 +399,21 @@ class Stamp:
     built_with: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what of the accuracy is not finite becomes None, for which JSON has a word."""
+        """Return plain data; accuracy values that are not finite become None, as JSON cannot express them."""
         document = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
         document["accuracy"] = _finite(self.accuracy)
         return document
 
     @staticmethod
     def from_json(value: object, where: str = STAMP_FILE) -> Stamp:
-        """The stamp in plain data, whoever wrote it.
+        """Create a stamp from plain data of any origin.
 
         Args:
-            value: of JSON; tuples will do for lists.
-            where: names it in the error.
+            value: JSON data; tuples may replace lists.
+            where: name of the data in the error.
 
         Raises:
-            ConfigError: it is no stamp; tells what is wrong with it.
+            ConfigError: the data is not a stamp; has the reason.
         """
         if isinstance(value, dict) and isinstance(value.get("accuracy"), Mapping):
             value = {**value, "accuracy": _finite(value["accuracy"])}
@@ -417,20 +422,20 @@ class Stamp:
         except ValidationError as error:
             _refuse(where, "; ".join(_describe_problem(problem) for problem in error.errors(include_url=False)[:3]))
         except (TypeError, ValueError, RecursionError) as error:
-            _refuse(where, f"holds something that is no JSON: {error}")
+            _refuse(where, f"has a value that is not JSON: {error}")
         if not is_artefact_name(stamp.artefact) or stamp.artefact.split(".")[1] != stamp.key[:12]:
-            _refuse(where, f"{stamp.artefact!r:.80} is no name of an artefact of the key {stamp.key[:12]}...")
+            _refuse(where, f"{stamp.artefact!r:.80} is not the name of an artefact with the key {stamp.key[:12]}...")
         return stamp
 
 
 @dataclass(frozen=True, slots=True)
 class ArtefactMatch:
-    """What to serve of a version.
+    """The artefact to serve of a version, or the reason why there is none.
 
     Attributes:
-        stamp: of the artefact, None for `model.onnx` itself.
-        path: of the artefact, None for `model.onnx` itself.
-        reason: why it is not an artefact, in words; "" if it is one.
+        stamp: stamp of the artefact; None for `model.onnx` itself.
+        path: path of the artefact; None for `model.onnx` itself.
+        reason: why no artefact serves; "" if one does.
     """
 
     stamp: Stamp | None
@@ -439,21 +444,21 @@ class ArtefactMatch:
 
 
 def artefact_name(key: str, suffix: str) -> str:
-    """What an artefact is called beside its model; "" if there cannot be one of this key and suffix."""
+    """Return the file name of an artefact; "" if the key or suffix is invalid."""
     name = f"model.{key[:12]}{suffix}"
     return name if _ARTEFACT.fullmatch(name) else ""
 
 
 def is_artefact_name(name: str) -> bool:
-    """True if a file is called as artefacts are, wherever it comes from."""
+    """True if a file is named like an artefact."""
     return _ARTEFACT.fullmatch(name) is not None
 
 
 def read_stamps(folder: Path) -> list[Stamp]:
-    """The stamps in a version's folder; none where nothing was built, or only a demo model's own stamp is there.
+    """Read the stamps in a version's folder; empty if nothing was built, or only a demo model's own stamp exists.
 
     Raises:
-        ConfigError: `build.json` cannot be read, is no such file, or is of a format that is not known here.
+        ConfigError: `build.json` cannot be read, is not a stamp file, or has an unknown format.
     """
     path = folder / STAMP_FILE
     name = display_path(path)
@@ -463,15 +468,18 @@ def read_stamps(folder: Path) -> list[Stamp]:
     try:
         document = json.loads(content, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
-        _refuse(name, "is no JSON, or cut short")
+        _refuse(name, "is not JSON, or truncated")
     if not isinstance(document, dict):
-        _refuse(name, "is not what a builder writes")
+        _refuse(name, "is not a JSON object")
     if "recipe" in document and "builds" not in document:
         return []
     if document.get("format") != FORMAT:
         file_format = document.get("format")
         raise refuse(
-            name, None, f"is of format {file_format!r:.40}, known here is {FORMAT}", f"update Headrace, or {_REBUILD}"
+            name,
+            None,
+            f"has format {file_format!r:.40}, this version reads {FORMAT}",
+            f"update Headrace, or {_REBUILD}",
         )
     builds = document.get("builds")
     if not isinstance(builds, list):
@@ -480,12 +488,12 @@ def read_stamps(folder: Path) -> list[Stamp]:
 
 
 def write_stamp(folder: Path, stamp: Stamp) -> None:
-    """Add a stamp to a version's folder, in place of the one for the same machine; whole or not at all.
+    """Add a stamp to a version's folder atomically; it replaces the one for the same machine.
 
-    A `build.json` that cannot be read is replaced. Nothing is written where nothing changes, so that no watcher wakes.
+    An unreadable `build.json` is replaced. An unchanged file is not written, so that no watcher sees a change.
 
     Raises:
-        ConfigError: the stamp is not sound, or the folder cannot be written.
+        ConfigError: the stamp is invalid, or the folder cannot be written.
     """
     try:
         with locked_folder(folder):
@@ -496,10 +504,10 @@ def write_stamp(folder: Path, stamp: Stamp) -> None:
 
 
 def add_stamp(folder: Path, stamp: Stamp) -> None:
-    """`write_stamp` for who holds the folder's lock.
+    """`write_stamp` for callers that hold the folder's lock.
 
     Raises:
-        ConfigError: the stamp is not sound.
+        ConfigError: the stamp is invalid.
         OSError: the folder cannot be written.
     """
     Stamp.from_json(stamp.to_json())
@@ -513,7 +521,7 @@ def add_stamp(folder: Path, stamp: Stamp) -> None:
     builds = [each.to_json() for each in (*other_stamps, stamp)]
     content = (json.dumps({"format": FORMAT, "builds": builds}, indent=2, allow_nan=False) + "\n").encode()
     if len(content) > MAX_STAMP_BYTES:
-        cure = "remove the file: it is written anew for this machine alone"
+        cure = "remove the file: it is written again for this machine alone"
         raise refuse(display_path(path), None, f"would be larger than {MAX_STAMP_BYTES} bytes", cure)
     if path.is_symlink() or not path.is_file() or path.read_bytes() != content:
         write_durably(path, content)
@@ -527,15 +535,15 @@ def choose(
     machine: Machine,
     check: bool = True,
 ) -> ArtefactMatch:
-    """The artefact to serve on a machine, or why there is none.
+    """Choose the artefact to serve on a machine.
 
     Args:
-        stamps: of the folder.
-        folder: of the version.
-        onnx_sha256: of the model now.
-        config: the configuration now, complete; or its digest, where a precision written since the build is not to count.
-        machine: this one.
-        check: read the whole artefact and compare its digest, not its size alone.
+        stamps: stamps of the folder.
+        folder: folder of the version.
+        onnx_sha256: digest of the present model.
+        config: the present complete configuration; or its digest, to ignore a precision written since the build.
+        machine: this machine.
+        check: compare the digest of the whole artefact, not only its size.
     """
     if not stamps:
         return ArtefactMatch(None, None, "no engine is built")
@@ -561,7 +569,7 @@ def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:
 def choose_from_folder(
     folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine, check: bool = True
 ) -> ArtefactMatch:
-    """`choose` from the stamps in a folder, also while a builder publishes there; a `build.json` that is wrong is a reason."""
+    """Choose from the stamps in a folder, also while a builder publishes there; an invalid `build.json` becomes a reason."""
     choice = ArtefactMatch(None, None, "")
     for _ in range(_MAX_READS):
         try:
@@ -575,12 +583,12 @@ def choose_from_folder(
 
 
 def artefact_problem(path: Path, size_bytes: int, sha256: str) -> str:
-    """What is wrong with an artefact's file, "" if it is as its stamp says.
+    """Compare an artefact's file with its stamp; returns the difference, "" if there is none.
 
     Args:
         path: the file; links are not followed.
-        size_bytes: that it should have.
-        sha256: its `onnx_digest`, "" to believe the size.
+        size_bytes: expected size.
+        sha256: expected `onnx_digest`; "" to compare only the size.
     """
     try:
         state = path.lstat()
@@ -603,7 +611,7 @@ def artefact_problem(path: Path, size_bytes: int, sha256: str) -> str:
 
 
 def _preserve_recipe(path: Path) -> None:
-    """Put a demo model's own stamp, which once had this name, where it is now: it tells what its model was made from."""
+    """Link a demo model's own stamp, which once had this name, to its present name: it has the recipe of the model."""
     with suppress(ConfigError, ValueError, RecursionError, FileExistsError):
         content = _content(path, path.name)
         document = None if content is None else json.loads(content)
@@ -612,12 +620,12 @@ def _preserve_recipe(path: Path) -> None:
 
 
 def _content(path: Path, name: str) -> bytes | None:
-    """What is in the file, None if there is none; reads no more than a stamp may have, and waits for no pipe."""
+    """Return the content of the file, None if there is none; reads at most MAX_STAMP_BYTES and does not block on a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                _refuse(name, "is no file")
+                _refuse(name, "is not a file")
             content = stream.read(MAX_STAMP_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -644,7 +652,7 @@ def _describe_problem(problem: Mapping[str, Any]) -> str:
 
 
 def _plain(location: Iterable[str | int]) -> list[str]:
-    """Without what pydantic adds for the members of a union."""
+    """Return the location without the parts that pydantic adds for members of a union."""
     return [str(part)[:60] for part in location if part not in ("str", "bool", "int", "float")]
 
 
@@ -653,7 +661,7 @@ def _refuse(where: str, message: str) -> NoReturn:
 
 
 def _reject_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 @cache

@@ -119,7 +119,7 @@ def test_other_kinds_of_models_are_refused_with_a_cure(name: str, words: str) ->
 
 @pytest.mark.parametrize("field", ["sequence_batching", "ensemble_scheduling"])
 def test_an_empty_scheduler_block_is_no_default(field: str) -> None:
-    assert f'"{field}" is not served here' in findings_of(f"{field} {{ }}", read_pbtxt)[0]
+    assert f'"{field}" is not supported' in findings_of(f"{field} {{ }}", read_pbtxt)[0]
 
 
 def test_refused_fields_at_their_defaults_are_passed_over() -> None:
@@ -178,14 +178,14 @@ def parameter(key: str, value: str) -> str:
         ("headrace.slo.p99_ms", "fast", "headrace.slo.p99_ms must be a number, not 'fast'"),
         ("headrace.slo.p99_ms", "", '"headrace.slo.p99_ms": the value is empty'),
         ("headrace.slo.p99_ms", "[", '"headrace.slo.p99_ms": cannot be read as YAML'),
-        ("headrace.max_batch_size", "5", "max_batch_size is a field of its own"),
+        ("headrace.max_batch_size", "5", "max_batch_size is a field of Triton"),
         ("headrace.", "5", 'unknown parameter "headrace."'),
         ("headrace.oversize.deep", "x", "oversize"),
         ("headrace.optimization.precison", "int8", "did you mean headrace.optimization.precision?"),
         ("headrace.optimization.precision", "int4", 'headrace.optimization.precision: "int4" is not a valid value'),
         ("headrace.optimization.calibration.sample", "9", 'unknown field "headrace.optimization.calibration.sample"'),
-        ("headrace.optimization.priority", "1", "optimization.priority is a field of its own"),
-        ("headrace.optimization", "{precision: int8}", "optimization is a field of its own"),
+        ("headrace.optimization.priority", "1", "optimization.priority is a field of Triton"),
+        ("headrace.optimization", "{precision: int8}", "optimization is a field of Triton"),
         ("headrace.optimization.profiles.0.batch", "[1, 2, 3]", "optimization.profiles must be a list"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_file_is_replaced_whole_with_its_permissions(tmp_path: Path) -> None:
     assert path.read_text() == "max_batch_size: 32 # a\n"
     assert path.stat().st_mode & 0o777 == 0o640
     assert os.listdir(tmp_path) == ["config.yaml"]
-    with pytest.raises(ConfigError, match="has changed meanwhile"):
+    with pytest.raises(ConfigError, match="has changed since it was read"):
         file.write(text)
 
 

@@ -59,11 +59,11 @@ def test_a_written_zero_is_not_a_missing_field() -> None:
     ("text", "told"),
     [
         ("", "cannot be read as JSON"),
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ('{"max_batch_sise": 1}', "did you mean max_batch_size"),
         ('{"input": [{"nmae": "x"}]}', "did you mean name"),
         ('{"name": "a", "name": "b"}', "written twice"),
-        ('{"max_batch_size": NaN}', "NaN is no number"),
+        ('{"max_batch_size": NaN}', "NaN is not a JSON number"),
         ('{"max_batch_size": 1e999}', "cannot be read"),
         ('{"max_batch_size": "many"}', "max_batch_size"),
         ('{"max_batch_size": ' + "9" * 5000 + "}", "cannot be read"),

@@ -90,7 +90,7 @@ def test_a_plan_alone_must_be_told_of_as_it_is(tmp_path: Path) -> None:
     served = "input: [{name: IMAGE, data_type: uint8, dims: [224, 224, 3]}]\n"
     output = "output: [{name: LOGITS, data_type: fp16, dims: [7]}]\nbackend: tensorrt\nmax_batch_size: 4\n"
     (folder / "config.yaml").write_text("preprocess: {by: server}\n" + output + served)
-    with pytest.raises(ConfigError, match="write it as the model has it"):
+    with pytest.raises(ConfigError, match="write it as in the model"):
         read_model_folder(folder, tmp_path)
     own = "input: [{name: IMAGE, data_type: fp16, dims: [3, 224, 224]}]\n"
     (folder / "config.yaml").write_text(WHOLE + output + own)

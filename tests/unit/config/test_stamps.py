@@ -122,20 +122,20 @@ def test_without_a_stamp_or_with_a_demo_models_there_are_none(folder: Path) -> N
 
 
 CORRUPT: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "cut short"),
-    "half": (b'{"format": 1, "builds": [{"key": "aa', "cut short"),
-    "not UTF-8": (b'{"format": 1, "\xff": 2}', "no JSON"),
-    "deep": (b"[" * 100_000, "no JSON"),
-    "list": (b"[]", "not what a builder writes"),
-    "number": (b"1", "not what a builder writes"),
-    "no format": (b"{}", "format None, known here is 1"),
-    "newer": (b'{"format": 2, "builds": []}', "format 2, known here is 1"),
-    "odd format": (b'{"format": ["x"], "builds": []}', "known here is 1"),
+    "empty": (b"", "truncated"),
+    "half": (b'{"format": 1, "builds": [{"key": "aa', "truncated"),
+    "not UTF-8": (b'{"format": 1, "\xff": 2}', "not JSON"),
+    "deep": (b"[" * 100_000, "not JSON"),
+    "list": (b"[]", "not a JSON object"),
+    "number": (b"1", "not a JSON object"),
+    "no format": (b"{}", "format None, this version reads 1"),
+    "newer": (b'{"format": 2, "builds": []}', "format 2, this version reads 1"),
+    "odd format": (b'{"format": ["x"], "builds": []}', "this version reads 1"),
     "no builds": (b'{"format": 1}', "no list of builds"),
     "odd builds": (b'{"format": 1, "builds": {"a": 1}}', "no list of builds"),
     "odd build": (b'{"format": 1, "builds": [7]}', "build 1"),
-    "nan": (b'{"format": 1, "builds": [], "x": NaN}', "no JSON"),
-    "long number": (b'{"format": ' + b"1" * 10_000 + b"}", "no JSON"),
+    "nan": (b'{"format": 1, "builds": [], "x": NaN}', "not JSON"),
+    "long number": (b'{"format": ' + b"1" * 10_000 + b"}", "not JSON"),
     "huge": (b" " * (MAX_STAMP_BYTES + 1), "larger than"),
 }
 

@@ -130,7 +130,7 @@ def change_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (spoil_stamp, "is no JSON, or cut short"),
+        (spoil_stamp, "is not JSON, or truncated"),
         (spoil_engine, "has been changed: its digest is another one"),
         (shorten_engine, "has been changed: it has "),
         (remove_engine, " is missing"),

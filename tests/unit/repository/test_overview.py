@@ -127,7 +127,7 @@ def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
         assert "headrace inspect m --version 1 --publish" in refused()
         report = tmp_path / "m" / "1" / "layers.json"
         report.write_text("{}")
-        assert "is no report of layers" in refused()
+        assert "is not a layer report" in refused()
         told = {
             "format": 1, "model": "m", "version": 1, "artefact": "model.0123456789ab.onnx", "precision": "int8",
             "machine": {"target": "onnxruntime", "version": "1.31", "device": "cpu", "capability": "avx2", "driver": 0},
