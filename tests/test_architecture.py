@@ -361,6 +361,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/cuda",
     "server/headrace/pipelines",
     "server/headrace/grpc",
+    "server/headrace/config",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

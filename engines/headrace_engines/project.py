@@ -114,7 +114,7 @@ def all_projects(repository: Path) -> list[Project | BuildError]:
         BuildError: the repository does not exist or is empty.
     """
     if not repository.is_dir():
-        cure = "name yours with --model-repository DIR; `headrace models build` makes one to try"
+        cure = "name a repository with --model-repository DIR; `headrace models build` builds a demo"
         raise BuildError(f"there is no model repository {repository} here: {cure}")
     names = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not names:

@@ -1,10 +1,10 @@
-"""Reads a model's folder: version folders, labels, warm-up data and the configuration, with every problem found.
+r"""Reads a model's folder: version folders, labels, warm-up data and the configuration, and reports every problem.
 
-    config.pbtxt -> read_pbtxt -\\
+    config.pbtxt -> read_pbtxt -\
                                  Document -> bind -> complete <- read_signature <- 1/model.onnx
     config.yaml  -> read_yaml  -/
 
-Nothing outside of the repository is followed. Problems of `model_warmup` are found before anything is loaded;
+Nothing outside of the repository is read. Problems of `model_warmup` are found before anything is loaded;
 `headrace.repository.warmup` creates and runs the requests.
 """
 
@@ -53,16 +53,21 @@ def within(path: Path, root: Path) -> bool:
 
 
 def relative_name(path: Path, repository: Path) -> str:
-    """How a finding names `path`: relative to where the repository was named."""
+    """Return the name of `path` in findings: relative to the repository."""
     return path.relative_to(repository).as_posix()
 
 
 def find_versions(
     folder: Path, repository: Path, ignored: Collection[str] = ()
 ) -> tuple[tuple[int, ...], list[Finding]]:
-    """The version numbers on disk, ascending, and remarks on folders that look like a version and are none.
+    """Return the version numbers on disk, ascending, and remarks on folders that look like a version and are none.
 
-    Files beside them (labels, notes), hidden folders, `warmup` and those among `ignored` are passed over in silence.
+    Files, hidden folders, `warmup` and the folders in `ignored` are skipped without a remark.
+
+    Args:
+        folder: the model's folder.
+        repository: links must not lead out of this folder.
+        ignored: names of other folders of the model, e.g. of samples.
     """
     ignored_names = {*ignored, "warmup", "__pycache__"}
     versions = []
@@ -75,7 +80,7 @@ def find_versions(
                 continue
             cure = "name a version's folder by a positive number without leading zeros"
             findings.append(
-                Finding(relative_name(entry, repository), None, "is no version and is ignored", cure, fatal=False)
+                Finding(relative_name(entry, repository), None, "is not a version and is ignored", cure, fatal=False)
             )
         elif not within(entry, repository):
             cure = "copy the files into the repository"
@@ -88,17 +93,17 @@ def find_versions(
 
 
 def find_model_folder(model: str, repository: Path) -> Path:
-    """Return the folder of a model that a command line names.
+    """Return the folder of a model in a command line.
 
     Args:
-        model: A name in the repository, or the path of a model's folder.
-        repository: Where names are looked up.
+        model: name in the repository, or path of a model's folder.
+        repository: repository in which names are looked up.
 
     Returns:
-        The folder, absolute. A name in the repository wins over a folder of that name elsewhere.
+        The absolute folder. A name in the repository wins over a folder of that name elsewhere.
 
     Raises:
-        NotFound: There is none; the text says what there is and what to write.
+        NotFound: there is no such model; the text has the available models.
     """
     in_repository, direct = repository / model, Path(model)
     for path in (in_repository, direct):
@@ -114,13 +119,13 @@ def find_model_folder(model: str, repository: Path) -> Path:
         cure = f"name one of its models ({', '.join(models)}), e.g. {direct / models[0]}"
         raise NotFound(f"{model} is a repository of models, not a model: {cure}")
     if direct.is_file():
-        raise NotFound(f"{model} is a file, a model is a folder: put it into MODEL/1/model.onnx and name MODEL")
+        raise NotFound(f"{model} is a file, a model is a folder: move it to MODEL/1/model.onnx and name MODEL")
     if "/" in model:
         raise NotFound(
             f"there is no folder {model}: name the folder of a model, or its name with --model-repository DIR"
         )
     if not repository.is_dir():
-        cure = "name yours with --model-repository DIR, or the model's folder; `headrace models build` makes one to try"
+        cure = "name a repository with --model-repository DIR, or the model's folder; `headrace models build` builds a demo"
         raise NotFound(f"there is no model '{model}': there is no model repository {repository} here: {cure}")
     suggestion = did_you_mean(model, names)
     guess = f" ({suggestion})" if suggestion else ""
@@ -130,7 +135,7 @@ def find_model_folder(model: str, repository: Path) -> Path:
 
 
 def _has_models(path: Path) -> bool:
-    """True for a folder without versions whose folders have some."""
+    """True for a folder without versions whose folders have versions."""
     return not _has_version(path) and any(_has_version(path / name) for name in _model_names(path))
 
 
@@ -149,7 +154,7 @@ def _model_names(repository: Path) -> list[str]:
 
 
 def find_model_file(folder: Path, version: int, filename: str) -> Path:
-    """Where the model of one version is; a folder of that name holds `model.onnx`, as in Triton, or a file of its own name."""
+    """Return the model file of a version; if that is a folder, `model.onnx` in it, as in Triton, or a file of its own name."""
     path = folder / str(version) / filename
     if not path.is_dir():
         return path
@@ -158,7 +163,7 @@ def find_model_file(folder: Path, version: int, filename: str) -> Path:
 
 
 def check_model_file(path: Path, repository: Path) -> list[Finding]:
-    """What is wrong with a model's file from the outside; nothing if it is there and inside of the repository."""
+    """Return findings on a model's file: missing, or outside of the repository."""
     name = relative_name(path, repository)
     if not path.is_file():
         siblings = (
@@ -175,7 +180,7 @@ def check_model_file(path: Path, repository: Path) -> list[Finding]:
 
 
 def filename_problem(value: str) -> tuple[str, str] | None:
-    """Message and cure if `value` cannot name a file inside of a model's folder; None if it can."""
+    """Return message and cure if `value` is not a file name inside of a model's folder; else None."""
     inside = PurePosixPath(value)
     if "\0" in value or "\\" in value or inside.is_absolute() or ".." in inside.parts or not inside.parts:
         return f"{value!r:.120} leads out of the model's folder", "write a path below it, with '/' and without '..'"
@@ -183,10 +188,10 @@ def filename_problem(value: str) -> tuple[str, str] | None:
 
 
 def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
-    """The class names in a label file, one a line, blank lines at its end left out.
+    """Read the class names in a label file, one a line; blank lines at its end are dropped.
 
     Raises:
-        ConfigError: missing, outside of the repository, too large, or not UTF-8.
+        ConfigError: the file is missing, outside of the repository, too large, or not UTF-8.
     """
     name = relative_name(path, repository)
     if not path.is_file():
@@ -200,14 +205,14 @@ def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
     if content is None:
         raise refuse(name, None, f"is larger than {MAX_LABELS_BYTES} bytes", "write one short name a line")
     text = decode_utf8(content, name)
-    # Not splitlines(): that also splits at characters which may stand in a name.
+    # Not splitlines(): it also splits at characters that a name may contain.
     return tuple(line.rstrip("\r") for line in text.rstrip("\r\n").split("\n")) if text.strip() else ()
 
 
 def label_remarks(
     config: ModelConfig, labels: dict[str, tuple[str, ...]], folder: Path, repository: Path
 ) -> list[Finding]:
-    """Warns of label files with fewer names than the output has classes."""
+    """Return warnings for label files with fewer names than the output has classes."""
     findings = []
     for output in config.output:
         classes = output.dims[-1] if output.dims else -1
@@ -220,18 +225,18 @@ def label_remarks(
 
 
 def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
-    """Warns of samples that a build will not find: a model serves without them."""
+    """Return warnings for samples that a build will not find; the model serves without them."""
     remarks = []
     for block, data in _samples(config).items():
         file = _file_of(data)
         loc = ("optimization", block, "data")
         if filename_problem(file) is not None or not within(folder / file, folder):
-            message = f"{block}.data {data!r:.120} leads out of the model's folder, so nothing is built from it"
+            message = f"{block}.data {data!r:.120} leads out of the model's folder, no engine is built from it"
             remarks.append(
                 Problem(loc, message, "copy the samples into the model's folder, and write the path from there")
             )
         elif not (folder / file).exists():
-            remarks.append(Problem(loc, f"{block}.data {data!r:.120} is not there", "add it to the model's folder"))
+            remarks.append(Problem(loc, f"{block}.data {data!r:.120} does not exist", "add it to the model's folder"))
     precision = requested_precision(config.optimization)
     if precision in CALIBRATED and not config.optimization.calibration.data:
         cure = "write optimization.calibration.data: samples in the model's folder"
@@ -240,13 +245,13 @@ def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
 
 
 def sample_folders(config: ModelConfig) -> set[str]:
-    """Folders in a model's folder that the configuration names as samples."""
+    """Return the folders in a model's folder that the configuration names as samples."""
     parts = [PurePosixPath(_file_of(data)).parts for data in _samples(config).values()]
     return {part[0] for part in parts if part}
 
 
 def sample_paths(config: ModelConfig, folder: Path) -> list[Path]:
-    """Files and folders that the configuration names as samples, whether they exist or not."""
+    """Return the files and folders that the configuration names as samples, existing or not."""
     return [folder / _file_of(data) for data in _samples(config).values() if filename_problem(_file_of(data)) is None]
 
 
@@ -257,19 +262,19 @@ def _samples(config: ModelConfig) -> dict[str, str]:
 
 
 def _file_of(data: str) -> str:
-    """The file or folder of samples; "samples.py:held_out" is a function in a file."""
+    """Return the file or folder of samples; "samples.py:held_out" is a function in a file."""
     return data.rpartition(":")[0] if ".py:" in data else data
 
 
 def decode_utf8(content: bytes, name: str) -> str:
-    """The text of a file, without a byte order mark.
+    """Decode a file, without a byte order mark.
 
     Args:
-        content: all of the file.
-        name: of the file, for the message.
+        content: whole content of the file.
+        name: name of the file, for the message.
 
     Raises:
-        ConfigError: it is not UTF-8; with the line.
+        ConfigError: it is not UTF-8; has the line.
     """
     try:
         return content.decode("utf-8-sig")
@@ -279,20 +284,20 @@ def decode_utf8(content: bytes, name: str) -> str:
 
 
 FOLDER = "warmup"
-# One input of one warm-up; a configuration may come from a client, and shall not take the machine's memory with it.
+# Maximum bytes of one input of one warm-up: a configuration may come from a client and must not exhaust memory.
 MAX_INPUT_BYTES = 1 << 30
 MAX_RUNS = 10_000
-# A Python object and what it holds, about.
+# Approximate bytes of a Python object with its content.
 _BYTES_ELEMENT_SIZE = 64
 
 
 def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list[Problem]:
-    """Why warm-ups cannot be run.
+    """Return the problems that prevent warm-ups.
 
     Args:
-        config: complete.
-        folder: the model's.
-        repository: that nothing may lead out of.
+        config: complete configuration.
+        folder: the model's folder.
+        repository: links must not lead out of this folder.
     """
     problems: list[Problem] = []
     tensors = {tensor.name: tensor for tensor in config.served_input}
@@ -306,7 +311,7 @@ def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list
         missing = [t.name for t in config.input if not t.optional and t.name not in warmup.inputs]
         if missing:
             message = f"the warm-up does not feed input {', '.join(missing)}"
-            problems.append(Problem((*loc, "inputs"), message, "add what every request must bring"))
+            problems.append(Problem((*loc, "inputs"), message, "add the missing inputs"))
         for name, feed in warmup.inputs.items():
             if name in tensors:
                 input_loc: Location = (*loc, "inputs", name)
@@ -316,7 +321,7 @@ def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list
 
 
 def feed_dims(feed: WarmupInput, tensor: ModelInput) -> tuple[int, ...]:
-    """The sizes that a warm-up asks for, without the batch dimension."""
+    """Return the sizes of a warm-up input without the batch dimension."""
     return feed.dims if "dims" in feed.model_fields_set else tensor.dims
 
 
@@ -331,12 +336,12 @@ def _feed_problems(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Pat
         allowed in (-1, size) for size, allowed in zip(dims, tensor.dims, strict=True)
     )
     if not fits:
-        message = f"dims {list(dims)} of the warm-up are none that input {tensor.name} takes: {list(tensor.dims)}"
+        message = f"dims {list(dims)} of the warm-up do not match input {tensor.name}: {list(tensor.dims)}"
         return [Problem(("dims",), message, "leave out the batch dimension, and write every other size")]
     kind = BY_CONFIG_NAME[tensor.data_type]
     element_bytes = kind.size_bytes or _BYTES_ELEMENT_SIZE
     if math.prod(dims) * rows * element_bytes > MAX_INPUT_BYTES:
-        return [Problem(("dims",), f"the warm-up takes more than {MAX_INPUT_BYTES} bytes", "warm up with less")]
+        return [Problem(("dims",), f"the warm-up takes more than {MAX_INPUT_BYTES} bytes", "lower batch_size or dims")]
     return _file_problems(feed, kind, math.prod(dims), rows, folder, repository) if feed.input_data_file else []
 
 
@@ -360,7 +365,7 @@ def _file_problems(
     return []
 
 
-# What an engine is built from, where the model's own file is the engine.
+# Source of an engine if the model's own file is the engine.
 SOURCE = "model.onnx"
 CONFIG_FILES = {"config.pbtxt": read_pbtxt, "config.yaml": read_yaml, "config.yml": read_yaml}
 
@@ -370,11 +375,11 @@ class ModelFolder:
     """A model's folder that can be served.
 
     Attributes:
-        name: the model's name.
+        name: name of the model.
         path: the folder.
         versions: version numbers on disk, ascending.
-        config: complete and in agreement with the model's file.
-        findings: warnings; a fatal finding would have been raised.
+        config: complete configuration that agrees with the model's file.
+        findings: warnings; fatal findings are raised.
         labels: class names by output name, for outputs with a label file.
     """
 
@@ -386,18 +391,18 @@ class ModelFolder:
     labels: dict[str, tuple[str, ...]]
 
     def model_file(self, version: int) -> Path:
-        """Where the model of one version is."""
+        """Return the model file of a version."""
         return find_model_file(self.path, version, self.config.default_model_filename)
 
     def source_file(self, version: int) -> Path:
-        """The ONNX file of one version: the model itself, or what its engine is built from."""
+        """Return the ONNX file of a version: the model itself, or the source of its engine."""
         if self.config.backend == "onnxruntime":
             return self.model_file(version)
         return self.path / str(version) / SOURCE
 
 
 def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, ...]:
-    """Which of the versions on disk the configuration's policy serves, ascending."""
+    """Return the versions on disk that the configuration's policy serves, ascending."""
     policy = config.version_policy
     ascending = sorted(versions)
     if policy.specific is not None:
@@ -408,15 +413,15 @@ def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, 
 
 
 def read_model_folder(path: Path, repository: Path, override: Document | None = None) -> ModelFolder:
-    """Reads everything about a model but the model itself.
+    """Read a model's folder, without loading the model.
 
     Args:
         path: the model's folder, directly in `repository`.
-        repository: the folder that nothing may lead out of.
-        override: a configuration that takes the place of the folder's own.
+        repository: links must not lead out of this folder.
+        override: configuration that replaces the folder's own.
 
     Raises:
-        ConfigError: the model cannot be served; with all findings, fatal ones and warnings.
+        ConfigError: the model cannot be served; has all findings, fatal ones and warnings.
     """
     reader = _FolderReader(path, repository, override)
     try:
@@ -436,7 +441,7 @@ def _below(filename: object, repository: Path) -> bool:
 
 
 class _FolderReader:
-    """One reading of one folder; collects findings on the way."""
+    """Reads one folder and collects findings."""
 
     def __init__(self, path: Path, repository: Path, override: Document | None) -> None:
         self._path = path
@@ -480,7 +485,7 @@ class _FolderReader:
         if problem is not None:
             self._fail(problem.message, problem.cure)
         elif not self._path.is_dir():
-            self._fail("is not a folder", "a model is a folder with its versions in it")
+            self._fail("is not a folder", "name a folder with a version folder such as 1 in it")
         elif not within(self._path, self._repository):
             self._fail("is a link that leads out of the repository", "copy the folder into the repository")
         self._stop_if_fatal()
@@ -498,7 +503,7 @@ class _FolderReader:
         return ModelConfig() if config is None else config
 
     def _read_document(self) -> bool:
-        """Reads the folder's configuration; False if it has none (or two, which is reported)."""
+        """Read the folder's configuration; returns False if it has none, or two, which is reported."""
         present = [name for name in CONFIG_FILES if os.path.lexists(self._path / name)]
         if len(present) > 1:
             self._fail(f"has both {' and '.join(present)}", "keep one of them")
@@ -521,7 +526,7 @@ class _FolderReader:
         requested = config.version_policy.specific.versions if config.version_policy.specific else ()
         missing = [version for version in requested if version not in versions]
         if missing:
-            message = f"version {', '.join(map(str, missing))} of version_policy is not there"
+            message = f"version {', '.join(map(str, missing))} of version_policy is not on disk"
             listing = ", ".join(map(str, versions))
             self._report([Problem(loc, message, f"add the folder, or choose from {listing}")], fatal=not served)
         for label, version in config.labels.items():
@@ -534,7 +539,7 @@ class _FolderReader:
     def _check_filenames(self, config: ModelConfig) -> None:
         problem = filename_problem(config.default_model_filename)
         if problem is not None or "/" in config.default_model_filename:
-            message = f'default_model_filename "{config.default_model_filename}" is no file name'
+            message = f'default_model_filename "{config.default_model_filename}" is not a file name'
             self._report(
                 [Problem(("default_model_filename",), message, "write the name of a file in the version's folder")]
             )
@@ -549,13 +554,13 @@ class _FolderReader:
                     self._report([Problem(("model_warmup", index, "inputs", name, "input_data_file"), *problem)])
 
     def _complete(self, config: ModelConfig, served: tuple[int, ...]) -> ModelConfig:
-        """Completes from the newest version served, then compares with every other one."""
+        """Complete the configuration from the newest served version, then compare it with the others."""
         signatures = self._read_signatures(config, served)
         self._stop_if_fatal()
         if not signatures:
             self._report(incomplete(config))
             self._stop_if_fatal()
-            # No ONNX file to complete from: the checks that wait for a complete configuration run here.
+            # No ONNX file to complete from: the checks of a complete configuration run here.
             try:
                 return ModelConfig.model_validate({name: getattr(config, name) for name in ModelConfig.model_fields})
             except ValidationError as error:
@@ -576,15 +581,15 @@ class _FolderReader:
         return completed
 
     def _read_signatures(self, config: ModelConfig, served: tuple[int, ...]) -> list[tuple[str, OnnxSignature]]:
-        """File names and signatures of the versions served, newest first; nothing for a backend whose files cannot be read."""
+        """Return file names and signatures of the served versions, newest first; empty for a backend with unreadable files."""
         signatures: list[tuple[str, OnnxSignature]] = []
         for version in reversed(served):
             file = find_model_file(self._path, version, config.default_model_filename)
             if config.backend == "onnxruntime":
                 signatures += self._signature(file)
                 continue
-            # An engine file tells nothing without its runtime; the ONNX file it was built from, if there, tells everything,
-            # and whether an engine of it fits this machine is seen when it is loaded.
+            # An engine file cannot be read without its runtime. The ONNX file that it was built from, if it exists, has
+            # everything; whether an engine of it fits this machine is checked on load.
             source = self._path / str(version) / SOURCE
             if source.is_file():
                 signatures += self._signature(source)

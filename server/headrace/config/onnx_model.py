@@ -1,9 +1,12 @@
 """Reads inputs and outputs of an ONNX file and decides whether each row of a batch is computed from itself only.
 
-Nothing is run or checked. Requests may share a batch, and a large one may be split, only where rows are independent. A softmax
-over axis 0 or a dynamic quantisation gives each caller values that depend on other callers, and no shape shows it. The analysis
-runs the graph on shapes: the number of rows is a large prime, `row_rules` follows the axis that holds it, and whole numbers
-computed from shapes are folded. An operator that the analysis does not cover is not treated as independent.
+Nothing is run or checked. Requests may share a batch, and a large one may be split, only if rows are independent. A softmax
+over
+axis 0 or a dynamic quantisation gives each caller values that depend on other callers, and no shape shows it. The analysis
+runs the
+graph on shapes: the number of rows is a large prime, `row_rules` follows the axis that holds it, and whole numbers computed
+from
+shapes are folded. An operator that the analysis does not cover is not treated as independent.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ logger = logging.getLogger("headrace.config")
 
 # Values of tensors up to this size are followed: shapes, axes, pads.
 _MAX_VALUES = 64
-# Before it, inputs were aligned by other rules.
+# Earlier operator sets align inputs by other rules.
 _MIN_OPSET = 7
 # A larger graph is not analysed.
 _MAX_NODES = 30_000
@@ -50,18 +53,18 @@ _FREE_SIZES = tuple(32 * odd for odd in range(3, 203, 2))
 _RANDOM = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
-# These may take a shape that depends on the number of rows; everything else would compute with it.
+# Operators that accept a shape that depends on the number of rows; all others would compute with it.
 _SHAPE_OPERATORS = frozenset({"ConstantOfShape", "Expand", "Reshape", "Resize", "Tile"})
 
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """Whether rows are independent of one another.
+    """Result of the analysis of a graph's rows.
 
     Attributes:
-        independent: it is shown that each row of every output is computed from the same row of the inputs only.
-        mixed: it is shown that they are not.
-        reason: the node that mixes rows, or of which it is not known; empty if they are independent.
+        independent: it is proven that each row of every output is computed from the same row of the inputs only.
+        mixed: it is proven that rows depend on one another.
+        reason: the node that mixes rows, or that cannot be analysed; "" if rows are independent.
     """
 
     independent: bool
@@ -74,17 +77,17 @@ def analyse_rows(model: onnx.ModelProto, rows_inputs: Sequence[str]) -> RowVerdi
 
     Args:
         model: weights may be stored elsewhere and need not be loaded.
-        rows_inputs: names of the inputs whose first dimension is the batch: all that requests bring.
+        rows_inputs: names of the inputs whose first dimension is the batch: all inputs of a request.
     """
     try:
         return _Walk(model, rows_inputs).verdict()
-    except Exception as error:  # a strange graph must not keep a model from being served
+    except Exception as error:  # an unexpected graph must not prevent serving
         logger.debug("the rows of a graph could not be followed", exc_info=error)
         return RowVerdict(False, reason=f"the graph could not be analysed ({type(error).__name__})")
 
 
 class _Walk:
-    """One analysis of one graph."""
+    """Analysis of one graph."""
 
     def __init__(self, model: onnx.ModelProto, rows_inputs: Sequence[str]) -> None:
         from onnx import inliner
@@ -145,7 +148,7 @@ class _Walk:
         from onnx import helper
 
         if info.name in self._tensors and info.name not in self._rows_inputs:
-            return  # an input with a default that requests do not bring
+            return  # an input with a default, which requests leave out
         tensor = info.type.tensor_type
         if info.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape") or not tensor.shape.dim:
             self._tensors[info.name] = RowTensor(
@@ -170,7 +173,7 @@ class _Walk:
         if problem is None:
             try:
                 if any(name and name not in self._tensors for name in node.input):
-                    raise RowsUnproven("takes a tensor that is not known")
+                    raise RowsUnproven("takes an unknown tensor")
                 outputs = self._outputs(node, inputs)
             except (RowsMixed, RowsUnproven) as error:
                 outputs = [RowTensor(None, problem=_at(node, error))] * len(node.output)
@@ -187,7 +190,7 @@ class _Walk:
         if node.op_type == "Constant":
             return [self._constant(node, attributes)]
         if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
-            raise RowsUnproven("has a graph inside")
+            raise RowsUnproven("has a subgraph")
         if node.op_type in _RANDOM:
             raise RowsUnproven("gives random values")
         shapes = self._infer(node)
@@ -230,11 +233,11 @@ class _Walk:
             return [rows_of_filled(target)] if call.op == "ConstantOfShape" else RULES[call.op](call)
         rule = RULES.get(call.op)
         if rule is None or not with_rows:
-            raise RowsUnproven("is not known to keep rows apart")
+            raise RowsUnproven("has no rule that keeps rows apart")
         return rule(call)
 
     def _infer(self, node: onnx.NodeProto) -> list[Shape | None]:
-        """Shapes of the outputs; their types are kept for the nodes behind."""
+        """Infer the shapes of the outputs; their types are stored for later nodes."""
         from onnx import defs, shape_inference
 
         types = {name: self._types[name] for name in node.input if name in self._types}
@@ -251,7 +254,7 @@ class _Walk:
                     opset_imports=list(self._model.opset_import),
                     ir_version=self._model.ir_version,
                 )
-            except Exception as error:  # its types have no common base; what cannot be inferred is not known
+            except Exception as error:  # its exceptions have no common base; the shape stays unknown
                 logger.debug("no shape of %s: %s", node.op_type, error)
         for name, kind in inferred.items():
             self._types[name] = kind
@@ -286,10 +289,10 @@ def _is_multiple(tensor: RowTensor | None) -> bool:
 
 
 def _check_rows(shape: Shape | None, rows: Rows | None) -> None:
-    """Hold what a rule found against the shape.
+    """Compare the result of a rule with the shape.
 
     Raises:
-        RowsUnproven: the number of rows is not on this axis, or on others, too.
+        RowsUnproven: the number of rows is not on this axis, or also on others.
     """
     if shape is None:
         raise RowsUnproven("gives a tensor of unknown shape")
@@ -300,11 +303,11 @@ def _check_rows(shape: Shape | None, rows: Rows | None) -> None:
         raise RowsUnproven("gives a tensor whose size is not in proportion to the number of rows")
 
 
-# Folding: the few operators that shapes are computed with, on the values and on the marks of what depends on the rows.
+# Folding: the few operators that compute shapes, on values and on marks of elements that depend on the rows.
 
 
 def fold(call: Call) -> RowTensor | None:
-    """The value of a node that computes with shapes; None if it does not, or its inputs are not known."""
+    """Return the value of a node that computes with shapes; None for other nodes, or if its inputs are unknown."""
     if call.op in ("Shape", "Size"):
         return _shape_value(call)
     if call.op not in _FOLDS and call.op not in _ARITHMETIC:
@@ -337,7 +340,7 @@ def fold(call: Call) -> RowTensor | None:
 
 def _foldable(call: Call, values: list[Values], marks: list[Values]) -> bool:
     """True if a result that depends on the number of rows means the same for any number of them."""
-    if call.op == "Equal":  # asks whether a size is given: none that is a number of rows is 0 or less
+    if call.op == "Equal":  # tests whether a size is set: no number of rows is 0 or less
         return all(
             bool((value[~mark] <= 0).all()) and bool(((value[mark] > 0) & (value[mark] % ROWS == 0)).all())
             for value, mark in zip(values, marks, strict=True)
@@ -385,7 +388,7 @@ def _slice(call: Call, values: list[Values]) -> Values:
     index = [slice(None)] * data.ndim
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         if step < 1:
-            raise RowsUnproven("reads a shape backwards")
+            raise RowsUnproven("reverses a shape")
         index[int(axis)] = slice(int(start), int(end), int(step))
     result: Values = data[tuple(index)]
     return result
@@ -445,7 +448,7 @@ _ARITHMETIC: dict[str, Callable[[Call, list[Values]], Values]] = {
 
 
 _EXPORT = "export the model again, or copy it again if the copy was cut short"
-# TensorProto.EXTERNAL; a file may list locations without using them.
+# TensorProto.EXTERNAL; a file may list locations without using them
 _EXTERNAL = 1
 
 
@@ -454,12 +457,12 @@ class TensorSignature:
     """One input or output of the graph.
 
     Attributes:
-        name: the tensor's name.
-        data_type: e.g. "TYPE_FP32"; empty if no request can carry it.
-        onnx_type: ONNX's own name of the type, for messages.
-        shape: all dimensions, -1 where free; None if the file does not say.
-        batch_symbol: the name of the first dimension where it is free and has one.
-        has_default: True for an input that the file gives a value, so that a request may leave it out.
+        name: name of the tensor.
+        data_type: e.g. "TYPE_FP32"; "" if no request can carry it.
+        onnx_type: ONNX's name of the type, for messages.
+        shape: all dimensions, -1 for free ones; None if the file has no shape.
+        batch_symbol: name of the first dimension if it is free and has one.
+        has_default: True for an input with a value in the file, so that a request may leave it out.
     """
 
     name: str
@@ -472,12 +475,12 @@ class TensorSignature:
 
 @dataclass(frozen=True, slots=True)
 class OnnxSignature:
-    """What a model takes and gives.
+    """Input and output tensor specs of a model.
 
     Attributes:
-        inputs: in the graph's order, constants excluded unless an input has a default.
+        inputs: in the graph's order, without constants, except inputs with a default.
         outputs: in the graph's order.
-        rows: whether the rows of a batch are independent, the first dimension of every required input being the batch.
+        rows: whether the rows of a batch are independent, with the first dimension of every required input as the batch.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -486,19 +489,19 @@ class OnnxSignature:
 
     @property
     def required_inputs(self) -> tuple[TensorSignature, ...]:
-        """The inputs that every request must bring."""
+        """Inputs that every request must have."""
         return tuple(tensor for tensor in self.inputs if not tensor.has_default)
 
 
 def external_files(path: Path, name: str) -> tuple[str, ...]:
-    """The files beside an ONNX file that hold tensors of it: their places in its folder, sorted, each once.
+    """Return the files beside an ONNX file that hold its external tensors: locations in its folder, sorted, each once.
 
     Args:
         path: the ONNX file; tensors are not loaded.
-        name: its name for findings.
+        name: name of the file for findings.
 
     Raises:
-        ConfigError: unreadable, no ONNX model, or tensors stored outside of the file's folder.
+        ConfigError: unreadable, not an ONNX model, or external tensors outside of the file's folder.
     """
     model = _load(path, name)
     locations = set()
@@ -510,14 +513,14 @@ def external_files(path: Path, name: str) -> tuple[str, ...]:
 
 
 def read_signature(path: Path, name: str) -> OnnxSignature:
-    """Reads what the model in `path` takes and gives; remembers it while the file stays the same.
+    """Read the input and output tensor specs of a model; cached while the file is unchanged.
 
     Args:
         path: the ONNX file.
-        name: its name for findings.
+        name: name of the file for findings.
 
     Raises:
-        ConfigError: unreadable, no ONNX model, or tensors stored outside of the file's folder.
+        ConfigError: unreadable, not an ONNX model, or external tensors outside of the file's folder.
     """
     try:
         status = path.stat()
@@ -530,7 +533,7 @@ def read_signature(path: Path, name: str) -> OnnxSignature:
 def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode: int) -> OnnxSignature:
     model = _load(path, name)
     if not model.graph.output:
-        raise refuse(name, None, "holds no graph with outputs", _EXPORT)
+        raise refuse(name, None, "has no graph with outputs", _EXPORT)
     for tensor in _tensors(model):
         _check_external(tensor, path.parent, name)
     graph = model.graph
@@ -538,7 +541,7 @@ def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode
         tensor.values.name for tensor in graph.sparse_initializer
     }
     # Old exporters list every weight among the inputs. Weights have no free dimension and a real optional input is rare, so
-    # only the configuration can bring one of these to light, by naming it.
+    # only a configuration that names one of these makes it an input.
     inputs = tuple(_signature(info, info.name in constants) for info in graph.input)
     outputs = tuple(_signature(info, False) for info in graph.output)
     return OnnxSignature(inputs, outputs, _rows(model, inputs, outputs))
@@ -547,7 +550,7 @@ def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode
 def _rows(
     model: onnx.ModelProto, inputs: tuple[TensorSignature, ...], outputs: tuple[TensorSignature, ...]
 ) -> RowVerdict:
-    """Whether rows are independent, where there can be rows at all."""
+    """Return whether rows are independent, if all tensors can have rows."""
     required = [tensor for tensor in inputs if not tensor.has_default]
     if not all(tensor.shape and tensor.shape[0] == -1 for tensor in (*required, *outputs) if tensor.data_type):
         return RowVerdict(False)
@@ -555,14 +558,14 @@ def _rows(
 
 
 def _load(path: Path, name: str) -> onnx.ModelProto:
-    # onnx costs a tenth of a second to import, which `headrace infer` and other commands need not spend.
+    # Importing onnx takes 0.1 s, which `headrace infer` and other commands do not need.
     import onnx
     from google.protobuf.message import DecodeError
 
     try:
         return onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
-        # The decoder's own text ("Error parsing message") does not help the reader.
+        # The decoder's text ("Error parsing message") does not help the user.
         raise refuse(name, None, "is no ONNX model, or a truncated one", _EXPORT) from error
     except OSError as error:
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
@@ -584,14 +587,14 @@ def _signature(info: onnx.ValueInfoProto, has_default: bool) -> TensorSignature:
             info.name, datatype.config_name if datatype else "", type_name, None, has_default=has_default
         )
     dims = tensor.shape.dim
-    # Exporters also write 0 or a negative number for "any size".
+    # Exporters also write 0 or a negative number for a free dimension.
     shape = tuple(int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value > 0 else -1 for dim in dims)
     symbol = dims[0].dim_param if dims and shape[0] == -1 else ""
     return TensorSignature(info.name, datatype.config_name if datatype else "", type_name, shape, symbol, has_default)
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in the model: weights, attributes, subgraphs, functions."""
+    """Yield every tensor in the model: weights, attributes, subgraphs, functions."""
     yield from _graph_tensors(model.graph)
     for function in model.functions:
         for node in function.node:
@@ -620,10 +623,10 @@ def _location(tensor: onnx.TensorProto) -> str:
 
 
 def _check_external(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
-    """Refuses weights stored where the model's file has no business, or nowhere.
+    """Check the location of an external tensor.
 
     Raises:
-        ConfigError: the location is missing, leads out of `folder`, or no file is there.
+        ConfigError: the location is missing, leads out of `folder`, or does not exist.
     """
     if tensor.data_location != _EXTERNAL:
         return
@@ -636,4 +639,4 @@ def _check_external(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
     if not (folder / relative).resolve().is_relative_to(folder.resolve()):
         raise refuse(name, None, f"{subject}, which leads out of the model's folder", cure)
     if not (folder / relative).is_file():
-        raise refuse(name, None, f"{subject}, which is not there", cure)
+        raise refuse(name, None, f"{subject}, which does not exist", cure)

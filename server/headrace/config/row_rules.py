@@ -1,8 +1,10 @@
-"""Rules for single ONNX operators: where the rows of a batch are in an output, given where they are in the inputs.
+"""Rules for single ONNX operators: location of the rows of a batch in an output, given their location in the inputs.
 
-A tensor that depends on the rows has one axis that counts them. The axis may hold more than rows: a reshape of (rows, heads, d)
-to (rows * heads, d) keeps every row's elements together. `Rows` says where on the axis a row is. An operator that computes across
-that axis raises `RowsMixed`; one whose effect is not shown here raises `RowsUnproven`.
+A tensor that depends on the rows has one axis that counts them. The axis may hold more than rows: a reshape of (rows, heads,
+d)
+to (rows * heads, d) keeps every row's elements together. `Rows` has the location of a row on the axis. An operator that
+computes
+across that axis raises `RowsMixed`; one that is not proven to keep rows apart raises `RowsUnproven`.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ import numpy.typing as npt
 Values = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
-# Stands for the number of rows in every shape: a prime that no model has as a dimension.
+# Number of rows in every shape: a prime that no model has as a dimension.
 ROWS = 1_000_003
-# An end of a slice that is no less than this is none.
+# A slice end of at least this value means the end of the axis.
 _NO_END = (1 << 31) - 1
 
 
 class Rows(NamedTuple):
-    """Where the rows are: `axis` has the size outer * rows * inner, in this order.
+    """Location of the rows: `axis` has the size outer * rows * inner, in this order.
 
     Attributes:
-        axis: from 0.
-        outer: how often the whole batch is repeated along the axis.
+        axis: index of the axis, from 0.
+        outer: repetitions of the whole batch along the axis.
         inner: elements of each row along the axis.
     """
 
@@ -43,19 +45,19 @@ class RowsMixed(Exception):
 
 
 class RowsUnproven(Exception):
-    """It is not shown that the operator keeps the rows apart."""
+    """It is not proven that the operator keeps the rows apart."""
 
 
 @dataclass(slots=True)
 class RowTensor:
-    """What is known of one tensor.
+    """State of one tensor in the analysis.
 
     Attributes:
-        shape: with `ROWS` for the number of rows; None where it is not known.
-        rows: where the rows are; None for a tensor that has the same values whatever the rows are.
-        value: its elements, where they are few and known.
-        counted: for each element of `value`, True if it depends on the number of rows; None: no element does.
-        problem: why nothing can be shown for the tensor; None if all is well.
+        shape: with `ROWS` for the number of rows; None if unknown.
+        rows: location of the rows; None for a tensor with the same values for all rows.
+        value: its elements, if they are few and known.
+        counted: for each element of `value`, True if it depends on the number of rows; None if no element does.
+        problem: reason why nothing can be proven for the tensor; None if there is none.
     """
 
     shape: Shape | None
@@ -66,20 +68,20 @@ class RowTensor:
 
     @property
     def constant(self) -> bool:
-        """True if neither the rows nor their number have an effect on it."""
+        """True if neither the rows nor their number affect it."""
         return self.rows is None and self.counted is None
 
 
 @dataclass(slots=True)
 class Call:
-    """One node with all that a rule needs.
+    """One node with the inputs of a rule.
 
     Attributes:
         op: the operator.
-        opset: version of the operator's domain.
-        inputs: None where an optional one is left out.
+        opset: version of the operator set.
+        inputs: None for an absent optional input.
         attributes: by name, as Python values.
-        shapes: of the outputs, None where not known.
+        shapes: shapes of the outputs, None if unknown.
     """
 
     op: str
@@ -89,12 +91,12 @@ class Call:
     shapes: Sequence[Shape | None]
 
     def input(self, index: int) -> RowTensor | None:
-        """The input at `index`, None if it is left out."""
+        """Return the input at `index`, None if it is absent."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     @property
     def first(self) -> tuple[RowTensor, Shape, Rows]:
-        """The first input, which must hold the rows."""
+        """The first input, which must hold the rows; raises RowsUnproven if it does not."""
         tensor = self.inputs[0]
         if tensor is None or tensor.rows is None:
             raise RowsUnproven("takes the rows as another input than its first")
@@ -110,10 +112,10 @@ class Call:
             raise RowsUnproven("takes the rows in more inputs than its first")
 
     def constants(self, index: int, attribute: str = "") -> list[int] | None:
-        """Whole numbers from an attribute or a constant input; None if neither is there.
+        """Return whole numbers from an attribute or a constant input; None if both are absent.
 
         Raises:
-            RowsUnproven: the input is there, its values are not known before the model runs.
+            RowsUnproven: the values of the input are unknown before the model runs.
         """
         if attribute and attribute in self.attributes:
             value = self.attributes[attribute]
@@ -126,10 +128,10 @@ class Call:
         return [int(value) for value in tensor.value.reshape(-1)]
 
     def constants_of(self, tensor: RowTensor) -> list[float]:
-        """The values of a constant input.
+        """Return the values of a constant input.
 
         Raises:
-            RowsUnproven: they are not known before the model runs.
+            RowsUnproven: they are unknown before the model runs.
         """
         if tensor.value is None or not tensor.constant:
             raise RowsUnproven("has scales that are not constants")
@@ -140,10 +142,10 @@ Rule = Callable[[Call], list[Rows | None]]
 
 
 def shape_of(tensor: RowTensor) -> Shape:
-    """The shape of a tensor.
+    """Return the shape of a tensor.
 
     Raises:
-        RowsUnproven: it is not known.
+        RowsUnproven: it is unknown.
     """
     if tensor.shape is None:
         raise RowsUnproven("takes a tensor of unknown shape")
@@ -151,15 +153,15 @@ def shape_of(tensor: RowTensor) -> Shape:
 
 
 def across_rows() -> RowsMixed:
-    """The operator works along the batch dimension."""
+    """Create the error of an operator that works along the batch dimension."""
     return RowsMixed("computes across the rows of the batch")
 
 
 def rows_after_reshape(shape: Shape, rows: Rows, target: Shape) -> Rows:
-    """Where the rows are after a reshape, which keeps the order of the elements.
+    """Return the location of the rows after a reshape, which keeps the order of the elements.
 
     Raises:
-        RowsUnproven: rows are not on one axis any more.
+        RowsUnproven: rows are no longer on one axis.
     """
     before = math.prod(shape[: rows.axis]) * rows.outer
     axis = next((index for index, size in enumerate(target) if size % ROWS == 0), None)
@@ -173,7 +175,7 @@ def rows_after_reshape(shape: Shape, rows: Rows, target: Shape) -> Rows:
 
 
 def _same(call: Call) -> list[Rows | None]:
-    """Each element from one element at the same place."""
+    """Element by element."""
     _, _, rows = call.first
     call.require_constant()
     return [rows] * len(call.shapes)
@@ -261,7 +263,7 @@ def _gemm(call: Call) -> list[Rows | None]:
 
 
 def _leading(call: Call) -> list[Rows | None]:
-    """Operators that treat every entry of axis 0 alone: convolution, pooling, normalisation by channel."""
+    """Operators that treat every entry of axis 0 separately: convolution, pooling, normalisation by channel."""
     _, _, rows = call.first
     call.require_constant()
     if rows.axis != 0:
@@ -376,7 +378,7 @@ def _concat(call: Call) -> list[Rows | None]:
     rows = next(rows for rows in all_rows if rows is not None)
     rank = next(len(shape_of(tensor)) for tensor in call.inputs if tensor is not None)
     if int(call.attributes.get("axis", 0)) % rank == rows.axis:
-        raise RowsMixed("puts tensors one behind the other along the batch dimension")
+        raise RowsMixed("concatenates tensors along the batch dimension")
     if len(all_rows) > 1:
         raise RowsUnproven("combines the batch dimension with another dimension")
     return [rows]
@@ -517,7 +519,7 @@ def _tile(call: Call) -> list[Rows | None]:
 
 
 def rows_of_filled(target: Shape) -> Rows | None:
-    """Where the rows are in a tensor that is the same for each of them, made in a shape that has their number.
+    """Return the location of the rows in a constant tensor whose shape has their number.
 
     Raises:
         RowsUnproven: the shape depends on their number in another way.
@@ -600,7 +602,7 @@ _REDUCE = _operators(
     """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare"""
 )
 
-_NUMBER = "gives as many elements as the values of the whole batch make"
+_NUMBER = "has an output size that depends on the values of the whole batch"
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_SAME, _same),

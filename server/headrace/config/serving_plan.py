@@ -1,7 +1,8 @@
-"""Which file of a version serves on this machine, with which runtime, and why not on the GPU.
+"""Chooses the file and the runtime of a version on this machine, with the reason if the GPU does not run it.
 
-docs/gpu.md has the rule as a table. Nothing here loads a model: `GpuRuntime` says whether TensorRT can run, and is looked for
-only where a version could use it. The server, `headrace build` and `headrace validate` call the same function.
+docs/gpu.md has the rule as a table. Nothing here loads a model: `GpuRuntime` reports whether TensorRT can run, and is only
+probed if
+a version could use it. The server, `headrace build` and `headrace validate` call the same function.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import requested_precision, tensorrt_accelerator
 
 ENGINES_FOLDER = "engines"
-"""Below the state folder: engines of models whose own folder cannot be written."""
+"""Folder in the state folder: engines of models whose own folder is read-only."""
 
-# Precisions that only a GPU computes faster: on a CPU nothing is missed where they are asked for.
+# Precisions that only a GPU computes faster: on a CPU a missing engine of these is no loss.
 _GPU_PRECISIONS = ("fp16", "bf16", "fp8")
 _RUNTIME_NAMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 
@@ -40,12 +41,13 @@ Device = Literal["auto", "cpu", "gpu"]
 
 
 class GpuRuntime:
-    """TensorRT on this machine's GPUs. Every answer is looked for when it is first read, and kept.
+    """TensorRT on this machine's GPUs. Every property is probed on first use and cached.
 
     Args:
-        describe: the machine as TensorRT sees it; raises `Unsupported` or `ConfigError` where there is no GPU or no TensorRT.
-            Starts the CUDA driver.
-        is_visible: True if a GPU is there, whether or not TensorRT can use it; starts nothing.
+        describe: returns the machine for TensorRT; raises `Unsupported` or `ConfigError` without a GPU or TensorRT. Starts
+            the CUDA
+            driver.
+        is_visible: returns True if a GPU exists, whether or not TensorRT can use it; starts nothing.
     """
 
     def __init__(self, describe: Callable[[], Machine], is_visible: Callable[[], bool] = lambda: True) -> None:
@@ -54,17 +56,17 @@ class GpuRuntime:
 
     @cached_property
     def visible(self) -> bool:
-        """True if a GPU is there."""
+        """True if a GPU exists."""
         return self._is_visible()
 
     @cached_property
     def problem(self) -> str:
-        """Why TensorRT cannot run here, "" if it can."""
+        """Reason why TensorRT cannot run here; "" if it can."""
         return self._probe[1]
 
     @property
     def machine(self) -> Machine:
-        """This machine as TensorRT sees it; only where there is no `problem`."""
+        """This machine for TensorRT; valid only without a `problem`."""
         machine = self._probe[0]
         assert machine is not None
         return machine
@@ -81,23 +83,24 @@ class GpuRuntime:
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """What to load of a version.
+    """Plan for loading a version: runtime, file, and the engine to build.
 
     Attributes:
-        runtime: name of the backend that loads it.
+        runtime: name of the backend.
         source: the model's own file.
-        artefact: the engine that is loaded in its place, or None.
-        stamp: of the artefact.
+        artefact: engine that is loaded instead, or None.
+        stamp: stamp of the artefact.
         remark: text shown beside READY: why a requested engine does not serve, or that it is below its accuracy bar; "" if
-            there is none.
-        cure: what a person can do about the remark, or "".
-        build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
-        target: the runtime that it would be built for.
-        precision: that would be built.
-        fallback: what is loaded should this not load; None: nothing is.
-        is_pending: nothing is loaded until the engine is built: the configuration asks for a GPU, and allows nothing else.
-        not_on_gpu: why a version is on the CPU although a GPU is present or requested; "" otherwise.
-        substitutes: the CPU serves though the configuration asks for a GPU and names no `fallback`; `--strict` refuses it.
+            there is
+            none.
+        cure: what the user can do about the remark; "" if there is nothing.
+        build: digest of the inputs of the engine to build; "" if none is built.
+        target: runtime of the engine to build.
+        precision: precision of the engine to build.
+        fallback: plan to load if this one cannot be loaded; None if there is none.
+        is_pending: nothing is loaded until the engine is built: the configuration requires a GPU without a fallback.
+        not_on_gpu: reason why a version is on the CPU although a GPU is present or requested; "" otherwise.
+        substitutes: the CPU serves although the configuration requires a GPU without `fallback`; `--strict` refuses it.
     """
 
     runtime: str
@@ -116,33 +119,33 @@ class ServingPlan:
 
     @property
     def file(self) -> Path:
-        """What is loaded."""
+        """The file that is loaded."""
         return self.artefact or self.source
 
     @property
     def engine(self) -> str:
-        """The engine to be built, e.g. "TensorRT FP16"; "" where none is."""
+        """Name of the engine to build, e.g. "TensorRT FP16"; "" if none is built."""
         return f"{_RUNTIME_NAMES[self.target]} {self.precision.upper()}" if self.build else ""
 
     @property
     def served_precision(self) -> str:
-        """Of what is loaded, e.g. "fp16"; of a model's own file only the file itself tells."""
+        """Precision of the loaded file, e.g. "fp16"; only a model's own file itself has its precision."""
         return self.stamp.precision if self.stamp is not None else f"as in {self.file.name}"
 
     def loads_same_as(self, other: ServingPlan) -> bool:
-        """True if both load the same."""
+        """True if both plans load the same file."""
         stamps = [(p.stamp.artefact_sha256, p.stamp.forced) if p.stamp else None for p in (self, other)]
         return (self.runtime, self.file) == (other.runtime, other.file) and stamps[0] == stamps[1]
 
     def fallback_plan(self, error: ConfigError) -> ServingPlan | None:
-        """The spare and why it serves; None if there is none.
+        """Return the fallback with the reason why it serves; None if there is none.
 
         Args:
-            error: why this could not be loaded.
+            error: error of loading this plan.
         """
         if self.fallback is None:
             return None
-        # What would mend a model's own file, which the rest of the error tells, mends no engine.
+        # Cures for a model's own file do not help with an engine, so only messages are shown.
         reason = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
         subject = self.file.name if self.artefact is None else engine_label(self.stamp)
         remark = f"{self.fallback.file.name} serves in place of {subject}, which cannot be loaded: {reason}"
@@ -153,10 +156,10 @@ class ServingPlan:
         return replace(self.fallback, remark=remark, cure=f"{self.cure}{rebuild}", not_on_gpu=not_on_gpu)
 
     def with_cure(self, error: ConfigError) -> ConfigError:
-        """The error for a version that is not served, with what else would help.
+        """Return the error of a version that is not served, with the plan's cure.
 
         Args:
-            error: why this could not be loaded.
+            error: error of loading this plan.
         """
         if self.fallback is not None or self.remark or not self.cure:
             return error
@@ -166,7 +169,7 @@ class ServingPlan:
 
 
 def requested_device(config: ModelConfig) -> Device:
-    """Where a configuration wants its instances: "cpu" and "gpu" are written, "auto" leaves it to the machine."""
+    """Return the device that a configuration requests: "cpu" or "gpu" if it is explicit, else "auto"."""
     kinds = {group.kind for group in config.instance_group if not group.is_default}
     if config.runtime == "onnxruntime" or kinds == {"KIND_CPU"}:
         return "cpu"
@@ -174,14 +177,16 @@ def requested_device(config: ModelConfig) -> Device:
 
 
 def cpu_pin(config: ModelConfig) -> str:
-    """The words of a configuration that keep a model on the CPU, "" if there are none."""
+    """Return the configuration text that keeps a model on the CPU; "" if there is none."""
     if requested_device(config) != "cpu":
         return ""
     return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
 
 
 def requests_tensorrt(config: ModelConfig) -> bool:
-    """True if TensorRT is named (by `runtime`, `backend`, `platform` or the model's file), or KIND_GPU, which only it serves."""
+    """True if the configuration names TensorRT (`runtime`, `backend`, `platform` or the model's file) or KIND_GPU, which needs
+    it.
+    """
     if requested_device(config) == "cpu":
         return False
     is_named = config.runtime == "tensorrt" or config.backend == "tensorrt"
@@ -189,43 +194,45 @@ def requests_tensorrt(config: ModelConfig) -> bool:
 
 
 def builds_by_default(config: ModelConfig) -> bool:
-    """True if a missing engine is built on load on a machine with a GPU, though `build_on_load` says nothing."""
+    """True if a missing engine is built on load on a machine with a GPU, without `build_on_load` in the configuration."""
     options = config.optimization
     requests_precision = options.precision is not None or tensorrt_accelerator(options) is not None
     return requests_tensorrt(config) or (requests_precision and requested_device(config) != "cpu")
 
 
 def serving_plan(folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None = None) -> ServingPlan:
-    """Choose what serves a version on this machine.
+    """Choose the plan of a version on this machine.
 
-    Reads the whole model and the whole engine where something was built, to compare their digests.
+    Reads the whole model and the whole engine if there is one, to compare their digests.
 
     Args:
-        folder: the model's, configuration complete.
-        version: its number, on disk.
-        gpu: TensorRT of this machine; looked for only if the version could use it.
-        engines: folder of the engines that were built while the model's folder could not be written, see `engine_folder`.
+        folder: the model's folder, configuration complete.
+        version: version number, on disk.
+        gpu: TensorRT of this machine; probed only if the version could use it.
+        engines: folder with engines that were built while the model's folder was read-only, see `engine_folder`.
 
     Raises:
-        ConfigError: nothing here can serve it, or its file cannot be read.
+        ConfigError: no runtime here can serve it, or its file cannot be read.
     """
     return _PlanChooser(folder, version, gpu, engines).plan()
 
 
 def engine_folder(state: Path, model: Path, version: int) -> Path:
-    """Where engines of a version go whose own folder cannot be written.
+    """Return the folder for engines of a version whose own folder is read-only.
 
     Args:
         state: the state folder (`--state-dir`).
         model: the model's folder.
-        version: its number.
+        version: version number.
     """
     digest = hashlib.sha256(str(model.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     return state / ENGINES_FOLDER / f"{model.name}-{digest}" / str(version)
 
 
 def sample_fingerprints(folder: ModelFolder) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of what a build takes its samples from; nothing where nothing is built on load."""
+    """Return name, size in bytes and modification time in nanoseconds of the samples of a build; empty if nothing is built on
+    load.
+    """
     config, fingerprints = folder.config, []
     builds = config.build_on_load or (config.build_on_load is None and builds_by_default(config))
     for path in sample_paths(config, folder.path) if builds else ():
@@ -238,12 +245,12 @@ def sample_fingerprints(folder: ModelFolder) -> tuple[tuple[str, int, int], ...]
 
 
 def engine_label(stamp: Stamp | None) -> str:
-    """An engine in a sentence, e.g. "the fp16 engine"."""
+    """Describe an engine in a sentence, e.g. "the fp16 engine"."""
     return "the engine" if stamp is None else f"the {stamp.precision} engine"
 
 
 class _PlanChooser:
-    """One choice; what is read twice is kept."""
+    """Chooses the plan of one version; caches the model's digest."""
 
     def __init__(self, folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None) -> None:
         self._folder = folder
@@ -279,10 +286,10 @@ class _PlanChooser:
         return replace(plan, remark=remark, cure="", substitutes=config.fallback is None)
 
     def _check_cpu(self) -> None:
-        """A model for TensorRT that is kept on the CPU has an ONNX file.
+        """Check that a TensorRT model that is kept on the CPU has an ONNX file.
 
         Raises:
-            ConfigError: it has none, or its groups contradict its backend.
+            ConfigError: it has none, or its instance groups contradict its backend.
         """
         if self._config.backend != "tensorrt":
             return
@@ -299,14 +306,14 @@ class _PlanChooser:
         return explicit or (explicit is None and builds_by_default(self._config))
 
     def _has_plan(self) -> bool:
-        """True if TensorRT engines are there, for whatever machine."""
+        """True if TensorRT engines for any machine exist."""
         try:
             return any(stamp.machine.target == "tensorrt" for folder in self._folders for stamp in read_stamps(folder))
         except ConfigError:
             return False
 
     def _on_gpu(self) -> ServingPlan:
-        """TensorRT can run: its engine, the model's own plan, or what serves until an engine is built."""
+        """Plan for a machine with TensorRT: its engine, the model's own plan, or a file that serves until an engine is built."""
         choice = self._choose("tensorrt", self._gpu.machine)
         may_fall_back = requested_device(self._config) != "gpu" or self._config.fallback is not None
         if choice.stamp is not None:
@@ -334,7 +341,7 @@ class _PlanChooser:
         )
 
     def _on_cpu(self, not_on_gpu: str = "") -> ServingPlan:
-        """An ONNX Runtime engine that fits, else the ONNX file; an engine is built meanwhile if `build_on_load` says so."""
+        """Plan for the CPU: an ONNX Runtime engine that fits, else the ONNX file, with a build if `build_on_load` is set."""
         choice = self._choose("onnxruntime", onnxruntime_machine())
         source = ServingPlan("onnxruntime", self._source, not_on_gpu=not_on_gpu)
         if choice.stamp is not None:
@@ -350,7 +357,7 @@ class _PlanChooser:
         return source
 
     def _gpu_serves(self) -> bool:
-        """True if a GPU could serve the version: what is missing then is its engine, not one of the CPU's."""
+        """True if a GPU could serve the version, so that the missing engine is the GPU's, not the CPU's."""
         return requested_device(self._config) != "cpu" and not self._gpu.problem
 
     def _engine(self, runtime: str, choice: ArtefactMatch, fallback: ServingPlan | None) -> ServingPlan:
@@ -361,10 +368,11 @@ class _PlanChooser:
         return ServingPlan(runtime, source, choice.path, stamp, remark, self._command(runtime), fallback=fallback)
 
     def _plan_of_model_file(self, choice: ArtefactMatch) -> ServingPlan | None:
-        """The plan that the model came with; None if there is none.
+        """Plan for the TensorRT plan that the model consists of; None if there is none.
 
-        Where it does not load the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load: true`. An
-        automatic build does not take the place of a plan that somebody has put there.
+        If it does not load, the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load: true`.
+        An automatic
+        build does not replace a plan that the user has provided.
         """
         if self._config.backend != "tensorrt" or not self._model_file.is_file() or self._model_file == self._source:
             return None
@@ -390,7 +398,7 @@ class _PlanChooser:
         return replace(described, remark=self._missing(reason), cure=self._command(target))
 
     def _choose(self, runtime: str, machine: Machine) -> ArtefactMatch:
-        """The engine that fits, from the version's folder or the state folder; the reason is "" where nothing is built."""
+        """Return the engine that fits, from the version's folder or the state folder; the reason is "" if nothing is built."""
         reasons: list[str] = []
         for folder in self._folders:
             try:
@@ -422,13 +430,13 @@ class _PlanChooser:
 
     def _unrequested(self) -> str:
         precision = "write optimization: {precision: fp16}"
-        return f"no engine is asked for: {precision}, or run headrace build {self._folder.name}"
+        return f"no engine is requested: {precision}, or run headrace build {self._folder.name}"
 
     def _command(self, target: str) -> str:
         return f"headrace build {self._folder.name} --target {target}{self._option(target)}"
 
     def _option(self, target: str) -> str:
-        """The option with which this machine's engine was built, where no configuration requests it."""
+        """Return the option with which this machine's engine was built, if no configuration requests it."""
         if self._precision != "fp32":
             return ""
         machine = onnxruntime_machine() if target == "onnxruntime" else self._gpu.machine

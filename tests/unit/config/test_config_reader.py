@@ -185,7 +185,7 @@ def test_the_config_may_fix_what_the_model_leaves_free(tmp_path: Path) -> None:
 def test_a_shape_that_the_model_does_not_tell_must_be_written(tmp_path: Path) -> None:
     model = identity_model({"x": (FLOAT, [3])}, {"y": (FLOAT, None)})
     (error,) = told(tmp_path, "output: [{name: y}]", model)
-    assert 'does not tell the shape of output "y" (write its dims)' in error
+    assert 'has no shape for output "y" (write its dims)' in error
     write_model(tmp_path / "m", model, config="output: [{name: y, dims: [3]}]")
     assert read(tmp_path).config.output[0].dims == (3,)
 
@@ -301,7 +301,7 @@ def test_file_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None
     assert error.startswith("m/config.yaml:3: error: ")
     assert "leads out of the model's folder" in error
     (error,) = told(tmp_path, f"default_model_filename: '{name}'")
-    assert "is no file name" in error
+    assert "is not a file name" in error
 
 
 @pytest.mark.parametrize("place", ["m", "m/1", "m/1/model.onnx", "m/config.yaml", "m/labels.txt"])
@@ -387,8 +387,8 @@ def test_samples_that_are_not_there_or_lie_elsewhere_are_warned_of(tmp_path: Pat
         return [f"{finding.line}: {finding.message}" for finding in findings]
 
     assert remarks("pictures", "samples.py:held_out") == [
-        "2: calibration.data 'pictures' is not there",
-        "3: accuracy.data 'samples.py:held_out' is not there",
+        "2: calibration.data 'pictures' does not exist",
+        "3: accuracy.data 'samples.py:held_out' does not exist",
     ]
     (tmp_path / "m" / "samples.py").write_text("")
     (tmp_path / "m" / "pictures" / "held_out").mkdir(parents=True)

@@ -67,7 +67,7 @@ def test_what_is_shown_reads_back_to_the_same(tmp_path: Path, labels: str) -> No
         ("preprocess: {by: server}\ninput: [{name: IMAGE, data_type: uint8, dims: [3, 224, 224]}]", "TYPE_UINT8"),
         ("preprocess: {by: server, source: [300, 300]}\n"
          "model_warmup: [{inputs: {IMAGE: {zero_data: true, dims: [224, 224, 3]}}}]",
-         "none that input IMAGE takes: [300, 300, 3]"),
+         "do not match input IMAGE: [300, 300, 3]"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_model_is_told(tmp_path: Path, config: str, message: str) -> None:

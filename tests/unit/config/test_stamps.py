@@ -167,7 +167,7 @@ def test_a_corrupt_file_is_told_with_a_cure_and_replaced(folder: Path, content: 
 )
 def test_only_a_plain_file_is_read(folder: Path, make: Callable[[Path], None]) -> None:
     make(folder / STAMP_FILE)
-    with pytest.raises(ConfigError, match=r"is no file|is a folder|is a link"):
+    with pytest.raises(ConfigError, match=r"is not a file|is a folder|is a link"):
         read_stamps(folder)
 
 

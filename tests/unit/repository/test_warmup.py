@@ -93,8 +93,8 @@ def test_a_file_that_changed_after_the_check_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("feed", "told", "options"),
     [
-        ("zero_data: true dims: [4]", "none that input X takes", {}),
-        ("zero_data: true dims: [2, 3]", "none that input X takes", {}),
+        ("zero_data: true dims: [4]", "do not match input X", {}),
+        ("zero_data: true dims: [2, 3]", "do not match input X", {}),
         ("zero_data: true dims: [-1]", "leave a size open", {}),
         ("zero_data: true data_type: TYPE_INT8", "TYPE_INT8", {}),
         ("zero_data: true", "max_batch_size is 4", {"batch_size": 5}),

@@ -139,7 +139,7 @@ def test_a_warning_does_not_run_into_the_bar(capsys: pytest.CaptureFixture[str])
         ("build nothing", 1, "headrace build: there is no model 'nothing' in "),
         ("build mm", 1, "(did you mean m?): it has m: name one of them, a model's folder, or another repository with"),
         ("build {root}", 1, "is a repository of models, not a model: name one of its models (m), e.g. "),
-        ("build {root}/m/1/model.onnx", 1, "is a file, a model is a folder: put it into MODEL/1/model.onnx"),
+        ("build {root}/m/1/model.onnx", 1, "is a file, a model is a folder: move it to MODEL/1/model.onnx"),
         ("build /no/such/m", 1, "there is no folder /no/such/m: name the folder of a model"),
         ("inspect nothing", 1, "headrace inspect: there is no model 'nothing'"),
         ("build {root}/m/1", 1, "is a version of a model: write m --version 1"),
@@ -160,8 +160,11 @@ def test_without_a_repository_the_way_to_one_is_told(tmp_path: Path, capsys: pyt
     for words in (["build", "m"], ["build", "--all"]):
         assert main([*words, "--model-repository", str(tmp_path / "none")]) == 1
         told = capsys.readouterr().err
-        assert f"there is no model repository {tmp_path / 'none'} here: name yours with --model-repository DIR" in told
-        assert "`headrace models build` makes one to try" in told
+        assert (
+            f"there is no model repository {tmp_path / 'none'} here: name a repository with --model-repository DIR"
+            in told
+        )
+        assert "`headrace models build` builds a demo" in told
 
 
 def test_without_tensorrt_the_way_to_it_is_told(
