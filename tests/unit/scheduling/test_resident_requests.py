@@ -21,7 +21,7 @@ from headrace.scheduling.policy import BatchPolicy
 from tests.support.fake_pipeline import RAISES, FakePipeline
 from tests.support.fakes import FakeModel, ask
 from tests.support.residents import HostOwner, resident
-from tests.unit.scheduling.test_pipeline_handle import error_of, play, served
+from tests.unit.scheduling.test_handle_pipeline import error_of, play, served
 
 
 def located(value: float, rows: int = 1, device: int = PINNED) -> InferRequest:

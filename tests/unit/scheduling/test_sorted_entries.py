@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.unit.scheduling.test_order import entry
+from tests.unit.scheduling.test_queue_order import entry
 
 KEYS = st.integers(1, 12)  # so few that many are equal
 STEPS = st.lists(

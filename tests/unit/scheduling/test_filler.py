@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC
 from tests.support.residents import read, resident
-from tests.unit.scheduling.test_pipeline_handle import play, served
+from tests.unit.scheduling.test_handle_pipeline import play, served
 
 MIB = 1 << 20
 
