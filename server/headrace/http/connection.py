@@ -27,7 +27,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
-from headrace.core.limits import ClientLimits
+from headrace.core.limits import BodyReservation, ClientLimits
+from headrace.http.infer_endpoint import InferEndpoint, ParsedHead
+from headrace.http.repeated import RepeatedRequest
 from headrace.inference.tensor_codec import BodyBytes
 
 # --- Timeouts: headers, body, and a client that does not read its response ---------------------------------------------
@@ -276,6 +278,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._checked_cycle: RequestResponseCycle | None = None
         # The cycle whose application runs. With pipelined requests it is not the last one, which is `self.cycle`.
         self._active_cycle: RequestResponseCycle | None = None
+        self._endpoint: InferEndpoint | None = None  # of the requests whose heads are known
+        self._repeatable_head = b""  # of the request that was parsed last, if it came in one read and alone
         self._refusal = (0, "")
         self._has_received = False
         self._reservation = client_limits.reserve()  # of the request that is being read; also in its scope
@@ -380,11 +384,13 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass bytes to the parser, then receive the rest of a large body directly."""
-        if self.parser is None:
+        if self.parser is None or (self._endpoint is not None and self._serve_repeated(data, self._endpoint)):
             return
         stage_before, scope = self.stage, self.scope
+        is_alone = stage_before is Stage.BETWEEN or not self._has_received
         self._has_received = True
         super().data_received(data)
+        self._repeatable_head = self._read_head(data) if is_alone and self.scope is not scope else b""
         if self.stage is stage_before and self.scope is scope and stage_before is not Stage.BETWEEN:
             self._count(len(data))
         if self.stage is Stage.HEADERS:
@@ -458,15 +464,73 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         body, cycle.body = bytes(cycle.body), bytearray()  # an idle connection holds no body
         return body
 
+    def remember_head(self, endpoint: InferEndpoint, head: ParsedHead) -> None:
+        """See `Connection`."""
+        self._endpoint = endpoint
+        if self._repeatable_head:
+            endpoint.keep_head(self._repeatable_head, head)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """The head in a read that began between two messages and ended with the first of them; b"" if none can be kept."""
+        head = data[: data.find(b"\r\n\r\n") + 4]
+        cycle = self.cycle
+        if (
+            self.stage is not Stage.BETWEEN
+            or self.pipeline
+            or not cycle.keep_alive
+            or cycle.waiting_for_100_continue
+            or self._chunks
+            or not head.startswith(b"POST ")
+            or b"upgrade" in head.lower()
+            or len(head) + self._body_bytes != len(data)
+            or _content_length(cycle.scope["headers"]) != self._body_bytes  # type: ignore[arg-type]
+        ):
+            return b""
+        return head
+
+    def _serve_repeated(self, data: bytes, endpoint: InferEndpoint) -> bool:
+        """Serve a read that is a known head and exactly its body; False if it is for the parser."""
+        end = data.find(b"\r\n\r\n") + 4
+        head = endpoint.heads.get(data[:end])
+        if (
+            head is None
+            or self.stage is not Stage.BETWEEN
+            or not self.cycle.response_complete
+            or len(data) - end != head.headers.content_length
+        ):
+            return False
+        self._unset_keepalive_if_required()
+        reservation = self._reservation = BodyReservation(self._client_limits)
+        request = RepeatedRequest(self, endpoint, head, reservation)
+        self.cycle = self._active_cycle = request  # type: ignore[assignment]
+        try:
+            reservation.grow(len(data) - end)
+        except Overloaded as error:
+            self.stage = Stage.BODY
+            self._refuse(503, str(error))
+            return True
+        self.tasks.add(request)  # type: ignore[arg-type]
+        request.begin(data[end:])
+        return True
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough of what was written."""
+        await self.flow.drain()
+
     def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a complete response; returns False if the write buffer is full and the response must go through `send`.
+        """See `Connection`."""
+        return self.write(send.__self__, head, parts)
+
+    def write(
+        self, cycle: RequestResponseCycle | RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]
+    ) -> bool:
+        """Write a complete response; returns False if the write buffer is full and the response must wait.
 
         Args:
-            send: ASGI send of the request.
+            cycle: of the request.
             head: status line and headers, each with its line end, without the empty line.
             parts: of the body.
         """
-        cycle: RequestResponseCycle = send.__self__
         if self.flow.write_paused or cycle.response_started:
             return False
         if cycle.disconnected:

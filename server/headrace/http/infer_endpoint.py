@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -22,7 +22,14 @@ from headrace.http.codec import Body, ModelCodec
 from headrace.inference import compression
 from headrace.inference.models import Handle, Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
-from headrace.inference.response_metadata import Header, Headers, LoadHeaders, orca_headers, timing_headers
+from headrace.inference.response_metadata import (
+    Header,
+    Headers,
+    LoadHeaders,
+    header_lines,
+    orca_headers,
+    timing_headers,
+)
 from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
 from headrace.inference.tensor_codec import BodyBytes
@@ -38,11 +45,17 @@ _ENDPOINT_HEADERS = frozenset(
 )
 _JSON_TYPE = (b"content-type", b"application/json")
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
+_STATUS_OK = b"HTTP/1.1 200 OK\r\n"
 _JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
 _BINARY_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\n"
     b"inference-header-content-length: %d\r\ncontent-length: %d\r\n"
 )
+
+
+# Heads that are kept, and their largest size.
+_MAX_HEADS = 256
+_MAX_HEAD_BYTES = 4096
 
 
 class Connection(Protocol):
@@ -52,6 +65,9 @@ class Connection(Protocol):
 
     async def read_body(self, send: Send) -> bytes | BodyBytes | None:
         """Return the request body; None if the endpoint must call `receive` for it."""
+
+    def remember_head(self, endpoint: InferEndpoint, head: ParsedHead) -> None:
+        """Serve the next requests with the head of this request without the parser, if it allows that."""
 
     def write_response(self, send: Send, head: bytes, parts: Body) -> bool:
         """Write a complete response; returns False if it must go through `send`."""
@@ -101,6 +117,14 @@ class InferHeaders:
             self.options = options_reader.read(option_values)
 
 
+class ParsedHead(NamedTuple):
+    """Result of parsing the request line and headers of an inference request."""
+
+    model: str
+    version: str
+    headers: InferHeaders
+
+
 WIRE = Wire("http", "200", lambda error: str(http_status(error)), load_in_parameters=False)
 
 
@@ -112,6 +136,11 @@ class InferEndpoint:
         client_limits: limits of all requests.
         options_reader: parser of the request options in the headers.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        clock: see Args.
+        heads: results of parsing, by the bytes of the head; see `headrace.http.repeated`.
+        service: the steps of a request.
     """
 
     def __init__(
@@ -122,12 +151,13 @@ class InferEndpoint:
         clock: Clock = monotonic_ns,
     ) -> None:
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
-        self._service = InferenceService(
+        self.service = InferenceService(
             services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits), clock
         )
         self._client_limits = client_limits
         self._options_reader = options_reader or RequestOptionsReader()
-        self._clock = clock
+        self.clock = clock
+        self.heads: dict[bytes, ParsedHead] = {}
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
@@ -138,7 +168,7 @@ class InferEndpoint:
             model: name.
             version: "" for the latest.
         """
-        service, clock = self._service, self._clock
+        service, clock = self.service, self.clock
         pending = PendingRequest(model, version, clock())
         try:
             handle = service.lease(pending)
@@ -150,11 +180,10 @@ class InferEndpoint:
             body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = clock()
             completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns)
+            if connection is not None and not headers.content_encoding and options.trace is None:
+                connection.remember_head(self, ParsedHead(model, version, headers))
             await _wait(completion, connection, receive)
-            size, parts = service.finish(pending)
-            extra_headers = self._load_headers(handle, pending.done_ns)
-            if options is not NO_OPTIONS or pending.template.timing:
-                extra_headers = _requested_headers(pending, extra_headers)
+            size, parts, extra_headers = self.finish(pending)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(scope, send, error, pending)
             return
@@ -168,13 +197,40 @@ class InferEndpoint:
         if pending.options is NO_OPTIONS:  # failed before the headers were parsed
             with suppress(BadRequest):
                 pending.options = InferHeaders(scope["headers"], self._options_reader).options
-        failure = self._service.fail(pending, error)
+        failure, load_headers = self.fail(pending, error)
         forget_frames(error)
-        load_headers: Sequence[Header] = ()
-        if pending.handle is not None and failure is error:
-            load_headers = self._load_headers(pending.handle, self._clock()).pairs
         if not isinstance(failure, Cancelled):
             await send_error(send, failure, load_headers)
+
+    def finish(self, pending: PendingRequest) -> tuple[int | None, Body, Headers]:
+        """Encode the response of a request whose completion is settled.
+
+        Returns:
+            Size of the JSON header in front of binary tensors, None if there are none; parts of the body; further headers.
+
+        Raises:
+            HeadraceError: what the caller gets instead.
+        """
+        size, parts = self.service.finish(pending)
+        assert pending.handle is not None
+        extra_headers = self._load_headers(pending.handle, pending.done_ns)
+        if pending.options is not NO_OPTIONS or pending.template.timing:
+            extra_headers = _requested_headers(pending, extra_headers)
+        return size, parts, extra_headers
+
+    def fail(self, pending: PendingRequest, error: BaseException) -> tuple[HeadraceError, Sequence[Header]]:
+        """Record a failed request; returns the error for the caller and further headers of its response."""
+        failure = self.service.fail(pending, error)
+        if pending.handle is None or failure is not error:
+            return failure, ()
+        return failure, self._load_headers(pending.handle, self.clock()).pairs
+
+    def keep_head(self, content: bytes, head: ParsedHead) -> None:
+        """Keep the result of parsing a head; the table is bounded, and emptied when it is full."""
+        if len(content) <= _MAX_HEAD_BYTES:
+            if len(self.heads) >= _MAX_HEADS:
+                self.heads.clear()
+            self.heads[content] = head
 
     def _load_headers(self, handle: Handle, now_ns: int) -> Headers:
         load = self._loads.get(handle)
@@ -268,24 +324,41 @@ async def _send_response(
     accept_encoding: str,
     extra_headers: Headers,
 ) -> None:
-    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-    encoding = compression.select_encoding(accept_encoding, size) if accept_encoding else ""
-    if encoding:
-        parts = [compression.compress(b"".join(parts), encoding)]
-        size = len(parts[0])
-    elif connection is not None:
-        head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
-        if connection.write_response(send, head + extra_headers.lines, parts):
+    if connection is not None:
+        head, encoded = success_head(header_size, parts, accept_encoding, extra_headers)
+        if connection.write_response(send, head, encoded):
             return
+    headers, parts = _success_headers(header_size, parts, accept_encoding)
+    headers.extend(extra_headers.pairs)
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"".join(parts)})
+
+
+def success_head(
+    header_size: int | None, parts: Body, accept_encoding: str, extra_headers: Headers
+) -> tuple[bytes, Body]:
+    """Status line and headers of a response with status 200, without the empty line; and the parts of its body, compressed if
+    that pays off."""
+    if accept_encoding:
+        headers, parts = _success_headers(header_size, parts, accept_encoding)
+        return _STATUS_OK + header_lines(headers) + extra_headers.lines, parts
+    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+    head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
+    return head + extra_headers.lines, parts
+
+
+def _success_headers(header_size: int | None, parts: Body, accept_encoding: str) -> tuple[list[Header], Body]:
+    size = sum(map(len, parts))
+    encoding = compression.select_encoding(accept_encoding, size) if accept_encoding else ""
     headers = [_JSON_TYPE]
     if header_size is not None:
         headers = [_BINARY_TYPE, (b"inference-header-content-length", b"%d" % header_size)]
     if encoding:
+        parts = [compression.compress(b"".join(parts), encoding)]
+        size = len(parts[0])
         headers.append((b"content-encoding", encoding.encode()))
     headers.append((b"content-length", b"%d" % size))
-    headers.extend(extra_headers.pairs)
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"".join(parts)})
+    return headers, parts
 
 
 def error_response(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:

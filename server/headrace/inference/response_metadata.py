@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import orjson
@@ -89,7 +90,7 @@ class Headers(NamedTuple):
 
     def with_pairs(self, pairs: list[Header]) -> Headers:
         """Return these headers and others."""
-        return Headers((*self.pairs, *pairs), self.lines + _lines(pairs))
+        return Headers((*self.pairs, *pairs), self.lines + header_lines(pairs))
 
 
 class LoadHeaders:
@@ -110,7 +111,7 @@ class LoadHeaders:
                 (b"headrace-queue-depth", b"%d" % load.depth),
                 (b"headrace-predicted-wait-us", b"%d" % (load.wait_ns // NS_PER_US)),
             ]
-            self._headers = Headers(tuple(pairs), _lines(pairs))
+            self._headers = Headers(tuple(pairs), header_lines(pairs))
         return self._headers
 
 
@@ -162,5 +163,6 @@ def _metrics(load: ModelLoad) -> dict[str, int]:
     }
 
 
-def _lines(pairs: list[Header]) -> bytes:
+def header_lines(pairs: Sequence[Header]) -> bytes:
+    """Headers in their form on the wire, each with its line end."""
     return b"".join([b"%s: %s\r\n" % pair for pair in pairs])

@@ -256,7 +256,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         handle, response = pending.handle, pending.completion.outcome
         assert handle is not None
         if not isinstance(response, InferResponse):
-            raise response if isinstance(response, HeadraceError) else Unavailable("the request was not answered")
+            raise response if isinstance(response, Exception) else Unavailable("the request was not answered")
         options = pending.options
         if options is not NO_OPTIONS or pending.template.timing:
             pending.parameters = self._parameters(pending, handle, response)

@@ -1,0 +1,168 @@
+"""Serves HTTP requests whose head repeats that of an earlier request, without the parser and without a task.
+
+A client sends the same head with each request, byte for byte. Parsing it, the task and the steps of ASGI take half of the event
+loop's time of a small request. So results of parsing are kept by the bytes of the head, as HTTP/2 keeps header blocks.
+A read that holds a known head and exactly its body is decoded and queued at once, and the callback of its completion writes the
+response. uvicorn serves everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from headrace.core.completion import LoopCompletion
+from headrace.core.errors import Cancelled, Unavailable, forget_frames
+from headrace.core.limits import BodyReservation
+from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, error_response, success_head
+from headrace.inference.response_metadata import header_lines
+from headrace.inference.service import PendingRequest
+
+logger = logging.getLogger("headrace.http")
+
+
+class ResponseWriter(Protocol):
+    """The part of `HeadraceHttpProtocol` that a repeated request uses; see there."""
+
+    completion: LoopCompletion | None
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    tasks: set[asyncio.Task[None]]
+
+    def on_response_complete(self) -> None:
+        """Continue with the next request of the connection."""
+
+    def write(self, cycle: RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+        """Write a whole response; False if the client reads slowly."""
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough."""
+
+
+class _NoEvent:
+    """Stands for the event of a uvicorn cycle: nothing waits for parts of a repeated request."""
+
+    def set(self) -> None:
+        """A no-op."""
+
+
+class RepeatedRequest:
+    """One request: begun by `begin`, ended by the callback of its completion. Ownership: the event loop.
+
+    It stands for uvicorn's RequestResponseCycle in the connection, and for the task of the request in the server's set of tasks,
+    which a shutdown waits for and cancels at last.
+
+    Args:
+        connection: that the request came on.
+        endpoint: serves it.
+        head: of the request.
+        reservation: of its body, ended with the request.
+
+    Attributes:
+        disconnected, keep_alive, response_started, response_complete: see uvicorn's RequestResponseCycle.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_endpoint",
+        "_head",
+        "_pending",
+        "_reservation",
+        "_writing",
+        "disconnected",
+        "keep_alive",
+        "on_response",
+        "response_complete",
+        "response_started",
+    )
+
+    body = b""
+    more_body = waiting_for_100_continue = False
+    message_event = _NoEvent()
+
+    def __init__(
+        self, connection: ResponseWriter, endpoint: InferEndpoint, head: ParsedHead, reservation: BodyReservation
+    ) -> None:
+        self._connection = connection
+        self._endpoint = endpoint
+        self._head = head
+        self._reservation = reservation
+        self._pending: PendingRequest | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self.on_response = connection.on_response_complete
+        self.disconnected = self.response_started = self.response_complete = False
+        self.keep_alive = True
+
+    def begin(self, body: bytes) -> None:
+        """Decode and queue the request; never raises."""
+        endpoint, head = self._endpoint, self._head
+        service, options = endpoint.service, head.headers.options
+        pending = self._pending = PendingRequest(head.model, head.version, endpoint.clock(), options)
+        try:
+            handle = service.lease(pending)
+            deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
+            completion = service.enqueue(pending, handle, body, head.headers.header_size, deadline_ns)
+        except Exception as error:
+            self._fail(pending, error)
+            return
+        self._connection.completion = completion
+        completion.then(self._finish)
+
+    def cancel(self, msg: str | None = None) -> None:
+        """End the request with an error, as its time to drain is over; see `asyncio.Task.cancel`."""
+        if self._writing is not None:
+            self._writing.cancel()
+            self._connection.transport.abort()
+        elif self._pending is not None:
+            self._pending.completion.settle(
+                Unavailable("the server is shutting down and could not wait for this request")
+            )
+
+    def _finish(self) -> None:
+        """Write the response, after the completion is settled; never raises."""
+        pending = self._pending
+        assert pending is not None, "a completion calls back once"
+        self._connection.completion = None
+        try:
+            header_size, parts, extra_headers = self._endpoint.finish(pending)
+            head, parts = success_head(header_size, parts, self._head.headers.accept_encoding, extra_headers)
+            self._write(head, parts)
+        except Exception as error:
+            self._fail(pending, error)
+
+    def _fail(self, pending: PendingRequest, error: Exception) -> None:
+        try:
+            failure, load_headers = self._endpoint.fail(pending, error)
+            forget_frames(error)
+            if isinstance(failure, Cancelled):
+                self._end()
+                return
+            status, headers, body = error_response(failure)
+            self._write(STATUS_LINE[status] + header_lines([*headers, *load_headers]), [body])
+        except Exception:
+            logger.exception("the response of a failed request could not be written")
+            self._end()
+            self._connection.transport.abort()
+
+    def _write(self, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
+        if self._connection.write(self, head, parts):
+            self._end()
+        else:
+            self._writing = self._connection.loop.create_task(self._write_later(head, parts))
+
+    async def _write_later(self, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
+        """Wait for a client that reads slowly."""
+        try:
+            while not self._connection.write(self, head, parts):
+                await self._connection.drain()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._reservation.end()
+        self._connection.tasks.discard(self)
+        self._pending = self._writing = None  # an idle connection keeps no tensors
