@@ -362,6 +362,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/pipelines",
     "server/headrace/grpc",
     "server/headrace/config",
+    "engines/headrace_engines",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

@@ -1,1 +1,1 @@
-"""Writes a model in a lower precision: casts, Q/DQ pairs, layers that stay in floating point."""
+"""Lower precisions: casts, Q/DQ pairs, and layers in floating point."""

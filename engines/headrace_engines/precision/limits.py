@@ -1,24 +1,24 @@
-"""The two 16-bit formats, the types that operators allow, and the nodes that a 16-bit format would harm.
+"""The formats FP16 and BF16, the types that operators allow, and the nodes that lose too much accuracy in 16 bits.
 
-By rule, because the harm is inside the operator where no tensor shows it:
+By rule, since the error is inside of the operator and in no tensor:
 
     norms without `stash_type`, LRN, ReduceL2, ...      they square their input: FP16 overflows from 256 on
-    LayerNormalization, GroupNormalization, RMSNormalization        only where `stash_type` is not FP32, its default: with it the
-        operator reads and writes 16 bits and computes in FP32, and so does TensorRT's INormalizationLayer
+    LayerNormalization, GroupNormalization, RMSNormalization        only if `stash_type` is not FP32, its default: with FP32 the
+        operator reads and writes 16 bits and computes in FP32, as TensorRT's INormalizationLayer does
     norms written out (Pow(2) or Mul -> ReduceMean -> Add -> Sqrt -> Div or Reciprocal)     every node of them
     CumSum, Softmax along more than 4,096 values        long sums
     Sin, Cos, Tan and the nodes that compute their angle        FP16 has an error of a quarter of a radian at 1,000 rad
     GridSample, RoiAlign, MaxRoiPool        coordinates: FP16 has 11 bits, a picture has more than a thousand pixels
 
-By measurement, in the activations of a few samples and in the weights, for a node that reads or writes a tensor
+By measurement of the activations of a few samples and of the weights, for a node that reads or writes a tensor
 
     with values beyond a quarter of the format's largest    the few samples do not contain the largest value that can occur
-    that loses more than eight times the rounding error     its values are so small that they become subnormal or zero
+    with an error of more than eight times the rounding error       its small values become subnormal or zero
     whose nonzero values become zero and are a divisor, or the argument of a logarithm
     that is the mean of so many values that their sum would overflow
-    that was made of integers which the format cannot represent
+    that was cast from integers which the format cannot represent
 
-A mask's huge negative values, which only go into Softmax, do not count: `cast` saturates them.
+Large negative values of a mask that only Softmax reads do not count: `cast_model` saturates them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import raise_opset
 
 Array = npt.NDArray[Any]
-# What multiplies and adds the most: where FP16 and BF16 pay. The rest runs at the speed of memory.
+# Operators with most of the arithmetic, which FP16 and BF16 speed up. The others are limited by memory bandwidth.
 HEAVY = frozenset(
     {"Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "Einsum", "Attention", "LSTM", "GRU", "RNN"}
 )
-# What only brings values to another place: exact in any format.
+# Operators that only move values: exact in any format.
 MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat", "Split", "Slice", "Gather"}
     | {"Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Shape", "GatherND", "GatherElements", "Dropout", "Cast"}
 )
-# What a constant only bounds.
+# Operators with constants that are bounds.
 BOUNDING = frozenset({"Clip", "Min", "Max"})
-# Operators whose output type is an attribute, which is then rewritten.
+# Operators with an attribute for the output type; a cast rewrites it.
 TYPE_ATTRIBUTE = {"Cast": "to", "ConstantOfShape": "value"}
-# Inputs that are parameters of an operator rather than operands: they stay as they are.
+# Inputs that are parameters of an operator: a cast does not change them.
 _PARAMETERS = {"Resize": "roi", "Dropout": "ratio", "OneHot": "depth"}
 
 
@@ -65,10 +65,10 @@ class FloatFormat:
     Attributes:
         name: "fp16" or "bf16".
         element_type: `TensorProto.DataType`.
-        dtype: NumPy's.
-        largest: finite value.
-        epsilon: between 1 and the next value.
-        opset: the first in which convolutions and pooling may have it.
+        dtype: NumPy type.
+        largest: largest finite value.
+        epsilon: difference between 1 and the next value.
+        opset: first opset in which convolutions and pooling allow the type.
     """
 
     name: str
@@ -79,12 +79,12 @@ class FloatFormat:
     opset: int
 
     def round(self, values: Array) -> Array:
-        """FP32 values as the format has them, in FP32; those beyond `largest` become infinite."""
+        """Return FP32 values rounded to the format, as FP32; values beyond `largest` become infinite."""
         with np.errstate(over="ignore"):
             return values.astype(self.dtype).astype(np.float32)
 
     def tensor(self, values: Array, bound: float) -> TensorProto:
-        """A constant; finite values that the format does not have become `bound` with their sign."""
+        """Return a constant in the format; finite values beyond `largest` become `bound` with their sign."""
         beyond = np.isfinite(values) & (np.abs(values) > self.largest)
         values = np.where(beyond, np.copysign(np.float32(bound), values), values)
         raw = np.ascontiguousarray(values.astype(self.dtype)).tobytes()
@@ -100,18 +100,18 @@ FORMATS = {
 
 
 def float_format(precision: str) -> FloatFormat:
-    """The format of a precision.
+    """Return the format of a precision.
 
     Raises:
-        BuildError: it is none of 16 bits.
+        BuildError: the precision is not one of 16 bits.
     """
     if precision not in FORMATS:
-        raise BuildError(f"a model cannot be cast to '{precision}': say {' or '.join(FORMATS)}")
+        raise BuildError(f"a model cannot be cast to '{precision}': use {' or '.join(FORMATS)}")
     return FORMATS[precision]
 
 
 def at_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
-    """The model at this opset or a later one, as it is where it cannot be brought there; the given one is not changed."""
+    """Return the model converted to this opset or a later one; the same model if the conversion fails or loses nodes."""
     try:
         raised = raise_opset(model, version)
     except BuildError:
@@ -127,7 +127,7 @@ class Signature:
     Attributes:
         inputs: indexes of the FP32 inputs that become 16-bit.
         outputs: indexes of the FP32 outputs that become 16-bit.
-        follows: it has no FP32 output (comparisons, ArgMax, Shape): it takes the format of its input.
+        follows: it has no FP32 output (comparisons, ArgMax, Shape) and is cast with its input.
     """
 
     inputs: tuple[int, ...]
@@ -136,14 +136,14 @@ class Signature:
 
 
 def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Signature | None:
-    """Return the inputs and outputs that a cast of a node changes, by its operator's schema; None where it must stay as it is.
+    """Return the inputs and outputs that a cast of a node changes, by its operator's schema; None if it cannot be cast.
 
-    That is: an operator without a schema (another vendor's), one with subgraphs, one that does not allow the type at the model's
-    opset, one that reads a tensor of unknown type, and one without FP32 tensors.
+    Not cast are: operators without a schema (of other vendors), with subgraphs, without the type at the model's opset, with an
+    input of unknown type, or without FP32 tensors.
 
     Args:
-        graph: of the model.
-        node: of the graph.
+        graph: graph of the model.
+        node: node of the graph.
         element_type: `TensorProto.DataType` to cast to.
     """
     schema = schema_of(graph, node)
@@ -159,7 +159,7 @@ def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Sign
     reads = {
         i: formal.type_str for i, formal in inputs.items() if formal.name != parameter and formal.type_str in allowed
     }
-    # A type that no input shares is set by an attribute: one that can be rewritten, or one like LayerNormalization's stash_type.
+    # A type without an input is set by an attribute: a rewritable one, or one like stash_type of LayerNormalization.
     by_attribute = node.op_type in TYPE_ATTRIBUTE
     makes = {i: formal.type_str for i, formal in outputs.items() if formal.type_str in reads.values() or by_attribute}
     if not all(allowed.get(variable, False) for variable in (*reads.values(), *makes.values())):
@@ -170,7 +170,7 @@ def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Sign
 
 
 def schema_of(graph: OnnxGraph, node: onnx.NodeProto) -> defs.OpSchema | None:
-    """The schema of a node's operator at the model's opset, None for an operator that ONNX does not define."""
+    """Return the schema of a node's operator at the model's opset; None for an operator that ONNX does not define."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     version = next((o.version for o in graph.model.opset_import if o.domain == domain), None)
     version = graph.opset if version is None and not domain else version
@@ -195,7 +195,7 @@ def _type_text(element_type: int) -> str:
 def upstream_nodes(
     graph: OnnxGraph, node: onnx.NodeProto, through: Callable[[onnx.NodeProto], bool]
 ) -> list[onnx.NodeProto]:
-    """The nodes that a node's inputs come from, as far back as `through` holds; without the node itself."""
+    """Return the nodes before a node, as far back as `through` returns True."""
     nodes: dict[int, onnx.NodeProto] = {}
     waiting = [node]
     while waiting:
@@ -207,11 +207,11 @@ def upstream_nodes(
     return list(nodes.values())
 
 
-# So many samples are measured; a few show the order of magnitude, which is enough here.
+# Number of measured samples; a few are enough for the order of magnitude.
 SAMPLES = 16
-# Share of the largest value that activations may reach on them.
+# Largest allowed activation on these samples, as a share of the format's largest value.
 _MARGIN = 0.25
-# Of a tensor's energy (as a root), in units of the format's epsilon; rounding costs up to 0.3 of it.
+# Largest error relative to the tensor's RMS, in units of the format's epsilon; rounding alone is at most 0.3.
 _LOSS = 8.0
 _LONG_SOFTMAX = 4096
 _SQUARES = {"InstanceNormalization", "MeanVarianceNormalization", "LpNormalization", "LRN", "LpPool", "GlobalLpPool"}
@@ -231,7 +231,7 @@ _BY_RULE = _SQUARES | _SUMS | _COORDINATES
 _STASHING = {"LayerNormalization", "GroupNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
 _ANGLES = {"Sin", "Cos", "Tan"}
 _MEANS = {"ReduceMean", "GlobalAveragePool"}
-# By operator, the input where zero is a catastrophe.
+# Index of the input that must not become zero, by operator.
 _NOT_ZERO = {"Div": 1, "Reciprocal": 0, "Log": 0}
 _INTEGERS = {
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
@@ -242,11 +242,11 @@ _BETWEEN_MEAN_AND_ROOT = {"Add", "Max", "Clip", "Cast", "Identity"}
 
 
 def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: str, report: Report) -> set[str]:
-    """Names of the nodes that should not be cast.
+    """Return the names of the nodes that should not be cast.
 
     Args:
-        model: FP32, without Q/DQ, its nodes named (as after `simplify`).
-        samples: the first 16 are run; None: only rules and weights count.
+        model: FP32, without Q/DQ, with named nodes (as after `simplify`).
+        samples: samples of which the first 16 are run; None to use only rules and weights.
         precision: "fp16" or "bf16".
         report: called after every sample.
 
@@ -257,7 +257,7 @@ def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: s
     graph = OnnxGraph(copy_model(at_opset(model, numbers.opset)))
     unnamed = next((node for node in graph.nodes if not node.name), None)
     if unnamed is not None:
-        raise BuildError(f"a {unnamed.op_type} that makes '{unnamed.output[0]}' has no name: simplify the model first")
+        raise BuildError(f"the {unnamed.op_type} of output '{unnamed.output[0]}' has no name: simplify the model first")
     keep = {node.name for node in graph.nodes if _by_rule(graph, node)}
     norms = _written_out_norms(graph)
     keep |= {name for norm in norms for name in norm.nodes} | _angle_nodes(graph) | _by_weights(graph, numbers)
@@ -287,7 +287,7 @@ def _long(sizes: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """A norm that is written out: what it norms, its nodes, and the scale and shift behind it."""
+    """A norm written as single operators: producer of its input, its nodes, and the scale and shift after it."""
 
     source: onnx.NodeProto | None
     nodes: frozenset[str]
@@ -295,7 +295,7 @@ class _Norm:
 
 
 def _written_out_norms(graph: OnnxGraph) -> list[_Norm]:
-    """Means of squares whose root divides, with all that belongs to them."""
+    """Find divisions by the root of a mean of squares, with all of their nodes."""
     norms = []
     for mean in (node for node in graph.nodes if node.op_type in ("ReduceMean", "ReduceSum")):
         square = graph.producer(mean.input[0])
@@ -305,7 +305,7 @@ def _written_out_norms(graph: OnnxGraph) -> list[_Norm]:
         if not divided:
             continue
         nodes = {square.name, mean.name, *behind}
-        # The mean that was taken off before, and the difference.
+        # The subtraction of the mean before the square.
         source, centred = square.input[0], graph.producer(square.input[0])
         if centred is not None and centred.op_type == "Sub":
             source = centred.input[0]
@@ -316,10 +316,10 @@ def _written_out_norms(graph: OnnxGraph) -> list[_Norm]:
 
 
 def _affine_in_fp32(norms: list[_Norm], keep: set[str]) -> set[str]:
-    """Scales and shifts that stay FP32 with their norm: those of norms of FP32 tensors.
+    """Return the scales and shifts that stay FP32 with their norm: those of norms of FP32 tensors.
 
-    ONNX Runtime fuses a norm with what is behind it into an operator of one type, that of the tensor before the cast that
-    leads into the norm; its type check fails where the scale has another.
+    ONNX Runtime fuses a norm with the nodes after it into an operator of one type, the type before the cast of the norm's input.
+    Its type check fails if the scale has another type.
     """
     return {name for norm in norms if norm.source is None or norm.source.name in keep for name in norm.affine}
 
@@ -350,7 +350,7 @@ def _divisions_by_root(graph: OnnxGraph, mean: onnx.NodeProto) -> tuple[list[onn
 
 
 def _affine(graph: OnnxGraph, normed: list[onnx.NodeProto]) -> frozenset[str]:
-    """Names of the scale and the shift behind a norm."""
+    """Return the names of the scale and the shift after a norm."""
     names: set[str] = set()
     nodes = normed
     for operator in ("Mul", "Add"):
@@ -361,10 +361,10 @@ def _affine(graph: OnnxGraph, normed: list[onnx.NodeProto]) -> frozenset[str]:
 
 
 def _angle_nodes(graph: OnnxGraph) -> set[str]:
-    """Trigonometry and what computes its angles, as far back as the last layer with weights."""
+    """Return trigonometric nodes and the nodes of their angles, back to the last layer with weights."""
 
     def computes(node: onnx.NodeProto) -> bool:
-        # The frequencies of rotary positions are a vector, and may be multiplied by MatMul.
+        # The frequencies of rotary positions are a vector, possibly multiplied by MatMul.
         return node.op_type not in HEAVY or not any(_is_matrix(graph.constant(name)) for name in node.input)
 
     names = set()
@@ -394,7 +394,7 @@ class _Extent:
     sum_share: int = 1
 
     def add(self, values: Array, numbers: FloatFormat, masked: bool) -> None:
-        """Count in an array; of a masked tensor what is hugely negative is left out."""
+        """Add an array, without the large negative values of a masked tensor."""
         values = values[np.isfinite(values)]
         if masked:
             values = values[values > -_MARGIN * numbers.largest]
@@ -417,7 +417,7 @@ class _Extent:
 
 
 def _by_weights(graph: OnnxGraph, numbers: FloatFormat) -> set[str]:
-    """Nodes with a constant that overflows, or is lost."""
+    """Return the nodes with a constant that overflows or loses too much accuracy."""
     names: set[str] = set()
     measured: dict[str, _Extent] = {}
     for node, changes in _castable(graph, numbers):
@@ -440,7 +440,7 @@ def _by_weights(graph: OnnxGraph, numbers: FloatFormat) -> set[str]:
 
 
 def _castable(graph: OnnxGraph, numbers: FloatFormat) -> Iterator[tuple[onnx.NodeProto, tuple[int, ...]]]:
-    """The nodes that could be cast, with the inputs that would change."""
+    """Yield the nodes that can be cast, with the indices of the inputs that would change."""
     for node in graph.nodes:
         match = signature(graph, node, numbers.element_type)
         if match is not None:
@@ -464,7 +464,7 @@ def _only_into_softmax(graph: OnnxGraph, tensor: str) -> bool:
 
 
 def _by_activations(graph: OnnxGraph, numbers: FloatFormat, samples: Samples, report: Report) -> set[str]:
-    """Nodes that read or make a tensor which the format cannot hold."""
+    """Return the nodes that read or produce a tensor which the format cannot represent."""
     castable = list(_castable(graph, numbers))
     names: dict[str, None] = {}
     for node, changes in castable:
@@ -496,7 +496,7 @@ def _by_activations(graph: OnnxGraph, numbers: FloatFormat, samples: Samples, re
 def _measure(
     graph: OnnxGraph, numbers: FloatFormat, names: list[str], samples: Samples, report: Report
 ) -> dict[str, _Extent]:
-    """The extents of FP32 tensors over samples."""
+    """Return the extents of FP32 tensors over samples, by name."""
     inputs = set(graph.inputs)
     runner = OnnxRunner(graph.model, [name for name in names if name not in inputs], optimize=False)
     masked = {name for name in names if _only_into_softmax(graph, name)}

@@ -1,32 +1,31 @@
 """Writes an FP32 model in the requested precision, for a target.
 
-    fp32             as it is, simplified
-    fp16, bf16       weights and activations cast; what would overflow or lose too much stays FP32
-    int8, fp8        ranges from samples -> Q/DQ -> biases corrected; if the accuracy does not hold, the most harmful layers
+    fp32             simplified model
+    fp16, bf16       weights and activations cast; nodes that would overflow or lose too much accuracy stay FP32
+    int8, fp8        ranges from samples -> Q/DQ -> corrected biases; if the accuracy does not hold, the most sensitive layers
                      stay in floating point
 
 The accuracy is first measured on ONNX Runtime, which runs any Q/DQ model: a TensorRT build takes minutes.
 
-The harm of a layer is the error of the model's outputs when this layer alone is quantised. It is measured for every layer, which
-takes a session and a run of the whole network each: with 16 samples on two cores about a second for each layer of resnet50.
+The sensitivity of a layer is the error of the model's outputs if only this layer is quantised. Each layer takes a session and a
+run of the whole network: with 16 samples on two cores about a second for each layer of resnet50.
 
-Cheaper would be the noise that each layer's quantisation adds to its own output, of all layers in one run. It does not predict
-the harm: on efficientnet_lite0 it found at best 5 of the 8 most harmful layers (rank correlation at most 0.63), because the
-layers behind decide what becomes of the noise. The harm measured on 8 samples found 7 or 8 of those measured on 32 (0.96).
+The noise that quantisation adds to the output of each layer would be cheaper: one run for all layers. It does not predict the
+sensitivity: on efficientnet_lite0 it found at most 5 of the 8 most sensitive layers (rank correlation at most 0.63), because
+    later
+layers amplify or suppress the noise. The sensitivity on 8 samples found 7 or 8 of those on 32 samples (0.96).
 
-FP16 and BF16 are strongly typed: every tensor has its type in the graph, no runtime has to choose.
+FP16 and BF16 models are strongly typed: every tensor has its type in the graph.
 
-What is cast and what is not:
-
-    weights                     are converted; one that is also read by an FP32 node is there twice
-    inputs and outputs          stay as they are: the model looks the same from outside
-    `keep`                      stays FP32, and so do subgraphs, and operators whose schema does not allow the type
-    computed from shapes        (sizes, positions) stays FP32: it takes no time, and it must be exact
-    without FP32 outputs        (comparisons, ArgMax, casts to integers) takes what it is given: that changes nothing
-    reshapes between FP32 nodes stay FP32: casting there and back gains nothing
+    weights                     are converted; a weight with an FP32 reader is stored in both types
+    inputs and outputs          are not changed
+    `keep`                      stays FP32, as do subgraphs and operators whose schema does not allow the type
+    computed from shapes        (sizes, positions) stays FP32: it takes no time and must be exact
+    without FP32 outputs        (comparisons, ArgMax, casts to integers) has the type of its input: the result is the same
+    reshapes between FP32 nodes stay FP32: two casts gain nothing
     Q and DQ                    see `Quantized`
 
-Casts are inserted between the two, one for all readers of a tensor.
+A tensor between FP32 and 16 bits has one cast for all of its readers.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ from headrace_engines.quantization.placement import PRODUCTS, tensors_to_calibra
 from headrace_engines.quantization.qdq import SAMPLES, correct_biases, quantizable, quantize
 from headrace_engines.quantization.samples import Samples
 
-# What is cast of a model with Q/DQ.
-#   "regions": only what no Q and no DQ touches, directly or through other FP32 nodes.
-#   "layers":  also layers that were left in floating point among quantised ones, with what follows them. What reads a DQ
-#              stays FP32, and so does what follows it up to the next such layer: it is fused with the quantised layer.
-#   "scales":  everything, the scales included. TensorRT 10.6 finds no kernel for Conv + Relu then.
+# Nodes to cast in a model with Q/DQ.
+#   "regions": nodes that are not connected to a Q or DQ, directly or through other FP32 nodes.
+#   "layers":  also layers in floating point among quantised ones, with the nodes after them. Readers of a DQ stay FP32, with the
+#              nodes after them up to the next such layer: they are fused with the quantised layer.
+#   "scales":  all nodes, with FP16 scales. TensorRT 10.6 finds no kernel for Conv + Relu then.
 Quantized = Literal["regions", "layers", "scales"]
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
-# The first version of Q and DQ with scales of 16 bits.
+# First opset of Q and DQ with scales of 16 bits.
 _SCALES_OPSET = 19
 _CHECK_LIMIT_BYTES = 2**31 - 1
 
@@ -82,20 +81,20 @@ _CHECK_LIMIT_BYTES = 2**31 - 1
 def cast_model(
     model: onnx.ModelProto, precision: str, keep: Collection[str] = (), quantized: Quantized = "layers"
 ) -> onnx.ModelProto:
-    """A model that computes in FP16 or BF16 where it can.
+    """Return a model that computes in FP16 or BF16.
 
-    Constants beyond the format's largest value saturate: at that value where they bound others (Clip, Min, Max), elsewhere at
-    half of it, so that adding to a saturated attention mask does not make it infinite. `must_stay_fp32` names the nodes for
-    which that would be wrong. BF16 convolutions need opset 22, to which the model is brought where that is possible.
+    Constants beyond the format's largest value saturate: at that value if they are bounds (Clip, Min, Max), else at half of it,
+    so that a sum with a saturated attention mask stays finite. `must_stay_fp32` returns the nodes for which saturation would be
+    wrong. BF16 convolutions need opset 22; the model is converted to it if possible.
 
     Args:
-        model: FP32, or with Q/DQ; is not changed.
+        model: FP32, or with Q/DQ; not changed.
         precision: "fp16" or "bf16".
         keep: names of nodes that stay FP32.
-        quantized: what is cast of a model with Q/DQ.
+        quantized: nodes to cast in a model with Q/DQ.
 
     Raises:
-        BuildError: the outcome is no valid ONNX model, or the precision is none of the two.
+        BuildError: the result is not a valid ONNX model, or the precision is neither of the two.
     """
     numbers = float_format(precision)
     opset = max(numbers.opset, _SCALES_OPSET if quantized == "scales" else 0)
@@ -108,7 +107,7 @@ def cast_model(
 
 
 def _lift_constants(graph: OnnxGraph) -> None:
-    """Make FP32 initializers of Constant nodes, and no inputs of initializers, so that there is one kind of constant."""
+    """Replace FP32 Constant nodes by initializers, and remove initializers from the inputs."""
     defaults = [entry for entry in graph.model.graph.input if graph.is_constant(entry.name)]
     for entry in defaults:
         graph.model.graph.input.remove(entry)
@@ -140,7 +139,7 @@ class _CastNode:
 def _nodes_to_cast(
     graph: OnnxGraph, numbers: FloatFormat, keep: frozenset[str], quantized: Quantized
 ) -> dict[str, _CastNode]:
-    """The nodes to cast, by the name of their first output."""
+    """Return the nodes to cast, by the name of their first output."""
     graph.sort()
     stay = _computed_from_shapes(graph) | _near_quantized(graph, quantized)
     chosen: dict[str, _CastNode] = {}
@@ -152,7 +151,7 @@ def _nodes_to_cast(
             continue
         if match.follows:
             read = [node.input[i] for i in match.inputs if not graph.is_constant(node.input[i])]
-            # What quantises weights needs the type of what dequantises them.
+            # The QuantizeLinear of weights needs the type of their DequantizeLinear.
             if not cast_tensors.issuperset(read) or not (read or node.op_type == "QuantizeLinear"):
                 continue
         chosen[key] = _CastNode(node, match)
@@ -165,13 +164,13 @@ def _key(node: onnx.NodeProto) -> str:
 
 
 def _computed_from_shapes(graph: OnnxGraph) -> set[str]:
-    """Nodes that depend on the inputs' shapes but not on their values, by key."""
+    """Return the keys of nodes that depend on shapes of the inputs but not on their values."""
     values, shapes = set(graph.inputs), set[str]()
     keys = set()
     for node in graph.nodes:
         by_value, by_shape = not values.isdisjoint(node.input), not shapes.isdisjoint(node.input)
         if any(a.HasField("g") or a.graphs for a in node.attribute):
-            by_value = True  # what a subgraph reads is not analysed
+            by_value = True  # reads of a subgraph are not analysed
         if by_value and node.op_type not in ("Shape", "Size"):
             values.update(node.output)
         elif by_value or by_shape:
@@ -181,7 +180,7 @@ def _computed_from_shapes(graph: OnnxGraph) -> set[str]:
 
 
 def _near_quantized(graph: OnnxGraph, quantized: Quantized) -> set[str]:
-    """Nodes of a model with Q/DQ that stay FP32, by key."""
+    """Return the keys of nodes that stay FP32 in a model with Q/DQ."""
     if quantized == "scales":
         return set()
     stay = {_key(node) for node in graph.nodes if node.op_type in _QDQ}
@@ -203,7 +202,7 @@ def _near_quantized(graph: OnnxGraph, quantized: Quantized) -> set[str]:
 
 
 def _floats(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
-    """The FP32 tensors that a node reads or makes, constants left out."""
+    """Return the FP32 tensors that a node reads or writes, without constants."""
     return {
         name
         for name in (*node.input, *node.output)
@@ -212,7 +211,7 @@ def _floats(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
 
 
 def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
-    """Nodes that are linked with FP32 tensors by FP32 tensors, Q and DQ being the borders, by key."""
+    """Return the keys of nodes that FP32 tensors connect with given ones, without a Q or DQ between."""
     reached: set[str] = set()
     waiting = list(tensors)
     while waiting:
@@ -226,7 +225,7 @@ def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
 
 
 def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str, _CastNode]:
-    """Leave out nodes that only move values from FP32 to FP32; those that read a table of weights save memory, and stay cast."""
+    """Remove nodes that only move values between FP32 nodes, except readers of a table of weights: these save memory."""
     visited: set[str] = set()
     islands: set[str] = set()
     for start in chosen:
@@ -244,7 +243,7 @@ def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str
 
 
 def _neighbours(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
-    """Keys of the nodes that a node shares an FP32 tensor with."""
+    """Return the keys of the nodes that share an FP32 tensor with a node."""
     names = _floats(graph, node)
     makers = (graph.producer(name) for name in names)
     return {_key(n) for n in makers if n is not None} | {_key(n) for name in names for n in graph.consumers(name)}
@@ -266,16 +265,16 @@ class _Writer:
         self._graph = graph
         self._numbers = numbers
         self._chosen = chosen
-        # Read under a name that cannot be changed: by the model's caller, and by subgraphs.
+        # Tensors whose name cannot change: outputs of the model and reads of subgraphs.
         self._fixed = set(graph.outputs) | {name for node in graph.nodes for name in captured(node)}
-        # Tensors whose maker was cast; FP32 tensors and their 16-bit twins, and the other way round.
+        # Outputs of cast nodes; 16-bit copies of FP32 tensors by name, and FP32 copies of 16-bit tensors by name.
         self._cast_outputs: set[str] = set()
         self._low: dict[str, str] = {}
         self._high: dict[str, str] = {}
         self._constants: dict[tuple[str, float], str] = {}
 
     def write(self) -> onnx.ModelProto:
-        """Change the graph and give its model."""
+        """Change the graph and return its model."""
         planned = [(node, self._chosen.get(_key(node))) for node in self._graph.nodes]
         for node, cast in planned:
             for i in cast.signature.outputs if cast else ():
@@ -287,7 +286,7 @@ class _Writer:
         return self._graph.finish()
 
     def _make(self, node: onnx.NodeProto, index: int) -> None:
-        """Let an output become 16-bit."""
+        """Change the type of an output to 16 bits."""
         graph, name = self._graph, node.output[index]
         low = name
         if name in self._fixed:
@@ -307,7 +306,7 @@ class _Writer:
             node.attribute.append(helper.make_attribute("value", self._numbers.tensor(np.zeros(1, np.float32), 0.0)))
 
     def _read(self, node: onnx.NodeProto, inputs: tuple[int, ...]) -> None:
-        """Let a node read 16-bit tensors at these inputs, and what it read so far at the others."""
+        """Connect these inputs of a node to 16-bit tensors, and the others to FP32 tensors."""
         for i, name in enumerate(node.input):
             if i in inputs:
                 self._graph.rewire(node, i, self._as_low(name, node.op_type))
@@ -338,7 +337,7 @@ class _Writer:
         return output
 
     def _drop_idle_casts(self) -> None:
-        """Take out casts of the model's own that now cast a tensor to what it is."""
+        """Remove casts of the source model that now have equal types on both sides."""
         graph = self._graph
         for node in [node for node in graph.nodes if node.op_type == "Cast"]:
             source, output = node.input[0], node.output[0]
@@ -352,19 +351,19 @@ class _Writer:
 
 
 def _check(written: onnx.ModelProto, source: onnx.ModelProto, precision: str) -> None:
-    """Hold the types of all tensors against the operators' schemas.
+    """Check the types of all tensors against the schemas of the operators.
 
     Raises:
-        BuildError: they do not fit although the source's do.
+        BuildError: the check fails, and does not fail for the source model.
     """
-    if written.ByteSize() > _CHECK_LIMIT_BYTES:  # the checker takes no more
+    if written.ByteSize() > _CHECK_LIMIT_BYTES:  # limit of the checker
         return
     try:
         onnx.checker.check_model(written, full_check=True)
     except Exception as error:  # C++'s errors share no other base
         try:
             onnx.checker.check_model(source, full_check=True)
-        except Exception:  # then the checker's result means nothing: it refuses models that run well
+        except Exception:  # the checker rejects the source model too, which runs
             return
         first = str(error).strip().partition("\n")[0]
         cure = "build it in fp32, or keep the nodes around it in FP32"
@@ -373,9 +372,9 @@ def _check(written: onnx.ModelProto, source: onnx.ModelProto, precision: str) ->
 
 logger = logging.getLogger("headrace.build")
 Array = npt.NDArray[Any]
-# Rows of one run while comparing; more would take more memory and hardly less time.
+# Rows of one run of a comparison; more rows need more memory and save little time.
 ROWS = 8
-# The search measures the accuracy many times; this many samples are enough for it.
+# Number of samples of the search, which measures the accuracy many times.
 SEARCH_SAMPLES = 64
 
 
@@ -384,10 +383,10 @@ class LoweredModel:
     """A model ready for its target.
 
     Attributes:
-        model: in the requested precision.
-        kept: nodes that stayed in floating point (int8, fp8) or FP32 (fp16, bf16).
-        without: the same for a target that has no kernel for some nodes in 8 bits: they stay in floating point too; where they
-            do already, or none is named, floating point is FP32. None where nothing is left to be tried.
+        model: model in the requested precision.
+        float_nodes: names of the nodes in floating point (int8, fp8) or FP32 (fp16, bf16).
+        without: returns the model for a target without 8-bit kernels for some nodes: with these nodes in floating point too, or
+            with FP32 in place of FP16 if they are already or none is named; None if no further variant exists.
     """
 
     model: onnx.ModelProto
@@ -407,16 +406,16 @@ def lower_model(
     """Write a model in a precision.
 
     Args:
-        model: simplified, FP32; is not changed.
-        spec: of the artefact; its precision is not "best".
+        model: simplified, FP32; not changed.
+        spec: specification of the artefact; its precision is not "best".
         target: "onnxruntime" or "tensorrt".
         data: samples.
-        tables: folder for calibration tables.
+        tables: folder of calibration tables.
         report: called with the progress.
-        no_fp8_convolutions: why FP8 is for products alone, "" if it is not (`Target.refuses_fp8_convolutions`).
+        no_fp8_convolutions: reason why the target has no FP8 convolutions; "" if it has (`Target.refuses_fp8_convolutions`).
 
     Raises:
-        BuildError: it cannot be done; says why.
+        BuildError: the model cannot be written in this precision.
     """
     if spec.precision == "fp32":
         return LoweredModel(model)
@@ -433,7 +432,7 @@ def lower_model(
 
 
 class _Quantizer:
-    """One model on its way to Q/DQ."""
+    """Writes one model with Q/DQ."""
 
     def __init__(
         self,
@@ -453,7 +452,7 @@ class _Quantizer:
         self._tables = tables
         nodes = quantizable(model, target, spec.precision)
         self._fp8_reason = no_fp8_convolutions if spec.precision == "fp8" else ""
-        # What is never FP8 here is left out before anything is chosen, and does not count as kept.
+        # Convolutions without FP8 on this target are not candidates, and are not listed in `float_nodes`.
         others = {node.name for node in model.graph.node if node.op_type not in PRODUCTS}
         self._not_fp8 = others.intersection(nodes) if self._fp8_reason else set()
         self._nodes = [name for name in nodes if name not in self._not_fp8]
@@ -463,24 +462,20 @@ class _Quantizer:
         calibration, precision = self._spec.calibration, self._spec.precision
         if not self._nodes:
             if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
-                raise BuildError("the model is quantised already: ask for fp32, which leaves it as it is")
+                raise BuildError("the model is quantised already: use fp32, which does not change it")
             if self._not_fp8:
-                cure = "ask for fp16 or int8"
+                cure = "use fp16 or int8"
                 raise BuildError(
                     f"the model has convolutions but no product to run in fp8, and {self._fp8_reason}: {cure}"
                 )
             missing = "convolution and no product of FP32"
-            raise BuildError(
-                f"the model has no {missing} that {self._target} runs in {precision}: ask for fp32 or fp16"
-            )
+            raise BuildError(f"the model has no {missing} that {self._target} runs in {precision}: use fp32 or fp16")
         if self._not_fp8:
             logger.warning("%d convolutions run in fp16: %s", len(self._not_fp8), self._fp8_reason)
-        # A name that another target quantises is none that is wrong.
+        # Names of nodes that only another target quantises are valid.
         keep = nodes_to_keep(quantizable(self._model), calibration)
         if keep.issuperset(self._nodes):
-            raise BuildError(
-                f"calibration.keep leaves nothing in {precision}: name fewer nodes, or ask for fp32 or fp16"
-            )
+            raise BuildError(f"calibration.keep leaves no node in {precision}: name fewer nodes, or use fp32 or fp16")
         tensors = tensors_to_calibrate(self._model)
         self._ranges = calibrate(
             self._model, tensors, self._calibration, calibration, self._tables, part(report, 0.0, 0.4)
@@ -508,7 +503,7 @@ class _Quantizer:
         return LoweredModel(model, tuple(sorted(keep)), without=without)
 
     def _corrected(self, keep: set[str], report: Report) -> onnx.ModelProto:
-        """The quantised model with its biases corrected, unless that brings it further from the original."""
+        """Return the quantised model with corrected biases, or without if they lower the cosine with the original."""
         plain = self._quantize(self._model, keep)
         nodes = [name for name in self._nodes if name not in keep]
         model = correct_biases(self._model, plain, nodes, self._calibration, part(report, 0.0, 0.6))
@@ -520,7 +515,7 @@ class _Quantizer:
         return corrected if after.cosine > before.cosine else plain
 
     def _quantize(self, model: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
-        # Without VNNI the products of a uint8 and an int8 overflow 16 bits in pairs: weights of 7 bits do not.
+        # Without VNNI the sum of two products of UINT8 and INT8 overflows 16 bits; with weights of 7 bits it does not.
         narrow = self._target == "onnxruntime" and not has_vnni(cpu_capability())
         return quantize(
             model, self._ranges, self._target, self._spec.precision, keep | self._not_fp8, reduce_range=narrow
@@ -536,7 +531,7 @@ class _Quantizer:
 
     def _search(self, keep: set[str], report: Report) -> set[str]:
         candidates = [name for name in self._nodes if name not in keep]
-        # An engine with less than half of its layers in INT8 has no advantage over FP16.
+        # An engine with fewer than half of its layers in INT8 has no advantage over FP16.
         max_layers = len(self._nodes) // 2 - len(keep.intersection(self._nodes))
         ranking = rank_layers(
             self._model,
@@ -559,7 +554,7 @@ class _Quantizer:
         try:
             return keep | min_float_layers([name for name, _ in ranking[: max(max_layers, 0)]], holds)
         except BuildError:
-            # The comparison of the artefact itself decides, and --force publishes it even below the limits.
+            # The comparison of the built artefact decides; --force publishes it even below the limits.
             logger.warning(
                 "the accuracy does not hold with half of the %d layers left in floating point either", len(self._nodes)
             )
@@ -571,30 +566,30 @@ class _Quantizer:
         if self._target != "tensorrt" or not (keep or fp8):
             return quantized
         stay = must_stay_fp32(self._model, self._calibration, "fp16", silent)
-        # TensorRT's FP8 convolutions read scales and biases of FP16, its INT8 ones such of FP32.
+        # TensorRT's FP8 convolutions need FP16 scales and biases, its INT8 convolutions FP32.
         return cast_model(quantized, "fp16", stay, "scales" if fp8 else "layers")
 
 
 def nodes_to_keep(nodes: list[str], calibration: Calibration) -> set[str]:
-    """The nodes that `calibration.keep` names.
+    """Return the nodes that `calibration.keep` names.
 
     Raises:
-        BuildError: a pattern names none.
+        BuildError: a pattern matches no node.
     """
     keep: set[str] = set()
     for pattern in calibration.keep:
-        # Names may have brackets in them, which mean something else in patterns.
+        # Names may contain brackets, which have a meaning in patterns.
         named = {name for name in nodes if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not named:
             listed = ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else "")
             raise BuildError(
-                f"optimization.calibration.keep names '{pattern}', which is no node that is quantised: {listed}"
+                f"optimization.calibration.keep has '{pattern}', which matches no quantised node: use names of {listed}"
             )
         keep |= named
     return keep
 
 
-# The harm is measured on so many samples.
+# Number of samples of the sensitivity measurement.
 RANKING_SAMPLES = 16
 _ROWS = 8
 
@@ -608,38 +603,39 @@ def rank_layers(
     report: Report,
     nodes: Sequence[str] | None = None,
 ) -> list[tuple[str, float]]:
-    """Layers by the harm that quantising them does, the most harmful first.
+    """Measure the sensitivity of layers to quantisation.
 
     Args:
         model: simplified, FP32.
-        ranges: of its tensors, calibrated.
+        ranges: calibrated ranges (low, high) by tensor.
         target: "tensorrt" or "onnxruntime".
         precision: "int8" or "fp8".
-        samples: the first 16 are run.
+        samples: samples of which the first 16 are run.
         report: called after every layer.
-        nodes: names of the layers to measure; all that would be quantised if None.
+        nodes: names of the layers to measure; None for all quantisable ones.
 
     Returns:
-        By layer the energy of the error over the energy of the output, of the worst floating-point output.
+        (name, sensitivity), the most sensitive layer first. The sensitivity is the energy of the error over the energy of the
+        output, for the worst floating-point output.
 
     Raises:
-        BuildError: ONNX Runtime cannot run the model, or cannot run it quantised.
+        BuildError: ONNX Runtime cannot run the model, or its quantised form.
     """
     layers = quantizable(model)
     named = layers if nodes is None else nodes
     batches = list(samples.head(RANKING_SAMPLES).batches(_ROWS))
     reference = OnnxRunner(model)
     expected = [reference.run(rows) for rows in batches]
-    harm: dict[str, float] = {}
+    sensitivity: dict[str, float] = {}
     for i, name in enumerate(named):
         runner = OnnxRunner(quantize(model, ranges, target, precision, [other for other in layers if other != name]))
-        harm[name] = _output_error(expected, [runner.run(rows) for rows in batches])
-        report((i + 1) / len(named), f"harm of {name}")
-    return sorted(harm.items(), key=lambda item: -item[1])
+        sensitivity[name] = _output_error(expected, [runner.run(rows) for rows in batches])
+        report((i + 1) / len(named), f"sensitivity of {name}")
+    return sorted(sensitivity.items(), key=lambda item: -item[1])
 
 
 def _output_error(expected: Sequence[Mapping[str, Array]], actual: Sequence[Mapping[str, Array]]) -> float:
-    """Energy of the error over that of the signal, over all samples, of the worst floating-point output."""
+    """Return the energy of the error over that of the signal over all samples, for the worst floating-point output."""
     worst = 0.0
     for name, first in expected[0].items():
         if first.dtype.kind != "f":
@@ -663,22 +659,22 @@ def _ratio(error: float, signal: float) -> float:
 
 
 def min_float_layers(ranking: Sequence[str], holds: Callable[[set[str]], bool]) -> set[str]:
-    """The fewest of the most harmful layers that have to stay in floating point.
+    """Return the smallest number of the most sensitive layers that must stay in floating point.
 
-    1, 2, 4, 8, ... of them are tried until the accuracy holds, then the numbers between the last two are bisected: about
-    2 log2 n trials for n layers, few of them with many.
+    Tries 1, 2, 4, 8, ... layers until the accuracy holds, then bisects between the last two numbers: about 2 log2 n trials for n
+    layers, few of them with many layers.
 
     Args:
-        ranking: names of layers, the most harmful first; keeping none of them is known not to be enough.
-        holds: whether the accuracy holds with these layers in floating point.
+        ranking: names of layers, the most sensitive first; the accuracy does not hold with none of them.
+        holds: returns whether the accuracy holds with these layers in floating point.
 
     Raises:
-        BuildError: it does not hold even with all of them.
+        BuildError: the accuracy does not hold with all of them.
     """
     few, many = 0, min(1, len(ranking))
     while not (many > few and holds(set(ranking[:many]))):
         if many == len(ranking):
-            cure = "ask for fp16, or lower the bar in optimization.accuracy"
+            cure = "use fp16, or lower the limit in optimization.accuracy"
             raise BuildError(f"the accuracy does not hold even with all {many} layers in floating point: {cure}")
         few, many = many, min(2 * many, len(ranking))
     while many - few > 1:

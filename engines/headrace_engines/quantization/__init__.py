@@ -1,1 +1,1 @@
-"""INT8 and FP8: the samples, the ranges found on them, and the graph written with them."""
+"""INT8 and FP8: samples, calibrated ranges, and the graph with Q/DQ pairs."""

@@ -1,14 +1,13 @@
-"""Ranges of tensors, measured by running the FP32 model on samples; a table of ranges is stored and used again.
+"""Measures the ranges of tensors by running the FP32 model on samples; tables of ranges are cached in files.
 
-Each tensor has a histogram that grows batch by batch. Its bins are those of a float with 8 bits of mantissa: 256 to an octave,
-from the smallest number to the largest. So the range need not be known beforehand, a single huge value costs no resolution, and
-the counts do not depend on how the values are divided into batches. A method returns a threshold on absolute values that clips
-the smallest and the largest value: INT8 with a zero point of 0 takes the larger side, UINT8 takes both.
+Each tensor has a histogram. Its bins are the floats with 8 bits of mantissa: 256 per octave, from the smallest number to the
+largest. So the range need not be known before, a single huge value costs no resolution, and the counts do not depend on the
+batches. A method returns a threshold that clips absolute values: INT8 with a zero point of 0 uses the larger side, UINT8 both.
 
-    minmax       nothing is clipped
-    percentile   that share of the values is inside
-    entropy      the least Kullback-Leibler divergence, as TensorRT defines it
-    mse          the least mean squared error of INT8
+    minmax       no clipping
+    percentile   the given share of the values is inside the range
+    entropy      minimal Kullback-Leibler divergence, as TensorRT defines it
+    mse          minimal mean squared error of INT8
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from headrace_engines.quantization.samples import Samples
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 Range = tuple[float, float]
-# Bumped when the same samples give other ranges than before: tables and artefacts of an earlier one are made anew.
+# Increased when equal samples lead to other ranges than before; tables and artefacts are then built again.
 RANGES_RECIPE = 1
-# An FP32 number without its sign, less the lower 15 of its 23 bits of mantissa.
+# The bin of an FP32 number is its bits without the sign and the lower 15 of its 23 bits of mantissa.
 _DROPPED_BITS = 15
 _BINS = 0x7F800000 >> _DROPPED_BITS
-# Values are counted in pieces that stay in the processor's cache.
+# Values are counted in pieces of this size, which fit into the processor's cache.
 _PIECE = 1 << 16
-# Migacz, "8-bit Inference with TensorRT" (NVIDIA, GTC 2017): 2048 bins; 128 levels of INT8 from 0 up; from 128 bins on.
+# Migacz, "8-bit Inference with TensorRT" (NVIDIA, GTC 2017): 2048 bins, 128 levels of INT8, thresholds from 128 bins on.
 _ENTROPY_BINS = 2048
 _ENTROPY_LEVELS = 128
 _ENTROPY_STEP = 16
-# The bins reach at most so many times as far as this percentage of the values.
+# The bins cover at most this multiple of the percentile below.
 _ENTROPY_REACH = 4.0
 _ENTROPY_PERCENTILE = 99.99
-# With a few discrete values a cut between them costs no divergence: no more than this share is cut off.
+# Largest clipped share: with a few discrete values a threshold between them costs no divergence.
 _ENTROPY_CLIPPED = 0.01
-# Less is rounding.
+# Smaller differences are rounding errors.
 _ENTROPY_TOLERANCE = 1e-9
-# Zero divergence from a bin that the quantised distribution lacks would be infinite.
+# Lower bound of a probability: the divergence from an empty bin of the quantised distribution would be infinite.
 _MIN_PROBABILITY = 1e-12
 _INT8_LARGEST = 127
 _MSE_STEPS_AN_OCTAVE = 16
@@ -62,12 +61,12 @@ _MSE_OCTAVES_COUNTED = 20
 
 
 class TensorHistogram:
-    """The values of one tensor over all batches.
+    """Histogram of one tensor over all batches.
 
     Args:
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
         method: "minmax", "percentile", "entropy" or "mse".
-        percentile: of the values that are inside of the range, 50..100, for "percentile".
+        percentile: percentage of the values inside the range, 50..100, for "percentile".
     """
 
     def __init__(self, name: str, method: str, percentile: float = 99.99) -> None:
@@ -75,14 +74,14 @@ class TensorHistogram:
         self._method = method
         self._percentile = percentile
         self._low = self._high = 0.0
-        # The extremes alone cost a tenth of the time.
+        # Minimum and maximum alone take a tenth of the time.
         self._counts = np.zeros(_BINS if method != "minmax" else 0, np.int64)
 
     def add(self, values: Array) -> None:
-        """Count a batch of numbers of any shape.
+        """Add numbers of any shape.
 
         Raises:
-            BuildError: one of them is NaN or infinite, also as FP32.
+            BuildError: a number is NaN or infinite, also after conversion to FP32.
         """
         with np.errstate(over="ignore"):
             flat = np.ascontiguousarray(values, np.float32).ravel()
@@ -90,8 +89,10 @@ class TensorHistogram:
             return
         low, high = float(np.min(flat)), float(np.max(flat))
         if not (np.isfinite(low) and np.isfinite(high)):
-            cure = "look at the samples, or keep the node that reads it in floating point (calibration.keep)"
-            raise BuildError(f"tensor '{self._name}' holds NaN or infinity when the model runs on the samples: {cure}")
+            cure = "check the samples, or keep the node that reads it in floating point (calibration.keep)"
+            raise BuildError(
+                f"tensor '{self._name}' has NaN or infinite values when the model runs on the samples: {cure}"
+            )
         self._low, self._high = min(self._low, low), max(self._high, high)
         if not self._counts.size:
             return
@@ -102,7 +103,7 @@ class TensorHistogram:
             self._counts[: len(counts)] += counts
 
     def range(self) -> Range:
-        """(low, high), with 0 in it; (0, 0) where there was nothing but zeros."""
+        """Return (low, high) with low <= 0 <= high; (0, 0) if all values were zero."""
         if not self._counts.size:
             return self._low, self._high
         threshold = self._threshold()
@@ -113,12 +114,12 @@ class TensorHistogram:
         if not used.size or not used[-1]:
             return max(self._high, -self._low)
         counts = self._counts[: used[-1] + 1].astype(np.float64)
-        # The lower edge of every bin, and the upper one of the last.
+        # Lower edge of every bin, and upper edge of the last one.
         edges = (np.arange(len(counts) + 1, dtype=np.uint32) << _DROPPED_BITS).view(np.float32).astype(np.float64)
         edges[-1] = min(edges[-1], float(np.finfo(np.float32).max))
         if self._method == "percentile":
             return _by_percentile(counts, edges, self._percentile)
-        # Zeros are exact at any scale and do not count for it; there are many behind a ReLU.
+        # Zeros are exact at any scale and do not count; a ReLU produces many.
         counts[0] = 0.0
         if self._method == "mse":
             return _by_mse(counts, edges)
@@ -126,21 +127,21 @@ class TensorHistogram:
 
 
 def _by_percentile(counts: Floats, edges: Floats, percentile: float) -> float:
-    """The upper edge of the bin that fills the percentage."""
+    """Return the upper edge of the bin at the percentile."""
     below = np.cumsum(counts)
     index = int(np.searchsorted(below, below[-1] * percentile / 100.0))
     return float(edges[min(index, len(counts) - 1) + 1])
 
 
 def _by_mse(counts: Floats, edges: Floats) -> float:
-    """Return the threshold with the least squared error in INT8; every value counts as the middle of its bin."""
+    """Return the threshold with minimal squared error in INT8; every value counts as the middle of its bin."""
     used = np.flatnonzero(counts)
-    # What is far smaller than the largest value adds nothing to a squared error.
+    # Values far below the largest one contribute nothing to the squared error.
     used = used[edges[used + 1] >= edges[-1] * 2.0**-_MSE_OCTAVES_COUNTED]
     weights, values = counts[used], (edges[used] + edges[used + 1]) / 2
     below = np.cumsum(weights)
     median = values[int(np.searchsorted(below, below[-1] / 2))]
-    # Where half of the values are clipped, less is never better.
+    # No smaller threshold is better once half of the values are clipped.
     octaves = min(np.log2(edges[-1] / median), _MSE_OCTAVES)
     steps = np.arange(int(octaves * _MSE_STEPS_AN_OCTAVE) + 1)
     candidates = edges[-1] * np.exp2(-steps / _MSE_STEPS_AN_OCTAVE)
@@ -153,27 +154,27 @@ def _by_mse(counts: Floats, edges: Floats) -> float:
 
 
 def _by_entropy(counts: Floats, edges: Floats) -> float:
-    """TensorRT's published scheme, on a range that a few extreme values cannot stretch.
+    """Return the threshold of TensorRT's published scheme, on a range without extreme values.
 
-    Its bins are a 2048th of the largest value wide, and 128 of them are the least it keeps: with one value a thousand times
-    larger than all others it would see them in a single bin. So what lies far beyond nearly all values is clipped first.
+    Its bins have a 2048th of the width of the largest value, and it keeps at least 128 of them: with one value a thousand times
+    larger than all others, the others would share a single bin. So values far beyond a high percentile are clipped first.
     """
     limit = min(float(edges[-1]), _ENTROPY_REACH * _by_percentile(counts, edges, _ENTROPY_PERCENTILE))
     below = np.concatenate([[0.0], np.cumsum(counts)])
     at = np.interp(np.linspace(0.0, limit, _ENTROPY_BINS + 1), edges, below)
     inside = np.diff(at)
-    # What is smaller than one step becomes 0 or that step: its distribution carries no information, and would outweigh all else.
+    # Values below one step become 0 or that step: their distribution has no information, and would dominate.
     inside[: _ENTROPY_BINS // _ENTROPY_LEVELS] = 0.0
     bins = _bins_of_min_divergence(inside, float(below[-1] - at[-1]))
     return limit * bins / _ENTROPY_BINS
 
 
 def _bins_of_min_divergence(counts: Floats, beyond: float) -> int:
-    """Return the number of bins to keep, so that INT8 diverges least from the original; the largest of equally good ones.
+    """Return the number of bins for which INT8 has the smallest divergence from the original; the largest of equal ones.
 
     Args:
-        counts: [2048] values in bins of equal width, from 0.
-        beyond: how many values are larger.
+        counts: number of values in bins of equal width from 0, FP64 [2048].
+        beyond: number of larger values.
     """
     best, min_divergence = len(counts), np.inf
     tails = np.cumsum(counts[::-1])[::-1]
@@ -185,7 +186,7 @@ def _bins_of_min_divergence(counts: Floats, beyond: float) -> int:
             break
         original = inside.copy()
         original[-1] += clipped
-        # A level of INT8 covers several bins: its count is divided among those that are not empty.
+        # A level of INT8 covers several bins: its count is divided among the non-empty ones.
         starts = np.arange(_ENTROPY_LEVELS) * bins // _ENTROPY_LEVELS
         filled = inside > 0
         shares = np.add.reduceat(inside, starts) / np.maximum(np.add.reduceat(filled.astype(np.float64), starts), 1)
@@ -200,7 +201,7 @@ def _bins_of_min_divergence(counts: Floats, beyond: float) -> int:
     return best
 
 
-# Inner tensors of a batch are all in memory at once: a batch has as many rows as keep them below this, and at most so many.
+# All inner tensors of a batch are in memory at once: limits on their size and on the rows of a batch.
 _BATCH_BYTES = 128 << 20
 _MAX_ROWS = 32
 
@@ -213,22 +214,22 @@ def calibrate(
     cache: Path | None,
     report: Report,
 ) -> dict[str, tuple[float, float]]:
-    """The range of each tensor, by name.
+    """Measure the range of each tensor.
 
     Args:
-        model: in FP32, is not changed.
+        model: FP32; not changed.
         tensors: names of inner tensors, inputs, outputs or constants of the model.
-        samples: all of them are run.
-        calibration: its method and percentile.
-        cache: the folder where tables are kept, made if missing; None keeps none. A table serves again for the same model,
-            samples, method and tensors; one that cannot be read is made anew.
+        samples: samples to run, all of them.
+        calibration: method and percentile.
+        cache: folder of cached tables, created if missing; None for no cache. A table is reused for the same model, samples,
+            method and tensors; an unreadable one is measured again.
         report: called with the progress.
 
     Returns:
-        (low, high) with low <= 0 <= high; (0, 0) for a tensor that held nothing but zeros.
+        (low, high) by name with low <= 0 <= high; (0, 0) for a tensor of zeros.
 
     Raises:
-        BuildError: a tensor does not exist or held NaN or infinity, a sample cannot be read or run, or a table not written.
+        BuildError: a tensor does not exist or has NaN or infinite values, a sample fails, or a table cannot be written.
     """
     method = calibration.method
     names = list(dict.fromkeys(tensors))
@@ -249,7 +250,7 @@ def calibrate(
 
 
 def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], samples: Samples, report: Report) -> None:
-    """Run the model and count what is in its tensors."""
+    """Run the model and add the values of its tensors to the histograms."""
     constants = {constant.name: constant for constant in model.graph.initializer}
     inputs = {value.name for value in model.graph.input}
     produced = {name for node in model.graph.node for name in node.output}
@@ -260,7 +261,7 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
     for name, histogram in histograms.items():
         if name in constants:
             histogram.add(numpy_helper.to_array(constants[name]))
-    # Fusions leave the requested tensors as they are, and save the others.
+    # Fusions do not change the requested tensors, and skip others.
     runner = OnnxRunner(model, inner)
     rows, done = 1, 0
     if samples.batched:
@@ -283,7 +284,7 @@ def _key(model: onnx.ModelProto, names: Sequence[str], samples: Samples, method:
 
 
 def _read(table: Path, key: str, names: Sequence[str]) -> dict[str, Range] | None:
-    """The ranges of a table, None where it is missing, damaged, or another's."""
+    """Return the ranges of a table; None if it is missing, damaged, or of another key."""
     try:
         document = json.loads(table.read_text(encoding="utf-8"))
         if document["recipe"] != RANGES_RECIPE or document["key"] != key or set(document["ranges"]) != set(names):
@@ -296,7 +297,7 @@ def _read(table: Path, key: str, names: Sequence[str]) -> dict[str, Range] | Non
 
 
 def _write(table: Path, document: dict[str, Any]) -> None:
-    """Written beside and moved into place: builders that race leave one whole table."""
+    """Write a temporary file and rename it, so that concurrent builders leave one complete table."""
     temporary = ""
     try:
         table.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Places Q/DQ pairs in a graph, by rules on operators and their neighbours; the same rules for any network.
+"""Selects the places of Q/DQ pairs in a graph, by rules on operators and their neighbours.
 
-TensorRT fuses a DequantizeLinear into the operator behind it and a QuantizeLinear into the one before it (its documentation,
-"Explicit Quantization"). So a pair stands before each data input of a convolution or product; on the shortcut of a residual
-addition, or else the convolution that it is fused with would write FP32; never before a MaxPool, over which TensorRT moves the
-pair behind it by itself; before averages, gates and batch norms that lie between quantised operators.
+TensorRT fuses a DequantizeLinear into the operator after it and a QuantizeLinear into the one before it (its documentation,
+"Explicit Quantization"). So there is a pair before each data input of a convolution or product; on the shortcut of a residual
+addition, since the convolution fused with it would write FP32 otherwise; none before a MaxPool, since TensorRT moves the pair
+after it; and one before averages, gates and batch norms between quantised operators.
 
-ONNX Runtime fuses whole "DQ, operator, Q" groups into integer kernels (its documentation, "Quantize ONNX models"), so tensors
-between quantised operators are stored in 8 bits: pairs stand on outputs too.
+ONNX Runtime fuses "DQ, operator, Q" groups into integer kernels (its documentation, "Quantize ONNX models"). So tensors between
+quantised operators are stored in 8 bits, with pairs on outputs too.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from onnx import TensorProto
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, copy_model
 
-# Outputs have values of input 0 and no others, so they have its range; see `moves_values`.
+# Operators whose outputs have only values of input 0, and so its range; see `moves_values`.
 SAME_VALUES = frozenset(
     (
         *("DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Resize", "Slice"),
         *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
     )
 )
-# A quantised output does these for nothing: values beyond the range saturate.
+# Operators that a quantised output includes: values beyond the range saturate.
 CLAMPS = frozenset(("Relu", "Clip"))
 POOLS = frozenset(("AveragePool", "GlobalAveragePool"))
-# Functions of single values.
+# Elementwise functions.
 ACTIVATIONS = frozenset(
     (
         *("Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu"),
         *("Selu", "Sigmoid", "Softplus", "Tanh"),
     )
 )
-# Steps of two or more tensors.
+# Operators of two or more tensors.
 JOINS = frozenset(("Add", "Mul", "Concat"))
 
 
@@ -47,11 +47,11 @@ class WeightedLayer:
     """A convolution or matrix product that can run in 8 bits.
 
     Attributes:
-        name: of the node.
+        name: name of the node.
         operator: Conv, ConvTranspose, Gemm or MatMul.
-        activations: places of the inputs that are computed at run time.
-        weight: place of the constant operand, None for a product of two activations.
-        axis: of the weight, along which each output channel has its own scale; None: one scale for all.
+        activations: indices of the inputs that are computed at run time.
+        weight: index of the constant input; None for a product of two activations.
+        axis: axis of the weight with one scale for each output channel; None for one scale.
     """
 
     name: str
@@ -62,7 +62,7 @@ class WeightedLayer:
 
 
 def weighted_layer(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | None:
-    """The node as one that can run in 8 bits; None if it is none: other operators, other types, already quantised."""
+    """Return the layer of a node that can run in 8 bits; None for other operators or types, or if it is quantised."""
     if node.domain not in ("", "ai.onnx") or len(node.input) < 2:
         return None
     layer = _weighted(graph, node)
@@ -86,7 +86,7 @@ def _weighted(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | None:
         case "Conv" if constants[1]:
             return WeightedLayer(node.name, "Conv", (0,), 1, 0)
         case "ConvTranspose" if constants[1]:
-            # The weight is [in, out / groups, ...]: with groups, one place of axis 1 stands for several channels.
+            # The weight is [in, out / groups, ...]: with groups, an index of axis 1 belongs to several channels.
             axis = 1 if graph.attribute(node, "group", 1) == 1 else None
             return WeightedLayer(node.name, "ConvTranspose", (0,), 1, axis)
         case "Gemm" if not constants[0] and not graph.attribute(node, "transA", 0):
@@ -103,7 +103,7 @@ def _product(node: onnx.NodeProto) -> WeightedLayer:
 
 
 def weighted_layers(graph: OnnxGraph, keep: Collection[str] = ()) -> dict[str, WeightedLayer]:
-    """All nodes that can run in 8 bits, less those in `keep`, by name and in order."""
+    """Return all layers that can run in 8 bits, without those in `keep`, by name and in order."""
     layers = (weighted_layer(graph, node) for node in graph.nodes)
     return {layer.name: layer for layer in layers if layer is not None and layer.name not in keep}
 
@@ -121,12 +121,12 @@ def joins_activations(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
 
 def moves_values(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     """Return whether a node's outputs have values of its input 0 and no others: moved, selected or repeated."""
-    # Resize by interpolation makes new values; without `mode` it takes the nearest.
+    # Resize by interpolation computes new values; without `mode` it selects the nearest one.
     return node.op_type in SAME_VALUES and graph.attribute(node, "mode", b"") not in (b"linear", b"cubic")
 
 
 def origin_of(graph: OnnxGraph, tensor: str) -> str:
-    """The tensor that first had the values of this one."""
+    """Return the tensor in which the values of a tensor were computed."""
     producer = graph.producer(tensor)
     while producer is not None and moves_values(graph, producer) and is_activation(graph, producer.input[0]):
         tensor = producer.input[0]
@@ -135,7 +135,7 @@ def origin_of(graph: OnnxGraph, tensor: str) -> str:
 
 
 def only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
-    """The one node that reads a tensor; None if there are more, or if it is an output of the model."""
+    """Return the only node that reads a tensor; None if there are several, or if it is an output of the model."""
     readers = graph.consumers(tensor)
     return readers[0] if len(readers) == 1 and tensor not in graph.outputs else None
 
@@ -143,13 +143,13 @@ def only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
 def tensors_between(
     graph: OnnxGraph, chosen: Collection[str], through: Collection[str], keep: Collection[str] = ()
 ) -> set[str]:
-    """Tensors whose values reach a quantised node by steps that could run in 8 bits too.
+    """Return the tensors whose values reach a quantised node through operators that can run in 8 bits too.
 
     Args:
-        graph: in topological order.
-        chosen: names of the convolutions and products that are quantised.
-        through: operators of the steps.
-        keep: names of nodes that are no such steps.
+        graph: graph in topological order.
+        chosen: names of the quantised convolutions and products.
+        through: operators that can run in 8 bits.
+        keep: names of nodes that stay in floating point.
     """
     tensors: set[str] = set()
     for node in reversed(graph.nodes):
@@ -165,10 +165,11 @@ def tensors_between(
 
 
 def concatenated(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Tensors that end in one another by concatenation should have one scale, so that nothing is scaled anew.
+    """Group tensors that should have one scale because a concatenation joins them.
 
     Returns:
-        By tensor that is concatenated, or made by it: the outermost concatenations it is part of, whose ranges hold its own.
+        By tensor that is an input or output of a concatenation: the outermost concatenations with its values, whose ranges
+        include its range.
     """
     group: dict[str, str] = {}
 
@@ -191,16 +192,16 @@ def concatenated(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[
 
 
 def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Find the tensors that have values in common, where a concatenation made one of the two.
+    """Find tensors that have values in common because of a concatenation.
 
     Args:
-        graph: in topological order.
-        tensors: names.
+        graph: graph in topological order.
+        tensors: names of the tensors.
 
     Returns:
-        By tensor the others, in their order; without those that have none.
+        By tensor the tensors with common values, in order; no entry for tensors without any.
     """
-    parts_of: dict[str, frozenset[str]] = {}  # of the concatenations in it, and what those are made of
+    parts_of: dict[str, frozenset[str]] = {}  # the concatenations in it, with their inputs
     for node in graph.nodes:
         if node.op_type == "Concat" and joins_activations(graph, node):
             parts = (parts_of.get(name, frozenset((name,))) for name in node.input)
@@ -226,10 +227,10 @@ def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[s
     return overlaps
 
 
-# What runs in FP8 wherever anything does.
+# Operators with FP8 kernels on every target that has FP8.
 PRODUCTS = ("Gemm", "MatMul")
-# TensorRT has FP8 convolutions for no larger filters, no fewer channels and no groups; others fall back to slow kernels. Which
-# versions have any is a property of the target.
+# Limits of TensorRT's FP8 convolutions: largest filter, smallest number of channels, no groups. Others run in slow kernels. The
+# target has the versions with FP8 convolutions.
 _MAX_FILTER_ELEMENTS = 32
 _MIN_CHANNELS = 16
 
@@ -251,7 +252,7 @@ def _fits(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
 
 TARGETS = ("tensorrt", "onnxruntime")
 _TENSORRT_STEPS = SAME_VALUES | CLAMPS | POOLS | ACTIVATIONS | JOINS | {"BatchNormalization"}
-# What ONNX Runtime does on 8 bits as it would on floats.
+# Operators that ONNX Runtime runs on 8-bit tensors.
 _ONNXRUNTIME_MOVES = frozenset(
     (
         *("DepthToSpace", "Flatten", "MaxPool", "Reshape", "Resize", "Slice", "Split"),
@@ -263,13 +264,14 @@ _ONNXRUNTIME_STEPS = _ONNXRUNTIME_MOVES | CLAMPS | POOLS | JOINS | {"LeakyRelu",
 
 @dataclass(frozen=True, slots=True)
 class QdqPlacement:
-    """The layers and tensors that are quantised.
+    """Layers and tensors to quantise.
+
     Attributes:
         weighted: convolutions and products that run in 8 bits, by name of the node.
-        edges: (name of a node, place of its input): reads its input through a Q/DQ pair.
-        stored: tensors that exist in 8 bits only: all their readers read them through the pair.
-        sources: by quantised tensor, those whose ranges together are its own.
-        apart: by quantised tensor, those whose scale it must not have.
+        edges: (name of a node, index of its input) of inputs with a Q/DQ pair.
+        stored: tensors stored in 8 bits; all of their readers use the pair.
+        sources: by quantised tensor, the tensors whose joint range it has.
+        apart: by quantised tensor, the tensors whose scale it must not have.
     """
 
     weighted: dict[str, WeightedLayer]
@@ -280,38 +282,38 @@ class QdqPlacement:
 
 
 def place_pairs(graph: OnnxGraph, target: str, precision: str = "int8", keep: Collection[str] = ()) -> QdqPlacement:
-    """Decide what is quantised.
+    """Select the layers and tensors to quantise.
 
     Args:
-        graph: of a simplified model, in topological order.
+        graph: graph of a simplified model, in topological order.
         target: "tensorrt" or "onnxruntime".
         precision: "int8" or "fp8".
         keep: names of nodes that stay in floating point.
 
     Raises:
-        BuildError: the target cannot have the precision.
+        BuildError: the target does not support the precision.
     """
     if target not in TARGETS or precision not in ("int8", "fp8") or (target, precision) == ("onnxruntime", "fp8"):
-        raise BuildError(f"{target} cannot run {precision}: ask for int8, or build for TensorRT on a GPU that has FP8")
+        raise BuildError(f"{target} cannot run {precision}: use int8, or build for TensorRT on a GPU that has FP8")
     rules = _TensorRT(graph, precision, keep) if target == "tensorrt" else _OnnxRuntime(graph, keep)
     by_name = {node.name: node for node in graph.nodes}
     tensors = dict.fromkeys([*(by_name[name].input[index] for name, index in rules.edges), *rules.stored])
-    # The groups are those of the whole graph, so that a range means the same whatever is kept.
+    # Groups of the whole graph, so that ranges do not depend on `keep`.
     steps = _TENSORRT_STEPS if target == "tensorrt" else _ONNXRUNTIME_STEPS
     groups = concatenated(graph, tensors_between(graph, weighted_layers(graph), steps))
     origins = {tensor: origin_of(graph, tensor) for tensor in tensors}
     sources = {tensor: groups.get(origin, (origin,)) for tensor, origin in origins.items()}
-    # Where what is concatenated is read elsewhere too, with the same scale, TensorRT lets a convolution write it straight to its
-    # place in the concatenation and reads it there: with the wrong stride of the batch, as seen with TensorRT 10.6.
+    # If another layer reads an input of a concatenation with the same scale, TensorRT lets a convolution write it directly into
+    # the concatenation and reads it there with the wrong batch stride (measured with TensorRT 10.6).
     apart = overlapping(graph, tensors) if target == "tensorrt" else {}
     return QdqPlacement(rules.weighted, tuple(rules.edges), tuple(rules.stored), sources, apart)
 
 
 def tensors_to_calibrate(model: onnx.ModelProto) -> list[str]:
-    """Names of the tensors whose ranges `quantize` needs for either target and any `keep`, in the graph's order.
+    """Return the names of the tensors whose ranges `quantize` needs for both targets and any `keep`, in the graph's order.
 
     Args:
-        model: from `simplify`; is not changed.
+        model: result of `simplify`; not changed.
     """
     graph = OnnxGraph(copy_model(model))
     needed = {name for target in TARGETS for names in place_pairs(graph, target).sources.values() for name in names}
@@ -320,7 +322,7 @@ def tensors_to_calibrate(model: onnx.ModelProto) -> list[str]:
 
 
 class _TensorRT:
-    """Pairs on edges alone: TensorRT moves and merges them by itself."""
+    """Rules of TensorRT: pairs on edges only, since TensorRT moves and merges them."""
 
     def __init__(self, graph: OnnxGraph, precision: str, keep: Collection[str]) -> None:
         self._graph, self._keep = graph, keep
@@ -339,7 +341,7 @@ class _TensorRT:
                 self.edges += [(node.name, index) for index in self._step(node, precision)]
 
     def _step(self, node: onnx.NodeProto, precision: str) -> list[int]:
-        """Inputs of a step between quantised operators that should be quantised."""
+        """Return the inputs to quantise of a node between quantised operators."""
         if node.op_type == "Add":
             chosen = self._addition(node)
         elif precision == "int8" and (node.op_type in POOLS or node.op_type == "BatchNormalization"):
@@ -351,14 +353,14 @@ class _TensorRT:
         return [] if any(self._is_float(node.input[index]) for index in chosen) else chosen
 
     def _addition(self, node: onnx.NodeProto) -> list[int]:
-        """The shortcut of a residual addition; both operands where no convolution can be fused with it."""
+        """Return the shortcut of a residual addition, or both inputs if no convolution can be fused with it."""
         graph = self._graph
-        # A pair pays where it allows TensorRT to fuse an addition with a quantised convolution, in INT8 also between two of them.
+        # A pair is useful if TensorRT can then fuse an addition with a quantised convolution, in INT8 also between two of them.
         if not joins_activations(graph, node) or not self._joinable:
             return []
         fusible = [index for index, name in enumerate(node.input) if self._is_convolution(name)]
         if fusible:
-            # Of two convolutions the main branch's is fused, the other one makes the shortcut.
+            # Of two convolutions the one of the main branch is fused, the other one computes the shortcut.
             fused = max(fusible, key=lambda index: self._depth[node.input[index]])
             return [index for index in (0, 1) if index != fused]
         return [0, 1] if all(len(graph.shape(name) or ()) >= 4 for name in node.input) else []
@@ -377,7 +379,7 @@ class _TensorRT:
         return len(shapes[0]) == len(shapes[1]) and flat[0] != flat[1]
 
     def _is_float(self, tensor: str) -> bool:
-        """Return whether a tensor is made by a convolution or product that stays in floating point."""
+        """Return whether a convolution or product in floating point computes a tensor."""
         producer = self._graph.producer(tensor)
         while producer is not None and producer.op_type in SAME_VALUES | CLAMPS:
             producer = self._graph.producer(producer.input[0])
@@ -385,7 +387,7 @@ class _TensorRT:
 
 
 class _OnnxRuntime:
-    """Tensors in 8 bits wherever what makes them and what reads them can do with it."""
+    """Rules of ONNX Runtime: tensors are stored in 8 bits if their producers and readers support it."""
 
     def __init__(self, graph: OnnxGraph, keep: Collection[str]) -> None:
         self._graph = graph
@@ -398,7 +400,7 @@ class _OnnxRuntime:
         for node in graph.nodes:
             if node.name in self.weighted:
                 end = self._clamped(node.output[0])
-                # An integer convolution has an integer output; a product may also write FP32.
+                # An integer convolution has an integer output; a product can write FP32.
                 if node.op_type == "Conv" or self._only_quantized_readers(end):
                     stored[end] = None
             elif self._runs_in_8_bits(node, stored, keep):
@@ -407,7 +409,7 @@ class _OnnxRuntime:
         self.stored = list(stored)
 
     def _free_steps(self) -> set[str]:
-        """Nodes that compute the very same in 8 bits: keeping them in floating point would only cost."""
+        """Return nodes with the same result in 8 bits; floating point would only cost time."""
         return {node.name for node in self._graph.nodes if node.op_type in SAME_VALUES | CLAMPS}
 
     def _runs_in_8_bits(self, node: onnx.NodeProto, stored: Collection[str], keep: Collection[str]) -> bool:
@@ -417,17 +419,17 @@ class _OnnxRuntime:
             ready = joins_activations(self._graph, node) and all(name in stored for name in node.input)
             return ready and node.name not in keep
         if node.op_type in _ONNXRUNTIME_MOVES:
-            plain = len(node.output) == 1 or node.op_type == "Split"  # a MaxPool that returns indices needs floats
+            plain = len(node.output) == 1 or node.op_type == "Split"  # a MaxPool with indices needs floats
             return plain and moves_values(self._graph, node) and node.input[0] in stored
         return node.input[0] in stored and (node.op_type in CLAMPS or node.name not in keep)
 
     def _clamped(self, tensor: str) -> str:
-        """The tensor behind the Relu or Clip that alone reads this one: storing it in 8 bits does the clamping."""
+        """Return the output of a Relu or Clip that is the only reader of a tensor, else the tensor: 8 bits clamp too."""
         reader = only_reader(self._graph, tensor)
         return str(reader.output[0]) if reader is not None and reader.op_type in CLAMPS else tensor
 
     def _only_quantized_readers(self, tensor: str) -> bool:
-        """Return whether quantised operators alone read a tensor, moved or not."""
+        """Return whether only quantised operators read a tensor, moved or not."""
         readers = self._graph.consumers(tensor)
         if not readers or tensor in self._graph.outputs:
             return False
@@ -443,7 +445,7 @@ class _OnnxRuntime:
 
 
 def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
-    """Return whether ONNX Runtime has a CPU kernel for it: no transposed convolution, a Gemm only as `simplify` leaves it."""
+    """Return whether ONNX Runtime has an integer CPU kernel: no ConvTranspose, Gemm only in the form of `simplify`."""
     if layer.operator == "Conv":
         return len(node.input) < 3 or not node.input[2] or graph.is_constant(node.input[2])
     if layer.operator == "Gemm":
@@ -457,7 +459,7 @@ def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedL
 
 
 def _depths(graph: OnnxGraph) -> dict[str, int]:
-    """Return, by tensor, the largest number of convolutions between it and the inputs."""
+    """Return the largest number of convolutions between each tensor and the inputs."""
     depth: dict[str, int] = {}
     for node in graph.nodes:
         count = int(node.op_type in ("Conv", "ConvTranspose"))

@@ -1,18 +1,17 @@
-"""Writes a model in 8 bits: QuantizeLinear and DequantizeLinear at the places of `placement`, with scales from ranges.
+"""Writes a model in 8 bits: Q/DQ pairs at the places of `placement`, with scales from ranges, and corrected biases.
 
-Q/DQ states what is computed and leaves the kernels to the target, which fuses the pairs into integer kernels. The arithmetic is
-that of Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018).
+QuantizeLinear and DequantizeLinear define the arithmetic; the target fuses the pairs into integer kernels. The arithmetic is that
+of Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018).
 
 FP8 is E4M3 without infinities, as TensorRT runs it on GPUs of Ada, Hopper and later. The format: Micikevicius et al.,
 "FP8 Formats for Deep Learning" (2022). TensorRT's use of it: its documentation, "Working with Quantized Types", and its release
 notes for convolutions.
 
-Bias correction restores the mean of each channel that rounding the weights has shifted.
-A rounded weight differs from its own by a fixed error. Where what it multiplies has a mean, as after a ReLU, the error shifts the
-mean of the layer's outputs, and the shifts add up from layer to layer; depthwise convolutions, whose sums are short, suffer
-most. The expected shift is the error times the mean of the inputs, and is taken off the bias (Nagel et al., "Data-Free
-Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2; the means are measured here). It costs one pass
-over some samples when the model is built, and nothing when it runs.
+Bias correction restores the mean of each channel, which the rounding of the weights shifts. A rounded weight has a fixed error.
+If the inputs have a mean, as after a ReLU, the error shifts the mean of the layer's outputs. The shifts add up from layer to
+layer; depthwise convolutions with their short sums are affected most. The expected shift is the error times the mean of the
+inputs; it is subtracted from the bias (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
+2019, section 4.2; the means are measured here). It costs one pass over some samples in the build, and nothing at run time.
 """
 
 from __future__ import annotations
@@ -35,30 +34,30 @@ from headrace_engines.quantization.placement import QdqPlacement, WeightedLayer,
 from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import raise_opset
 
-# The largest finite number.
+# Largest finite FP8 number.
 FP8_LARGEST = 448.0
-# The first opset with FP8 in QuantizeLinear.
+# First opset with FP8 in QuantizeLinear.
 FP8_OPSET = 19
 
 
 def fp8_scale(largest: float) -> np.float32:
-    """The scale that brings values up to `largest`, in size, into the format; a normal number of FP16, so that it can be cast."""
+    """Return the scale for absolute values up to `largest`; a normal FP16 number, so that it can be cast."""
     if not largest > 0:
         return np.float32(1)
     limits = np.finfo(np.float16)
-    # Small values lose nothing by a larger scale: the format's own exponents reach far enough down.
+    # A larger scale loses nothing for small values, since the exponents of the format reach far enough down.
     exact = min(max(largest / FP8_LARGEST, float(limits.smallest_normal)), float(limits.max))
     scale = np.float16(exact)
     return np.float32(scale if float(scale) >= exact else next_fp8_scale(np.float32(scale)))
 
 
 def next_fp8_scale(scale: np.float32) -> np.float32:
-    """The next larger one."""
+    """Return the next larger scale in FP16."""
     return np.float32(np.nextafter(np.float16(scale), np.float16(np.inf)))
 
 
 def encode_fp8(values: Array, scale: np.float32) -> TensorProto:
-    """FP32 values divided by the scale, rounded to the nearest FP8 number, saturated; any shape, no name."""
+    """Return FP32 values of any shape, divided by the scale, rounded and saturated, as an FP8 tensor without a name."""
     bits = fp8_numbers(values, scale).view(np.uint8)
     return helper.make_tensor("fp8", TensorProto.FLOAT8E4M3FN, values.shape, bits.tobytes(), raw=True)
 
@@ -73,17 +72,17 @@ def fp8_numbers(values: Array, scale: np.float32) -> Array:
 
 Floats = npt.NDArray[np.float32]
 _INT32_LARGEST = 2**31 - 1
-# Ratio between scales that must differ: too small to change values, large enough to make the scales different.
+# Ratio between scales that must differ: too small to change values.
 _SCALE_RATIO = np.float32(1 + 2**-12)
 
 
 def quantizable(model: onnx.ModelProto, target: str = "", precision: str = "int8") -> list[str]:
-    """Names of the nodes that `quantize` runs in 8 bits: convolutions and products, in order.
+    """Return the names of the convolutions and products that `quantize` runs in 8 bits, in order.
 
     Args:
-        model: from `simplify`; is not changed.
-        target: "tensorrt" or "onnxruntime"; "": on one of them at least.
-        precision: "int8" or "fp8", for a target.
+        model: result of `simplify`; not changed.
+        target: "tensorrt" or "onnxruntime"; "" for nodes that at least one of them quantises.
+        precision: "int8" or "fp8"; used with a target.
     """
     graph = OnnxGraph(copy_model(model))
     return list(place_pairs(graph, target, precision).weighted if target else weighted_layers(graph))
@@ -98,21 +97,21 @@ def quantize(
     *,
     reduce_range: bool = False,
 ) -> onnx.ModelProto:
-    """The model with Q/DQ pairs and 8-bit weights, for one target.
+    """Return the model with Q/DQ pairs and 8-bit weights for a target.
 
-    For TensorRT all is symmetric and biases stay FP32; for ONNX Runtime activations are uint8 with a zero point and biases
-    int32. Weights have a scale for each output channel (FP8: one).
+    For TensorRT all tensors are symmetric and biases stay FP32. For ONNX Runtime activations are UINT8 with a zero point and
+    biases INT32. Weights have a scale for each output channel (FP8: one scale).
 
     Args:
-        model: FP32, from `simplify`; is not changed.
-        ranges: (least, largest) value of each of `tensors_to_calibrate`.
+        model: FP32, result of `simplify`; not changed.
+        ranges: (low, high) of each tensor in `tensors_to_calibrate`.
         target: "tensorrt" or "onnxruntime".
         precision: "int8" or "fp8".
-        keep: names of nodes that stay in floating point; any, not only those of `quantizable`.
-        reduce_range: weights of 7 bits, for CPUs without VNNI, where pairs of 8-bit products overflow 16 bits.
+        keep: names of nodes that stay in floating point; names of other nodes are allowed.
+        reduce_range: use 7 bits for weights, for CPUs without VNNI, where sums of two 8-bit products overflow 16 bits.
 
     Raises:
-        BuildError: a range is missing or no range; the target cannot have the precision.
+        BuildError: a range is missing or invalid, or the target does not support the precision.
     """
     model = copy_model(raise_opset(model, FP8_OPSET) if precision == "fp8" else model)
     graph = OnnxGraph(model)
@@ -134,34 +133,34 @@ def quantize(
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Scales of a tensor, FP32 [] or [channels], and a zero point of the 8-bit type, of the same shape."""
+    """Scale of a tensor, FP32 [] or [channels], and zero point of the 8-bit type and the same shape."""
 
     scale: Floats
     zero_point: Array | TensorProto
 
 
 class _Scheme(Protocol):
-    """One way to write numbers in 8 bits."""
+    """An 8-bit format: scales of activations and weights."""
 
     element_type: int
     weight_type: int
     quantizes_bias: bool
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
-        """Return the scale for values in low..high, 0 included; `clamped`: they must not become larger than `high`."""
+        """Return the scale for values in low..high, 0 included; if `clamped`, values must not exceed `high`."""
 
     def larger(self, scale: Floats) -> Floats:
-        """A scale that is a little larger."""
+        """Return the next larger scale."""
 
     def weight(
         self, values: Floats, layer: WeightedLayer, min_scale: Floats | None
     ) -> tuple[Array | TensorProto, _Scale]:
-        """The weights of a node in 8 bits, or as they are, in FP32, where the target is to quantise them.
+        """Return the weights in 8 bits, or in FP32 if the target quantises them, and their scale.
 
         Args:
-            values: FP32.
-            one: the node.
-            min_scale: scales that must not be undercut, [channels].
+            values: weights, FP32.
+            layer: layer of the weights.
+            min_scale: lower bounds of the scales, FP32 [channels]; None without bounds.
         """
 
 
@@ -192,7 +191,7 @@ class _UnsignedInt8:
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         scale = _float32((high - low) / 255 if high > low else 1.0)
         zero_point = np.uint8(np.clip(np.rint(-low / scale), 0, 255))
-        # ONNX Runtime drops a Clip in front of a QuantizeLinear only if the largest 8-bit number is within the bounds.
+        # ONNX Runtime removes a Clip before a QuantizeLinear only if the largest 8-bit number is within the bounds.
         while clamped and high > low and np.float32(255 - zero_point) * scale > np.float32(high):
             scale = np.asarray(np.nextafter(scale, np.float32(0)))
         return _Scale(scale, np.asarray(zero_point))
@@ -218,9 +217,9 @@ class _Fp8:
     def weight(
         self, values: Floats, layer: WeightedLayer, min_scale: Floats | None
     ) -> tuple[Array | TensorProto, _Scale]:
-        # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
+        # One scale: the exponents of FP8 cover small channels too, and TensorRT supports scales by channel on some GPUs only.
         scale = fp8_scale(float(np.abs(values).max(initial=0)))
-        # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
+        # A convolution runs in FP8 if TensorRT quantises its weights, and in FP16 if they are stored in FP8 (10.6 on an H200).
         whole = values if layer.operator == "Conv" else encode_fp8(values, scale)
         return whole, self._with_zero(scale)
 
@@ -229,12 +228,12 @@ class _Fp8:
 
 
 def _float32(values: npt.ArrayLike) -> Floats:
-    """Scales, never 0: the smallest normal number instead."""
+    """Return scales as FP32, at least the smallest normal number."""
     return np.asarray(np.maximum(values, np.finfo(np.float32).tiny), np.float32)
 
 
 def _symmetric(values: Floats, axis: int | None, min_scale: Floats | None, largest: int) -> tuple[Array, _Scale]:
-    """Return whole numbers -largest..largest and their scales; channels of zeros only have the scale of the others."""
+    """Return INT8 weights in -largest..largest and their scales; channels of zeros have the scale of the whole tensor."""
     others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
     size = np.abs(values).max(axis=others, initial=0)
     whole = float(size.max(initial=0)) or 1.0
@@ -246,7 +245,7 @@ def _symmetric(values: Floats, axis: int | None, min_scale: Floats | None, large
 
 
 class _Writer:
-    """Adds the pairs to a graph; remembers them, so that each tensor has one."""
+    """Adds Q/DQ pairs to a graph, one for each tensor."""
 
     def __init__(
         self, graph: OnnxGraph, placement: QdqPlacement, scheme: _Scheme, ranges: Mapping[str, tuple[float, float]]
@@ -254,7 +253,7 @@ class _Writer:
         self._graph, self._placement, self._scheme, self._ranges = graph, placement, scheme, ranges
         self._scales: dict[str, _Scale] = {}
         self._weights: dict[tuple[str, int | None, bytes], str] = {}
-        self.pairs: dict[str, str] = {}  # tensor -> what comes out of its DequantizeLinear
+        self.pairs: dict[str, str] = {}  # tensor -> output of its DequantizeLinear
 
     def write(self) -> None:
         graph, placement = self._graph, self._placement
@@ -294,15 +293,15 @@ class _Writer:
         return self.pairs[tensor]
 
     def _range(self, tensor: str) -> tuple[float, float, bool]:
-        """The range of a tensor, 0 included, and whether it ends where a Relu or Clip does."""
+        """Return the range of a tensor, 0 included, and whether a Relu or Clip bounds it."""
         low = high = 0.0
         for name in self._placement.sources[tensor]:
             if name not in self._ranges:
-                raise BuildError(f"the range of tensor '{name}' is not known: calibrate it (see tensors_to_calibrate)")
+                raise BuildError(f"the range of tensor '{name}' is missing: calibrate it (see tensors_to_calibrate)")
             measured = self._ranges[name]
             if not all(map(math.isfinite, measured)) or measured[0] > measured[1]:
                 raise BuildError(
-                    f"the range of tensor '{name}' is {tuple(measured)}: the samples, or the model, are at fault"
+                    f"the range of tensor '{name}' is {tuple(measured)}, not finite: check the samples and the model"
                 )
             low, high = min(low, measured[0]), max(high, measured[1])
         producer = self._graph.producer(tensor)
@@ -315,7 +314,7 @@ class _Writer:
         return max(low, min(bounds[0], 0.0)), min(high, max(bounds[1], 0.0)), True
 
     def _constants(self, node: onnx.NodeProto, layer: WeightedLayer, tensor: str) -> None:
-        """Quantise weight and, if the scheme does so, bias of a node that reads `tensor`."""
+        """Quantise the weight and, depending on the scheme, the bias of a node that reads `tensor`."""
         graph, scheme = self._graph, self._scheme
         assert layer.weight is not None
         name = node.input[layer.weight]
@@ -325,7 +324,7 @@ class _Writer:
             graph.constant(node.input[2]) if scheme.quantizes_bias and len(node.input) > 2 and node.input[2] else None
         )
         step = self._scales[tensor].scale
-        # A weight's scale must be so large that the bias, in steps of both scales, is an int32; half of that is left for sums.
+        # Lower bound of a weight's scale: the bias, in steps of both scales, must be an INT32, with half of the range for sums.
         min_scale = None if bias is None else np.asarray(2 * np.abs(bias) / (step * _INT32_LARGEST), np.float32)
         quantized, weight_scale = scheme.weight(values, layer, min_scale)
         key = (name, layer.axis, weight_scale.scale.tobytes())
@@ -341,7 +340,7 @@ class _Writer:
     def _dequantized(
         self, name: str, quantized: Array | TensorProto, scale: _Scale, axis: int | None, element_type: int
     ) -> str:
-        """Return the output of the DequantizeLinear behind constants; constants in FP32 get a QuantizeLinear in front of it."""
+        """Return the output of a DequantizeLinear of constants, with a QuantizeLinear before it for FP32 constants."""
         graph = self._graph
         shape = graph.shape(name)
         scales = [
@@ -366,10 +365,10 @@ def _copy_constant(values: Array | TensorProto) -> Array | TensorProto:
 
 
 def _avoid_float_gemm(graph: OnnxGraph, placement: QdqPlacement) -> None:
-    """Write the addition behind an integer MatMul as a Sum.
+    """Write the addition after an integer MatMul as a Sum.
 
-    ONNX Runtime makes one Gemm of a MatMul and the Add behind it, of matrices or where all sizes are known, before it looks at
-    Q/DQ pairs; then the product would run on dequantised weights. Sum of two is the same, and is left alone.
+    ONNX Runtime fuses a MatMul and the Add after it into a Gemm (for matrices, or if all sizes are known) before it reads Q/DQ
+    pairs. The product would then run on dequantised weights. A Sum of two tensors is equal and not fused.
     """
     for node in graph.nodes:
         layer = placement.weighted.get(node.name)
@@ -383,9 +382,9 @@ def _avoid_float_gemm(graph: OnnxGraph, placement: QdqPlacement) -> None:
 
 
 def _keep_names(graph: OnnxGraph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
-    """Give the name of a stored tensor that is an output, or read by a subgraph, to what comes out of its pair.
+    """Rename the outputs of pairs whose tensor is an output of the model or read by a subgraph to the name of the tensor.
 
-    The input gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.
+    The tensor itself gets another name. With a second reader ONNX Runtime would find no integer kernel for its layer.
     """
     fixed = dict.fromkeys([*graph.outputs, *sorted({name for node in graph.nodes for name in captured(node)})])
     renamed = {name: graph.fresh(f"{name}_float") for name in fixed if name in stored}
@@ -399,22 +398,22 @@ def _keep_names(graph: OnnxGraph, stored: Collection[str], pairs: Mapping[str, s
 
 Doubles = npt.NDArray[np.float64]
 SAMPLES = 48
-# Of one run: the inputs of all layers are there until they are averaged.
+# Rows of one run: the inputs of all layers are in memory until they are averaged.
 _ROWS = 4
-# Operators whose second dimension is the channels, with the place of their bias.
+# Operators with channels in the second dimension, with the index of their bias.
 _BIAS = {"Conv": 2, "Gemm": 2}
 
 
 def correct_biases(
     model: onnx.ModelProto, quantized: onnx.ModelProto, nodes: Sequence[str], samples: Samples, report: Report
 ) -> onnx.ModelProto:
-    """The FP32 model with biases that make up for the rounding of its weights; it is to be quantised again.
+    """Return the FP32 model with biases that compensate for the rounding of its weights; quantise it again.
 
     Args:
-        model: FP32, simplified; is not changed.
-        quantized: its quantised form, whose weights are compared.
-        nodes: names of the layers that are quantised.
-        samples: to measure means on; the first `SAMPLES` are used.
+        model: FP32, simplified; not changed.
+        quantized: its quantised form, with the rounded weights.
+        nodes: names of the quantised layers.
+        samples: samples to measure means on; the first `SAMPLES` are used.
         report: called with the progress.
     """
     graph, rounded = OnnxGraph(copy_model(model)), OnnxGraph(copy_model(quantized))
@@ -438,13 +437,13 @@ def correct_biases(
 def _means(
     model: onnx.ModelProto, graph: OnnxGraph, tensors: list[str], samples: Samples, report: Report
 ) -> dict[str, Doubles]:
-    """Return the mean of each channel, by tensor, for tensors that have channels."""
+    """Return the mean of each channel, FP64 [channels] by tensor, for tensors with channels."""
     runner = OnnxRunner(model, [name for name in tensors if graph.producer(name) is not None])
     sums: dict[str, Doubles] = {}
     count = 0
     for batch in samples.batches(_ROWS):
         values: dict[str, npt.NDArray[Any]] = {**runner.run(batch), **batch}
-        # The last batch may have fewer rows, and counts for less.
+        # Weighted by rows: the last batch may have fewer.
         rows = len(next(iter(batch.values()))) if samples.batched else 1
         count += rows
         report(count / len(samples), "correcting biases")
@@ -458,7 +457,7 @@ def _means(
 
 
 def _stored_weight(graph: OnnxGraph, tensor: str) -> Doubles | None:
-    """Return the weights of a layer: a constant behind a DequantizeLinear, in 8 bits or, before it is quantised, in FP32."""
+    """Return the rounded weights of a layer: a constant before a DequantizeLinear, in 8 bits or in FP32."""
     node = graph.producer(tensor)
     if node is None or node.op_type != "DequantizeLinear":
         return None
@@ -479,7 +478,7 @@ def _stored_weight(graph: OnnxGraph, tensor: str) -> Doubles | None:
 
 
 def _shift(graph: OnnxGraph, node: onnx.NodeProto, error: Doubles, mean: Doubles) -> Doubles | None:
-    """Return the shift of each output channel's mean by an error of the weights; None if the sizes do not fit."""
+    """Return the shift of the mean of each output channel by the error of the weights; None if the shapes do not fit."""
     if node.op_type == "Gemm":
         error = error if graph.attribute(node, "transB", 0) else error.T
         matrix: Doubles | None = (
@@ -496,7 +495,7 @@ def _shift(graph: OnnxGraph, node: onnx.NodeProto, error: Doubles, mean: Doubles
 
 
 def _is_plain_product(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
-    """A Gemm that is x times W plus a bias."""
+    """Return whether a Gemm is x times W plus a bias."""
     attributes = [
         graph.attribute(node, name, default) for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
     ]
@@ -504,7 +503,7 @@ def _is_plain_product(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
 
 
 def _subtract_shift(graph: OnnxGraph, node: onnx.NodeProto, shift: Doubles) -> None:
-    """Give the node a bias of its own, less the shift; a bias that is computed, or one for each row, is left alone."""
+    """Subtract the shift from a copy of the node's bias, except for a computed bias or one with other shapes."""
     index = _BIAS[node.op_type]
     name = node.input[index] if len(node.input) > index else ""
     bias = graph.constant(name) if name else np.zeros(shift.shape, np.float32)

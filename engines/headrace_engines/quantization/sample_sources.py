@@ -1,18 +1,18 @@
-"""Reads samples from the three sources that a configuration can name; each becomes `Samples`.
+"""Reads samples from the three kinds of sources of a configuration.
 
-a folder of pictures    through the model's own `preprocess`
+folder of pictures      pre-processed by the model's `preprocess` section
     calibration/*.jpg                        pictures
-    calibration/<class>/*.jpg                pictures with labels: the class's number, or its name in the label file
+    calibration/<class>/*.jpg                pictures with labels: number of the class, or its name in the label file
     calibration/labels.csv                   labels as lines of "file,class", for pictures in any folder
-an .npz                 an array for each input, samples along the first dimension, and perhaps their labels. Only the selected
-                        samples are held: the file may be larger than the memory.
-file.py:function        a function of the model's owner, whose code runs in the builder, never in the server:
+.npz                    an array for each input, samples along the first dimension, and labels if present. Only the selected
+                        samples are read into memory: the file may be larger than the memory.
+file.py:function        a function of the model's owner; its code runs in the builder, never in the server:
 
     def samples():
         for picture, label in pairs:
             yield {"image": picture, "label": label}      # or the array alone, for a model with a single input
 
-    Its samples go to a temporary file, because they are read more than once and may not fit into memory.
+    Its samples are written to a temporary file, because they are read more than once and may not fit into memory.
 """
 
 from __future__ import annotations
@@ -52,19 +52,18 @@ from headrace_engines.quantization.samples import (
 
 
 def open_samples(source: str, folder: Path, config: ModelConfig, limit: int) -> Samples:
-    """The samples that a configuration names.
+    """Open the samples that a configuration names.
 
     Args:
-        source: a folder of pictures, an .npz, or "file.py:function"; relative to `folder`, and below it.
-        folder: the model's.
-        config: complete; has the inputs and the preprocessing of pictures.
-        limit: how many samples are taken at most. Of pictures and arrays a fixed random choice, in a fixed random order,
-            because files and data sets are often sorted by class; of a reader those that it yields first.
+        source: folder of pictures, .npz file, or "file.py:function"; a path relative to `folder` and below it.
+        folder: folder of the model.
+        config: completed configuration, with inputs and preprocessing.
+        limit: largest number of samples. Pictures and arrays are a fixed random selection in a fixed random order, because files
+            and data sets are often sorted by class; a function's samples are the first ones.
 
     Raises:
-        BuildError: nothing is there, it does not fit the model, it cannot be read, or it lies outside of the folder.
+        BuildError: the source is missing, unreadable, outside of the folder, or does not fit the model.
     """
-    # Each of them loads what it needs; pictures need Pillow.
     path_text, _, function = source.rpartition(":") if ".py:" in source else (source, "", "")
     path = _inside(path_text, folder, config.name)
     layouts = input_layouts(config)
@@ -79,13 +78,13 @@ def open_samples(source: str, folder: Path, config: ModelConfig, limit: int) -> 
 
 
 def _inside(text: str, folder: Path, model: str) -> Path:
-    """The path of samples, known to exist and to lie in the folder."""
+    """Return the path of samples after a check that it exists in the folder."""
     problem = filename_problem(text)
     if problem is not None:
         raise BuildError(f"{model}: samples cannot be read: {problem[0]}: {problem[1]}")
     path = folder / text
     if not path.exists():
-        cure = "put a folder of pictures, an .npz or file.py:function there, or write where they are"
+        cure = "put a folder of pictures, an .npz or file.py:function there, or correct the path"
         raise BuildError(f"{model}: the samples '{text}' are not in the model's folder {folder}: {cure}")
     if not within(path, folder):
         raise BuildError(f"{model}: '{text}' is a link that leads out of the model's folder: copy the samples into it")
@@ -95,7 +94,7 @@ def _inside(text: str, folder: Path, model: str) -> Path:
 Array = npt.NDArray[Any]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 LABEL_FILE = "labels.csv"
-# What is prepared once is kept as far as it fits in here: samples are passed over many times.
+# Size of the cache of prepared pictures: samples are read many times.
 _CACHE_BYTES = 256 << 20
 _LARGEST_FILE_BYTES = 256 << 20
 _PIXEL_TYPES = ("FP32", "FP16", "FP64", "UINT8")
@@ -104,26 +103,26 @@ _PIXEL_TYPES = ("FP32", "FP16", "FP64", "UINT8")
 def open_pictures(
     path: Path, folder: Path, layouts: Mapping[str, InputLayout], config: ModelConfig, limit: int
 ) -> Samples:
-    """Samples from the pictures in a folder and the folders below it.
+    """Open the pictures in a folder and the folders below it.
 
     Args:
-        path: the folder of pictures.
-        folder: the model's, which has the label file.
-        layouts: of the inputs.
-        config: complete, with `preprocess`.
-        limit: how many pictures are read at most; a hash of their names decides which ones, and their order.
+        path: folder of pictures.
+        folder: folder of the model, which has the label file.
+        layouts: layouts of the inputs by name.
+        config: completed configuration with `preprocess`.
+        limit: largest number of pictures; a hash of their names selects and orders them.
 
     Raises:
-        BuildError: the model takes no pictures, there are none, one cannot be read, or labels name no class.
+        BuildError: the model has no input for pictures, there are none, one cannot be read, or a label is not a class.
     """
     location = f"{config.name}: {path.relative_to(folder).as_posix()}/"
     layout, recipe = _recipe(layouts, config, location)
     names = _pictures(path, location)
-    # Sorted by a hash: mixed in class and origin whatever the names are, and a new picture hardly changes the choice.
+    # Sorted by a hash: classes are mixed for any names, and a new picture hardly changes the selection.
     names = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:limit]
     labels = _labels(names, path, folder, config, location)
     reader = _Pictures(path, folder, names, layout, recipe, location)
-    # The prepared first picture is part of the digest: it changes with the code that prepares it.
+    # The prepared first picture is part of the digest: the digest changes with the code of the preparation.
     recipe_bytes = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
     digests = [
         hashlib.sha256(recipe_bytes + _content(path / name, folder, f"{location}{name}")).digest() for name in names
@@ -133,7 +132,7 @@ def open_pictures(
 
 
 class _Pictures:
-    """Prepares pictures on use, and keeps the first ones in memory."""
+    """Prepares pictures on use and caches the first ones."""
 
     def __init__(
         self, path: Path, folder: Path, names: list[str], layout: InputLayout, recipe: ImageRecipe, location: str
@@ -169,30 +168,30 @@ class _Pictures:
 
 
 def _recipe(layouts: Mapping[str, InputLayout], config: ModelConfig, location: str) -> tuple[InputLayout, ImageRecipe]:
-    """The input that takes the picture, and how, known to go together."""
+    """Return the input of the picture and its preparation, after a check that they match."""
     if config.preprocess is None:
         cure = "add a `preprocess` section (`headrace.preprocess.*` parameters in a config.pbtxt), or give an .npz"
         raise BuildError(
-            f"{location} is a folder, and the configuration does not say how a picture becomes an input: {cure}"
+            f"{location} is a folder of pictures, but the configuration has no preparation of pictures: {cure}"
         )
     recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
     name = recipe.input or next(iter(layouts))
     others = [other for other, layout in layouts.items() if other != name and not layout.optional]
     if others:
-        cure = "give an .npz with an array an input"
-        raise BuildError(f"{location}: pictures are no samples for the inputs {', '.join(others)}: {cure}")
+        cure = "write an .npz with an array for each input"
+        raise BuildError(f"{location}: pictures have no data for the inputs {', '.join(others)}: {cure}")
     layout = layouts[name]
     if layout.datatype.name not in _PIXEL_TYPES:
         raise BuildError(
-            f"{location}: input '{name}' is {layout.datatype.name}, pictures become {', '.join(_PIXEL_TYPES)}: give an .npz"
+            f"{location}: input '{name}' is {layout.datatype.name}, pictures become {', '.join(_PIXEL_TYPES)}: write an .npz"
         )
     shape = recipe.shape[1:] if len(layout.dims) == 3 else recipe.shape
-    layout.check(layout.dtype, shape, f"{location}: preprocess makes another tensor than the model takes")
+    layout.check(layout.dtype, shape, f"{location}: preprocess does not match the model")
     return layout, recipe
 
 
 def _pictures(path: Path, location: str) -> list[str]:
-    """The pictures' paths below `path`, with "/"."""
+    """Return the paths of the pictures relative to `path`, with "/"."""
     names = []
     others = 0
     for folder, below, files in os.walk(path):
@@ -205,7 +204,7 @@ def _pictures(path: Path, location: str) -> list[str]:
             else:
                 others += 1
     if not names:
-        reason = f"the {others} files there are none" if others else "it is empty"
+        reason = f"{others} files of other types" if others else "it is empty"
         raise BuildError(f"{location} has no pictures ({reason}): put {', '.join(SUFFIXES)} files there")
     return names
 
@@ -216,14 +215,14 @@ def _content(file: Path, folder: Path, location: str) -> bytes:
     try:
         size_bytes = file.stat().st_size
         if size_bytes > _LARGEST_FILE_BYTES:
-            raise BuildError(f"{location} has {size_bytes} bytes, at most {_LARGEST_FILE_BYTES} are taken: take it out")
+            raise BuildError(f"{location} has {size_bytes} bytes, at most {_LARGEST_FILE_BYTES} are allowed: remove it")
         return file.read_bytes()
     except OSError as error:
         raise BuildError(f"{location}: cannot be read: {error.strerror or error}: check the file") from error
 
 
 def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, location: str) -> Array | None:
-    """Return the classes of the pictures; None where neither folders nor a file state them."""
+    """Return the classes of the pictures; None if neither folders nor a file have them."""
     if (path / LABEL_FILE).is_file():
         by_file = _label_file(path / LABEL_FILE, location)
         missing = [name for name in names if name not in by_file]
@@ -242,14 +241,14 @@ def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, loc
             cure = "name every class by its number or its line in the label file"
             culprit = f"'{strange[0]}'" if strange[0] else "a picture outside of them"
             raise BuildError(
-                f"{location}: the pictures' classes are those of folders or {LABEL_FILE}, {culprit} is no class: {cure}"
+                f"{location}: {culprit} is not a class of the model (classes come from folders or {LABEL_FILE}): {cure}"
             )
         return check_labels(np.array([class_numbers[name] for name in classes], np.int64), config, location)
     return None
 
 
 def _numbers(folder: Path, config: ModelConfig) -> Callable[[str], int | None]:
-    """Return a function from a class's name, or its number as text, to its number; None for other text."""
+    """Return a function from the name or number of a class, as text, to its number; it returns None for other text."""
     file, count = class_names(config)
     names: tuple[str, ...] = ()
     if file:
@@ -268,7 +267,7 @@ def _numbers(folder: Path, config: ModelConfig) -> Callable[[str], int | None]:
 
 
 def _normalised_class(name: str) -> str:
-    """A class's name as a folder may be called: "Egyptian cat" is "egyptian_cat"."""
+    """Return the name of a class in the form of folder names: "Egyptian cat" equals "egyptian_cat"."""
     return name.strip().lower().replace("_", " ").replace("/", " ")
 
 
@@ -310,23 +309,23 @@ def open_arrays(path: Path, layouts: Mapping[str, InputLayout], config: ModelCon
             name. `labels` or `label`, if it is there, has the number of every sample's class.
         layouts: of the inputs.
         config: complete.
-        limit: how many samples are taken at most, a random choice that is always the same.
+        limit: largest number of samples, a fixed random selection.
 
     Raises:
-        BuildError: it cannot be read, an input is missing, or an array does not fit.
+        BuildError: the file cannot be read, an input is missing, or an array does not fit.
     """
     location = f"{config.name}: {path.name}"
     try:
         with zipfile.ZipFile(path) as archive:
             return _ArrayFile(archive, layouts, config, location).samples(path.name, limit)
-    # What a broken archive makes of the readers.
+    # Errors of a damaged archive.
     except (OSError, ValueError, EOFError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
         cure = "write it with numpy.savez, without object arrays"
-        raise BuildError(f"{location} is no .npz that can be read ({error}): {cure}") from error
+        raise BuildError(f"{location} is not a readable .npz ({error}): {cure}") from error
 
 
 class _ArrayFile:
-    """One archive that is being read."""
+    """Reader of one open archive."""
 
     def __init__(
         self, archive: zipfile.ZipFile, layouts: Mapping[str, InputLayout], config: ModelConfig, location: str
@@ -359,7 +358,7 @@ class _ArrayFile:
         )
 
     def _assigned(self) -> dict[str, str]:
-        """Return the name of the array of each input."""
+        """Return the name of the array by input."""
         arrays = {tensor: tensor for tensor in self._layouts if tensor in self._headers}
         missing = [name for name, layout in self._layouts.items() if name not in arrays and not layout.optional]
         others = [name for name in self._headers if name not in LABELS and name not in arrays]
@@ -386,7 +385,7 @@ class _ArrayFile:
             )
         count = next(iter(counts.values()))
         if not count:
-            raise BuildError(f"{self._location} holds no samples: its arrays are empty")
+            raise BuildError(f"{self._location} has no samples, its arrays are empty: write at least one")
         return count
 
     def _labels(self, count: int) -> Array | None:
@@ -416,11 +415,11 @@ class _ArrayFile:
         return header
 
     def _rows(self, array: str, numbers: Sequence[int]) -> list[Array]:
-        """The rows of these numbers, in their order; the file is read once, from its start to the last of them."""
+        """Return rows by index, in order; the file is read once, from its start to the last of the rows."""
         with self._archive.open(f"{array}.npy") as stream:
             header = self._read_header(stream)
             if header.column_major:
-                # Rows do not lie together: no way around the whole.
+                # Rows are not contiguous: the whole array must be read.
                 values = np.frombuffer(stream.read(), header.dtype).reshape(header.shape, order="F")
                 return [np.ascontiguousarray(values[number]) for number in numbers]
             shape = header.shape[1:]
@@ -440,7 +439,7 @@ def _read(stream: IO[bytes], size_bytes: int, keep: bool = True) -> bytes:
     while size_bytes:
         piece = stream.read(min(size_bytes, _SKIP_BYTES))
         if not piece:
-            raise EOFError("it ends too early")
+            raise EOFError("the file is truncated")
         size_bytes -= len(piece)
         if keep:
             content += piece
@@ -450,19 +449,19 @@ def _read(stream: IO[bytes], size_bytes: int, keep: bool = True) -> bytes:
 def open_reader(
     path: Path, function: str, layouts: Mapping[str, InputLayout], config: ModelConfig, limit: int
 ) -> Samples:
-    """Samples from a Python function without arguments.
+    """Read samples from a Python function without arguments.
 
     Args:
-        path: the file with the function.
-        function: its name. It gives something to iterate over: dicts of arrays by input name, or bare arrays for a model with a
-            single input; one sample each, or several with a dimension for them in front. `label` (or `labels`) in a dict
-            is the number of the class.
-        layouts: of the inputs.
-        config: complete.
-        limit: the function is left after this many samples.
+        path: file with the function.
+        function: name of the function. It returns an iterable of dicts with arrays by input name, or of arrays for a model with a
+            single input. Each item is one sample, or several with a leading dimension. `label` (or `labels`) in a dict is the
+            number of the class.
+        layouts: layouts of the inputs by name.
+        config: completed configuration.
+        limit: largest number of samples; the iteration ends there.
 
     Raises:
-        BuildError: the code fails (with file and line), or its samples do not fit.
+        BuildError: the code raises an error (reported with file and line), or a sample does not fit.
     """
     location = f"{path.name}:{function}"
     store = _SampleFile()
@@ -475,10 +474,10 @@ def open_reader(
         if len(store) >= limit:
             break
     if not len(store):
-        raise BuildError(f"{location} gave no samples: let it yield at least one")
+        raise BuildError(f"{location} yields no samples: yield at least one")
     if labels and len(labels) != len(store):
         raise BuildError(
-            f"{location} gave labels for {len(labels)} of {len(store)} samples: give every sample one, or none"
+            f"{location} yields labels for {len(labels)} of {len(store)} samples: yield a label for every sample, or for none"
         )
     batched = config.max_batch_size > 0
     checked = check_labels(np.array(labels), config, location) if labels else None
@@ -486,7 +485,7 @@ def open_reader(
 
 
 class _SampleFile:
-    """Samples in a temporary file, which vanishes with the process."""
+    """Samples in a temporary file, removed at the end of the process."""
 
     def __init__(self) -> None:
         self._file: BinaryIO = tempfile.TemporaryFile(prefix="headrace-samples-")  # noqa: SIM115
@@ -510,7 +509,7 @@ class _SampleFile:
         except OSError as error:
             folder = tempfile.gettempdir()
             raise BuildError(
-                f"the samples cannot be kept in {folder}: {error.strerror or error}: make room there"
+                f"the samples cannot be written to {folder}: {error.strerror or error}: make room there"
             ) from error
         self.digests.append(content_digest(sample))
         self._records.append(records)
@@ -525,14 +524,14 @@ class _SampleFile:
 
 
 def _call(path: Path, function: str) -> Iterator[Any]:
-    """Iterate over the items of the function; errors of its code are raised with file and line."""
+    """Yield the items of the function; errors of its code are raised with file and line."""
     name = f"headrace_samples_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)
-    # Dataclasses and the like look their module up by its name.
+    # Dataclasses and others look up their module by its name.
     sys.modules[name] = module
     try:
-        # Not imported: that would leave a cache in the model's folder.
+        # Not imported: an import writes a cache into the model's folder.
         code = _guarded(path, lambda: compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
         _guarded(path, exec, code, module.__dict__)
         callable_ = getattr(module, function, None)
@@ -545,7 +544,7 @@ def _call(path: Path, function: str) -> Iterator[Any]:
         if not hasattr(items, "__iter__") or isinstance(items, dict | np.ndarray):
             type_name = type(items).__name__
             raise BuildError(
-                f"{path.name}:{function} gave one {type_name} and not several: write it with yield, or return a list"
+                f"{path.name}:{function} returns one {type_name}, expected an iterable of samples: use yield, or return a list"
             )
         iterator = _guarded(path, iter, items)
         ended = object()
@@ -558,7 +557,7 @@ def _call(path: Path, function: str) -> Iterator[Any]:
 def _guarded(path: Path, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
-    except (Exception, SystemExit) as error:  # the model owner's code: any error is its own
+    except (Exception, SystemExit) as error:  # code of the model's owner can raise anything
         _raise_reader_error(path, error)
 
 
@@ -574,11 +573,13 @@ def _raise_reader_error(path: Path, error: BaseException) -> NoReturn:
 def _samples_of(
     item: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, location: str
 ) -> Iterator[tuple[Sample, int | None]]:
-    """The samples of one item, one or several, each with its label."""
+    """Yield the samples of one item, one or several, each with its label or None."""
     arrays = dict(item) if isinstance(item, Mapping) else {next(iter(layouts)): item}
     if not isinstance(item, Mapping) and len(layouts) != 1:
         cure = f"yield a dict with {', '.join(layouts)}"
-        raise BuildError(f"{location}: a bare {type(item).__name__} where the model has {len(layouts)} inputs: {cure}")
+        raise BuildError(
+            f"{location}: the item is one {type(item).__name__}, the model has {len(layouts)} inputs: {cure}"
+        )
     label = next((arrays.pop(name) for name in LABELS if name in arrays and name not in layouts), None)
     unknown = sorted(str(name) for name in set(arrays) - set(layouts))
     missing = [name for name, layout in layouts.items() if name not in arrays and not layout.optional]
@@ -590,7 +591,7 @@ def _samples_of(
     try:
         values = {name: np.asarray(value) for name, value in arrays.items()}
     except (ValueError, TypeError) as error:
-        raise BuildError(f"{location}: it is no array ({error}): yield arrays") from error
+        raise BuildError(f"{location}: a value cannot become an array ({error}): yield arrays") from error
     first = next(iter(values))
     layout = layouts[first]
     if values[first].ndim == len(layout.dims) + 1 or layout.keeps_row(values[first].ndim):

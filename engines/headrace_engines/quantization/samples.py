@@ -1,4 +1,4 @@
-"""Samples of a model's inputs, read by batch, and the layout that each input's data must have."""
+"""Samples of a model's inputs, read in batches, and the required layout of each input."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class InputLayout:
-    """One input.
+    """Required type and shape of one input.
 
     Attributes:
-        name: of the tensor.
-        datatype: of its elements.
-        dims: the shape in the configuration, without the batch dimension; -1 where free.
-        model_dims: the model's own shape of the same elements, without the batch dimension.
+        name: name of the tensor.
+        datatype: type of its elements.
+        dims: shape in the configuration, without the batch dimension; -1 for free dimensions.
+        model_dims: shape in the model (after `reshape`), without the batch dimension.
         batched: True if the model has a batch dimension in front.
-        optional: True if it may be left out.
+        optional: True if the input may be left out.
     """
 
     name: str
@@ -39,30 +39,30 @@ class InputLayout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy type of its elements."""
+        """NumPy type of the elements."""
         return np.dtype(self.datatype.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The model's own shape of one sample, 1 where free."""
+        """Shape of one sample in the model, 1 for free dimensions."""
         return tuple(max(size, 1) for size in self.model_dims)
 
     def sized(self, shape: Sequence[int] | None) -> InputLayout:
-        """Return the layout with its free dimensions set to `shape`, if there is one."""
+        """Return the layout with `shape` in place of `model_dims`; the same layout for None."""
         return self if shape is None else replace(self, model_dims=tuple(shape))
 
     def keeps_row(self, rank: int) -> bool:
-        """Return whether an array of this rank has its samples along the model's own first dimension.
+        """Return whether an array of this rank has its samples along the first dimension of the model's shape.
 
-        That is so for a model without a batch dimension whose first size is 1 or free: each row is a sample, as [1, ...].
+        True for a model without a batch dimension whose first size is 1 or free: each row is a sample, as [1, ...].
         """
         return not self.batched and rank == len(self.dims) and self.dims[:1] in ((1,), (-1,))
 
     def count(self, dtype: np.dtype[Any], shape: Sequence[int], location: str) -> int:
-        """Check the type and shape of an array against the input and return its number of samples.
+        """Check type and shape of an array and return its number of samples.
 
         Raises:
-            BuildError: they do not fit.
+            BuildError: they do not fit the input.
         """
         if self.keeps_row(len(shape)):
             self.check(dtype, (1, *shape[1:]), location)
@@ -71,33 +71,33 @@ class InputLayout:
         return shape[0]
 
     def sample(self, array: Array, location: str) -> Array:
-        """One sample in the type and the shape of the model.
+        """Return one sample in the type and shape of the model.
 
         Args:
             array: in the shape of the configuration, without a dimension of samples.
             location: origin of the data, for messages.
 
         Raises:
-            BuildError: its type or shape is another, or it holds NaN or infinity.
+            BuildError: type or shape do not fit, or a value is NaN or infinite.
         """
         self.check(array.dtype, array.shape, location)
         array = self._converted(array, location)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise BuildError(f"{location}: '{self.name}' holds NaN or infinity: take such samples out")
+            raise BuildError(f"{location}: '{self.name}' has NaN or infinite values: remove such samples")
         free = iter([actual for expected, actual in zip(self.dims, array.shape, strict=True) if expected < 0])
         return array.reshape([next(free) if size < 0 else size for size in self.model_dims])
 
     def check(self, dtype: np.dtype[Any], shape: Sequence[int], location: str, samples_in_front: bool = False) -> None:
-        """Hold a type and a shape against the input.
+        """Check a type and a shape against the input.
 
         Args:
-            dtype: of the data.
-            shape: of the data.
+            dtype: type of the data.
+            shape: shape of the data.
             location: origin of the data, for messages.
-            samples_in_front: the first dimension is that of the samples.
+            samples_in_front: the first dimension counts samples.
 
         Raises:
-            BuildError: they do not fit; states the expected and the actual shape, and a usual mistake where it looks like one.
+            BuildError: they do not fit. The message has the expected and the actual shape and, if it matches, a common mistake.
         """
         sample_shape = tuple(shape[1:]) if samples_in_front else tuple(shape)
         if len(sample_shape) != len(self.dims) or any(
@@ -107,11 +107,11 @@ class InputLayout:
             message = f"{location}: input '{self.name}' takes {_shape_text(expected)}, found {_shape_text(shape)}"
             raise BuildError(f"{message}: {self._cure(tuple(shape), sample_shape)}")
         if not self._takes(dtype):
-            cure = f"convert it with .astype('{self.dtype}'), pre-processed as the model wants it"
+            cure = f"convert it with .astype('{self.dtype}') after the pre-processing of the model"
             raise BuildError(f"{location}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether data of this type can become the input: the same type, floats to floats, integers to integers."""
+        """Return whether data of this type can be converted: the same type, floats to floats, integers to integers."""
         if self.dtype == object:
             return dtype.kind in "OSU"
         if self.datatype is BF16:
@@ -128,7 +128,7 @@ class InputLayout:
             limits = np.iinfo(self.dtype)
             if array.min() < limits.min or array.max() > limits.max:
                 raise BuildError(f"{location}: '{self.name}' has values that {self.datatype.name} cannot hold")
-        with np.errstate(over="ignore"):  # what overflows becomes infinity, which is reported
+        with np.errstate(over="ignore"):  # overflow becomes infinity, which is reported
             return np.asarray(array, self.dtype)
 
     def _cure(self, whole: tuple[int, ...], sample_shape: tuple[int, ...]) -> str:
@@ -136,20 +136,20 @@ class InputLayout:
             return len(shape) == len(self.dims) and all(e in (-1, f) for e, f in zip(self.dims, shape, strict=True))
 
         if fits(whole):
-            return "a dimension for the samples is missing in front: array[None] for a single one"
+            return "the first dimension must count samples: use array[None] for a single one"
         if len(sample_shape) == 3 and fits((sample_shape[2], sample_shape[0], sample_shape[1])):
-            return "this is channels last (NHWC) where channels first (NCHW) is wanted: array.transpose(0, 3, 1, 2)"
+            return "the data is channels last (NHWC), the input channels first (NCHW): use array.transpose(0, 3, 1, 2)"
         if len(sample_shape) == 3 and fits((sample_shape[1], sample_shape[2], sample_shape[0])):
-            return "this is channels first (NCHW) where channels last (NHWC) is wanted: array.transpose(0, 2, 3, 1)"
+            return "the data is channels first (NCHW), the input channels last (NHWC): use array.transpose(0, 2, 3, 1)"
         if fits((1, *sample_shape)):
-            return "the dimension of the single channel is missing: array[:, None]"
+            return "the dimension of the single channel is missing: use array[:, None]"
         if fits((*sample_shape, 1)):
-            return "the dimension of the single channel is missing: array[..., None]"
-        return "bring it into the shape the model takes"
+            return "the dimension of the single channel is missing: use array[..., None]"
+        return "reshape it to the shape of the input"
 
 
 def input_layouts(config: ModelConfig) -> dict[str, InputLayout]:
-    """The inputs of a complete configuration, by name."""
+    """Return the layouts of the inputs of a completed configuration, by name."""
     return {
         tensor.name: InputLayout(
             tensor.name,
@@ -164,12 +164,12 @@ def input_layouts(config: ModelConfig) -> dict[str, InputLayout]:
 
 
 def class_output(config: ModelConfig) -> str:
-    """The output that classifies by the configuration, the first with a label file; "" where none has one."""
+    """Return the name of the first output with a label file, the one with classes; "" without one."""
     return next((output.name for output in config.output if output.label_filename), "")
 
 
 def class_names(config: ModelConfig) -> tuple[str, int]:
-    """The label file ("" if none) and the number of classes (0 if not known) of the output that classifies."""
+    """Return label file ("" without one) and number of classes (0 if unknown) of the output with classes."""
     name = class_output(config)
     matches = [output for output in config.output if output.name == name]
     if not matches and len(config.output) > 1:
@@ -181,31 +181,31 @@ def class_names(config: ModelConfig) -> tuple[str, int]:
 
 
 def check_labels(labels: Array, config: ModelConfig, location: str) -> Array:
-    """Labels as INT64.
+    """Return labels as INT64 [N].
 
     Args:
-        labels: [N] or [N, 1], whole numbers.
-        config: complete.
+        labels: integers, [N] or [N, 1].
+        config: completed configuration.
         location: origin of the labels, for messages.
 
     Raises:
-        BuildError: they are no such numbers, or name a class that the model does not have.
+        BuildError: type or shape are wrong, or a class does not exist.
     """
     flat = labels.reshape(len(labels)) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1 or flat.dtype.kind not in "iu":
         actual = f"{labels.dtype} {_shape_text(labels.shape)}"
-        raise BuildError(
-            f"{location}: labels are the number of a class for each sample, [N], found {actual}: write those"
-        )
+        raise BuildError(f"{location}: labels are {actual}: write the number of a class for each sample, integers [N]")
     classes = class_names(config)[1]
     if flat.size and (flat.min() < 0 or (classes and flat.max() >= classes)):
         bounds = f"from 0 to {classes - 1}" if classes else "0 or more"
-        raise BuildError(f"{location}: labels go from {flat.min()} to {flat.max()}, the model's classes are {bounds}")
+        raise BuildError(
+            f"{location}: labels go from {flat.min()} to {flat.max()}, the model's classes are {bounds}: correct the labels"
+        )
     return flat.astype(np.int64)
 
 
 def _to_bf16(array: Array) -> Array:
-    """The upper halves of FP32 values, rounded to nearest even."""
+    """Return FP32 values as BF16 bit patterns, UINT16, rounded to nearest even."""
     bits = np.ascontiguousarray(array).view(np.uint32)
     return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
 
@@ -223,13 +223,13 @@ class Samples:
     """Inputs of a model in a fixed order, read on use.
 
     Args:
-        read: gives the sample of a number: by input name an array in the model's own shape, without the batch dimension.
-        digests: of every sample's content, by number.
-        name: of the data, for messages, e.g. "calibration/".
-        noun: what the samples are called when they are counted, e.g. "pictures"; "" leaves the count out.
-        labels: INT64, the class of every sample by number; None without labels.
-        batched: False for a model without a batch dimension: a batch is then one sample, in exactly the shape the model takes.
-        numbers: which samples these are, all of them if None.
+        read: returns the sample of an index: arrays by input name in the model's shape, without the batch dimension.
+        digests: digest of the content of every sample, by index.
+        name: name of the data, for messages, e.g. "calibration/".
+        noun: plural noun for the number of samples, e.g. "pictures"; "" for messages without the number.
+        labels: class of every sample by index, INT64; None without labels.
+        batched: False for a model without a batch dimension: a batch is one sample in the exact shape of the model.
+        numbers: indices of the selected samples; None for all.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Samples:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], labels: Array | None = None, name: str = "arrays") -> Self:
-        """Samples from arrays by input name, all with the samples along their first dimension."""
+        """Return samples from arrays by input name; the first dimension counts samples."""
         by_name = {key: np.asarray(array) for key, array in arrays.items()}
         count = len(next(iter(by_name.values())))
 
@@ -267,12 +267,12 @@ class Samples:
 
     @property
     def labels(self) -> Array | None:
-        """INT64 [len], the class of every sample; None without labels."""
+        """Class of every sample, INT64 [len]; None without labels."""
         return None if self._labels is None else np.asarray(self._labels[list(self._numbers)], np.int64)
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, over what the samples hold, labels included."""
+        """SHA-256, in hex, of the contents of the samples and their labels."""
         digest = hashlib.sha256()
         for number in self._numbers:
             digest.update(self._digests[number])
@@ -288,14 +288,14 @@ class Samples:
         return f"{self._name} ({len(self)} {noun})" if self._noun else self._name
 
     def batches(self, rows: int) -> Iterator[Sample]:
-        """The samples in order, as batches by input name.
+        """Yield the samples in order, as batches by input name.
 
         Args:
-            rows: of a batch at most. A batch is shorter at the end, and where the next sample has another shape; where the
-                model has no batch dimension it is one sample.
+            rows: largest batch. A batch is smaller at the end and before a sample of another shape; it is one sample for a model
+                without a batch dimension.
 
         Raises:
-            BuildError: a sample cannot be read; names it.
+            BuildError: a sample cannot be read.
         """
         if not self.batched:
             yield from map(self._read, self._numbers)
@@ -314,11 +314,11 @@ class Samples:
             yield _stacked(waiting)
 
     def head(self, count: int) -> Samples:
-        """The first `count` samples, or all if there are fewer."""
+        """Return the first `count` samples, or all if there are fewer."""
         return self._part(self._numbers[:count])
 
     def split(self, share: float) -> tuple[Samples, Samples]:
-        """All but the last `share` (0..1) of the samples, and that last share; each has one sample at least.
+        """Split off the last `share` (0..1) of the samples; both parts have at least one sample.
 
         Raises:
             BuildError: there are fewer than two.
@@ -329,7 +329,7 @@ class Samples:
         return self._part(self._numbers[:cut]), self._part(self._numbers[cut:])
 
     def without(self, others: Samples) -> Samples:
-        """Return the samples whose content is not among others."""
+        """Return the samples whose content is not in `others`."""
         digests = {others._digests[number] for number in others._numbers}
         return self._part([number for number in self._numbers if self._digests[number] not in digests])
 
@@ -346,15 +346,15 @@ class Samples:
 
 
 def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequence[int]] | None = None) -> Samples:
-    """Noise for a model whose owner gave no samples; the same every time.
+    """Return random samples for a model without samples; always the same.
 
-    Floats are standard normal, or what noise in the pixels becomes where the model takes pictures; UINT8 and INT8 fill their
-    range; other whole numbers are 0 or 1, which are indices into any table and masks as well; text is "0" or "1".
+    Floats are standard normal, or pre-processed random pixels for models of pictures. UINT8 and INT8 fill their range. Other
+    integers are 0 or 1, valid as indices into any table and as masks. Text is "0" or "1".
 
     Args:
-        config: complete.
-        count: how many samples.
-        shapes: by input with free dimensions its shape without the batch dimension; a dimension that is left out is 1.
+        config: completed configuration.
+        count: number of samples.
+        shapes: shapes of inputs with free dimensions, by name, without the batch dimension; 1 for missing ones.
     """
     layouts = {name: layout.sized((shapes or {}).get(name)) for name, layout in input_layouts(config).items()}
     picture = config.preprocess
@@ -382,7 +382,7 @@ def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequenc
 
 
 def content_digest(sample: Sample, *extra: object) -> bytes:
-    """SHA-256 over a sample's names, types, shapes and values, and over the text of `extra`."""
+    """Return the SHA-256 of a sample's names, types, shapes and values, and of the text of `extra`."""
     digest = hashlib.sha256()
     for name, array in sorted(sample.items()):
         content = repr(array.tolist()).encode() if array.dtype.kind == "O" else np.ascontiguousarray(array).tobytes()

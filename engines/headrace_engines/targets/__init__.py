@@ -1,4 +1,4 @@
-"""The targets that a model is built for, and the choice among them."""
+"""Targets of a build, and their selection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NAMES = ("auto", "onnxruntime", "tensorrt")
 
 
 def choose_target(name: str) -> Target:
-    """The target of a name; "auto": TensorRT where it and a GPU are, else ONNX Runtime.
+    """Return the target of a name; "auto" is TensorRT if it and a GPU are available, else ONNX Runtime.
 
     Raises:
-        BuildError: TensorRT is requested and not available; states what is missing.
+        BuildError: TensorRT is requested and not available; the message has the missing part.
     """
     from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 

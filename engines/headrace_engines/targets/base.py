@@ -1,10 +1,10 @@
-"""The contract between the build pipeline and what it builds for, on one screen.
+"""Interface between the build pipeline and its targets.
 
 Target.describe() -> Machine                     the machine that an artefact depends on
-Target.refuses(precision) -> str                 why this machine cannot have it, "" if it can
-Target.refuses_fp8_convolutions() -> str         why FP8 is for products alone here, "" if it is not
-Target.build(model, order, path, report)         from an ONNX model, already lowered to its precision, to the artefact's file
-Target.open(path) -> Engine                      loaded: can run, be timed and list its layers
+Target.refuses(precision) -> str                 reason why this machine does not support a precision, or ""
+Target.refuses_fp8_convolutions() -> str         reason why convolutions do not run in FP8, or ""
+Target.build(model, order, path, report)         builds the artefact's file from an ONNX model in the requested precision
+Target.open(path) -> Engine                      loads an artefact, which can run, be timed and list its layers
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class ShapeRange:
-    """One optimisation profile: by input the smallest, tuned and largest shape, batch dimension included."""
+    """Optimisation profile: smallest, tuned and largest shape by input name, batch dimension included."""
 
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
@@ -36,10 +36,10 @@ class TargetSpec:
     """Parameters of a target's build besides the model.
 
     Attributes:
-        precision: "fp32", "fp16", "bf16", "int8" or "fp8"; the model is already written in it.
-        profiles: at least one where an input has free dimensions.
-        workspace_bytes: scratch memory that may be used, None: no bound.
-        timing_cache: a file of measured kernels that may be read and is brought up to date, None: none.
+        precision: "fp32", "fp16", "bf16", "int8" or "fp8", the precision of the model.
+        profiles: optimisation profiles; at least one for inputs with free dimensions.
+        workspace_bytes: limit of the scratch memory; None without a limit.
+        timing_cache: file of measured kernels, read and updated; None for no file.
     """
 
     precision: str
@@ -53,13 +53,13 @@ class Layer:
     """One step of a built engine.
 
     Attributes:
-        name: as the engine calls it.
-        kind: e.g. "Conv", "CaskConvolution".
-        nodes: names of the ONNX nodes that it does, in order; empty for steps the builder added (reformats).
-        precision: of what it computes with, e.g. "int8", "fp16", "fp32".
-        tactic: the kernel, where the engine reports it.
-        time_us: mean of one execution.
-        share: of the whole, 0..1.
+        name: name in the engine.
+        kind: operator, e.g. "Conv", "CaskConvolution".
+        nodes: names of its ONNX nodes, in order; empty for steps that the builder added (reformats).
+        precision: precision of its arithmetic, e.g. "int8", "fp16", "fp32".
+        tactic: name of the kernel; "" if the engine does not report it.
+        time_us: mean time of one execution, in microseconds.
+        share: share of the time of all layers, 0..1.
     """
 
     name: str
@@ -79,20 +79,20 @@ class ModelRunner(Protocol):
 
 
 class Engine(ModelRunner, Protocol):
-    """An artefact that is loaded."""
+    """A loaded artefact."""
 
     def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
-        """Time executions of this batch for about so long; on a GPU as a CUDA graph, inputs on the device."""
+        """Time executions of a batch for about `seconds`; on a GPU as a CUDA graph with inputs on the device."""
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
-        """Return its layers in order, timed on this batch."""
+        """Return the layers in order, timed on this batch."""
 
     @property
     def memory_bytes(self) -> int:
-        """Weights and scratch memory that it holds while it is loaded."""
+        """Size of weights and scratch memory of the loaded engine, in bytes."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all memory."""
 
 
 class Target(Protocol):
@@ -105,17 +105,17 @@ class Target(Protocol):
         """Describe this machine."""
 
     def refuses(self, precision: str) -> str:
-        """Why this machine cannot have artefacts of a precision, "" if it can."""
+        """Return the reason why this machine does not support a precision; "" if it does."""
 
     def refuses_fp8_convolutions(self) -> str:
-        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too; called where FP8 is not refused."""
+        """Return the reason why convolutions stay FP16 in FP8 artefacts; "" if they run in FP8."""
 
     def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
         """Write the artefact.
 
         Raises:
-            BuildError: an operator is not supported (named with its node), a profile does not fit, memory ran out.
+            BuildError: an operator is not supported (the message has its node), a profile does not fit, or memory ran out.
         """
 
     def open(self, path: Path, source: onnx.ModelProto | None = None) -> Engine:
-        """Load an artefact; `source`, the model it was built from, lets `layers` name the ONNX nodes."""
+        """Load an artefact; with its ONNX model, `source`, `layers` returns the names of ONNX nodes."""

@@ -1,20 +1,19 @@
 """ONNX Runtime on a CPU as a target: the artefact is an ONNX file that any CPU can load.
 
-ONNX Runtime fuses for the instructions of the machine when it loads a file. The fused graph is not written: a graph with AVX-512
-kernels in it is wrong on the next machine, while loading the portable one costs milliseconds more. Q/DQ pairs stay as they are
-for the same reason: the session turns them into integer kernels.
+ONNX Runtime fuses operators for the instructions of the machine when it loads a file. The fused graph is not stored: a graph with
+AVX-512 kernels fails on other machines, and loading the portable one takes only milliseconds more. Q/DQ pairs are not replaced
+for the same reason: the session maps them to integer kernels.
 
-Sessions are opened as the server opens them, all cores for one instance: threads that do not spin, everything fused.
+Sessions have the server's options for one instance: all cores, threads that do not spin, all optimisations.
 
-The profile is JSON, one event for each kernel and run (documented under "Profile performance" of ONNX Runtime). The names of its
-events are those of the nodes of the optimised graph, which the session writes to a file on request. That graph is traced back
-to the source in steps (see `Lineage`): fully optimised -> fused, no changes of layout -> artefact ->
-source.
+The profile is JSON with one event for each kernel and run (ONNX Runtime documentation, "Profile performance"). Its names are
+those of nodes in the optimised graph, which the session writes to a file on request. That graph is traced back to the source in
+steps (see `Lineage`): fully optimised -> fused, no changes of layout -> artefact -> source.
 
-Optimisers fuse, rename, move and change layouts without a record. Names survive: of tensors, mostly, and of nodes. A
-node whose output has a name of the original executes all nodes between that tensor and the tensors that it reads. Where
-layouts changed, ONNX Runtime gives tensors new names, but writes the old name of the tensor ("X_nchwc") or of the node
-("X_token_7", "fused X") into the new node's: then what follows in the original and has no other node was done there.
+Optimisers fuse, rename, move and change layouts without a record. Most names of tensors and nodes survive. A node whose output
+has a name of the original executes all nodes between that tensor and its own inputs. With a changed layout ONNX Runtime renames
+tensors, but puts the former name of the tensor ("X_nchwc") or of the node ("X_token_7", "fused X") into the name of the new node.
+Nodes that follow in the original and have no other counterpart belong to that node.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ Lineage = dict[str, tuple[str, ...]]
 
 
 def node_label(node: onnx.NodeProto) -> str:
-    """Return the name of a node, or that of the first tensor that it produces."""
+    """Return the name of a node, or of its first output if it has none."""
     return str(node.name or next((name for name in node.output if name), node.op_type))
 
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which every node has a name of its own, that of its `node_label` where it is free."""
+    """Return a copy with a unique name for every node, its `node_label` if unused."""
     named = copy_model(model)
     used: set[str] = set()
     for node in named.graph.node:
@@ -73,19 +72,19 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 def trace_nodes(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineage:
     """Return the nodes of the original that each node of the optimised graph executes, in the original's order.
 
-    A node that is done several times over, such as a DequantizeLinear with two readers, is listed with each. A node that only
-    computes constants (weights' DequantizeLinear too) is listed with none, unless it is still there; one that was dropped on
-    the way is listed with the node before it.
+    A node that is executed several times, such as a DequantizeLinear with two readers, is listed with each. A node that only
+    computes constants (such as the DequantizeLinear of weights) is not listed, unless it still exists. A removed node is listed
+    with the node before it.
 
     Args:
-        optimised: its nodes have names of their own.
-        original: likewise; see `name_nodes`.
+        optimised: graph with unique names of nodes.
+        original: graph with unique names of nodes; see `name_nodes`.
     """
     return _Trace(optimised, original).run()
 
 
 def compose_lineages(outer: Lineage, inner: Lineage) -> Lineage:
-    """Map the nodes of the outer lineage to those of the inner one's original."""
+    """Map the nodes of the outer lineage to nodes of the original of the inner lineage."""
     return {
         name: tuple(dict.fromkeys(end for middle in through for end in inner.get(middle, ())))
         for name, through in outer.items()
@@ -98,13 +97,15 @@ class _Trace:
         self._graph = OnnxGraph(_skeleton(original))
         self._by_name = {node.name: node for node in self._graph.nodes}
         self._order = {node.name: index for index, node in enumerate(self._graph.nodes)}
-        self._anchors: dict[str, str] = {}  # node of the original -> node of the optimised graph that surely does it
+        self._anchors: dict[
+            str, str
+        ] = {}  # node of the original -> node of the optimised graph with its name or output
         self._ends: dict[
             str, tuple[str, bool]
-        ] = {}  # optimised node -> tensor of the original, whether that is all of it
-        self._owner: dict[str, str] = {}  # node of the original -> node that did it alone
+        ] = {}  # optimised node -> tensor of the original, True if it is its output
+        self._owner: dict[str, str] = {}  # node of the original -> the only optimised node that executes it
         self._alias: dict[str, str] = {name: name for name in self._graph.inputs}
-        self._known_tensors = set(self._graph.inputs)  # the alias' values
+        self._known_tensors = set(self._graph.inputs)  # values of `_alias`
         self._folded: set[str] = set()  # tensors computed from constants alone
         for node in self._graph.nodes:
             if all(self._is_folded(name) for name in node.input if name):
@@ -156,7 +157,7 @@ class _Trace:
             self._known_tensors.add(self._alias[name])
 
     def _follow(self, name: str, tensor: str, reads: set[str]) -> str:
-        """Return the last tensor of a node that begins at `tensor`: over single readers that no other node executes."""
+        """Return the last tensor of an optimised node, from `tensor` on over single readers without another counterpart."""
         while tensor not in self._graph.outputs:
             readers = self._graph.consumers(tensor)
             if len(readers) != 1 or readers[0].name in self._anchors or readers[0].op_type == "DequantizeLinear":
@@ -212,7 +213,7 @@ class _Trace:
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph without its weights, which may be large and are not needed here."""
+    """Return the graph without its weights, which may be large."""
     bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     for name in ("node", "input", "output"):
         getattr(bare.graph, name).extend(getattr(model.graph, name))
@@ -222,14 +223,14 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _hints(name: str) -> Iterator[tuple[str, bool]]:
-    """Names of the original that a new node's name was made from, and whether it is a tensor's."""
+    """Yield names of the original in the name of a new node, and whether the name is that of a tensor."""
     yield name, False
     plain = name.removeprefix(_FUSED)
     while shorter := _NUMBERED.sub("", plain):
         if shorter.endswith(_LAYOUT):
             tensor = shorter.removesuffix(_LAYOUT)
             yield tensor, True
-            # Normalisations and multiplications by constants become convolutions there.
+            # The optimiser writes normalisations and multiplications by constants as convolutions.
             yield tensor.removesuffix("_bn").removesuffix("_mul"), True
         yield shorter, False
         if shorter == plain:
@@ -266,10 +267,10 @@ def session_options() -> ort.SessionOptions:
 
 
 def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """A session on the CPU.
+    """Open a session on the CPU.
 
     Raises:
-        BuildError: ONNX Runtime cannot load the model; names the node where one is to blame, and what to do.
+        BuildError: ONNX Runtime cannot load the model; the message has the node, if any, and the remedy.
     """
     try:
         return ort.InferenceSession(
@@ -283,7 +284,7 @@ def _load_failure(text: str) -> str:
     match = _NODE.search(text)
     reason = text.partition(" : ")[2] or text
     if "serialization failed" in text:
-        return f"ONNX Runtime cannot write the optimised model: {reason}: is the disk full?"
+        return f"ONNX Runtime cannot write the optimised model: {reason}: make room on the disk"
     if not match:
         return f"ONNX Runtime cannot load the model: {reason}: check it with onnx.checker"
     operator = next(value for name, value in match.groupdict().items() if name.startswith("op") and value)
@@ -297,8 +298,8 @@ class OnnxRuntimeEngine:
     """A loaded ONNX file; see `headrace_engines.targets.base.Engine`.
 
     Args:
-        path: of the file.
-        source: the model it was built from, None: the file itself.
+        path: path of the file.
+        source: ONNX model that it was built from; None for the file itself.
     """
 
     def __init__(self, path: Path, source: onnx.ModelProto | None = None) -> None:
@@ -312,8 +313,9 @@ class OnnxRuntimeEngine:
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Run a batch and return all outputs by name.
+
         Raises:
-            BuildError: the model refuses the inputs, or memory ran out.
+            BuildError: the model rejects the inputs, or memory ran out.
         """
         self._note_shapes(inputs)
         try:
@@ -322,7 +324,7 @@ class OnnxRuntimeEngine:
             raise BuildError(f"{self._path.name} does not run on ONNX Runtime: {_first_line(error)}") from error
 
     def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
-        """Time executions back to back, after a warm-up; a batch's rows are the first dimension of its first input."""
+        """Time consecutive executions after a warm-up; the rows are the first dimension of the first input."""
         arrays = dict(inputs)
         started_ns = time.perf_counter_ns()
         for _ in range(_WARM_UP_RUNS):
@@ -343,8 +345,7 @@ class OnnxRuntimeEngine:
         )
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
-        """The kernels that ONNX Runtime runs, in order, timed on this batch by its own profiler."""
-
+        """Return the kernels of ONNX Runtime in order, timed on this batch by its profiler."""
         self._note_shapes(inputs)
         return profile_layers(self._path, self._source, inputs)
 
@@ -358,7 +359,7 @@ class OnnxRuntimeEngine:
         shapes = self._largest or {name: tuple(_fixed(size) for size in sizes) for name, sizes in self._inputs.items()}
         request = json.dumps({"path": str(self._path), "threads": cores(), "shapes": shapes})
         if request not in self._memory_bytes:
-            # As a file, so that the child imports ONNX Runtime and nothing of ours; -P: nor what lies beside the file.
+            # Run as a file: the child imports ONNX Runtime and no Headrace package. -P: no imports from the file's folder.
             command = [sys.executable, "-P", str(Path(__file__).with_name("onnxruntime_memory.py"))]
             try:
                 done = subprocess.run(
@@ -371,7 +372,7 @@ class OnnxRuntimeEngine:
         return self._memory_bytes[request]
 
     def close(self) -> None:
-        """Drop the session."""
+        """Close the session."""
         del self._session
 
     def _note_shapes(self, inputs: Mapping[str, Array]) -> None:
@@ -380,7 +381,7 @@ class OnnxRuntimeEngine:
 
 
 def rows_of(inputs: Mapping[str, Array]) -> int:
-    """The first dimension of the first input."""
+    """Return the first dimension of the first input; 1 for a scalar."""
     first = next(iter(inputs.values()), None)
     return int(first.shape[0]) if first is not None and first.ndim else 1
 
@@ -411,7 +412,7 @@ _FLOATING = ("bfloat16", "float16", "float", "double")
 
 @dataclass(slots=True)
 class _Kernel:
-    """One node of the optimised graph in the profile; times in us."""
+    """One node of the optimised graph in the profile; times in microseconds."""
 
     kind: str
     provider: str
@@ -424,14 +425,14 @@ def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[s
 
     Args:
         path: the file.
-        source: the model whose nodes are named; None: the file's own.
-        inputs: one batch.
+        source: ONNX model for the names of nodes; None for the file itself.
+        inputs: one batch by input name.
 
     Returns:
-        The kernels in the order in which they ran; the shares add up to 1.
+        The kernels in the order of their execution; the shares add up to 1.
 
     Raises:
-        BuildError: it cannot be loaded or run, or the disk for temporary files is full.
+        BuildError: the file cannot be loaded or run, or the disk for temporary files is full.
     """
     artefact = name_nodes(read_onnx(path))
     try:
@@ -480,7 +481,7 @@ def _fused(named: Path, folder: Path) -> onnx.ModelProto:
 
 
 def _kernels(events: list[dict[str, Any]], optimised: onnx.ModelProto) -> dict[str, _Kernel]:
-    """Return kernels by name, in the order of the last run; of the main graph alone: the time of an If is that of its branch."""
+    """Return kernels of the main graph by name, in order of execution; the time of an If includes its branch."""
     names = {node.name for node in optimised.graph.node}
     kernels: dict[str, _Kernel] = {}
     for run in list(_runs(events))[_PROFILE_WARM_UP_RUNS:]:
@@ -499,7 +500,7 @@ def _kernels(events: list[dict[str, Any]], optimised: onnx.ModelProto) -> dict[s
 
 
 def _runs(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The kernels' events, run by run: a run's own event comes behind those of its kernels."""
+    """Yield the events of the kernels of each run; the event of a run follows those of its kernels."""
     run: list[dict[str, Any]] = []
     for event in events:
         if event.get("cat") == "Node" and event.get("name", "").endswith(_SUFFIX):
@@ -510,7 +511,7 @@ def _runs(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _precision(args: dict[str, Any]) -> str:
-    """Return the precision of a kernel: 8-bit integers where its first input has them, else the first floating type."""
+    """Return the precision of a kernel: "int8" if its first input has 8-bit integers, else the first floating type."""
     types = [kind for kinds in (args.get("input_type_shape"), args.get("output_type_shape")) for kind in _types(kinds)]
     if not types:
         return ""
@@ -536,7 +537,7 @@ def _layers(kernels: dict[str, _Kernel], optimised: onnx.ModelProto, lineage: Li
             precision=kernel.precision,
             tactic=_tactic(kernel.provider, nodes[name]),
             time_us=means_us[name],
-            # The profiler counts whole microseconds: a graph of a few additions may take none.
+            # The profiler counts whole microseconds: the sum may be 0 for a graph of a few additions.
             share=means_us[name] / total_us if total_us else 1 / len(kernels),
         )
         for name, kernel in kernels.items()
@@ -544,7 +545,7 @@ def _layers(kernels: dict[str, _Kernel], optimised: onnx.ModelProto, lineage: Li
 
 
 def _middle_mean(times_us: list[float]) -> float:
-    """The mean without the fastest and the slowest quarter: a neighbour that took the core for a moment is not the kernel's."""
+    """Return the mean without the fastest and slowest quarter, which excludes interruptions by other processes."""
     cut = len(times_us) // 4
     return float(np.mean(sorted(times_us)[cut : len(times_us) - cut]))
 
@@ -558,9 +559,9 @@ def _tactic(provider: str, node: onnx.NodeProto) -> str:
     return f"{device} NHWC" if last else device
 
 
-# ONNX Runtime writes its optimised graph as one protobuf, which holds 2 GiB; some room for what it adds.
+# ONNX Runtime writes its optimised graph as one protobuf of at most 2 GiB; the difference is room for its additions.
 _MAX_REWRITTEN_BYTES = 2**31 - 2**24
-# What `Order.precision` "fp16" means for users; shown where precisions are compared.
+# Remark on precision "fp16" in comparisons.
 FP16_REMARK = "most CPUs compute FP16 by way of FP32: smaller, not faster"
 
 
@@ -575,7 +576,7 @@ class OnnxRuntimeTarget:
         return onnxruntime_machine()
 
     def refuses(self, precision: str) -> str:
-        """FP8 always, BF16 where ONNX Runtime has no kernels for it; FP16 works, see `FP16_REMARK`."""
+        """Return a reason for FP8, and for BF16 if ONNX Runtime has no kernels for it; "" for other precisions."""
         if precision == "fp8":
             return "ONNX Runtime has no FP8 kernels for CPUs: use int8, or build on a GPU that has FP8"
         if precision == "bf16" and (missing := _missing_bf16()):
@@ -583,14 +584,14 @@ class OnnxRuntimeTarget:
         return ""
 
     def refuses_fp8_convolutions(self) -> str:
-        """Always: nothing is FP8 here."""
+        """Return a reason: nothing runs in FP8 on CPUs."""
         return self.refuses("fp8")
 
     def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
-        """Write the artefact; nothing is left behind when it fails.
+        """Write the artefact; a failure leaves no files.
 
         Raises:
-            BuildError: an operator is not supported (named with its node), or the disk is full.
+            BuildError: an operator is not supported (the message has its node), or the disk is full.
         """
         try:
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as name:
@@ -601,7 +602,7 @@ class OnnxRuntimeTarget:
                 write_onnx(written, artefact)
                 report(0.6, "loading the artefact")
                 open_session(artefact, session_options())
-                # The data before the model that names it.
+                # The external data before the model that refers to it.
                 for file in sorted(folder.glob(f"{path.name}*"), reverse=True):
                     with file.open("rb") as stream:
                         os.fsync(stream.fileno())
@@ -616,13 +617,13 @@ class OnnxRuntimeTarget:
         """Load an artefact.
 
         Raises:
-            BuildError: it cannot be loaded; says why.
+            BuildError: the file cannot be loaded.
         """
         return OnnxRuntimeEngine(path, source)
 
 
 def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    """Apply ONNX Runtime's optimisations that do not depend on the hardware: constants folded, dead nodes removed."""
+    """Apply ONNX Runtime's optimisations that do not depend on the hardware: fold constants, remove dead nodes."""
     if model.ByteSize() > _MAX_REWRITTEN_BYTES:
         return model
     options = session_options()
@@ -637,7 +638,7 @@ def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
 
 
 def _drop_unused_opsets(model: onnx.ModelProto) -> None:
-    """Remove unused operator sets: ONNX Runtime imports all of its own, which other readers may not have."""
+    """Remove unused operator sets: ONNX Runtime imports all of its own, which other runtimes may not have."""
     used = {
         "",
         *_domains(model.graph.node),
@@ -659,7 +660,7 @@ def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:
 
 
 def _missing_bf16() -> str:
-    """The first operator of common models that has no BF16 kernel on this CPU, "" if all have."""
+    """Return the first common operator without a BF16 kernel on this CPU; "" if all have one."""
     for operator in ("MatMul", "Add", "Relu"):
         tensor = helper.make_tensor_value_info("x", TensorProto.BFLOAT16, [4, 4])
         out = helper.make_tensor_value_info("y", TensorProto.BFLOAT16, [4, 4])

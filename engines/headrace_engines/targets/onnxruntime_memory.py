@@ -1,8 +1,8 @@
-"""Measures how much a process grows that loads an ONNX file and runs it: run as a process of its own, as a file.
+"""Measures the memory growth of a process that loads an ONNX file and runs it; run as a file in a process of its own.
 
-Only a fresh process shows it: in one that has run something before, freed memory is used again and the growth is too small. The
-result holds the weights (also a second copy where ONNX Runtime packs them for its kernels), the arena of the activations of the
-batch that was run, and what the libraries allocate. The standard input is {"path", "threads", "shapes": {input: [..]}}.
+A used process would reuse freed memory and show too little growth. The result includes the weights (with a second copy if ONNX
+Runtime packs them for its kernels), the arena for the activations of the batch, and allocations of the libraries. The standard
+input is {"path", "threads", "shapes": {input: [..]}}.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMPY = {"float": "f4", "float16": "f2", "double": "f8", "bool": "?"}
 
 
 def main() -> None:
-    """Print the growth in bytes."""
+    """Print the memory growth in bytes."""
     request = json.load(sys.stdin)
     options = ort.SessionOptions()
     options.intra_op_num_threads = request["threads"]
@@ -44,7 +44,7 @@ def _resident_bytes() -> int:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import resource
 
-    # The peak, which is all that systems without /proc report; in KiB except on macOS.
+    # The peak: systems without /proc report nothing else. In KiB except on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -1,1 +1,1 @@
-"""TensorRT on an NVIDIA GPU: plans built from ONNX models."""
+"""TensorRT on an NVIDIA GPU: builds and runs plans from ONNX models."""

@@ -1,12 +1,12 @@
-"""TensorRT as it is installed: 10.x or 11.x, all differences between them, its log, progress, interrupts and timing cache.
+"""Adapter for TensorRT 10.x and 11.x: version differences, log, errors, progress, interrupts and timing cache.
 
-TensorRT 11 has strongly typed networks alone: precisions are written in the model, the flags that allowed FP16 and INT8 and the
-INT8 calibrators are gone (TensorRT documentation, "Migrating from TensorRT 10.x to 11.x"). No other file reads the version.
+TensorRT 11 has only strongly typed networks: the model defines the precisions. The flags for FP16 and INT8 and the INT8
+calibrators no longer exist (TensorRT documentation, "Migrating from TensorRT 10.x to 11.x"). No other module checks the version.
 
-The timing cache holds TensorRT's measurements of kernels; it is right for one GPU and one TensorRT, and TensorRT itself refuses
-a foreign one (IBuilderConfig.set_timing_cache).
+The timing cache has TensorRT's measurements of kernels. It is valid for one GPU and one TensorRT; TensorRT rejects others
+(IBuilderConfig.set_timing_cache).
 
-TensorRT's messages become errors that name the ONNX node and the remedy.
+Messages of TensorRT become errors with the ONNX node and the remedy.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class ParserFault:
     """One error of the ONNX parser.
 
     Attributes:
-        node: name of the ONNX node, or "#3" for the fourth where it has none; empty where no node is to blame.
+        node: name of the ONNX node, or "#3" for the fourth node without a name; "" without a node.
         operator: e.g. "NonMaxSuppression".
-        text: what the parser says.
-        unsupported: True if TensorRT does not support the operator, or not this use of it.
+        text: message of the parser.
+        unsupported: True if TensorRT does not support the operator, or this use of it.
     """
 
     node: str
@@ -80,11 +80,11 @@ def node_label(model: onnx.ModelProto, index: int, name: str = "") -> str:
 
 
 def explain_parser(faults: Sequence[ParserFault], version: str) -> str:
-    """Why a model cannot be turned into a network.
+    """Return the error message of a model that TensorRT cannot parse.
 
     Args:
-        faults: at least one.
-        version: of TensorRT.
+        faults: errors of the parser, at least one.
+        version: version of TensorRT.
     """
     unsupported = [fault for fault in faults if fault.unsupported and fault.node]
     if not unsupported:
@@ -103,21 +103,21 @@ def explain_parser(faults: Sequence[ParserFault], version: str) -> str:
 
 
 def mentioned_nodes(text: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a layer's name contains as whole words, in the given order."""
+    """Return the names that the text contains as whole words, in the given order."""
     return [name for name in names if name and re.search(rf"(?<![\w/])(?<!\w\.){re.escape(name)}(?![\w/]|\.\w)", text)]
 
 
 def build_failure(
     errors: Collection[str], model: onnx.ModelProto, version: str, workspace_bytes: int | None, gpu: str
 ) -> BuildError:
-    """Why the builder gave up; a `NoKernelError` where other precisions of some layers may help.
+    """Return the error of a failed build; a `NoKernelError` if other precisions of some layers may help.
 
     Args:
-        errors: what it logged, oldest first.
-        model: that it built.
-        version: of TensorRT.
-        workspace_bytes: the scratch memory it was given, None: all.
-        gpu: its name, for messages.
+        errors: log of the builder, oldest first.
+        model: ONNX model of the build.
+        version: version of TensorRT.
+        workspace_bytes: limit of the scratch memory; None without a limit.
+        gpu: name of the GPU, for messages.
     """
     bound = "" if workspace_bytes is None else f" of {workspace_bytes >> 20} MiB"
     more_memory = f"{_SMALLER}, or close what else uses the GPU"
@@ -135,7 +135,7 @@ def build_failure(
         named = f" (ONNX nodes {', '.join(nodes)})" if nodes else ""
         failure = f"TensorRT {version} finds no kernel for {layer}{named} on {gpu}"
         if any(_NO_MEMORY.search(other) or _TOO_LARGE.search(other) for other in errors):
-            return BuildError(f"{failure}, some were passed over for want of memory: {more_memory}")
+            return BuildError(f"{failure}, it skipped kernels for lack of memory: {more_memory}")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             listed = ", ".join(f'"{name}"' for name in _computing(model, nodes)) or "..."
             cure = f"keep it in floating point by optimization.calibration.keep: [{listed}]"
@@ -151,7 +151,7 @@ def build_failure(
 
 
 def explain_open(errors: Collection[str], version: str, gpu: str) -> str:
-    """Why a plan cannot be loaded."""
+    """Return the reason why a plan cannot be loaded, as the end of a sentence."""
     if any(_OTHER_DEVICE.search(error) for error in errors):
         return f"was not built by TensorRT {version} on {gpu}: build it again on this machine ({_last(errors)})"
     if any(_NO_MEMORY.search(error) for error in errors):
@@ -160,7 +160,7 @@ def explain_open(errors: Collection[str], version: str, gpu: str) -> str:
 
 
 def _computing(model: onnx.ModelProto, names: Collection[str]) -> list[str]:
-    """Return the nodes whose inputs are quantised; the nodes after them in a fused layer are not."""
+    """Return the convolutions and products among the nodes, without the nodes after them in a fused layer."""
     return [node.name for node in model.graph.node if node.name in names and node.op_type in _QUANTIZED]
 
 
@@ -208,7 +208,7 @@ class Log:
 
     def _take(self, severity: int, text: str) -> None:
         if severity >= 3:
-            # Hundreds of thousands while an engine is built.
+            # A build logs hundreds of thousands of these.
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("%s", text)
         elif severity == 2:
@@ -223,7 +223,7 @@ class Log:
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[deque[str]]:
-        """The errors, and warnings of too little memory, logged from here on, oldest first, the last few if there are many.
+        """Yield the errors and memory warnings logged in the block, oldest first, only the last ones if there are many.
 
         May be nested.
         """
@@ -238,10 +238,10 @@ class TensorRtApi:
     """One installed TensorRT.
 
     Attributes:
-        trt: the module `tensorrt`.
-        version: e.g. "10.6.0".
-        log: its messages.
-        logger: what TensorRT's objects are made with; TensorRT keeps the first one of a process, so there is only this one.
+        trt: module `tensorrt`.
+        version: version, e.g. "10.6.0".
+        log: messages of TensorRT.
+        logger: ILogger of all TensorRT objects; TensorRT uses the first one of a process, so there is only this one.
     """
 
     def __init__(self, trt: Any) -> None:
@@ -252,50 +252,50 @@ class TensorRtApi:
 
     @property
     def has_weak_typing(self) -> bool:
-        """True if networks are weakly typed by default, as in TensorRT 10; gone with TensorRT 11."""
+        """True if networks are weakly typed by default: TensorRT 10, not TensorRT 11."""
         return hasattr(self.trt.BuilderFlag, "INT8")
 
     @property
     def fp8_convolutions(self) -> bool:
-        """True if convolutions are built in FP8; else only products are, and convolutions stay FP16."""
+        """True if convolutions run in FP8; else only products do, and convolutions stay FP16."""
         major, minor = (int(number) for number in self.version.split(".")[:2])
         return (major, minor) >= FP8_CONVOLUTIONS
 
     def builder(self, errors: Collection[str]) -> Any:
-        """An IBuilder; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
+        """Return an IBuilder; `errors` collects the log. Without a GPU this ends the process: check for one before."""
         return self._create(self.trt.Builder, errors)
 
     def runtime(self, errors: Collection[str]) -> Any:
-        """An IRuntime; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
+        """Return an IRuntime; `errors` collects the log. Without a GPU this ends the process: check for one before."""
         return self._create(self.trt.Runtime, errors)
 
     def _create(self, kind: Any, errors: Collection[str]) -> Any:
         try:
             return kind(self.logger)
         except TypeError as error:
-            # The binding says no more than that it was given nothing.
+            # The TypeError of the binding has no reason; the log has it.
             reason = "; ".join(errors) or str(error)
             raise BuildError(
                 f"TensorRT {self.version} does not start: {reason}: check driver and free memory"
             ) from error
 
     def network(self, builder: Any) -> Any:
-        """An empty strongly typed network; in TensorRT 11 every network is one, without a flag."""
+        """Return an empty strongly typed network; TensorRT 11 has no other ones and no flag for it."""
         if self.has_weak_typing:
             return builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         return builder.create_network(0)
 
     def scratch_bytes(self, engine: Any) -> int:
-        """GPU memory for activations that an execution context works in."""
+        """Return the bytes of GPU memory that an execution context needs for activations."""
         return int(engine.device_memory_size_v2)
 
     def context(self, engine: Any, scratch: int, size_bytes: int) -> Any:
-        """An IExecutionContext that works in memory of the caller's, None if there is no room for what else it needs.
+        """Return an IExecutionContext with scratch memory of the caller; None if other memory is missing.
 
         Args:
             engine: ICudaEngine.
-            scratch: address of the memory; contexts that share it may not run at the same time.
-            size_bytes: of the memory, `scratch_bytes` at least.
+            scratch: address of the memory; contexts that share it must not run at the same time.
+            size_bytes: size of the memory, at least `scratch_bytes`.
         """
         context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is not None and size_bytes:
@@ -303,21 +303,21 @@ class TensorRtApi:
         return context
 
     def weights_bytes(self, engine: Any) -> int | None:
-        """GPU memory for weights, None where this TensorRT does not report it."""
+        """Return the bytes of GPU memory for weights; None if this TensorRT does not report them."""
         if not hasattr(engine, "get_engine_stat"):
             return None
         return int(engine.get_engine_stat(self.trt.EngineStat.TOTAL_WEIGHTS_SIZE))
 
     def load_plugins(self) -> None:
-        """Make TensorRT's own plug-ins known."""
+        """Register TensorRT's own plug-ins."""
         tensorrt.load_plugins(self.trt, self.logger)
 
 
 def load() -> TensorRtApi:
-    """The TensorRT of this machine, loaded on first use.
+    """Return TensorRT of this machine, loaded on first use.
 
     Raises:
-        BuildError: there is none, or it is too old.
+        BuildError: it is not installed or too old.
     """
     try:
         return _loaded(tensorrt.import_tensorrt("install it by NVIDIA's instructions, or use NVIDIA's container"))
@@ -332,10 +332,10 @@ def _loaded(trt: Any) -> TensorRtApi:
 
 @contextlib.contextmanager
 def as_build_error(subject: str) -> Iterator[None]:
-    """Turn what the server's rooms raise (no GPU, no memory) into the builders' error.
+    """Convert errors of `headrace` packages (no GPU, no memory) to a BuildError.
 
     Args:
-        what: what is being worked on, for the message.
+        subject: file or activity, for the message.
     """
     try:
         yield
@@ -353,29 +353,29 @@ class _Phase:
 
 
 class Interrupt:
-    """The exception that stops work in TensorRT, held until the call is back in Python: no exception can pass through TensorRT.
+    """Exception that stops a TensorRT call, stored until the call returns: exceptions cannot pass through TensorRT.
 
     Attributes:
-        raised: the exception that stopped the work, None if there is none.
+        raised: the exception; None if there is none.
     """
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
 
     def stop(self, error: BaseException) -> None:
-        """End the work as soon as possible; the first exception is the one that is raised."""
+        """Store an exception that stops the call; the first one is raised."""
         self.raised = self.raised or error
 
     def check(self) -> None:
-        """Raise the exception that has stopped the work, if there is one."""
+        """Raise the stored exception, if any."""
         if self.raised is not None:
             raise self.raised
 
 
 class BuildProgress(Interrupt):
-    """Turns the builder's phases, which nest, into one share that only grows.
+    """Converts the nested phases of TensorRT's builder to one increasing share.
 
-    TensorRT calls from threads of its own, hence the lock. What is raised meanwhile (an interrupt, most of all) stops the build.
+    TensorRT calls from its own threads, hence the lock. An exception in a callback, such as KeyboardInterrupt, stops the build.
     """
 
     def __init__(self, report: Report) -> None:
@@ -386,13 +386,13 @@ class BuildProgress(Interrupt):
         self._share = 0.0
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
-        """A phase begins, within its parent's current step."""
+        """Start a phase within the current step of its parent."""
         with self._catching():
             self._phases[phase] = _Phase(parent or "", max(steps, 1))
             self._report_share(phase)
 
     def step(self, phase: str, number: int) -> bool:
-        """Step `number`, from 0, of a phase is done. Returns False if the build is to stop."""
+        """Complete step `number`, from 0, of a phase; return False to stop the build."""
         with self._catching():
             if phase in self._phases:
                 self._phases[phase].done = number + 1
@@ -400,7 +400,7 @@ class BuildProgress(Interrupt):
         return self.raised is None
 
     def finish(self, phase: str) -> None:
-        """A phase is over."""
+        """End a phase."""
         with self._catching():
             self._phases.pop(phase, None)
 
@@ -427,16 +427,16 @@ class BuildProgress(Interrupt):
 
 @contextlib.contextmanager
 def signals_deferred(stop: Interrupt) -> Iterator[None]:
-    """Defer the exceptions of signal handlers: they go to `stop` and are raised at the end of the block.
+    """Store exceptions of signal handlers in `stop` and raise them at the end of the block.
 
-    Python handles a signal on entering the next function of the main thread. In a call of TensorRT, that is a callback (the
-    logger's, most often), which TensorRT's bindings let no exception out of: Ctrl-C and SIGTERM would be lost.
+    Python handles a signal at the next function call of the main thread. In a TensorRT call that is a callback, mostly the
+    logger's. TensorRT's bindings discard its exceptions: Ctrl-C and SIGTERM would be lost.
     """
     before: dict[int, Callable[[int, Any], Any]] = {}
     if threading.current_thread() is threading.main_thread():
         for number in map(int, (signal.SIGINT, signal.SIGTERM)):
             handler = signal.getsignal(number)
-            if callable(handler):  # else it is ignored, or ends the process
+            if callable(handler):  # else the signal is ignored, or ends the process
                 before[number] = handler
 
     def keep(number: int, frame: Any) -> None:
@@ -454,14 +454,14 @@ def signals_deferred(stop: Interrupt) -> Iterator[None]:
             for number, handler in before.items():
                 signal.signal(number, handler)
     finally:
-        # Also after another error: after Ctrl-C, advice on the model is not useful.
+        # Also after another error: Ctrl-C takes precedence over errors of the model.
         stop.check()
 
 
 def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
-    """The IProgressMonitor that TensorRT is handed."""
+    """Return an IProgressMonitor that reports to `progress`."""
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base class exists at run time only
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
 
@@ -478,10 +478,10 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a file through a temporary one beside it, so that a reader never sees a part of it.
+    """Write a temporary file and rename it, so that readers never see a part of it.
 
     Raises:
-        BuildError: the disk is full, or the folder cannot be written to.
+        BuildError: the disk is full, or the folder cannot be written.
     """
     temporary = ""
     try:
@@ -503,11 +503,11 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 
 class TimingCache:
-    """A file of measured kernels.
+    """Timing cache in a file.
 
     Args:
         api: TensorRT.
-        path: the file; None: nothing is kept beyond one build.
+        path: the file; None for no cache beyond one build.
     """
 
     def __init__(self, api: TensorRtApi, path: Path | None) -> None:
@@ -515,7 +515,7 @@ class TimingCache:
         self._path = path
 
     def attach(self, config: Any) -> None:
-        """Let a build use what the file holds; what is not for this GPU and this TensorRT is left aside."""
+        """Load the file into a build's config; a cache of another GPU or TensorRT is replaced by an empty one."""
         if self._path is None:
             return
         with self._api.log.collect():
@@ -523,25 +523,25 @@ class TimingCache:
             if cache is not None and config.set_timing_cache(cache, False):
                 return
             if cache is not None:
-                logger.info("%s is of another GPU or another TensorRT and is begun anew", self._path.name)
+                logger.info("%s is of another GPU or another TensorRT: a new timing cache replaces it", self._path.name)
             config.set_timing_cache(config.create_timing_cache(b""), False)
 
     def save(self, config: Any) -> None:
-        """Bring the file up to date after a build; a failure costs the next build's time alone and is only logged."""
+        """Update the file after a build; a failure is only logged, since it costs only time of the next build."""
         if self._path is None:
             return
         with self._api.log.collect():
             cache = config.get_timing_cache()
             if cache is None:
                 return
-            # Another builder may have written in the meantime: what it found is kept.
+            # Another builder may have written meanwhile: merge its measurements.
             other = self._read(config)
             if other is not None:
                 cache.combine(other, False)
             try:
                 write_atomically(self._path, memoryview(cache.serialize()))
             except BuildError as error:
-                logger.warning("the timing cache is not kept: %s", error)
+                logger.warning("the timing cache is not saved: %s", error)
 
     def _read(self, config: Any) -> Any:
         assert self._path is not None
@@ -554,5 +554,5 @@ class TimingCache:
         try:
             return config.create_timing_cache(data)
         except Exception as error:  # the binding's exceptions share no other base
-            logger.info("%s cannot be read and is begun anew: %s", self._path.name, error)
+            logger.info("%s cannot be read, a new timing cache replaces it: %s", self._path.name, error)
             return None

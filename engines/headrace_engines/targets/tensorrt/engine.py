@@ -1,7 +1,7 @@
-"""A loaded plan: runs, is timed as a CUDA graph by the GPU's own clock, and lists its layers.
+"""A loaded plan: runs batches, times them as a CUDA graph with CUDA events, and lists its layers.
 
 One thread opens, uses and closes an engine. Buffers grow to the largest batch so far and stay allocated. Layers come from the
-engine inspector's JSON, their times from TensorRT's profiler.
+JSON of the engine inspector, their times from TensorRT's profiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headrace_engines.targets.base import BatchTiming, Layer
 from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, explain_open, signals_deferred
 
 Array = npt.NDArray[Any]
-# TensorRT's names; BF16 and FP8 have no NumPy type and travel as their bit patterns.
+# NumPy types by TensorRT's names; BF16 and FP8 have no NumPy type and are passed as bit patterns.
 _DTYPES = {
     "FLOAT": "<f4",
     "HALF": "<f2",
@@ -47,24 +47,22 @@ def numpy_type(datatype: Any) -> np.dtype[Any]:
     """Return the NumPy type of a `tensorrt.DataType`.
 
     Raises:
-        BuildError: NumPy has none.
+        BuildError: NumPy has no such type.
     """
     dtype = _DTYPES.get(datatype.name)
     if dtype is None:
-        raise BuildError(
-            f"the engine has a tensor of type {datatype.name}: inputs and outputs must be of a type of NumPy's"
-        )
+        raise BuildError(f"the engine has a tensor of type {datatype.name}: inputs and outputs must have a NumPy type")
     return np.dtype(dtype)
 
 
 class EngineTensor:
-    """One input or output of a plan and the memory it is kept in, which grows once and stays.
+    """Input or output of a plan with its memory, which grows on demand and stays allocated.
 
     Args:
-        name: of the tensor.
-        dtype: how NumPy holds it.
-        shape: -1 where free.
-        on_host: True for what TensorRT reads or writes in the host's memory (values that decide on shapes).
+        name: name of the tensor.
+        dtype: NumPy type.
+        shape: shape, -1 for free dimensions.
+        on_host: True if TensorRT reads or writes it in host memory (values that define shapes).
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], *, on_host: bool = False) -> None:
@@ -82,10 +80,10 @@ class EngineTensor:
         return self._pinned.address if self.on_host else self._device.address
 
     def fit(self, values: Array) -> Array:
-        """An input's values as they are sent.
+        """Return an input's values in the type of the engine.
 
         Raises:
-            BuildError: they are of another type.
+            BuildError: they have another type.
         """
         if values.dtype == self.dtype:
             return values
@@ -94,29 +92,29 @@ class EngineTensor:
         raise BuildError(f"input {self.name} is {values.dtype}: the engine takes {self.dtype}")
 
     def stage(self, values: Array) -> None:
-        """Copy an input's values to pinned memory and make room for them on the GPU."""
+        """Copy an input's values to pinned memory and allocate GPU memory for them."""
         values = self.fit(values)
         self._reserve(values.nbytes)
         self._staged = self._pinned.view(values.shape, self.dtype)
         np.copyto(self._staged, values)
 
     def send(self, stream: CudaStream) -> None:
-        """Queue the copy of what is staged to the GPU."""
+        """Queue the copy of the staged values to the GPU."""
         if self._staged is not None and not self.on_host:
             upload(self._device, self._staged, stream)
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """Make room for an output of this shape."""
+        """Allocate memory for an output of this shape."""
         self._reserve(math.prod(shape) * self.dtype.itemsize)
         self._staged = self._pinned.view(shape, self.dtype)
 
     def allocate(self, size_bytes: int) -> int:
-        """Make room for an output whose shape comes later, and return its address."""
+        """Allocate GPU memory for an output of unknown shape and return its address."""
         self._device.reserve(size_bytes)
         return self._device.address
 
     def expect_allocated(self, shape: tuple[int, ...]) -> None:
-        """Say the shape of an output that was given its memory by `allocate`."""
+        """Set the shape of an output with memory of `allocate`."""
         self._pinned.reserve(math.prod(shape) * self.dtype.itemsize)
         self._staged = self._pinned.view(shape, self.dtype)
 
@@ -126,18 +124,18 @@ class EngineTensor:
             download(self._staged, self._device, stream)
 
     def values(self) -> Array:
-        """A copy of the output, once the stream is there."""
+        """Return a copy of the output; synchronise the stream first."""
         assert self._staged is not None
         return self._staged.copy()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._staged = None
         self._device.free()
         self._pinned.free()
 
     def _reserve(self, size_bytes: int) -> None:
-        # A view of memory that is about to be given back must not be used by accident.
+        # Drop the view: its memory may be freed by the next line.
         self._staged = None
         self._pinned.reserve(size_bytes)
         if not self.on_host:
@@ -145,11 +143,11 @@ class EngineTensor:
 
 
 class OutputMemory:
-    """Memory for an output whose shape is known only when it is computed; TensorRT requests it while it runs.
+    """Memory of an output with a data-dependent shape; TensorRT requests it during the execution.
 
     Attributes:
-        shape: reported by TensorRT's last execution, None before.
-        raised: what went wrong, None if nothing did; no exception can pass through TensorRT.
+        shape: shape reported by the last execution; None before.
+        raised: stored exception, since exceptions cannot pass through TensorRT; None without one.
     """
 
     def __init__(self, tensor: EngineTensor) -> None:
@@ -158,12 +156,12 @@ class OutputMemory:
         self.raised: BaseException | None = None
 
     def begin(self) -> None:
-        """Forget the last execution."""
+        """Reset shape and exception before an execution."""
         self.shape = None
         self.raised = None
 
     def reallocate(self, size_bytes: int) -> int:
-        """Make room for so much; returns its address, 0 if there is none."""
+        """Allocate memory and return its address; 0 on failure."""
         try:
             return self._tensor.allocate(size_bytes)
         except BaseException as error:
@@ -174,17 +172,17 @@ class OutputMemory:
         """Apply the shape that TensorRT has reported, after the stream is synchronised.
 
         Raises:
-            BuildError: it has reported none.
+            BuildError: TensorRT has reported no shape.
         """
         if self.raised is not None:
             raise self.raised
         if self.shape is None:
-            raise BuildError(f"the engine has not reported the shape of its output {self._tensor.name}")
+            raise BuildError(f"the engine has not reported the shape of its output {self._tensor.name}: build it again")
         self._tensor.expect_allocated(self.shape)
 
 
 def output_allocator(trt: Any, memory: OutputMemory) -> Any:
-    """The IOutputAllocator that TensorRT is handed."""
+    """Return an IOutputAllocator that uses `memory`."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]  # the base is known at run time only
         def __init__(self) -> None:
@@ -204,8 +202,8 @@ def output_allocator(trt: Any, memory: OutputMemory) -> Any:
     return Allocator()
 
 
-# How the inspector names element types, e.g. "Half", "Row major linear FP32", "Channel major INT8 format where
-# channel % 32 == 0"; the first that is found counts.
+# Patterns of element types in the inspector's JSON, e.g. "Half", "Row major linear FP32", "Channel major INT8 format where
+# channel % 32 == 0"; the first match counts.
 _TYPES = (
     ("int4", r"int4"),
     ("fp4", r"fp4"),
@@ -219,28 +217,28 @@ _TYPES = (
     ("bool", r"bool"),
     ("uint8", r"\buint8"),
 )
-# From the narrowest arithmetic to the widest, then what is not arithmetic.
+# From the narrowest arithmetic type to the widest, then the others.
 _ORDER = {name: rank for rank, (name, _) in enumerate(_TYPES)}
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f\[\s]|$)")
 
 
 class LayerTimer:
-    """Times of layers, summed over executions, in the order of the first."""
+    """Sums of layer times over executions, in the order of the first execution."""
 
     def __init__(self) -> None:
         self._sums_ms: dict[str, float] = {}
 
     def add(self, layer: str, ms: float) -> None:
-        """One layer took so long."""
+        """Add a time of a layer, in milliseconds."""
         self._sums_ms[layer] = self._sums_ms.get(layer, 0.0) + ms
 
     def mean_us(self, executions: int) -> dict[str, float]:
-        """Return the microseconds of one execution, by layer."""
+        """Return the mean microseconds of one execution, by layer."""
         return {layer: total * 1000 / executions for layer, total in self._sums_ms.items()}
 
 
 def layer_profiler(trt: Any, times: LayerTimer) -> Any:
-    """The IProfiler that TensorRT is handed."""
+    """Return an IProfiler that adds to `times`."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]  # the base is known at run time only
         def __init__(self) -> None:
@@ -253,22 +251,24 @@ def layer_profiler(trt: Any, times: LayerTimer) -> Any:
 
 
 def read_layers(information: str, times_us: Mapping[str, float], nodes: Collection[str] | None) -> list[Layer]:
-    """Layers in the order of the engine; those that only the profiler lists come last.
+    """Return layers in the order of the engine; layers that only the profiler lists are last.
 
     Args:
-        information: the engine inspector's JSON (`{"Layers": [...]}`; a layer is an object, or its name in plans that were built
-            without details).
-        times_us: by layer the microseconds of one execution.
-        nodes: names of the ONNX model's nodes; other names (of constants, say) are left out. None: all are taken.
+        information: JSON of the engine inspector (`{"Layers": [...]}`; a layer is an object, or its name in plans built without
+            details).
+        times_us: microseconds of one execution by layer.
+        nodes: names of the ONNX model's nodes; other names, e.g. of constants, are left out. None for all names.
 
     Raises:
         BuildError: the JSON cannot be read.
     """
     try:
-        # Metadata holds control characters.
+        # Metadata contains control characters.
         entries = json.loads(information, strict=False)["Layers"]
     except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"TensorRT's engine inspector returns nothing that can be read ({error})") from error
+        raise BuildError(
+            f"the JSON of TensorRT's engine inspector cannot be read ({error}): update TensorRT"
+        ) from error
     described = [{"Name": entry} if isinstance(entry, str) else entry for entry in entries]
     total = sum(times_us.values()) or 1.0
     node_names = set(nodes) if nodes is not None else None
@@ -295,7 +295,7 @@ def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float
 def _nodes(entry: Mapping[str, Any], name: str, node_names: set[str] | None) -> tuple[str, ...]:
     metadata = entry.get("Metadata")
     if metadata is None:
-        # Without details there is only a layer's name: that of its one node, or several joined by " + ".
+        # Without details only the name of a layer is known: that of its node, or several joined by " + ".
         names: Iterable[str] = name.split(" + ") if node_names is not None else ()
     else:
         names = _ONNX_LAYER.findall(str(metadata))
@@ -303,7 +303,7 @@ def _nodes(entry: Mapping[str, Any], name: str, node_names: set[str] | None) -> 
 
 
 def _precision(entry: Mapping[str, Any]) -> str:
-    """Return the narrowest arithmetic type of the inputs, which decides on the kernel; else of the outputs."""
+    """Return the narrowest arithmetic type of the inputs, which defines the kernel; else of the outputs."""
     for side in ("Inputs", "Outputs"):
         types = [_type(tensor) for tensor in entry.get(side) or () if isinstance(tensor, Mapping)]
         numbers = [kind for kind in types if kind and _ORDER[kind] <= _ORDER["fp32"]]
@@ -326,21 +326,21 @@ _BURST_SHARE = 0.05
 def time_executions(stream: CudaStream, launch: Callable[[], None], rows: int, seconds: float) -> BatchTiming:
     """Time executions of one batch.
 
-    Single executions are timed between events that are queued ahead in bursts, so that the GPU never waits for Python; the first
-    of a burst, for which it does, is left out. Throughput is taken over one long row of executions between two events.
+    Single executions are timed between events that are queued ahead in bursts, so that the GPU does not wait for Python. The
+    first execution of a burst, for which it waits, is left out. Throughput is measured over a long sequence of executions.
 
     Args:
-        stream: where `launch` queues one execution.
-        launch: queues it.
-        rows: of the batch.
-        seconds: about how long to measure in all.
+        stream: stream of the executions.
+        launch: queues one execution on the stream.
+        rows: rows of the batch.
+        seconds: approximate duration of the measurement.
     """
     started_s = time.monotonic()
     warm_up_runs = 0
     while warm_up_runs < _MIN_WARM_UPS or time.monotonic() - started_s < _WARM_UP * seconds:
         launch()
         warm_up_runs += 1
-        # Not further ahead than needed: what is queued must be waited for.
+        # Synchronise after each: queued executions would delay the measurement.
         stream.synchronize()
     each_s = (time.monotonic() - started_s) / warm_up_runs
 
@@ -370,11 +370,11 @@ def time_executions(stream: CudaStream, launch: Callable[[], None], rows: int, s
 def choose_profile(
     ranges: Sequence[Mapping[str, tuple[tuple[int, ...], ...]]], shapes: Mapping[str, tuple[int, ...]]
 ) -> int | None:
-    """Number of the profile that serves these shapes best: tuned for them, else the one with the least room.
+    """Return the number of the best profile for these shapes, or None: tuned for them, else the smallest one.
 
     Args:
-        ranges: by profile and input the smallest, tuned and largest shape.
-        shapes: of the inputs.
+        ranges: smallest, tuned and largest shape by profile and input.
+        shapes: shapes of the inputs.
     """
     fitting = []
     for number, profile in enumerate(ranges):
@@ -399,12 +399,12 @@ class TensorRtEngine:
 
     Args:
         api: TensorRT.
-        path: the plan.
-        source: the model it was built from; `layers` then names its nodes alone.
+        path: file of the plan.
+        source: ONNX model that it was built from; limits `layers` to the names of its nodes.
         device: number of the GPU.
 
     Raises:
-        BuildError: there is no such file, it is for another TensorRT or GPU, or memory ran out.
+        BuildError: the file is missing or for another TensorRT or GPU, or memory ran out.
     """
 
     def __init__(self, api: TensorRtApi, path: Path, source: onnx.ModelProto | None, device: int) -> None:
@@ -419,7 +419,7 @@ class TensorRtEngine:
             plan = path.read_bytes()
         except OSError as error:
             raise BuildError(f"{path} cannot be read ({error.strerror}): build the engine") from error
-        # Ours, not the contexts': TensorRT frees its own when the last reference to a context ends, wherever that is.
+        # Owned here, not by contexts: TensorRT frees its own memory with the last reference to a context, on any thread.
         self._scratch = DeviceBuffer()
         self._runtime: Any = None
         self._engine: Any = None
@@ -436,7 +436,7 @@ class TensorRtEngine:
         """Run a batch and return all outputs by name; inputs have their batch dimension.
 
         Raises:
-            BuildError: an input is missing, of the wrong type or in no profile, or the GPU failed.
+            BuildError: an input is missing, of the wrong type or in no profile, or the GPU reports an error.
         """
         with self._running("running") as errors:
             allocated = self._prepare(self._context, inputs)
@@ -452,7 +452,7 @@ class TensorRtEngine:
             return {tensor.name: tensor.values() for tensor in self._outputs}
 
     def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
-        """Time executions of this batch for about so long, as a CUDA graph where it can be captured; inputs on the device.
+        """Time executions of this batch for about `seconds`, as a CUDA graph if possible; inputs are on the device.
 
         Raises:
             BuildError: as for `run`.
@@ -460,7 +460,7 @@ class TensorRtEngine:
         with self._running("timing") as errors:
             allocated = self._prepare(self._context, inputs)
             self._send()
-            # The first execution of a shape sets things up that a graph cannot.
+            # The first execution of a shape initialises resources, which cannot be captured in a graph.
             self._enqueue(self._context, errors)
             self._stream.synchronize()
             for memory in allocated:
@@ -478,13 +478,13 @@ class TensorRtEngine:
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
         """Return the engine's layers in order, timed on this batch.
 
-        Times are those of TensorRT's profiler, which runs layer after layer: their sum is a little more than one execution.
+        Times are those of TensorRT's profiler, which serialises layers: their sum exceeds the time of one execution.
 
         Raises:
             BuildError: as for `run`.
         """
         with self._running("profiling") as errors:
-            # A context of its own: a profiler slows down all that its context does.
+            # A separate context: a profiler slows down all executions of its context.
             context = self._new_context(errors)
             times = LayerTimer()
             allocated = self._prepare(context, inputs)
@@ -507,12 +507,12 @@ class TensorRtEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """Weights and scratch memory on the GPU; the plan's size stands for the weights where TensorRT does not report theirs."""
+        """Bytes of weights and scratch memory on the GPU; the size of the plan if TensorRT does not report the weights."""
         weights = self._api.weights_bytes(self._engine)
         return self._api.scratch_bytes(self._engine) + (self._plan_bytes if weights is None else weights)
 
     def close(self) -> None:
-        """Give everything back; may be called again."""
+        """Free all resources; may be called again."""
         if self._closed:
             return
         with self._working("closing"):
@@ -520,7 +520,7 @@ class TensorRtEngine:
             self._settle()
             for tensor in self._tensors.values():
                 tensor.close()
-            # In this order, with the device current: each holds what comes after it.
+            # In this order, with the device current: each object uses the next ones.
             self._context = None
             self._scratch.free()
             self._engine = None
@@ -529,7 +529,7 @@ class TensorRtEngine:
 
     @contextmanager
     def _working(self, activity: str) -> Iterator[Any]:
-        """The device current, errors collected; what the GPU refuses becomes a BuildError."""
+        """Make the device current and collect errors; errors of the GPU become a BuildError."""
         if self._closed:
             raise BuildError(f"{self._name} is closed")
         with as_build_error(f"{activity} {self._name}"), current(self._device), self._api.log.collect() as errors:
@@ -537,7 +537,7 @@ class TensorRtEngine:
 
     @contextmanager
     def _running(self, activity: str) -> Iterator[Any]:
-        """`_working`, after which no work is queued, also after an error: the buffers are free for the next batch."""
+        """Like `_working`, and wait for queued work after an error: the buffers are free for the next batch."""
         with self._working(activity) as errors:
             try:
                 yield errors
@@ -557,12 +557,12 @@ class TensorRtEngine:
         self._read_tensors()
 
     def _settle(self) -> None:
-        # The call that needed the result has raised the failure.
+        # The call that needed the result has raised the error already.
         with suppress(DeviceError):
             self._stream.synchronize()
 
     def _new_context(self, errors: Any) -> Any:
-        """An execution context; all of the engine share their scratch memory, for one of them runs at a time."""
+        """Return an execution context; all contexts share the scratch memory, since one of them runs at a time."""
         size_bytes = self._api.scratch_bytes(self._engine)
         reason = ""
         try:

@@ -1,10 +1,10 @@
-"""TensorRT on an NVIDIA GPU: plans built from ONNX.
+"""TensorRT on an NVIDIA GPU as a target: builds plans from ONNX.
 
-Importing this needs neither TensorRT nor a GPU. A target and what it gives out belong to one thread: CUDA's and TensorRT's
-objects are made, used and closed there.
+The import needs neither TensorRT nor a GPU. A target and its engines belong to one thread, which creates, uses and closes the
+objects of CUDA and TensorRT.
 
 A build parses the ONNX model, sets profiles, reads the timing cache, builds and writes the plan, with the device current.
-Optimisation profiles are the ranges of shapes that a plan serves; they are checked before TensorRT reads them.
+Optimisation profiles are the ranges of shapes of a plan; they are checked before TensorRT reads them.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _CURE = "correct optimization.profiles"
 def check_profiles(
     inputs: Mapping[str, tuple[tuple[int, ...], int]], profiles: Sequence[ShapeRange], memory_bytes: int
 ) -> None:
-    """Hold profiles against a network's inputs.
+    """Check profiles against a network's inputs.
 
     Args:
-        inputs: by name the shape, -1 where free, and the bytes of an element.
-        profiles: from the specification.
-        memory_bytes: all of the GPU's memory.
+        inputs: shape (-1 for free dimensions) and bytes of an element, by name.
+        profiles: profiles of the specification.
+        memory_bytes: total memory of the GPU.
 
     Raises:
-        BuildError: a profile is inconsistent, leaves an input out, or is larger than the GPU.
+        BuildError: a profile is inconsistent, lacks an input, or exceeds the memory of the GPU.
     """
     free = [name for name, (shape, _) in inputs.items() if -1 in shape]
     if free and not profiles:
@@ -103,10 +103,10 @@ def _check_shapes(location: str, shape: tuple[int, ...], shapes: tuple[tuple[int
 
 
 def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles: Sequence[ShapeRange]) -> None:
-    """Hand checked profiles to TensorRT; `inputs` are those with free dimensions.
+    """Add checked profiles to TensorRT's config; `inputs` are those with free dimensions.
 
     Raises:
-        BuildError: TensorRT finds an inconsistency of its own.
+        BuildError: TensorRT rejects a profile.
     """
     for number, profile in enumerate(profiles if inputs else ()):
         optimization_profile = builder.create_optimization_profile()
@@ -117,7 +117,7 @@ def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles:
 
 
 def set_shape(profile: Any, name: str, shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
-    """One input's shapes in an IOptimizationProfile."""
+    """Set the shapes of an input in an IOptimizationProfile."""
     try:
         profile.set_shape(name, *shapes)
     except ValueError as error:
@@ -132,17 +132,17 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
-# A serialized protobuf cannot be larger; such models go through files.
+# Largest size of a serialised protobuf; larger models are passed as files.
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
 _PARSED = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class BuilderOptions:
-    """Effort of the builder.
+    """Options of TensorRT's builder.
 
     Attributes:
-        optimization_level: 0 (fast to build) to 5; None: TensorRT's default.
+        optimization_level: 0 (fastest build) to 5; None for TensorRT's default.
     """
 
     optimization_level: int | None = None
@@ -160,7 +160,7 @@ def build_plan(
     """Build a plan and write it.
 
     Raises:
-        BuildError: the model or its parameters cannot be built, memory ran out, or the disk is full.
+        BuildError: the model or its parameters are not supported, memory ran out, or the disk is full.
     """
     report(0.0, "reading the ONNX model")
     progress = BuildProgress(part(report, _PARSED, 0.99))
@@ -191,8 +191,8 @@ def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, folder: Path)
             return network
         faults = _faults(parser, model)
         if data is not None and any(fault.unsupported for fault in faults):
-            # The parser may have stopped at the first; this one checks the whole model. Its network must outlive it: the
-            # bindings let a network keep its parser, not a parser its network.
+            # The first parser may stop at the first error; this one checks the whole model. Its network must outlive it: in the
+            # bindings a network holds its parser, but a parser does not hold its network.
             empty = api.network(builder)
             checker = api.trt.OnnxParser(empty, api.logger)
             checker.supports_model_v2(data)
@@ -202,7 +202,7 @@ def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, folder: Path)
 
 @contextlib.contextmanager
 def _serialized(model: onnx.ModelProto, folder: Path) -> Iterator[tuple[bytes | None, Path | None]]:
-    """A model as bytes, or as a file where it is too large for that."""
+    """Yield a model as bytes, or as a file if it is too large."""
     if model.ByteSize() <= _PROTOBUF_LIMIT_BYTES:
         yield model.SerializeToString(), None
         return
@@ -212,7 +212,7 @@ def _serialized(model: onnx.ModelProto, folder: Path) -> Iterator[tuple[bytes | 
         try:
             yield None, file
         finally:
-            # Writing moved the weights out of the model, which is the caller's.
+            # The write moved the weights out of the caller's model: load them again.
             onnx.load_external_data_for_model(model, temporary)
 
 
@@ -225,7 +225,7 @@ def _faults(parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
         node = int(error.node())
         operator = str(error.node_operator() or "")
         name = node_label(model, node, str(error.node_name() or "")) if operator or error.node_name() else ""
-        # An assertion that is written as false is how 10.6 says that a node without an importer is no plug-in either.
+        # TensorRT 10.6 reports a node without importer and plug-in as an assertion with the text "false".
         bare = text.lower() == "false"
         unsupported = code.startswith("UNSUPPORTED") or "No importer registered" in text or "Plugin not found" in text
         unsupported = unsupported or bare or bool(operator and not parser.supports_operator(operator))
@@ -234,7 +234,7 @@ def _faults(parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
 
 
 def _unsupported(parser: Any, model: onnx.ModelProto, faults: list[ParserFault]) -> list[ParserFault]:
-    """Nodes of operators or in parts that TensorRT does not support, of which it has given no error."""
+    """Return unsupported nodes, and nodes in unsupported subgraphs, without an error of the parser."""
     labels = {fault.node for fault in faults}
     unsupported = [
         ParserFault(label, node.op_type, "", True)
@@ -273,8 +273,11 @@ def _configure(
 
 
 def _build(api: TensorRtApi, builder: Any, network: Any, config: Any, progress: BuildProgress) -> Any:
-    """Return the plan (IHostMemory), None if the build fails; an interrupt is raised."""
-    # Must outlive the build: TensorRT does not hold it.
+    """Return the plan (IHostMemory), None if the build fails.
+
+    Raises the exception of a callback, e.g. KeyboardInterrupt.
+    """
+    # Must outlive the build: TensorRT has no reference to it.
     monitor = progress_monitor(api.trt, progress)
     config.progress_monitor = monitor
     plan = builder.build_serialized_network(network, config)
@@ -284,14 +287,14 @@ def _build(api: TensorRtApi, builder: Any, network: Any, config: Any, progress: 
     return plan
 
 
-# The least compute capability with arithmetic of a precision (TensorRT documentation, "Support Matrix").
+# Smallest compute capability with arithmetic of a precision (TensorRT documentation, "Support Matrix").
 _MIN_CAPABILITY = {"fp32": (7, 5), "fp16": (7, 5), "int8": (7, 5), "bf16": (8, 0), "fp8": (8, 9)}
 
 
 def available(device: int = 0) -> str:
-    """Return what this machine lacks to build and run TensorRT's engines, "" if nothing.
+    """Return the reason why this machine cannot build and run TensorRT engines; "" if it can.
 
-    The GPU is checked first: TensorRT ends the process when it is started without one.
+    The GPU is checked first: TensorRT without a GPU ends the process.
     """
     try:
         gpus.describe(device)
@@ -306,7 +309,7 @@ class TensorRtTarget:
 
     Args:
         device: number of the GPU.
-        optimization_level: TensorRT's builder optimization level, 0 (fast to build) to 5; None: TensorRT's default, 3.
+        optimization_level: TensorRT's builder optimization level, 0 (fastest build) to 5; None for TensorRT's default, 3.
     """
 
     name = "tensorrt"
@@ -318,15 +321,16 @@ class TensorRtTarget:
 
     def describe(self) -> Machine:
         """Describe this machine.
+
         Raises:
-            BuildError: there is no GPU or no TensorRT; says what to install.
+            BuildError: there is no GPU or no TensorRT; the message has the remedy.
         """
         self._demand()
         gpu = gpus.describe(self._device)
         return Machine(self.name, load().version, gpu.name, gpu.capability, gpu.driver)
 
     def refuses(self, precision: str) -> str:
-        """Why this machine cannot have artefacts of a precision, "" if it can."""
+        """Return the reason why this machine does not support a precision; "" if it does."""
         missing = available(self._device)
         if missing:
             return missing
@@ -342,33 +346,33 @@ class TensorRtTarget:
         return ""
 
     def refuses_fp8_convolutions(self) -> str:
-        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too.
+        """Return the reason why convolutions stay FP16 in FP8 artefacts; "" if they run in FP8.
 
         Raises:
-            BuildError: there is no TensorRT.
+            BuildError: TensorRT is not installed.
         """
         api = load()
         if api.fp8_convolutions:
             return ""
         min_version = ".".join(map(str, FP8_CONVOLUTIONS))
-        return f"convolutions in FP8 are for TensorRT {min_version} and newer, this is {api.version}"
+        return f"FP8 convolutions need TensorRT {min_version} or newer, this is {api.version}"
 
     def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
-        """Write a plan, which appears whole or not at all.
+        """Write a plan, complete or not at all.
 
         Raises:
-            BuildError: an operator is not supported (named with its node), a profile does not fit, memory ran out, the disk is
-                full, or there is no GPU or no TensorRT.
+            BuildError: an operator is not supported (the message has its node), a profile does not fit, memory ran out, the disk
+                is full, or there is no GPU or no TensorRT.
         """
         self._demand()
         with as_build_error(path.name), current(self._device):
             build_plan(load(), model, order, path, report, self._options, gpus.describe(self._device))
 
     def open(self, path: Path, source: onnx.ModelProto | None = None) -> TensorRtEngine:
-        """Load a plan; `source`, the model it was built from, lets `layers` name the ONNX nodes.
+        """Load a plan; with its ONNX model, `source`, `layers` returns the names of ONNX nodes.
 
         Raises:
-            BuildError: there is no such file, it is for another TensorRT or GPU, or memory ran out.
+            BuildError: the file is missing or for another TensorRT or GPU, or memory ran out.
         """
         self._demand()
         with as_build_error(path.name):

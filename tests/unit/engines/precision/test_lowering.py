@@ -59,18 +59,18 @@ def few_channels() -> onnx.ModelProto:
 
 
 def test_a_model_with_nothing_to_quantise_is_told_and_not_called_int8(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"no convolution and no product.* onnxruntime runs in int8: ask for fp32"):
+    with pytest.raises(BuildError, match=r"no convolution and no product.* onnxruntime runs in int8: use fp32"):
         lowered(upsampler(), tmp_path)
     assert quantized(lowered(upsampler(), tmp_path, "tensorrt").model) == {"node_y"}
 
 
 def test_a_model_that_is_quantised_already_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="quantised already: ask for fp32"):
+    with pytest.raises(BuildError, match="quantised already: use fp32"):
         lowered(lowered(networks.residual(), tmp_path).model, tmp_path)
 
 
 def test_what_keeps_all_layers_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"calibration\.keep leaves nothing in int8"):
+    with pytest.raises(BuildError, match=r"calibration\.keep leaves no node in int8"):
         lowered(networks.residual(), tmp_path, keep=("*",))
 
 
@@ -127,7 +127,7 @@ def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
 def test_a_model_of_convolutions_alone_is_told_where_the_target_has_none_in_fp8(tmp_path: Path) -> None:
     text = "a = Conv(x, w)  y = Conv(a, w)"
     model = networks.network(text, networks.weights(w=(16, 16, 1, 1)), ("N", 16, 8, 8))
-    with pytest.raises(BuildError, match=r"no product to run in fp8, and .*too old: ask for fp16 or int8"):
+    with pytest.raises(BuildError, match=r"no product to run in fp8, and .*too old: use fp16 or int8"):
         lowered(model, tmp_path, "tensorrt", "fp8", no_fp8_convolutions="TensorRT 10.6.0 is too old")
     assert quantized(lowered(model, tmp_path, "tensorrt", "fp8").model) == {"node_a", "node_y"}
 

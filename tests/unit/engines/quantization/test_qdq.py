@@ -324,7 +324,7 @@ def test_missing_and_impossible_ranges_are_named() -> None:
     model, ranges = prepared("residual")
     missing = {name: span for name, span in ranges.items() if name != "a1r"}
     for target in ("tensorrt", "onnxruntime"):
-        with pytest.raises(BuildError, match="'a1r' is not known: calibrate"):
+        with pytest.raises(BuildError, match="'a1r' is missing: calibrate"):
             quantize(model, missing, target)
         for span in ((0.0, float("nan")), (float("-inf"), 0.0), (2.0, 1.0)):
             with pytest.raises(BuildError, match="'a1r' is"):

@@ -103,16 +103,16 @@ def test_the_code_may_use_dataclasses_and_its_own_folder(tmp_path):
     ("def samples(path): yield 1", r"^reader.py: TypeError: samples\(\) missing 1 required positional argument"),
     ("def other(): pass", r"has no function 'samples' \(it has other\)"),
     ("samples = 3", r"has no function 'samples' \(it has none\)"),
-    ("def samples(): return np.zeros((4, 2, 1))", "gave one ndarray and not several"),
-    ("def samples(): pass", "gave one NoneType and not several"),
-    ("def samples(): yield from ()", "gave no samples"),
+    ("def samples(): return np.zeros((4, 2, 1))", "returns one ndarray, expected an iterable"),
+    ("def samples(): pass", "returns one NoneType, expected an iterable"),
+    ("def samples(): yield from ()", "yields no samples"),
     ("def samples(): yield {'Y': np.zeros((2, 1), 'f')}", r"item 0: the model's inputs are X, found Y"),
     ("def samples(): yield {}", r"item 0: the model's inputs are X, found nothing"),
     ("def samples(): yield np.zeros((3, 1), 'f')", r"item 0: input 'X' takes \[2, -1\], found \[3, 1\]"),
     ("def samples(): yield np.zeros((2, 1), 'i')", "item 0: input 'X' takes FP32, found int32"),
-    ("def samples(): yield [[1.0], [2.0, 3.0]]", "item 0: it is no array"),
-    ("def samples(): yield {'X': np.full((2, 1), np.inf), 'label': 1}", "item 0: 'X' holds NaN or infinity"),
-    ("def samples(): yield {'X': np.zeros((2, 1)), 'label': 'cat'}", "item 0: labels are the number of a class"),
+    ("def samples(): yield [[1.0], [2.0, 3.0]]", "item 0: a value cannot become an array"),
+    ("def samples(): yield {'X': np.full((2, 1), np.inf), 'label': 1}", "item 0: 'X' has NaN or infinite values"),
+    ("def samples(): yield {'X': np.zeros((2, 1)), 'label': 'cat'}", "item 0: labels are .*: write the number of a class"),
     ("def samples(): yield {'X': np.zeros((2, 1)), 'label': 10}", "item 0: labels go from 10 to 10"),
     ("def samples(): yield {'X': np.zeros((3, 2, 1)), 'label': [1, 2]}", r"different numbers of samples \(X 3, labels 2\)"),
     ("def samples():\n    yield {'X': np.zeros((2, 1)), 'label': 1}\n    yield np.zeros((2, 1))", "labels for 1 of 2"),
@@ -123,7 +123,7 @@ def test_what_goes_wrong_in_the_code_is_told(tmp_path, code, message):
 
 
 def test_bare_arrays_do_for_one_input_only(tmp_path):
-    with pytest.raises(BuildError, match="a bare ndarray where the model has 2 inputs: yield a dict with A, T"):
+    with pytest.raises(BuildError, match="the item is one ndarray, the model has 2 inputs: yield a dict with A, T"):
         _open(tmp_path, "def samples(): yield np.zeros(3)", TWO)
 
 
@@ -136,5 +136,5 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Full())
-    with pytest.raises(BuildError, match=r"the samples cannot be kept in .*: No space left on device: make room"):
+    with pytest.raises(BuildError, match=r"the samples cannot be written to .*: No space left on device: make room"):
         _open(tmp_path, "def samples(): yield np.zeros((2, 1), 'f')")

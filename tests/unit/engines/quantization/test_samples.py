@@ -140,17 +140,17 @@ def test_without_a_batch_dimension_a_batch_is_one_sample(tmp_path, dims, array, 
 
 
 @pytest.mark.parametrize(("arrays", "message"), [
-    ({"image": np.zeros((2, 4, 5, 3), "f")}, r"takes \[N, 3, 4, 5\], found \[2, 4, 5, 3\]: this is channels last \(NHWC\)"),
-    ({"image": np.zeros((3, 4, 5), "f")}, r"found \[3, 4, 5\]: a dimension for the samples is missing"),
+    ({"image": np.zeros((2, 4, 5, 3), "f")}, r"takes \[N, 3, 4, 5\], found \[2, 4, 5, 3\]: the data is channels last \(NHWC\)"),
+    ({"image": np.zeros((3, 4, 5), "f")}, r"found \[3, 4, 5\]: the first dimension must count samples"),
     ({"image": np.zeros((2, 3, 4, 6), "f")}, r"takes \[N, 3, 4, 5\], found \[2, 3, 4, 6\]"),
     ({"image": np.zeros((2, 3, 4, 5), "u1")}, r"takes FP32, found uint8: convert it with .astype\('float32'\)"),
-    ({"image": np.full((2, 3, 4, 5), np.nan, "f")}, "NaN or infinity"),
-    ({"image": np.zeros((0, 3, 4, 5), "f")}, "holds no samples"),
+    ({"image": np.full((2, 3, 4, 5), np.nan, "f")}, "NaN or infinite"),
+    ({"image": np.zeros((0, 3, 4, 5), "f")}, "has no samples"),
     ({"a": np.zeros((2, 3, 4, 5), "f"), "b": np.zeros(2)}, r"has no array for image \(it holds a, b\)"),
     ({"image": np.zeros((2, 3, 4, 5), "f"), "labels": np.zeros(3, int)}, r"'labels' has the shape \[3\] for 2 samples"),
-    ({"image": np.zeros((2, 3, 4, 5), "f"), "labels": np.zeros(2)}, "labels are the number of a class"),
+    ({"image": np.zeros((2, 3, 4, 5), "f"), "labels": np.zeros(2)}, "labels are .*: write the number of a class"),
     ({"image": np.zeros((2, 3, 4, 5), "f"), "labels": np.array([0, 10])}, "classes are from 0 to 9"),
-    ({"image": np.array([None, None])}, "no .npz that can be read .an array of Python objects"),
+    ({"image": np.array([None, None])}, "not a readable .npz .an array of Python objects"),
 ], ids=str)  # fmt: skip
 def test_arrays_that_do_not_fit_are_told(tmp_path, arrays, message):
     with pytest.raises(BuildError, match=message):
@@ -158,10 +158,10 @@ def test_arrays_that_do_not_fit_are_told(tmp_path, arrays, message):
 
 
 @pytest.mark.parametrize(("dims", "shape", "message"), [
-    ((4, 5, 3), (2, 3, 4, 5), r"channels first \(NCHW\) where channels last"),
-    ((1, 4, 5), (2, 4, 5), r"single channel is missing: array\[:, None\]"),
-    ((4, 5, 1), (2, 4, 5), r"single channel is missing: array\[..., None\]"),
-    ((3, -1, -1), (2, 64, 64, 3), "this is channels last"),
+    ((4, 5, 3), (2, 3, 4, 5), r"channels first \(NCHW\), the input channels last"),
+    ((1, 4, 5), (2, 4, 5), r"single channel is missing: use array\[:, None\]"),
+    ((4, 5, 1), (2, 4, 5), r"single channel is missing: use array\[..., None\]"),
+    ((3, -1, -1), (2, 64, 64, 3), "the data is channels last"),
 ])  # fmt: skip
 def test_the_usual_mistakes_have_their_cure(tmp_path, dims, shape, message):
     source = _npz(tmp_path, image=np.zeros(shape, np.float32))
@@ -175,7 +175,7 @@ def test_values_that_do_not_fit_and_uneven_arrays_are_told(tmp_path):
     with pytest.raises(BuildError, match="'A' has values that INT8 cannot hold"):
         open_samples(source, tmp_path, config, 9)
     source = _npz(tmp_path, A=np.zeros((2, 4), int), B=np.full((2, 4), 1e6))
-    with pytest.raises(BuildError, match="'B' holds NaN or infinity"):
+    with pytest.raises(BuildError, match="'B' has NaN or infinite values"):
         open_samples(source, tmp_path, config, 9)
     source = _npz(tmp_path, A=np.zeros((2, 4), int), B=np.zeros((3, 4)))
     with pytest.raises(BuildError, match=r"differ in their number of samples \('A' 2, 'B' 3\)"):
@@ -187,7 +187,7 @@ def test_a_broken_file_is_told(tmp_path, keep):
     path = tmp_path / _npz(tmp_path, image=np.random.default_rng(0).random((20, 3, 4, 5)))
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
-    with pytest.raises(BuildError, match=r"data.npz is no .npz that can be read"):
+    with pytest.raises(BuildError, match=r"data.npz is not a readable .npz"):
         open_samples("data.npz", tmp_path, _config(), 9)
 
 

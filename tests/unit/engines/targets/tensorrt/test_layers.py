@@ -68,7 +68,7 @@ def test_layers_without_details_are_known_by_their_names() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "no json"])
 def test_what_cannot_be_read_is_told(text: str) -> None:
-    with pytest.raises(BuildError, match="inspector returns nothing"):
+    with pytest.raises(BuildError, match="inspector cannot be read"):
         read_layers(text, {}, None)
 
 

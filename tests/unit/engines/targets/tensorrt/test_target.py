@@ -66,7 +66,7 @@ def test_convolutions_are_fp8_from_10_2_on(
     version: str, has: bool, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda, version))
-    told = "" if has else "convolutions in FP8 are for TensorRT 10.2 and newer, this is 10.1.0"
+    told = "" if has else "FP8 convolutions need TensorRT 10.2 or newer, this is 10.1.0"
     assert TensorRtTarget().refuses_fp8_convolutions() == told
 
 
@@ -183,7 +183,7 @@ def test_a_kernel_passed_over_for_memory_is_told(trt: Any, tmp_path: Path) -> No
     trt.state.refuses = short
     logger = load().logger
     with pytest.raises(
-        BuildError, match=r"for want of memory: lower the largest shapes in optimization.profiles, or close"
+        BuildError, match=r"for lack of memory: lower the largest shapes in optimization.profiles, or close"
     ):
         build(tmp_path)
 
