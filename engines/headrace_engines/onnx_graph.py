@@ -275,6 +275,24 @@ def _keep(field: Any, used: set[str]) -> None:
         field.extend(remaining)
 
 
+def drop_unused_domains(model: onnx.ModelProto) -> None:
+    """Remove unused operator sets and inlined functions: ONNX Runtime lists all of its own, which other runtimes may not have."""
+    used = {"", "ai.onnx", *_domains(model.graph.node)}
+    for _ in model.functions:  # a function may call functions of other domains
+        used.update(*(_domains(function.node) for function in model.functions if function.domain in used))
+    functions = [function for function in model.functions if function.domain in used]
+    opsets = [opset for opset in model.opset_import if opset.domain in used]
+    del model.opset_import[:], model.functions[:]
+    model.opset_import.extend(opsets)
+    model.functions.extend(functions)
+
+
+def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    """Return the domains of nodes and of the nodes in their subgraphs."""
+    inner = (graph.node for node in nodes for a in node.attribute for graph in (a.g, *a.graphs))
+    return {node.domain for node in nodes}.union(*map(_domains, inner))
+
+
 def copy_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a deep copy of a model."""
     copied = onnx.ModelProto()

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, write_onnx
+from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, drop_unused_domains, write_onnx
 
 # LayerNormalization is one operator since opset 17; TensorRT 10 and 11 read this opset and later ones.
 OPSET = 17
@@ -62,7 +62,7 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     simple.metadata_props.extend(model.metadata_props)
     simple.doc_string, simple.graph.name = model.doc_string, model.graph.name or "graph"
     _name_nodes(simple)
-    _drop_unused_domains(simple)
+    drop_unused_domains(simple)
     return simple
 
 
@@ -314,19 +314,3 @@ def _set_float(node: onnx.NodeProto, name: str, value: float) -> None:
     remaining = [attribute for attribute in node.attribute if attribute.name != name]
     del node.attribute[:]
     node.attribute.extend([*remaining, helper.make_attribute(name, value)])
-
-
-def _drop_unused_domains(model: onnx.ModelProto) -> None:
-    """Remove unused operator sets, which ONNX Runtime lists, and functions that it has inlined."""
-    used = {domain for graph in _graphs(model.graph) for domain in (node.domain for node in graph.node)}
-    remaining = [o for o in model.opset_import if o.domain in _STANDARD or o.domain in used]
-    del model.opset_import[:]
-    model.opset_import.extend(remaining)
-    functions = [f for f in model.functions if f.domain in used]
-    del model.functions[:]
-    model.functions.extend(functions)
-
-
-def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    inner = [g for node in graph.node for a in node.attribute for g in (a.g, *a.graphs) if g.node]
-    return [graph, *(deeper for g in inner for deeper in _graphs(g))]

@@ -31,7 +31,7 @@ from headrace_engines.build import BuildResult, build_best_engine, build_engine,
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.progress import Report, with_progress_lines
-from headrace_engines.project import BuildSpec, Project, all_projects, open_project, read_spec
+from headrace_engines.project import Project, all_projects, open_project, read_spec
 from headrace_engines.report import Heading, narrow_table, plain, rate, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
@@ -175,10 +175,12 @@ def build_model(
     try:
         spec = read_spec(project.config, options.precision or "")
         target, advice = targets.of(project)
-        expected = forecast(project, target, targets.gpu, _state_folder(project, options.state_dir))
+        engines = engine_folder(options.state_dir.expanduser(), project.folder.path, project.version)
+        expected = forecast(project, target, targets.gpu, engines)
         if expected.refusal:
             raise BuildError(f"its engine would not be served: {expected.refusal}")
-        built = _make(project, spec, target, store, report, options.rebuild)
+        build = build_best_engine if spec.precision == "best" else build_engine
+        built = build(project, spec, target, store, report, rebuild=options.rebuild)
         if built.refusal and not options.force:
             error = "; ".join(built.refusal) + "; --force publishes it with a mark"
             return BuildOutcome(project.name, built, False, False, error, time.monotonic() - started_s)
@@ -234,11 +236,6 @@ def _publish(
     return None if folder == project.version_folder else folder
 
 
-def _state_folder(project: Project, state: Path) -> Path:
-    """Return the folder in which a server searches engines of a version besides the version's own."""
-    return engine_folder(state.expanduser(), project.folder.path, project.version)
-
-
 def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store: Store) -> float:
     """Return the throughput of FP32 on the target: its FP32 engine, or `model.onnx` on ONNX Runtime; 0 if unknown."""
     fp32 = find_fp32_engine(project, built.spec, target, store)
@@ -251,14 +248,6 @@ def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store
 def _disk_reason(error: OSError) -> str:
     location = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or error}{location}: make room, or check the permissions"
-
-
-def _make(
-    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, rebuild: bool
-) -> BuildResult:
-    if spec.precision == "best":
-        return build_best_engine(project, spec, target, store, report, rebuild=rebuild)
-    return build_engine(project, spec, target, store, report, rebuild=rebuild)
 
 
 def _projects(options: argparse.Namespace) -> list[Project | BuildError]:

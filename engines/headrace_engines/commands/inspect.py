@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 from headrace.config.durable import write_durably
-from headrace.config.manifest import FORMAT, LAYERS_FILE, Machine, choose_from_folder, onnx_digest
+from headrace.config.manifest import FORMAT, LAYERS_FILE, Machine, choose_from_folder
 from headrace.core.command_line import is_pipe
-from headrace.core.errors import ConfigError
 from headrace.core.svg_plot import (
     colour,
 )
@@ -133,10 +132,7 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
         BuildError: no file can be opened or run.
     """
     folder = project.source.parent
-    try:
-        digest = onnx_digest(project.source)
-    except ConfigError as error:
-        raise BuildError(str(error)) from error
+    digest = project.digest()
     reasons = []
     for target in targets:
         choice = choose_from_folder(folder, digest, project.config, target.describe())

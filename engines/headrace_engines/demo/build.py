@@ -250,8 +250,6 @@ MODEL_FILE = "model.onnx"
 STAMP_FILE = "recipe.json"
 # Former name of the stamp; now the name of the stamps of engines.
 OLD_STAMP_FILE = "build.json"
-# Callback with the name of a model, the finished share of its work (0..1) and a short text.
-Progress = Callable[[str, float, str], None]
 
 
 class DemoState(Enum):
@@ -357,8 +355,8 @@ def _rename_old_stamp(folder: Path) -> None:
             (folder / OLD_STAMP_FILE).rename(folder / STAMP_FILE)
 
 
-def build_model(
-    model: DemoModel, output: Path, fetched: WeightsFile | None, force: bool, progress: Progress
+def build_demo_model(
+    model: DemoModel, output: Path, fetched: WeightsFile | None, force: bool, report: Report
 ) -> DemoOutcome:
     """Bring one model up to date.
 
@@ -367,7 +365,7 @@ def build_model(
         output: folder of the model repository; created if missing.
         fetched: published weights, for a model that uses them.
         force: build even if the model is up to date or has no stamp of this builder.
-        progress: called with the progress.
+        report: called with the progress.
 
     Returns:
         The outcome; errors are in it, not raised.
@@ -380,12 +378,12 @@ def build_model(
         if not force and state in (DemoState.UP_TO_DATE, DemoState.FOREIGN):
             _rename_old_stamp(output / model.name / VERSION)
             return replace(_unchanged_outcome(model, output, state), remark=remark)
-        artefact = _run_recipe(model, fetched, lambda done, note: progress(model.name, done, note))
+        artefact = _run_recipe(model, fetched, report)
         seconds = time.monotonic() - started_s
         size_bytes = _write_version(model, output / model.name, artefact, seconds)
     except (BuildError, OSError) as error:
         return DemoOutcome(model.name, state, seconds=time.monotonic() - started_s, error=str(error))
-    progress(model.name, 1.0, "done")
+    report(1.0, "done")
     seconds = time.monotonic() - started_s
     return DemoOutcome(model.name, state, True, size_bytes, artefact.accuracy, artefact.weights, seconds, remark=remark)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
-from headrace.core.command_line import fit_title, is_pipe
+from headrace.core.command_line import fit_title
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from headrace_engines.demo.build import (
@@ -17,58 +15,16 @@ from headrace_engines.demo.build import (
     DemoOutcome,
     DemoState,
     WeightsFile,
-    build_model,
+    build_demo_model,
     choose_models,
     demo_state,
 )
 from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.report import BuildDisplay, size
 
 
-class DemoDisplay:
-    """One progress bar over all models and one for each; draws nothing without a terminal.
-
-    Args:
-        console: console to draw on.
-        names: names of the models to build, in order.
-    """
-
-    def __init__(self, console: Console, names: Sequence[str]) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[note]}"),
-            console=console,
-            disable=not console.is_terminal or is_pipe(console),
-        )
-        self._done = dict.fromkeys(names, 0.0)
-        self._overall = self._progress.add_task("[bold]demo models", total=len(names), note="")
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> DemoDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def update(self, name: str, done: float, note: str) -> None:
-        """Set the progress of a model: `done` from 0 to 1 and a short text."""
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=1.0, note=note)
-        self._progress.update(self._tasks[name], completed=done, note=note)
-        self._done[name] = done
-        self._progress.update(self._overall, completed=sum(self._done.values()))
-
-    def finish(self, outcome: DemoOutcome) -> None:
-        """Complete the bar of a model, built or failed."""
-        self.update(outcome.name, 1.0, "failed" if outcome.error else "done" if outcome.built else "kept")
-
-
-def show_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Path) -> None:
+def show_demo_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Path) -> None:
     """Print one line if all models are up to date, else a table and the failures with their reasons."""
     for outcome in outcomes:
         if outcome.remark:
@@ -85,7 +41,7 @@ def show_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Pat
             outcome.name,
             _outcome_text(outcome),
             "published" if outcome.weights.startswith("sha256:") else outcome.weights,
-            _size(outcome.size_bytes),
+            size(outcome.size_bytes) if outcome.size_bytes else "",
             "" if outcome.accuracy is None else f"{outcome.accuracy:.3f}",
             f"{outcome.seconds:.1f} s" if outcome.seconds else "",
         )
@@ -104,12 +60,6 @@ def _outcome_text(outcome: DemoOutcome) -> str:
     if outcome.built:
         return "built" if outcome.state is DemoState.MISSING else "built anew"
     return "kept"
-
-
-def _size(size_bytes: int) -> str:
-    if not size_bytes:
-        return ""
-    return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,14 +86,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
     models = choose_models(options.only, fetched)
 
     waiting = [m for m in models if options.force or demo_state(m, options.output, fetched) is not DemoState.UP_TO_DATE]
-    with DemoDisplay(console, [model.name for model in waiting]) as display:
+    with BuildDisplay(console, [model.name for model in waiting]) as display:
         outcomes = []
         for model in models:
-            outcome = build_model(model, options.output, fetched, options.force, display.update)
+            report = display.report(model.name) if model in waiting else silent
+            outcome = build_demo_model(model, options.output, fetched, options.force, report)
             outcomes.append(outcome)
             if model in waiting:
-                display.finish(outcome)
-    show_outcomes(console, outcomes, options.output)
+                display.finish(model.name, _outcome_text(outcome))
+    show_demo_outcomes(console, outcomes, options.output)
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from headrace.config.manifest import Machine, onnxruntime_machine
 from onnx import TensorProto, helper
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import OnnxGraph, copy_model, read_onnx, write_onnx
+from headrace_engines.onnx_graph import OnnxGraph, copy_model, drop_unused_domains, read_onnx, write_onnx
 from headrace_engines.progress import Report
 from headrace_engines.targets.base import Array, BatchTiming, Layer, TargetSpec
 
@@ -633,30 +633,8 @@ def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     open_session(model.SerializeToString(), options)
     optimised = read_onnx(file)
     file.unlink()
-    _drop_unused_opsets(optimised)
+    drop_unused_domains(optimised)
     return optimised
-
-
-def _drop_unused_opsets(model: onnx.ModelProto) -> None:
-    """Remove unused operator sets: ONNX Runtime imports all of its own, which other runtimes may not have."""
-    used = {
-        "",
-        *_domains(model.graph.node),
-        *(domain for f in model.functions for domain in (f.domain, *_domains(f.node))),
-    }
-    remaining = [helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain in used]
-    del model.opset_import[:]
-    model.opset_import.extend(remaining)
-
-
-def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-    domains: set[str] = set()
-    for node in nodes:
-        domains.add(node.domain)
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                domains |= _domains(inner.node)
-    return domains
 
 
 def _missing_bf16() -> str:

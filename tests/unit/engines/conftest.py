@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace_engines.demo.build import CATALOGUE, build_model
+from headrace_engines.demo.build import CATALOGUE, build_demo_model
 
 SaveCheckpoint = Callable[..., bytes]
 
@@ -24,7 +24,7 @@ SaveCheckpoint = Callable[..., bytes]
 def demo_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("demo_repository")
     for model in CATALOGUE.values():
-        outcome = build_model(model, output, None, False, lambda *_: None)
+        outcome = build_demo_model(model, output, None, False, lambda *_: None)
         assert outcome.built, outcome.error
     return output
 

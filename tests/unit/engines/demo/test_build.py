@@ -8,7 +8,7 @@ import pytest
 import yaml
 from google.protobuf import text_format
 from headrace_engines.demo import build, digits, networks
-from headrace_engines.demo.build import CATALOGUE, DemoState, WeightsFile, build_model, choose_models, demo_state
+from headrace_engines.demo.build import CATALOGUE, DemoState, WeightsFile, build_demo_model, choose_models, demo_state
 from headrace_engines.errors import BuildError
 from tritonclient.grpc import model_config_pb2
 
@@ -20,7 +20,7 @@ FETCHED = WeightsFile("weights.pth", "ab" * 32)
 
 
 def _build(output: Path, force: bool = False):
-    return build_model(TINY, output, None, force, lambda *_: None)
+    return build_demo_model(TINY, output, None, force, lambda *_: None)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -220,7 +220,7 @@ def test_stamps_of_engines_are_left_alone(tmp_path):
 def _build_digits(output: Path, monkeypatch):
     """`digits` with a stand-in for the trained model: its samples are what is looked at."""
     monkeypatch.setattr(digits, "build", networks.build_tiny)
-    return build_model(CATALOGUE["digits"], output, None, False, lambda *_: None)
+    return build_demo_model(CATALOGUE["digits"], output, None, False, lambda *_: None)
 
 
 def test_missing_samples_are_laid_and_a_users_own_are_kept(tmp_path, monkeypatch):
