@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.config.durable import is_temporary, locked, locked_folder, sync, temporary_name, write_durably
+from headrace.config.files import is_temporary, locked, locked_folder, sync, temporary_name, write_durably
 from headrace.config.manifest import (
     Machine,
     Stamp,

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from headrace import settings, triton_flags
+from headrace import settings
 from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError
 from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
@@ -68,7 +68,7 @@ class _Parser(Parser):
 
     def hint(self, option: str) -> str:
         """Return the explanation of a flag of tritonserver, for `serve` only; "" otherwise."""
-        return triton_flags.answer(option) if list(self.words[:1]) == ["serve"] else ""
+        return settings.triton_hint(option) if list(self.words[:1]) == ["serve"] else ""
 
     def usage_error(self, message: str) -> NoReturn:
         """Print usage and message and exit with status 2."""

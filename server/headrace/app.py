@@ -1,4 +1,4 @@
-"""Creates a running server from settings: data plane, front ends, shared memory, telemetry."""
+"""Creates a running server from settings: data plane, front ends, shared memory, tracer, span exporter and request log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from headrace.accounting import open_observer
 from headrace.banner import Addresses
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Finding
 from headrace.core.limits import BodyMemory, ClientLimits
+from headrace.core.telemetry import Telemetry
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
@@ -33,15 +34,72 @@ from headrace.listen import (
     raise_file_limit,
     tls_files,
 )
-from headrace.observability.logs import LogSettings
+from headrace.observability.access_log import RequestLog, open_stream
+from headrace.observability.logs import LogSettings, is_secret, redact
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
+from headrace.observability.tracing import RequestObserver, Spans, Tracer
 from headrace.repository.reconciler import Reconciler
-from headrace.repository.registry import Registry
-from headrace.repository.reports import Explainer, ServerOverview
+from headrace.repository.registry import Explainer, Registry, ServerOverview
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import TlsFiles, certificate_expiry_s
+
+_EXTRA = "pip install 'headrace[otel]'"
+
+
+def open_observer(settings: Settings) -> tuple[Tracer, RequestObserver]:
+    """Create the tracer and the observer that front ends report requests to.
+
+    Args:
+        settings: settings of the server.
+
+    Raises:
+        ConfigError: an option has an invalid value, or its file cannot be written.
+    """
+    telemetry = settings.telemetry
+    tracer = Tracer(settings.trace_file, spans=_spans(telemetry), rate=telemetry.trace_rate)
+    return tracer, RequestObserver(tracer, _request_log(settings), is_secret(settings.client_header))
+
+
+def _request_log(settings: Settings) -> RequestLog:
+    telemetry = settings.telemetry
+    try:
+        stream = open_stream(telemetry.request_log_file)
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}"
+        raise _error(f"--request-log-file {telemetry.request_log_file}", reason, "name another file") from error
+    text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
+    return RequestLog(telemetry.request_log, stream, text=text)
+
+
+def _spans(telemetry: Telemetry) -> Spans | None:
+    endpoint, redacted = telemetry.otlp_endpoint, redact(telemetry.otlp_endpoint)
+    if not endpoint:
+        return None
+    option = f"--otlp-endpoint {redacted}"
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise _error(option, "is not a URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
+    try:
+        from headrace.observability.spans import SpanWriter, otlp_exporter
+
+        return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), redacted)
+    except ImportError as error:
+        raise _error(option, f"needs a package that is not installed ({error.name})", _EXTRA) from error
+    except Exception as error:  # the exporter's own variables (OTEL_EXPORTER_OTLP_...) can be wrong in many ways
+        raise _error(
+            option, f"cannot be used: {redact(str(error))}", "check the OTEL_ environment variables"
+        ) from error
+
+
+def _error(option: str, message: str, cure: str) -> ConfigError:
+    return ConfigError([Finding(option, None, message, cure)])
+
 
 logger = logging.getLogger("headrace")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from headrace.core.completion import Mailbox
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.latency_measurement import LatencyStore
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
 from headrace.repository.registry import Registry
+from headrace.repository.warmup import LatencyStore
 from headrace.settings import Settings
 
 logger = logging.getLogger("headrace")

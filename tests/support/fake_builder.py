@@ -44,7 +44,7 @@ def publish(
     """
     from dataclasses import asdict
 
-    from headrace.config.durable import write_durably
+    from headrace.config.files import write_durably
     from headrace.config.manifest import (
         Stamp,
         artefact_name,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from headrace.accounting import open_observer
+from headrace.app import open_observer
 from headrace.core.errors import ConfigError
 from headrace.core.telemetry import Telemetry
 from headrace.settings import Settings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from headrace import settings, triton_flags
+from headrace import settings
 from headrace.__main__ import main
 from headrace.config.completion import FEATURES, REFUSED, bind
 from headrace.config.documents import read_config_json
@@ -42,10 +42,10 @@ FIELDS = section("Fields")
 
 
 def test_every_flag_has_a_row_and_every_row_is_what_the_command_says() -> None:
-    expected = dict.fromkeys(triton_flags.SAME, "the same")
-    expected |= {flag: f"the same as `{ours}`, taken" for flag, ours in triton_flags.ALIASES.items()}
-    expected |= triton_flags.ANSWERS
-    expected["--log-format"] = triton_flags.LOG_FORMAT
+    expected = dict.fromkeys(settings.TRITON_SAME, "the same")
+    expected |= {flag: f"the same as `{ours}`, taken" for flag, ours in settings.TRITON_ALIASES.items()}
+    expected |= settings.TRITON_HINTS
+    expected["--log-format"] = settings.TRITON_LOG_FORMAT
     assert expected == FLAGS
 
 
@@ -65,15 +65,15 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("flag", [*triton_flags.SAME[1:], *triton_flags.ALIASES])
+@pytest.mark.parametrize("flag", [*settings.TRITON_SAME[1:], *settings.TRITON_ALIASES])
 def test_a_flag_that_is_taken_does_what_ours_does(flag: str) -> None:
     value = VALUES.get(flag, "7")
-    ours = triton_flags.ALIASES.get(flag, flag)
+    ours = settings.TRITON_ALIASES.get(flag, flag)
     assert parsed(f"{flag}={value}") == parsed(ours, value)
     assert parsed(flag, value) != parsed(), "it has an effect"
 
 
-@pytest.mark.parametrize("flag", triton_flags.ANSWERS)
+@pytest.mark.parametrize("flag", settings.TRITON_HINTS)
 @pytest.mark.parametrize("form", ["{}=1", "{} 1", "{}"])
 def test_any_other_flag_is_answered(flag: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -87,7 +87,7 @@ def test_options_that_answers_name_are_there() -> None:
     parser = Parser(prog="headrace serve options")
     settings.add_arguments(parser, {})
     known = set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()))
-    named = {option for text in triton_flags.ANSWERS.values() for option in re.findall(r"--[a-z][a-z0-9-]*", text)}
+    named = {option for text in settings.TRITON_HINTS.values() for option in re.findall(r"--[a-z][a-z0-9-]*", text)}
     assert named - known == set()
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.config.edit import read_config_file
+from headrace.config.files import read_config_file
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan

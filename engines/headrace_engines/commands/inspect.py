@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace.config.durable import write_durably
+from headrace.config.files import write_durably
 from headrace.config.manifest import FORMAT, LAYERS_FILE, Machine, choose_from_folder
 from headrace.core.command_line import is_pipe
 from headrace.core.svg_plot import (

@@ -30,7 +30,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from headrace.config.durable import locked_folder
+from headrace.config.files import locked_folder
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report

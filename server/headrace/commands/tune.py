@@ -18,7 +18,7 @@ from headrace.core.command_line import fit_title, is_pipe, open_console, pickup_
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 
 if TYPE_CHECKING:
-    from headrace.config.edit import Changes
+    from headrace.config.files import Changes
     from headrace.config.model_folder import ModelFolder
     from headrace.repository.tuning import MeasuredSetting, Options, Sweep
 
@@ -55,8 +55,8 @@ def main(args: argparse.Namespace) -> int:
         find_model_folder,
         read_model_folder,  # here, since every command declares its options
     )
-    from headrace.repository.latency_measurement import cores
     from headrace.repository.tuning import Options, default_counts
+    from headrace.repository.warmup import cores
 
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
@@ -160,7 +160,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
     Raises:
         ConfigError: the change cannot be written, or the model could not be served with it.
     """
-    from headrace.config.edit import read_config_file
+    from headrace.config.files import read_config_file
     from headrace.config.model_folder import read_model_folder
 
     output = errors if args.json else console
@@ -192,7 +192,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
 
 def _changes(folder: ModelFolder, result: Sweep) -> Changes:
     """The best setting as changes of the configuration, without values that it already has."""
-    from headrace.config.edit import Changes
+    from headrace.config.files import Changes
 
     best, current, config = result.best, result.current, folder.config
     assert best is not None

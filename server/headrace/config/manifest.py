@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from headrace.config.documents import refuse
-from headrace.config.durable import locked_folder, write_durably
+from headrace.config.files import locked_folder, write_durably
 from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig

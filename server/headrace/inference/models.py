@@ -211,7 +211,7 @@ class LogControl(Protocol):
 
 
 class Overview(Protocol):
-    """Data of the server's web page; see `headrace.repository.reports.ServerOverview`."""
+    """Data of the server's web page; see `headrace.repository.registry.ServerOverview`."""
 
     async def status(self) -> Mapping[str, object]:
         """Return time, readiness and every version: state, reason, and counts and gauges if it serves."""
@@ -234,7 +234,7 @@ class Services:
         overview: data of the web page.
         version: of Headrace.
         extensions: protocol extensions that are enabled.
-        explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.reports`.
+        explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.registry`.
         name: of the server, in its metadata.
     """
 

@@ -27,8 +27,15 @@ from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import Steps, steps_of, with_pictures
 from headrace.repository.gpu_model_cache import GpuModelCache
-from headrace.repository.latency_measurement import NO_LATENCIES, LatencyFile, LatencyMeasurement, LatencyStore, cores
-from headrace.repository.warmup import WarmupRunner, make_warmups
+from headrace.repository.warmup import (
+    NO_LATENCIES,
+    LatencyFile,
+    LatencyMeasurement,
+    LatencyStore,
+    WarmupRunner,
+    cores,
+    make_warmups,
+)
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing

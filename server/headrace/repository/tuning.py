@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 
 from headrace.config.completion import instances_on_each_gpu
-from headrace.config.edit import read_config_file
+from headrace.config.files import read_config_file
 from headrace.config.model_folder import ModelFolder, served_versions
 from headrace.config.serving_plan import ServingPlan
 from headrace.core.clock import NS_PER_S, monotonic_ns
@@ -31,9 +31,8 @@ from headrace.core.model_config import InstanceGroup, ModelConfig
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput
-from headrace.repository.latency_measurement import MAX_INPUT_BYTES, sizes, unmeasurable
 from headrace.repository.loader import Loader, handle_policy
-from headrace.repository.warmup import make_warmups, one_row
+from headrace.repository.warmup import MAX_RANDOM_BYTES, make_warmups, one_row, sizes, unmeasurable
 from headrace.scheduling.handle import ModelHandle
 
 
@@ -141,10 +140,10 @@ def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) ->
         raise _error(
             file, f"array {tensor.name!r} has the shape {list(array.shape)}, the input takes {shown}", "reshape it"
         )
-    if array.nbytes > MAX_INPUT_BYTES:
+    if array.nbytes > MAX_RANDOM_BYTES:
         raise _error(
             file,
-            f"array {tensor.name!r} has {array.nbytes} bytes, at most {MAX_INPUT_BYTES} are allowed",
+            f"array {tensor.name!r} has {array.nbytes} bytes, at most {MAX_RANDOM_BYTES} are allowed",
             "write fewer rows",
         )
     return np.ascontiguousarray(array)
@@ -343,7 +342,7 @@ class _Sweeper:
         config, configured = self._folder.config, self._folder.config.max_batch_size
         if not configured:
             return [1], "the model has no batch dimension"
-        fitting = max(1, MAX_INPUT_BYTES // max(self._inputs.row_bytes, 1))
+        fitting = max(1, MAX_RANDOM_BYTES // max(self._inputs.row_bytes, 1))
         if self._plan.runtime != "onnxruntime" or self._plan.artefact is not None:
             return sizes(config), f"{self._plan.file.name} takes batches of up to {configured}"
         if self._options.max_rows is not None:
@@ -358,7 +357,7 @@ class _Sweeper:
             if configured <= _FEW_ROWS:
                 return sizes(config), limit
         if max_rows >= fitting:
-            max_rows, limit = fitting, f"inputs of {fitting} rows fill {MAX_INPUT_BYTES} bytes"
+            max_rows, limit = fitting, f"inputs of {fitting} rows fill {MAX_RANDOM_BYTES} bytes"
         return self._explore(max_rows, limit)
 
     def _explore(self, max_rows: int, limit: str) -> tuple[list[int], str]:

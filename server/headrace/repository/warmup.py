@@ -1,27 +1,42 @@
-"""Warm-up requests that every instance runs before a version serves: `model_warmup` of the configuration.
+"""Prepares the instances of a version before it serves: runs warm-up requests, then measures the latency table.
 
-The fields are those of Triton's published message `ModelWarmup`. A data file has the values of one row, which is repeated for
-every row of the batch; here it may also have all rows. A BYTES element is its length in four bytes, little-endian, and its
-bytes.
+Warm-up requests are `model_warmup` of the configuration. The fields are those of Triton's published message `ModelWarmup`. A
+data
+file has the values of one row, which is repeated for every row of the batch; here it may also have all rows. A BYTES element
+is its
+length in four bytes, little-endian, and its bytes.
+
+Latency tables are stored in the state folder across restarts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
+import os
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import Execution
+from headrace.backends.base import Execution, ExecutionLost, LoadedModel
 from headrace.config.documents import refuse
+from headrace.config.files import is_temporary, write_durably
+from headrace.config.manifest import Machine, onnxruntime_machine
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
+from headrace.scheduling.latency_table import LatencyTable, MeasuredTimes
 
 logger = logging.getLogger("headrace.warmup")
 
@@ -164,3 +179,557 @@ def _texts(content: bytes, name: str) -> Array:
     values = np.empty(len(texts), dtype=object)
     values[:] = texts
     return values
+
+
+profile_logger = logging.getLogger("headrace.profile")
+
+_FORMAT = 1
+_MAX_FILES = 512
+_MAX_BYTES = 4 << 20
+_MAX_TIME_NS = 3600 * 10**9
+# Stored times for each number of rows: enough for a 95th percentile.
+_TIMES = 32
+# Configuration fields that change the compute time of a batch, besides the model's file.
+_FIELDS = {
+    "max_batch_size", "cpu_max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output",
+    "preprocess", "postprocess", "isolation",
+}  # fmt: skip
+
+
+class StoredLatencies(NamedTuple):
+    """Stored compute times of a version.
+
+    Attributes:
+        times_ns: compute times in nanoseconds, by instances and rows.
+        idle_ns: compute time in nanoseconds of its smallest batch before it served; 0 if unknown.
+    """
+
+    times_ns: Mapping[int, MeasuredTimes]
+    idle_ns: int
+
+
+NO_LATENCIES = StoredLatencies({}, 0)
+
+
+class LatencyStore:
+    """Latency tables in a folder, which is created by the first write. Thread-safe.
+
+    Args:
+        folder: path; "~" is expanded.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with suppress(RuntimeError):  # no such user: the first write fails and is logged
+            folder = folder.expanduser()
+        self._folder = folder.absolute()
+        self._warned = False
+
+    def file_for(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
+        """Return the stored latency table of a version, keyed by everything that decides its compute times.
+
+        Args:
+            config: complete configuration of the model.
+            digest: SHA-256 of the loaded file, in hex.
+            runtime: name of the backend, e.g. "onnxruntime".
+            instances: number of instances.
+
+        Raises:
+            Unsupported: the machine cannot be identified.
+        """
+        machine = _machine(runtime)
+        parts = {
+            "format": _FORMAT,
+            "digest": digest,
+            "runtime": runtime,
+            "instances": instances,
+            "machine": str(machine),
+            "cores": cores(),
+            "config": config.model_dump(mode="json", exclude_defaults=True, include=_FIELDS),
+        }
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return LatencyFile(self, key, config.name, str(machine))
+
+    def read(self, key: str) -> StoredLatencies:
+        """Read the entry of a key; `NO_LATENCIES` if there is none or it is invalid."""
+        path = self._path(key)
+        try:
+            with path.open("rb") as stream:
+                content = stream.read(_MAX_BYTES + 1)
+            document: Any = json.loads(content) if len(content) <= _MAX_BYTES else None
+            with suppress(OSError):  # marks it as recently used
+                os.utime(path)
+            return _parse(document)
+        except FileNotFoundError:
+            return NO_LATENCIES
+        except (OSError, ValueError, RecursionError) as error:
+            profile_logger.info("the stored profile %s is not used: %s", path.name, error)
+            return NO_LATENCIES
+
+    def write(self, key: str, name: str, machine: str, profile: LatencyTable, idle_ns: int) -> None:
+        """Write a latency table, unless it is empty; a write error is logged once.
+
+        Args:
+            key: key of the version.
+            name: name of the model; for readers of the folder only.
+            machine: description of the machine; for readers of the folder only.
+            profile: latency table.
+            idle_ns: see `StoredLatencies`.
+        """
+        times_ns = {instances: table for instances, table in profile.times(_TIMES).items() if table}
+        if not times_ns:
+            return
+        document = {"format": _FORMAT, "model": name, "machine": machine, "idle_ns": idle_ns, "times_ns": times_ns}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_durably(self._path(key), json.dumps(document, separators=(",", ":")).encode())
+            self._sweep()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                cure = "name a writable folder with --state-dir, or write --state-dir '' to store nothing"
+                profile_logger.warning("profiles cannot be written to %s: %s (%s)", self._folder, error.strerror, cure)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.json"
+
+    def _sweep(self) -> None:
+        """Remove the least recently used files beyond the limit."""
+        with os.scandir(self._folder) as entries:
+            files = [entry for entry in entries if entry.name.endswith(".json") and not is_temporary(entry.name)]
+        if len(files) <= _MAX_FILES:
+            return
+        with suppress(OSError):  # another server may remove the same files
+            for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-_MAX_FILES]:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFile:
+    """The stored latency table of one version.
+
+    Attributes:
+        store: the folder.
+        key: key of the version.
+        name: name of the model.
+        machine: description of the machine.
+    """
+
+    store: LatencyStore
+    key: str
+    name: str
+    machine: str
+
+    def read(self) -> StoredLatencies:
+        """Read the table; see `LatencyStore.read`."""
+        return self.store.read(self.key)
+
+    def write(self, profile: LatencyTable, idle_ns: int) -> None:
+        """Write a table; see `LatencyStore.write`."""
+        self.store.write(self.key, self.name, self.machine, profile, idle_ns)
+
+
+def cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _machine(runtime: str) -> Machine:
+    if runtime == "tensorrt":
+        from headrace.repository.gpu_backend import tensorrt_machine
+
+        return tensorrt_machine()
+    return onnxruntime_machine()
+
+
+def _parse(document: object) -> StoredLatencies:
+    """Parse the content of a file.
+
+    Raises:
+        ValueError: it is not a profile.
+    """
+    if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT}")
+    tables, idle_ns = document.get("times_ns"), document.get("idle_ns")
+    if not isinstance(tables, Mapping) or type(idle_ns) is not int or not 0 <= idle_ns <= _MAX_TIME_NS:
+        raise ValueError("it has no times")
+    return StoredLatencies({_count(instances): _table(table) for instances, table in tables.items()}, idle_ns)
+
+
+def _table(document: object) -> dict[int, list[int]]:
+    if not isinstance(document, Mapping):
+        raise ValueError("its times are not by rows")
+    table: dict[int, list[int]] = {}
+    for rows, times_ns in document.items():
+        if not (isinstance(times_ns, list) and times_ns):
+            raise ValueError("a number of rows has no times")
+        if not all(type(time_ns) is int and 0 < time_ns <= _MAX_TIME_NS for time_ns in times_ns):
+            raise ValueError("a time is not a number of nanoseconds")
+        table[_count(rows)] = times_ns
+    return table
+
+
+def _count(text: object) -> int:
+    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
+        raise ValueError("a number of rows or instances is not a positive whole number")
+    return int(text)
+
+
+_ABANDONED_S = 30.0  # instances stop waiting for another one whose batch takes longer
+
+
+class ConcurrentRuns:
+    """Runs batches of one size on several instances at once, each on its own thread, one size after the other.
+
+    Args:
+        instances: number of instances.
+        sizes: rows of the batches, in order.
+        feed: creates inputs of a number of rows.
+        in_time: returns whether a batch of a number of rows may still start.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        times_ns: compute times of all instances, by rows.
+    """
+
+    def __init__(
+        self,
+        instances: int,
+        sizes: Iterable[int],
+        feed: Callable[[int], dict[str, Array]],
+        in_time: Callable[[int], bool],
+        clock: Clock,
+    ) -> None:
+        self.instances = instances
+        self.times_ns: dict[int, list[int]] = {}
+        self._sizes = iter(sizes)
+        self._feed = feed
+        self._in_time = in_time
+        self._clock = clock
+        self._rows = 0  # rows of the next batch; 0 ends the run
+        self._size_chosen = threading.Barrier(instances, self._choose, _ABANDONED_S)
+        self._inputs_ready = threading.Barrier(instances, timeout=_ABANDONED_S)
+
+    def run(self, execution: Execution) -> None:
+        """Run all sizes on one instance, beside the others; returns early if another instance fails.
+
+        Raises:
+            Exception: raised by this instance's execution; the other instances stop.
+        """
+        try:
+            while True:
+                self._size_chosen.wait()
+                rows = self._rows
+                if not rows:
+                    return
+                inputs = self._feed(rows)
+                self._inputs_ready.wait()
+                begun_ns = self._clock()
+                execution.run(inputs)
+                # Thread-safe without a lock: setdefault and append are atomic in the interpreter.
+                self.times_ns.setdefault(rows, []).append(self._clock() - begun_ns)
+        except threading.BrokenBarrierError:
+            return
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Stop all instances after their current batch."""
+        self._size_chosen.abort()
+        self._inputs_ready.abort()
+
+    def _choose(self) -> None:
+        """Select the next size; called by one instance while the others wait at the barrier."""
+        rows = next(self._sizes, 0)
+        self._rows = rows if rows and self._in_time(rows) else 0
+
+
+Feed = Callable[[int], dict[str, Array]]
+"""Creates inputs of a number of rows."""
+
+# Maximum runs of each size; the first run counts only if it is the only one.
+_ROUNDS = 4
+_ROUNDS_TOGETHER = 3
+# Larger random inputs are not generated.
+MAX_RANDOM_BYTES = 1 << 28
+# Share of the time for one instance alone, if there are several.
+_ALONE_SHARE = 0.5
+# Stored times are accepted if the smallest batch takes between 1/2 and 2 times its stored time.
+_ACCEPTED_RATIO = 2.0
+# Maximum wait of an instance for the others, as a multiple of the time limit, to measure together.
+_ARRIVAL_TIMEOUT_FACTOR = 4
+
+
+class LatencyMeasurement:
+    """Fills an empty latency table; called by each instance on its own thread with its own execution, after the warm-up.
+
+    The last instance measures alone while the others wait. Then 2, 4, 8 ... and all instances run at the same time. A model
+    whose
+    backend has measured itself is not run. An error of the model on random inputs does not prevent serving.
+
+    Args:
+        config: complete configuration of the model.
+        model: the loaded model.
+        instances: number of instances that call.
+        profile: latency table to fill.
+        limit_ns: time limit in nanoseconds; no run starts that would probably end later.
+        clock: monotonic nanoseconds.
+        stored: times of an earlier process; accepted if the model is about as fast on load as it was then.
+
+    Attributes:
+        idle_ns: compute time in nanoseconds of the smallest batch before the version served; 0 if unknown.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: LoadedModel,
+        instances: int,
+        profile: LatencyTable,
+        limit_ns: int,
+        clock: Clock = monotonic_ns,
+        stored: StoredLatencies = NO_LATENCIES,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._instances = self._remaining = instances
+        self._profile = profile
+        self._limit_ns = limit_ns
+        self._clock = clock
+        self._stored = stored
+        self.idle_ns = 0
+        self._problem = unmeasurable(config)
+        self._stages: Sequence[ConcurrentRuns] | None = None  # set when the last instance has arrived
+        self._joinable = instances - 1  # other instances that still wait
+        self._condition = threading.Condition()  # guards _awaited, _stages and _patient
+
+    def __call__(self, execution: Execution) -> None:
+        """Measure, if the table is empty.
+
+        Args:
+            execution: execution of the calling instance.
+
+        Raises:
+            ExecutionLost: nothing can be run any more.
+        """
+        with self._condition:
+            self._remaining -= 1
+            position = self._remaining  # 0 for the last instance
+        if position < 0 or self._profile.known():  # restarted, or loaded again after an eviction
+            return
+        bucket_seconds = backend_buckets(self._model)  # complete once the last instance is open
+        if self._problem or bucket_seconds or not self._limit_ns:
+            if position == 0:
+                self._skip_runs(bucket_seconds)
+        elif position:
+            self._measure_with_others(execution, position)
+        else:
+            self._measure_all(execution)
+
+    def _skip_runs(self, bucket_seconds: Mapping[int, float]) -> None:
+        if bucket_seconds:
+            with self._condition:
+                self._stages = ()  # earlier instances may wait
+                self._condition.notify_all()
+            self._profile.buckets = tuple(sorted(bucket_seconds))
+            table_ns = bucket_times(bucket_seconds)
+            self._accept_stored(table_ns[min(table_ns)])
+            self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
+            return
+        if self._problem and self._limit_ns:
+            profile_logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
+        self._accept_stored(0)
+
+    def _measure_with_others(self, execution: Execution, position: int) -> None:
+        """Wait until the last instance has measured alone, then take part in its stages."""
+        with self._condition:
+            timeout_s = _ARRIVAL_TIMEOUT_FACTOR * self._limit_ns / NS_PER_S
+            if not self._condition.wait_for(lambda: self._stages is not None, timeout_s):
+                self._joinable -= 1
+                return
+            stages = self._stages or ()
+        self._run_stages(execution, self._instances - position, stages)
+
+    def _measure_all(self, execution: Execution) -> None:
+        """Measure on the last instance: alone first, then together with the others."""
+        begun_ns, several = self._clock(), self._instances > 1
+        end_ns = begun_ns + self._limit_ns
+        stages: list[ConcurrentRuns] = []
+        try:
+            feed = feeds(self._config)
+            if self._stored.times_ns:
+                self._accept_stored(self._measure_idle(execution, feed, end_ns))
+                if self._profile.known():
+                    return
+            alone_ns = int(self._limit_ns * _ALONE_SHARE) if several else self._limit_ns
+            self._measure_alone(execution, feed, begun_ns + alone_ns)
+            if several and self._profile.known():
+                stages = self._plan_stages(feed, end_ns)
+        finally:
+            with self._condition:
+                # An instance that has stopped waiting cannot take part, so no stage can run.
+                self._stages = stages = stages if self._joinable == self._instances - 1 else []
+                self._condition.notify_all()
+        self._run_stages(execution, 0, stages)
+        medians = ", ".join(
+            f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} busy)"
+            for entry in self._profile.known()
+        )
+        took_ms = (self._clock() - begun_ns) // NS_PER_MS
+        profile_logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
+
+    def _run_stages(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
+        """Run the stages together with the other instances.
+
+        Args:
+            execution: execution of the calling instance.
+            arrival: index of the calling instance from 1 on; 0 for the last one, which fills the table.
+            stages: all stages, in order.
+        """
+        try:
+            for stage in stages:
+                if arrival < stage.instances:
+                    self._run(partial(stage.run, execution))
+                if not arrival:
+                    self._profile.seed(_warm(stage.times_ns, stage.instances), stage.instances)
+        except BaseException:  # no other instance may wait for this one
+            for stage in stages:
+                stage.abort()
+            raise
+
+    def _measure_alone(self, execution: Execution, feed: Feed, end_ns: int) -> None:
+        """Run all sizes several times on one instance, until the time limit."""
+        times_by_rows: dict[int, list[int]] = {}
+
+        def run() -> None:
+            row_ns = 0.0
+            for _ in range(_ROUNDS):
+                for rows in sizes(self._config):
+                    times_ns = times_by_rows.setdefault(rows, [])
+                    expected_ns = times_ns[-1] if times_ns else row_ns * rows
+                    if self._clock() + expected_ns > end_ns:
+                        return
+                    times_ns.append(self._timed(execution, feed(rows)))
+                    row_ns = times_ns[-1] / rows
+
+        self._run(run)
+        self._profile.seed(_warm(times_by_rows, 1))
+        self.idle_ns = self._profile.estimate_ns(min(sizes(self._config)), 1)
+
+    def _plan_stages(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
+        """Return the stages with 2, 4, 8 ... and all instances; the remaining time is shared between them."""
+        counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
+        share_ns = max(end_ns - self._clock(), 0) // len(counts)
+        row_counts = [entry.rows for entry in self._profile.known()]
+        stages = []
+        for index, count in enumerate(counts):
+            stop_ns = end_ns - share_ns * (len(counts) - 1 - index)
+
+            def in_time(rows: int, count: int = count, stop_ns: int = stop_ns) -> bool:
+                return self._clock() + self._profile.estimate_ns(rows, count) <= stop_ns
+
+            stages.append(ConcurrentRuns(count, row_counts * _ROUNDS_TOGETHER, feed, in_time, self._clock))
+        return stages
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """Call `run`; an error on random inputs is logged and ends it."""
+        try:
+            run()
+        except ExecutionLost:
+            raise
+        except Exception as error:
+            name, error_name = self._config.name, type(error).__name__
+            profile_logger.info("model %s is not measured further: it failed on random inputs (%s)", name, error_name)
+
+    def _timed(self, execution: Execution, inputs: dict[str, Array]) -> int:
+        begun_ns = self._clock()
+        execution.run(inputs)
+        return self._clock() - begun_ns
+
+    def _measure_idle(self, execution: Execution, feed: Feed, end_ns: int) -> int:
+        """Measure the smallest size; returns its median in nanoseconds, 0 if the model fails on it."""
+        times_ns: list[int] = []
+        rows = min(sizes(self._config))
+
+        def run() -> None:
+            while len(times_ns) < _ROUNDS and (not times_ns or self._clock() < end_ns):
+                times_ns.append(self._timed(execution, feed(rows)))
+
+        self._run(run)
+        warm_ns = sorted(times_ns[1:] or times_ns)
+        return warm_ns[len(warm_ns) // 2] if warm_ns else 0
+
+    def _accept_stored(self, idle_ns: int) -> None:
+        """Use the stored times if the smallest size takes about as long as it did then, or if neither time is known."""
+        then_ns, self.idle_ns = self._stored.idle_ns, idle_ns
+        if then_ns / _ACCEPTED_RATIO <= idle_ns <= then_ns * _ACCEPTED_RATIO:
+            for instances, times_ns in sorted(self._stored.times_ns.items()):
+                self._profile.seed(times_ns, instances, "stored")
+            if self._profile.known():
+                self.idle_ns = then_ns  # a new value at each start could drift
+
+
+def sizes(config: ModelConfig) -> list[int]:
+    """Return the batch sizes to measure: powers of two, preferred sizes and the maximum, up to `MAX_RANDOM_BYTES` of inputs."""
+    max_rows = max(config.max_batch_size, 1)
+    row_bytes = sum(
+        math.prod(tensor.dims) * BY_CONFIG_NAME[tensor.data_type].size_bytes for tensor in config.served_input
+    )
+    row_counts = {max_rows, *(1 << power for power in range(max_rows.bit_length()))}
+    if config.dynamic_batching is not None:
+        row_counts.update(config.dynamic_batching.preferred_batch_size)
+    return sorted(rows for rows in row_counts if rows <= max_rows and rows * row_bytes <= MAX_RANDOM_BYTES)
+
+
+def unmeasurable(config: ModelConfig) -> str:
+    """Return the reason why no random inputs can be generated for a model; "" if they can."""
+    for tensor in config.served_input:
+        if BY_CONFIG_NAME[tensor.data_type] is BYTES:
+            return f"input {tensor.name} is text"
+        if any(size < 0 for size in tensor.dims):
+            return f"input {tensor.name} has free dimensions"
+    return "" if sizes(config) else f"a row has more than {MAX_RANDOM_BYTES} bytes"
+
+
+def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
+    """Return the compute times that the backend has measured itself: microseconds by rows of each bucket; empty if there are
+    none.
+
+    The model, or the model that it wraps as `inner`, has them as `profile`.
+    """
+    inner: Any = model
+    while inner is not None and not hasattr(inner, "profile"):
+        inner = getattr(inner, "inner", None)
+    buckets: Mapping[int, float] = {} if inner is None else inner.profile
+    return buckets
+
+
+def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
+    """Return compute times in nanoseconds by rows, for batches that are padded to buckets.
+
+    Args:
+        buckets: compute time in microseconds by rows of the bucket.
+    """
+    table: dict[int, int] = {}
+    before = 0
+    for rows, time_us in sorted(buckets.items()):
+        table[min(before + 1, rows)] = table[rows] = int(time_us * NS_PER_US)
+        before = rows
+    return table
+
+
+def _warm(times_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[int]]:
+    """Drop the first time of each size and instance, if there are others."""
+    return {rows: times_ns[instances:] or times_ns for rows, times_ns in times_ns.items()}
+
+
+def feeds(config: ModelConfig) -> Feed:
+    """Return a function that creates random inputs for a model that is not `unmeasurable`: one random row, repeated."""
+    rows_of = {tensor.name: one_row(tensor) for tensor in config.served_input}
+
+    def feed(rows: int) -> dict[str, Array]:
+        if not config.max_batch_size:
+            return {name: row[0] for name, row in rows_of.items()}
+        return {name: row.repeat(rows, axis=0) for name, row in rows_of.items()}
+
+    return feed

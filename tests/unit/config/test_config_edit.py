@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from headrace.config.edit import Changes, ConfigFile, read_config_file
+from headrace.config.files import Changes, ConfigFile, read_config_file
 from headrace.core.errors import ConfigError
 
 ALL = Changes(instances=3, max_batch_size=16, dynamic_batching=True)

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from headrace.config import durable
-from headrace.config.durable import is_temporary, locked, locked_folder, temporary_name, write_durably
+from headrace.config import files
+from headrace.config.files import is_temporary, locked, locked_folder, temporary_name, write_durably
 
 
 def test_a_lock_excludes_threads_and_tells_who_waits(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_a_folder_is_locked_without_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_file_stands_in_where_folders_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = durable.fcntl.flock
+    real = files.fcntl.flock
 
     def as_nfs(descriptor: int, operation: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):
             raise OSError(errno.EBADF, "Bad file descriptor")
         real(descriptor, operation)
 
-    monkeypatch.setattr(durable.fcntl, "flock", as_nfs)
+    monkeypatch.setattr(files.fcntl, "flock", as_nfs)
     with locked_folder(tmp_path):
         (lock,) = tmp_path.iterdir()
         assert lock.name.startswith(".")
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(tmp_path: Path, monkeyp
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_durably(path, b"new")
     assert path.read_bytes() == b"old"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import QuotaExceeded
-from headrace.repository.reports import Explainer
+from headrace.repository.registry import Explainer
 from headrace.scheduling.policy import Quota, RateLimits
 
 from tests.support.fakes import FakeModel, ask, handle

@@ -16,7 +16,7 @@ from headrace.config.model_folder import read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
-from headrace.repository.latency_measurement import LatencyMeasurement, StoredLatencies, backend_buckets, sizes
+from headrace.repository.warmup import LatencyMeasurement, StoredLatencies, backend_buckets, sizes
 from headrace.scheduling.latency_table import LatencyTable
 
 from tests.support.models import add_model, identity, sum_difference, unbatched

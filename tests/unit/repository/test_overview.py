@@ -10,8 +10,7 @@ import orjson
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import NotFound
-from headrace.repository.registry import Registry, Serving, State
-from headrace.repository.reports import ServerOverview
+from headrace.repository.registry import Registry, ServerOverview, Serving, State
 from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import ask

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from headrace.config.model_folder import read_model_folder
 from headrace.core.model_config import ModelConfig
-from headrace.repository import latency_measurement
-from headrace.repository.latency_measurement import NO_LATENCIES, LatencyFile, LatencyStore, StoredLatencies
+from headrace.repository import warmup
+from headrace.repository.warmup import NO_LATENCIES, LatencyFile, LatencyStore, StoredLatencies
 from headrace.scheduling.latency_table import LatencyTable
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +76,7 @@ def test_the_key_is_all_that_decides_how_long_a_batch_takes(
             config(tmp_path / "t", CONFIG + parameter("intra_op_thread_count", "1")), "0" * 64, "onnxruntime", 2
         ),
     ]
-    monkeypatch.setattr(latency_measurement, "cores", lambda: 99)
+    monkeypatch.setattr(warmup, "cores", lambda: 99)
     others.append(store.file_for(mine, "0" * 64, "onnxruntime", 2))
     assert len({latency_file.key, *(other.key for other in others)}) == 6
 
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
 
 
 def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency_measurement, "_MAX_FILES", 4)
+    monkeypatch.setattr(warmup, "_MAX_FILES", 4)
     store, some = LatencyStore(tmp_path), profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]
     for age, key in enumerate(random.Random(1).sample(keys, 4)):
