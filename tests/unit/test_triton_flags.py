@@ -258,7 +258,7 @@ def test_a_field_is_parsed_as_promised(path: str) -> None:
     expected = {"honoured": set(), "informative": set(), "no effect, with a warning": {"warning"}, "refused": {"error"}}
     assert levels == expected[promise], (configuration(path), [str(finding) for finding in found])
     if promise == "refused":
-        assert '" is not served here' in found[0].message
+        assert '" is not supported' in found[0].message
         assert found[0].cure
 
 
