@@ -136,6 +136,7 @@ def spread(sent: np.ndarray[Any, Any], seed: int) -> Iterator[list[tuple[str, in
     with current():
         block = DeviceBuffer(sent.nbytes + 1)
         loaded().memcpy_htod(block.address + 1, sent)
+        loaded().Context.synchronize()  # of up to 64 KB of pageable memory the copy may not be done yet
     found, at = [], 0
     while at < len(sent):
         count = min(int(rng.integers(1, 3)), len(sent) - at)

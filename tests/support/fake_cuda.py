@@ -167,6 +167,8 @@ def _add_streams(module: Any, cuda: FakeCuda) -> None:
     def htod(target: int, source: Any, stream: Stream) -> None:
         assert cuda.captured is None
         assert source.flags.c_contiguous
+        if cuda.broken_ipc:
+            raise DriverError("cuMemcpyHtoDAsync failed: invalid argument")
         cuda.busy = True
         ctypes.memmove(target, source.ctypes.data, source.nbytes)
 
@@ -236,11 +238,7 @@ def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
         ctypes.memmove(target.ctypes.data, source, target.nbytes)
 
     def htod_now(target: int, source: Any) -> None:
-        assert cuda.depth > 0
-        if cuda.broken_ipc:
-            raise DriverError("cuMemcpyHtoD failed: invalid argument")
-        content = bytes(source)
-        ctypes.memmove(target, content, len(content))
+        raise AssertionError("it may return before the GPU has the bytes: copy on a stream and wait for it")
 
     module.IPCMemoryHandle, module.mem_get_address_range = IPCMemoryHandle, address_range
     module.memcpy_dtoh, module.memcpy_htod = dtoh_now, htod_now

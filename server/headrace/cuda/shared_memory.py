@@ -29,7 +29,7 @@ import numpy as np
 
 from headrace.core.errors import BadRequest, HeadraceError, Unsupported
 from headrace.core.tensor import Array, ResidentRows, check_range
-from headrace.cuda.driver import DeviceError, load, loaded, primary_context, pushed
+from headrace.cuda.driver import CudaStream, DeviceError, load, loaded, primary_context, pushed
 from headrace.cuda.memory import PinnedMapping, Release
 
 logger = logging.getLogger("headrace.cuda")
@@ -86,13 +86,14 @@ class CudaRegion:
         release: runs the callback that closes the handle; called on the thread that drops the last reference.
     """
 
-    __slots__ = ("__weakref__", "_address", "_context", "_device", "_size_bytes")
+    __slots__ = ("__weakref__", "_address", "_context", "_device", "_size_bytes", "_stream")
 
     def __init__(self, device: int, memory: Any, size_bytes: int, release: Release) -> None:
         self._context = primary_context(device)
         self._device = device
         self._address = int(memory)
         self._size_bytes = size_bytes
+        self._stream: CudaStream | None = None  # made by the first write
         weakref.finalize(self, release, functools.partial(_close, self._context, memory)).atexit = False
 
     def check(self, offset: int, size_bytes: int) -> None:
@@ -122,19 +123,24 @@ class CudaRegion:
         return self._copy(self._address + offset, size_bytes)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Copy data into the region.
+        """Copy data into the region, and wait until the GPU has it.
+
+        The driver's synchronous copy may return before that: of up to 64 KB of pageable memory it waits for the copy into its own
+        buffer only (CUDA driver API, "API synchronization behavior"). The client then reads old bytes.
 
         Raises:
             BadRequest: the range is outside of the region, or the driver cannot write the memory any more.
         """
-        source = memoryview(data).cast("B")
+        source = np.frombuffer(data, np.uint8)
         self.check(offset, source.nbytes)
         if source.nbytes:
             driver = loaded()
             try:
                 with pushed(self._context):
-                    driver.memcpy_htod(self._address + offset, source)
-            except driver.Error:
+                    stream = self._stream = self._stream or CudaStream()
+                    driver.memcpy_htod_async(self._address + offset, source, stream.stream)
+                    stream.synchronize()
+            except (driver.Error, DeviceError):
                 raise BadRequest("the CUDA shared memory cannot be written: its owner must keep it allocated") from None
 
     def _copy(self, address: int, size_bytes: int) -> Array:

@@ -25,7 +25,7 @@ def test_a_quota_is_explained_without_naming_the_client() -> None:
         served.lease()
         registry: Any = SimpleNamespace(lease=lambda _model, _version: served)
         told = Explainer(registry)("fake", "1")
-        assert (told["limit"], "the request log names the clients" in str(told["summary"])) == ("quota", True)
+        assert (told["limit"], "the access log names the clients" in str(told["summary"])) == ("quota", True)
         assert "hunter2" not in str(told)
         assert served.close(5)
 
