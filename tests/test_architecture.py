@@ -359,6 +359,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/grpc",
     "server/headrace/config",
     "engines/headrace_engines",
+    "server/headrace/backends",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

@@ -1,1 +1,1 @@
-"""What runs a model. One file a library, imported when a model asks for it."""
+"""Backends: one library that runs models in each module, imported when a model needs it."""

@@ -1,17 +1,17 @@
 """The contract between the data plane and a backend, on one screen.
 
-    Backend.load(file, ...) -> LoadedModel        once a version; raises ConfigError if the file cannot be served
-    LoadedModel.execution(i) -> Execution         once an instance
+    Backend.load(file, ...) -> LoadedModel        once for each version; raises ConfigError if the file cannot be served
+    LoadedModel.execution(i) -> Execution         once for each instance
     Execution.run(inputs) -> outputs              from the instance's own thread only, one call at a time
 
-Ownership: the arrays given to `run` belong to the caller again when it returns; those that come back belong to the caller and
-share no memory with the inputs. `run` may block; it must not keep the interpreter's lock while it computes.
+Ownership: the input arrays of `run` belong to the caller again when it returns. The output arrays belong to the
+caller and share no memory with the inputs. `run` may block; it must release the interpreter's lock while it computes.
 
-An execution that can overlap batches offers more (`PipelinedExecution`); one batch then takes these steps:
+An execution that can overlap batches implements `PipelinedExecution`; one batch then has these steps:
 
-    begin(like, rows) -> InFlightBatch    the instance's thread; host memory for a batch, which the caller fills
-    launch(batch)                         the instance's thread; copy in, compute and copy out are queued
-    finish(batch) -> outputs              the finisher's thread; waits for this batch, in the order of launch
+    begin(like, rows) -> InFlightBatch    instance's thread; host memory for a batch, which the caller fills
+    launch(batch)                         instance's thread; queues copy in, compute and copy out
+    finish(batch) -> outputs              finisher's thread; waits for this batch, in the order of launch
 """
 
 from __future__ import annotations
@@ -26,47 +26,49 @@ from headrace.core.tensor import Array, ResidentRows
 
 
 class InputRefused(BadRequest):
-    """The model rejects input values, e.g. an index out of range or text that is not UTF-8: the caller's error."""
+    """The model rejects input values, e.g. an index out of range or text that is not UTF-8: a client error."""
 
 
 class ExecutionLost(Exception):
-    """An execution cannot run anything any more, e.g. after a sticky device error. Its instance ends."""
+    """An execution can run nothing any more, e.g. after a sticky device error. Its instance ends."""
 
 
 class Execution(Protocol):
     """Runs the model for one instance."""
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """All outputs of the model by name for checked inputs.
+        """Run the model on checked inputs and return all outputs by name.
 
         Raises:
             InputRefused: the values cannot be processed.
-            ExecutionLost: nothing can be run any more.
+            ExecutionLost: the execution can run nothing any more.
             Exception: anything else is the model's failure on these inputs.
         """
 
     def close(self) -> None:
-        """Release all resources of the execution; called once, from the instance's thread."""
+        """Release all resources; called once, from the instance's thread."""
 
 
-# An input's name, the first of the batch's rows they are, the rows.
+# (input name, first row in the batch, rows)
 ResidentInput = tuple[str, int, ResidentRows]
 
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """A batch on its way through a pipelined execution.
+    """A batch of a pipelined execution, from `begin` to `finish`.
 
-    Ownership: the caller's from `begin` to `launch`, then the backend's; no reference is kept after `finish` or `discard`.
+    Ownership: the caller's from `begin` to `launch`, then the backend's; no reference remains after `finish` or
+    `discard`.
 
     Attributes:
-        inputs: by name, C-contiguous host arrays of exactly `rows` rows (pinned on a GPU); the caller fills them, but for the
-            rows in `resident_inputs`.
+        inputs: C-contiguous host arrays of exactly `rows` rows by name (pinned on a GPU); the caller fills them,
+            except for the rows in `resident_inputs`.
         rows: rows in the batch.
-        handle: the backend's own.
-        device: number of the GPU that reads resident rows at launch; None if the execution takes none, as most do.
-        resident_inputs: (input, first row in the batch, rows): what lies in pinned memory or on `device`, and is read from there
-            instead of from `inputs`. The caller's to append until the launch, in any order; the batch keeps the memory alive.
+        handle: private to the backend.
+        device: number of the GPU that reads resident rows at launch; None if the execution does not, as most.
+        resident_inputs: (input, first row in the batch, rows) in pinned memory or on `device`, read from there
+            instead of from `inputs`. The caller may append until the launch, in any order; the batch keeps the memory
+            alive.
     """
 
     inputs: dict[str, Array]
@@ -79,38 +81,38 @@ class InFlightBatch:
 class PipelinedExecution(Execution, Protocol):
     """Runs the model for one instance, with several batches in flight.
 
-    Two threads use it: the instance's own, and its finisher, which calls nothing but `finish`. Launches run in order and so do
-    finishes; a batch is finished while later ones are begun and launched. `run` is begin, launch and finish in one; it is
-    called from the instance's thread and only while no batch is open. `close` comes once nothing is called any more; batches
-    that are open then (a thread died) are waited for and dropped.
+    Two threads use it: the instance's own, and its finisher, which calls only `finish`. Launches and finishes run in
+    order; a batch is finished while later ones are begun and launched. `run` is begin, launch and finish in one call;
+    it comes from the instance's thread while no batch is open. `close` comes after all other calls; batches that are
+    still open (a thread died) are waited for and dropped.
 
-    Any of the calls may raise ExecutionLost.
+    Every call may raise ExecutionLost.
 
     Attributes:
-        depth: batches that may be open, that is between `begin` and the end of `finish` (or `discard`); at least 2.
-        prompt: may be left out, which means False. True: `begin`, `launch` and `discard` do nothing but queue work and copy small
-            things, whatever they are given; then another thread may call them in the instance's place, while that sleeps, and
-            `finish` in the finisher's, while that has nothing to wait for.
+        depth: maximum number of open batches, from `begin` to the end of `finish` (or `discard`); at least 2.
+        prompt: optional, default False. True: `begin`, `launch` and `discard` only queue work and copy small data,
+            for any arguments. Another thread may then call them in place of the sleeping instance, and `finish` in
+            place of an idle finisher.
     """
 
     depth: int
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """An empty batch; never blocks, since the caller keeps to `depth`. From the instance's thread.
+        """Return an empty batch; never blocks, since the caller respects `depth`. From the instance's thread.
 
         Args:
-            like: inputs by name, as of one request: the batch's arrays have their dtypes, and their shapes but for the first
-                dimension, which is `rows`. All inputs of the model are there, none holds objects.
-            rows: at least 1, at most the model's `max_batch_size`; 0 if that is 0, then the arrays have the shapes of `like`.
+            like: all inputs of the model by name, as in one request, without object arrays: the batch's arrays have
+                their dtypes, and their shapes with `rows` as the first dimension.
+            rows: 1 to the model's `max_batch_size`; 0 if that is 0, then the arrays have the shapes of `like`.
 
         Raises:
-            Exception: no batch can be made for such inputs; none is open then.
+            Exception: no batch can be created for such inputs; none is open then.
         """
 
     def launch(self, batch: InFlightBatch) -> None:
         """Queue copy in, compute and copy out, and return at once. From the instance's thread.
 
-        The caller does not touch the batch's inputs any more.
+        The caller does not access the batch's inputs any more.
 
         Raises:
             Exception: nothing was launched; the batch has been released.
@@ -120,7 +122,8 @@ class PipelinedExecution(Execution, Protocol):
         """Wait for a batch, without the interpreter's lock. From the finisher's thread, in the order of launch.
 
         Returns:
-            All outputs of the model by name, `rows` rows each; they belong to the caller and share no memory with the batch.
+            All outputs of the model by name, `rows` rows each; they belong to the caller and share no memory with the
+            batch.
 
         Raises:
             InputRefused: the values cannot be processed.
@@ -128,16 +131,16 @@ class PipelinedExecution(Execution, Protocol):
         """
 
     def discard(self, batch: InFlightBatch) -> None:
-        """Release a batch that is not launched, e.g. as all its requests were cancelled. From the instance's thread."""
+        """Release a batch that is not launched, e.g. because all its requests were cancelled. From the instance's thread."""
 
 
 def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:
-    """True if batches can overlap; one that stands before another execution may have a depth of 1, which is none."""
+    """Return True if batches can overlap; a wrapper of a plain execution may have a depth of 1, which does not count."""
     return getattr(execution, "depth", 1) > 1
 
 
 def never_blocks(execution: Execution) -> bool:
-    """True if the event loop may begin and launch a batch; see `PipelinedExecution.prompt`."""
+    """Return True if the event loop may begin and launch a batch; see `PipelinedExecution.prompt`."""
     return getattr(execution, "prompt", False) is True
 
 
@@ -145,7 +148,7 @@ class LoadedModel(Protocol):
     """One version of a model in memory."""
 
     def execution(self, index: int) -> Execution:
-        """The execution of instance `index`."""
+        """Create the execution of instance `index`."""
 
     def close(self) -> None:
         """Release everything; called once, after all executions are closed."""
@@ -155,9 +158,9 @@ class ProcessStatus(NamedTuple):
     """Status of a model that runs in a child process.
 
     Attributes:
-        up: there is a process that serves.
-        refusal: why requests are refused at present; "" if they are served, or soon will be.
-        restarts: how many processes have died while they served.
+        up: a process serves.
+        refusal: reason why requests are refused at present; "" if they are served, or soon will be.
+        restarts: number of processes that died while they served.
     """
 
     up: bool
@@ -170,11 +173,11 @@ class HasProcessStatus(Protocol):
 
     @property
     def process_status(self) -> ProcessStatus:
-        """Status of the process; from any thread."""
+        """Status of the process; readable from any thread."""
 
 
 def find_isolated_model(model: LoadedModel) -> HasProcessStatus | None:
-    """The model, or what stands behind it as its `inner`, if that runs in a process of its own."""
+    """Return the model, or the model that it wraps as `inner`, that runs in a child process; None without one."""
     inner: Any = model
     while inner is not None and not hasattr(inner, "process_status"):
         inner = getattr(inner, "inner", None)
@@ -185,7 +188,7 @@ class Backend(Protocol):
     """A library that runs models."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str]) -> LoadedModel:
-        """Read a model file.
+        """Load a model file.
 
         Args:
             file: the model.
@@ -193,5 +196,5 @@ class Backend(Protocol):
             parameters: of the model's configuration.
 
         Raises:
-            ConfigError: the file or the parameters cannot be used; says why.
+            ConfigError: the file or the parameters cannot be used; the message says why.
         """

@@ -1,8 +1,8 @@
-"""ONNX Runtime on the CPU: the embedded default.
+"""ONNX Runtime on the CPU: the default backend.
 
-Threads: the machine's cores are divided among a model's instances, so that they never fight. One core each means that ONNX
-Runtime computes on the instance's own thread without a pool; then all instances share one session and with it the weights.
-Pool threads do not spin: a spinning thread would take the core from the event loop.
+Threads: the machine's cores are divided among a model's instances, so that they do not compete. With one core each,
+ONNX Runtime computes on the instance's own thread without a pool, and all instances share one session and its
+weights. Pool threads do not spin: a spinning thread would take a core from the event loop.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LEVELS = {
 }
 
 
-# How ONNX Runtime's StringNormalizer says that the machine has no such locale.
+# ONNX Runtime's message for a locale of StringNormalizer that is not installed.
 _LOCALE = re.compile(r"Failed to construct locale with name:([A-Za-z0-9_.@-]+?):")
-# ... and that a file was written by a newer onnx.
+# ONNX Runtime's message for a file that a newer onnx wrote.
 _IR_VERSION = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
 
 
@@ -37,19 +37,20 @@ class OnnxRuntimeBackend:
     """Loads ONNX files; see `headrace.backends.base.Backend`."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str]) -> OnnxRuntimeModel:
-        """Open one session, or one an instance where a session needs more than one thread.
+        """Open one session, or one for each instance if a session needs more than one thread.
 
         Args:
             file: an ONNX model.
             instances: number of executions.
-            parameters: those Triton's ONNX Runtime backend knows: `intra_op_thread_count`, `inter_op_thread_count`,
-                `execution_mode`, `enable_mem_arena`, `enable_mem_pattern`, `optimization_level` are heeded.
+            parameters: these parameters of Triton's ONNX Runtime backend are honoured: `intra_op_thread_count`,
+                `inter_op_thread_count`, `execution_mode`, `enable_mem_arena`, `enable_mem_pattern`,
+                `optimization_level`.
         """
         options = session_options(instances, parameters, file)
         shared = options.intra_op_num_threads == 1 and options.inter_op_num_threads <= 1
         try:
             sessions = [_open(file, options) for _ in range(1 if shared else instances)]
-        except Exception as error:  # ONNX Runtime raises a dozen types of its own
+        except Exception as error:  # ONNX Runtime raises a dozen exception types of its own
             raise ConfigError([_load_finding(file, error)]) from error
         return OnnxRuntimeModel(sessions)
 
@@ -61,11 +62,11 @@ class OnnxRuntimeModel:
         self._sessions = sessions
 
     def execution(self, index: int) -> OnnxRuntimeExecution:
-        """Instance `index` on its own session, or on the shared one."""
+        """Create instance `index` on its own session, or on the shared one."""
         return OnnxRuntimeExecution(self._sessions[index % len(self._sessions)])
 
     def close(self) -> None:
-        """Drop the sessions."""
+        """Release the sessions."""
         self._sessions.clear()
 
 
@@ -75,18 +76,18 @@ class OnnxRuntimeExecution:
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
         self._inputs = {node.name: BY_ORT_NAME[node.type] for node in session.get_inputs()}
-        # Outputs that are no tensors (ZipMap's sequence of maps) cannot be served; the others can.
+        # Outputs that are not tensors (ZipMap's sequence of maps) are left out; the others are served.
         self._outputs = {
             node.name: BY_ORT_NAME[node.type] for node in session.get_outputs() if node.type in BY_ORT_NAME
         }
         self._names = list(self._outputs)
-        # ONNX Runtime hands no bfloat16 to NumPy, so such models go by OrtValues and bit patterns.
+        # ONNX Runtime cannot pass bfloat16 as NumPy arrays: such models use OrtValues and bit patterns.
         self._by_value = BF16 in self._inputs.values() or BF16 in self._outputs.values()
         self._text_inputs = [name for name, datatype in self._inputs.items() if datatype is BYTES]
         self._text_outputs = [name for name, datatype in self._outputs.items() if datatype is BYTES]
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """All outputs; see `headrace.backends.base.Execution.run`."""
+        """Return all outputs; see `headrace.backends.base.Execution.run`."""
         if self._text_inputs:
             inputs = {name: _to_text(name, a) if name in self._text_inputs else a for name, a in inputs.items()}
         try:
@@ -104,7 +105,7 @@ class OnnxRuntimeExecution:
         return outputs
 
     def close(self) -> None:
-        """Let go of the session."""
+        """Release the session."""
         del self._session
 
     def _run_values(self, inputs: dict[str, Array]) -> list[Array]:
@@ -114,10 +115,10 @@ class OnnxRuntimeExecution:
 
 
 def session_options(instances: int, parameters: dict[str, str], file: Path) -> ort.SessionOptions:
-    """Session settings for `instances` that run at the same time on this machine.
+    """Create session options for `instances` that run at the same time on this machine.
 
     Raises:
-        ConfigError: a parameter is not what ONNX Runtime takes.
+        ConfigError: a parameter has a value that ONNX Runtime does not allow.
     """
     options = ort.SessionOptions()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -133,7 +134,8 @@ def session_options(instances: int, parameters: dict[str, str], file: Path) -> o
     options.graph_optimization_level = _LEVELS[level]
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    # What fails raises, and is told by us: its own lines are ones that any client can have written, past our formatter.
+    # Failures are raised and logged by Headrace. ONNX Runtime's own lines can contain text of clients and bypass our
+    # log format.
     options.log_severity_level = 4
     return options
 
@@ -150,8 +152,8 @@ def _open(file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
 
 
 def _load_finding(file: Path, error: Exception) -> Finding:
-    """Why ONNX Runtime does not load a file, and the cure."""
-    text = str(error).replace(str(file), file.name)  # callers may read it: no paths of this machine
+    """Finding for a file that ONNX Runtime does not load."""
+    text = str(error).replace(str(file), file.name)  # clients may read it: no paths of this machine
     locale, version = _LOCALE.search(text), _IR_VERSION.search(text)
     if version is not None:
         message = f"the file has ONNX IR version {version[1]}, ONNX Runtime {ort.__version__} reads up to {version[2]}"

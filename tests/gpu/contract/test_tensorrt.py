@@ -91,9 +91,9 @@ def test_batches_of_every_size(plan: Path, way: dict[str, str]) -> None:
             np.testing.assert_array_equal(execution.run({"x": x})["y"], right(x))
         with pytest.raises(ModelFailed, match=r"not built for x \[9, 3\]"):
             execution.run({"x": rows(9)})
-        with pytest.raises(ModelFailed, match="takes 'x' as float32, it was given as float64"):
+        with pytest.raises(ModelFailed, match="takes 'x' as float32, the batch has float64"):
             execution.run({"x": rows(1).astype(np.float64)})
-        with pytest.raises(ModelFailed, match="takes x, it was given z"):
+        with pytest.raises(ModelFailed, match="takes the inputs x, the batch has z"):
             execution.run({"z": rows(1)})
         # None of these has cost a buffer slot.
         under_way = [fly(execution, rows(2)) for _ in range(execution.depth)]

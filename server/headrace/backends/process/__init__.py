@@ -1,1 +1,1 @@
-"""A backend in a process of its own."""
+"""Runs a backend in a child process."""

@@ -1,7 +1,7 @@
 """Runs a backend in a child process: a model that crashes or hangs affects neither other models nor the server.
 
-Inputs are assembled in memory that both processes share, and outputs are copied out of it; two short messages a batch.
-Batches overlap if the backend in the child supports that. `supervisor.BatchAdmission` decides what happens to batches
+Inputs are assembled in memory that both processes share, and outputs are copied out of it; a batch needs two short
+messages. Batches overlap if the backend in the child supports that. `supervisor.BatchAdmission` decides about batches
 when the child dies.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("headrace.isolated")
 
 _SMALLEST_SLOT_BYTES = 64 * 1024
-# What an execution may raise for callers to read.
+# Errors of an execution whose text is meant for clients.
 _KINDS: dict[str, type[HeadraceError]] = {
     kind.__name__: kind for kind in (BadRequest, InputRefused, TooLarge, ModelFailed, Unavailable, Unsupported)
 }
@@ -52,13 +52,13 @@ class FailedInChildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class IsolatedBackend:
-    """Loads models into processes of their own; see `headrace.backends.base.Backend`.
+    """Loads models into child processes; see `headrace.backends.base.Backend`.
 
     Attributes:
-        name: of the model, for the log and messages.
-        factory: of the backend that does the work there; see `child.create_backend`.
-        limit_s: how long a batch may take, in seconds, before the process is taken to hang and is killed.
-        slot_bytes: shared memory for a batch, to begin with; it grows with the batches.
+        name: of the model, for logs and messages.
+        factory: of the backend in the child; see `child.create_backend`.
+        limit_s: seconds that a batch may take before the process counts as hanging and is killed.
+        slot_bytes: initial shared memory for a batch; it grows with the batches.
     """
 
     name: str
@@ -69,17 +69,17 @@ class IsolatedBackend:
     def load(
         self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
     ) -> IsolatedModel:
-        """Start a process and have it load the file.
+        """Start a process that loads the file.
 
         Args:
             file: the model.
             instances: number of executions.
             parameters: of the model's configuration.
-            account: in which the GPU memory is booked that the process books; only for a backend that does.
+            account: account for the GPU memory that the process books; only for a backend that books memory.
 
         Raises:
             NoRoom: the account has no room.
-            ConfigError: it cannot, or the process died of it; or this is not Linux.
+            ConfigError: the file cannot be loaded, or the process died while loading; or this is not Linux.
         """
         if not hasattr(os, "memfd_create"):
             message, cure = "isolation: process needs memory that two processes share", "use Linux, or remove isolation"
@@ -105,7 +105,7 @@ class IsolatedBackend:
 
 
 def _memory_terms(account: MemoryAccount) -> Message:
-    """All that the process has to know to refuse what does not fit, with the reason that we would give."""
+    """Limits and holdings that the child needs to refuse a model that does not fit, with the same reason as the server."""
     return {
         "model": account.model,
         "version": account.version,
@@ -116,11 +116,11 @@ def _memory_terms(account: MemoryAccount) -> Message:
 
 
 class IsolatedModel:
-    """One version in its process; see `headrace.backends.base.LoadedModel`.
+    """One version in its child process; see `headrace.backends.base.LoadedModel`.
 
     Args:
-        process: it; owned by the model.
-        limit_s: how long a batch may take.
+        process: owned by the model.
+        limit_s: seconds that a batch may take.
     """
 
     def __init__(self, process: ModelProcess, limit_s: float) -> None:
@@ -128,30 +128,30 @@ class IsolatedModel:
         self._limit_s = limit_s
 
     def execution(self, index: int) -> IsolatedExecution:
-        """Instance `index`; the process has opened it already."""
+        """Create instance `index`; the process has opened it already."""
         return IsolatedExecution(self._process, index, self._limit_s)
 
     @property
     def process_status(self) -> ProcessStatus:
-        """How the process fares."""
+        """Whether the process serves, and its restarts."""
         admission = self._process.admission
         return ProcessStatus(admission.is_open, admission.refusal, self._process.restarts)
 
     @property
     def inputs(self) -> list[PlanTensor]:
-        """What the file says that it takes; nothing if the backend does not know."""
+        """Input tensors from the file; empty if the backend does not read them."""
         return self._tensors("inputs")
 
     @property
     def outputs(self) -> list[PlanTensor]:
-        """What it says that it gives; nothing if the backend does not know."""
+        """Output tensors from the file; empty if the backend does not read them."""
         return self._tensors("outputs")
 
     def _tensors(self, side: str) -> list[PlanTensor]:
         from headrace.backends.tensorrt.plan import PlanTensor
 
-        found = self._process.tensors.get(side) or []
-        return [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in found]
+        tensors = self._process.tensors.get(side) or []
+        return [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in tensors]
 
     def close(self) -> None:
         """End the process; its memory is free when this returns."""
@@ -159,42 +159,43 @@ class IsolatedModel:
 
 
 class _Transfer:
-    """A batch on its way through the process.
+    """A batch that is run by the process.
 
     Attributes:
-        order: what the process is read_layouts to do.
-        slot: number of the memory that it lies in.
-        placed: its inputs.
-        child: the process that has been read_layouts; None if none has.
-        number: that its answer will bear.
+        order: "run" or "launch".
+        slot: number of its shared memory slot.
+        layouts: its inputs in the slot.
+        child: process that it was sent to; None before.
+        number: message number, repeated in the answer.
     """
 
-    __slots__ = ("child", "number", "order", "placed", "slot")
+    __slots__ = ("child", "layouts", "number", "order", "slot")
 
-    def __init__(self, order: str, slot: int, placed: list[TensorLayout]) -> None:
+    def __init__(self, order: str, slot: int, layouts: list[TensorLayout]) -> None:
         self.order = order
         self.slot = slot
-        self.placed = placed
+        self.layouts = layouts
         self.child: ChildProcess | None = None
         self.number = 0
 
 
 class IsolatedExecution:
-    """One instance; see `headrace.backends.base.PipelinedExecution`, whose rules for threads hold.
+    """One instance; see `headrace.backends.base.PipelinedExecution`, whose rules for threads apply.
 
-    A launch that may not enter the process now (it is being replaced, or a batch has to run alone) does not wait: the finisher
-    sends it when its turn has come. So what is inside is always the front of what is open, and who waits holds nobody up.
+    A launch that may not enter the process now (it is being replaced, or another batch must run alone) does not wait:
+    the finisher sends the batch later. So the batches inside the process are always the oldest of the open ones, and
+    a waiting batch never blocks the launching thread.
 
-    Ownership: `_lock` guards `_unsent` and the order of what is sent; `_open` and `_free` change by single steps of the
+    Ownership: `_lock` guards `_unsent` and the order of messages; `_open` and `_free` change by single steps of the
     interpreter.
 
     Args:
         process: of the model.
         index: of the instance.
-        limit_s: how long a batch may take.
+        limit_s: seconds that a batch may take.
 
     Attributes:
-        depth: that of the execution in the process; 1 if that takes one batch after the other.
+        depth: depth of the execution in the process; 1 if that runs one batch at a time.
     """
 
     def __init__(self, process: ModelProcess, index: int, limit_s: float) -> None:
@@ -205,26 +206,26 @@ class IsolatedExecution:
         self._free = deque(range(len(self._slots)))
         self._open: dict[_Transfer, None] = {}  # launched and not finished
         self._lock = threading.Lock()
-        self._unsent: deque[_Transfer] = deque()  # of them, in the order of launch
+        self._unsent: deque[_Transfer] = deque()  # those of `_open` that are not sent yet, in the order of launch
         self._number = 0
         self.depth = len(self._slots)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """All outputs; see `headrace.backends.base.Execution.run`."""
+        """Return all outputs; see `headrace.backends.base.Execution.run`."""
         slot = self._free[0]
         return self._outcome(_Transfer("run", slot, self._slots[slot].put(inputs)))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """A batch in shared memory."""
+        """Begin a batch in shared memory."""
         slot = self._free[0]
-        placed = lay_out_tensors(like, rows)
+        layouts = lay_out_tensors(like, rows)
         memory = self._slots[slot]
-        memory.grow(end_offset(placed))
-        inputs = memory.arrays(placed)
-        return InFlightBatch(inputs, rows, _Transfer("launch", self._free.popleft(), placed))
+        memory.grow(end_offset(layouts))
+        inputs = memory.arrays(layouts)
+        return InFlightBatch(inputs, rows, _Transfer("launch", self._free.popleft(), layouts))
 
     def launch(self, batch: InFlightBatch) -> None:
-        """Tell the process, if it may be read_layouts now."""
+        """Send the batch to the process if it may enter now, else queue it."""
         transfer = _transfer_of(batch)
         try:
             with self._lock:
@@ -236,7 +237,7 @@ class IsolatedExecution:
         self._open[transfer] = None
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
-        """Wait for the process to be done with it."""
+        """Wait until the process has run the batch."""
         transfer = _transfer_of(batch)
         try:
             return self._outcome(transfer)
@@ -245,18 +246,18 @@ class IsolatedExecution:
             self._free.append(transfer.slot)
 
     def discard(self, batch: InFlightBatch) -> None:
-        """Its memory is free again."""
+        """Free the batch's slot."""
         self._free.append(_transfer_of(batch).slot)
 
     def close(self) -> None:
-        """Wait for what a thread that died has left open, so that it does not stand in the way of other instances."""
+        """Wait for batches that a dead thread left open, so that they do not block other instances."""
         for transfer in list(self._open):
             child = transfer.child
             try:
                 if child is not None:
                     self._answer(transfer, child)
             except (EOFError, OSError):
-                # It leaves behind the count of those inside: it may be what killed the process.
+                # End the process: this batch may be what it hangs on.
                 if child is not None:
                     child.kill("")
                     child.ended.wait()
@@ -264,7 +265,7 @@ class IsolatedExecution:
                 self._process.admission.leave(transfer)
 
     def _outcome(self, transfer: _Transfer) -> dict[str, Array]:
-        """The outputs, out of this process or the next one."""
+        """Outputs of a batch, from this process or from its successor."""
         try:
             while True:
                 child = transfer.child or self._sent(transfer)
@@ -272,8 +273,12 @@ class IsolatedExecution:
                     answer = self._answer(transfer, child)
                     if "lost" not in answer:
                         return self._outputs(transfer, answer)
-                    # What ails its device, a new process may be free of.
-                    logger.error("the process of %s can run nothing any more: %s", self._process.name, answer["lost"])
+                    # A new process may get a working device.
+                    logger.error(
+                        "the process of %s is replaced, it can run no more batches: %s",
+                        self._process.name,
+                        answer["lost"],
+                    )
                     child.kill("its device failed")
                 except TimeoutError:
                     child.kill(f"it gave no answer within {self._limit_s:g} s")
@@ -281,23 +286,23 @@ class IsolatedExecution:
                     child.kill("")
                 transfer.child = None
                 child.ended.wait()
-                # One that the process did not live to begin is not to blame, wherever it was.
-                begun = self._slots[transfer.slot].marked() == transfer.number
-                if begun and not self._process.admission.suspected(transfer):
+                # A batch that the process had not begun cannot have killed it.
+                has_begun = self._slots[transfer.slot].marked() == transfer.number
+                if has_begun and not self._process.admission.suspected(transfer):
                     cause = child.cause
                     raise ModelFailed(f"the process of {self._process.name} died while it ran the request: {cause}")
         finally:
             self._process.admission.leave(transfer)
 
     def _sent(self, transfer: _Transfer) -> ChildProcess:
-        """Wait until it may enter, and send it and what may follow it."""
+        """Wait until the batch may enter, send it, and send the batches that may follow."""
         try:
             child = self._process.admission.enter(transfer, wait=True)
         except BaseException:
             with self._lock:
                 self._dequeue(transfer)
             raise
-        assert child is not None, "who waits gets in, or an exception"
+        assert child is not None, "enter() waits until the batch is admitted, or raises"
         with self._lock:
             self._dequeue(transfer)
             self._send(transfer, child)
@@ -312,7 +317,7 @@ class IsolatedExecution:
             self._unsent.popleft()
 
     def _try_send(self, transfer: _Transfer, quiet: bool = False) -> bool:
-        """Send it if it may enter now; `quietly`: what speaks against it, it will be read_layouts in its own turn."""
+        """Send a batch if it may enter now; `quiet` ignores a refusal, which the batch's own finisher reports."""
         try:
             child = self._process.admission.enter(transfer, wait=False)
         except (Unavailable, ExecutionLost):
@@ -324,10 +329,10 @@ class IsolatedExecution:
         return child is not None
 
     def _send(self, transfer: _Transfer, child: ChildProcess) -> None:
-        """To a process that it is inside of; that the process is gone shows when the answer is waited for."""
+        """Send a batch to a process that it has entered; a dead process is detected when its answer is read."""
         self._number += 1
         transfer.child, transfer.number = child, self._number
-        message = {"do": transfer.order, "number": transfer.number, "slot": transfer.slot, "inputs": transfer.placed}
+        message = {"do": transfer.order, "number": transfer.number, "slot": transfer.slot, "inputs": transfer.layouts}
         try:
             child.channels[self._index].send(message)
         except TimeoutError:
@@ -355,5 +360,5 @@ class IsolatedExecution:
 
 
 def _transfer_of(batch: InFlightBatch) -> _Transfer:
-    assert isinstance(batch.handle, _Transfer), "a batch of ours"
+    assert isinstance(batch.handle, _Transfer), "the batch was begun by another execution"
     return batch.handle

@@ -1,7 +1,14 @@
-"""Messages and shared memory between the server and a child process that runs a model.
+"""Child process that runs one version of a model: `python -m headrace.backends.process.child PARENT CONTROL INSTANCE...`
 
-Short messages go over a socket, tensors through shared memory. Both ends run one version of this code on one machine. The other
-end may end at any moment, in the middle of a message.
+PARENT is the server's process id; the other arguments are descriptors of sockets that the server has opened: one for
+control, one for each instance. The main thread loads the model and then waits until the control socket closes, which
+happens when the server closes it or dies. Each instance has a thread that runs batches in order of arrival, and a
+second one that waits for results if batches can overlap. A thread that dies ends the process, so the server notices
+at once.
+
+The first part of this module is the channel that both processes use: short messages over a socket, tensors in shared
+memory. Both ends run the same version of this code on one machine. The other end may die at any moment, in the middle
+of a message.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 64
-# In front of the tensors: the number of the message whose batch was begun last.
+# Stored before the tensors: message number of the batch that was begun last.
 _MARK = struct.Struct("<Q")
 _START = _ALIGNMENT
 _MAX_FDS = 64
@@ -45,34 +52,34 @@ _TEXT = "text"
 
 
 class Channel:
-    """One end of a stream socket that carries messages in JSON, and file descriptors with them.
+    """One end of a stream socket that carries JSON messages, and file descriptors with them.
 
     One thread receives; several may send.
 
     Args:
-        end: connected; the channel owns it.
-        limit_s: how long the other end may keep either of the two waiting; None: for ever.
+        end: connected; owned by the channel.
+        limit_s: timeout of each send and receive in seconds; None: no timeout.
     """
 
     def __init__(self, end: socket.socket, limit_s: float | None = None) -> None:
         end.settimeout(limit_s)
         self._end = end
-        self._lock = threading.Lock()  # a message is sent in one piece
+        self._lock = threading.Lock()  # keeps messages of several threads apart
 
     def fileno(self) -> int:
-        """Of the socket, for a selector."""
+        """File descriptor of the socket, for a selector."""
         return self._end.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message.
 
         Args:
-            message: what JSON can hold.
-            fds: file descriptors of which the other end gets copies.
+            message: serializable as JSON.
+            fds: file descriptors to send copies of.
 
         Raises:
             OSError: the other end is gone.
-            TimeoutError: it does not read.
+            TimeoutError: the other end does not read.
         """
         content = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogatepass")
         head = _LENGTH.pack(len(content))
@@ -83,11 +90,11 @@ class Channel:
             self._end.sendall(head + content)
 
     def receive(self) -> tuple[Message, list[int]]:
-        """The next message, and the descriptors that came with it, which belong to the caller.
+        """Return the next message and the descriptors sent with it, which belong to the caller.
 
         Raises:
             EOFError: the other end is gone.
-            TimeoutError: nothing came within the limit.
+            TimeoutError: no message came within the limit.
         """
         try:
             head, fds, _flags, _address = socket.recv_fds(self._end, _LENGTH.size, _MAX_FDS)
@@ -101,14 +108,14 @@ class Channel:
         return message, list(fds)
 
     def shut(self) -> None:
-        """Let the other end find that this one is gone; what it has sent can still be received."""
+        """Close the sending side, so that the other end reads end of file; its messages can still be received."""
         try:
             self._end.shutdown(socket.SHUT_WR)
-        except OSError:  # it went first
+        except OSError:  # the other end has closed already
             return
 
     def __del__(self) -> None:
-        # Its users are threads that end at different times; the last of them takes it along.
+        # The threads that use it end at different times; the last reference closes the socket.
         self._end.close()
 
     def _exactly(self, size: int) -> bytes:
@@ -123,11 +130,11 @@ class Channel:
 
 
 class TensorLayout(NamedTuple):
-    """Where a tensor lies in a slot.
+    """Position of a tensor in a slot.
 
     Attributes:
         name: of the input or output.
-        dtype: as NumPy writes it, or "text" for elements of bytes.
+        dtype: in NumPy's notation, or "text" for elements of bytes.
         shape: of the tensor.
         offset: of its first byte.
         size: in bytes.
@@ -141,13 +148,13 @@ class TensorLayout(NamedTuple):
 
 
 class SharedSlot:
-    """Shared memory for one batch: a mark, its inputs, and its outputs behind them. It grows, and never shrinks.
+    """Shared memory for one batch: a mark, the inputs, and the outputs after them. It grows and never shrinks.
 
-    Ownership: one batch at a time; within it one end at a time, in the order of the messages. Each end has its own `SharedSlot`
-    on the same memory. Arrays keep the mapping that they were made in when the slot grows.
+    Ownership: one batch at a time; within it one end at a time, in the order of the messages. Each end has its own
+    `SharedSlot` on the same memory. Arrays keep the mapping that they were created in when the slot grows.
 
     Args:
-        fd: of the memory; the slot owns it.
+        fd: of the memory; owned by the slot.
     """
 
     def __init__(self, fd: int) -> None:
@@ -156,11 +163,11 @@ class SharedSlot:
 
     @classmethod
     def create(cls, name: str, size: int) -> SharedSlot:
-        """New memory.
+        """Allocate a slot.
 
         Args:
-            name: for `/proc`.
-            size: in bytes, to begin with.
+            name: shown in `/proc`.
+            size: initial size in bytes.
 
         Raises:
             OSError: there is no memory.
@@ -168,7 +175,7 @@ class SharedSlot:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         slot = cls(fd)
         try:
-            # Whoever reads memory that the other end has cut off is ended by a signal.
+            # A process that reads memory which the other end has truncated is killed by SIGBUS: forbid shrinking.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             slot.grow(size)
         except BaseException:
@@ -177,28 +184,28 @@ class SharedSlot:
         return slot
 
     def grow(self, size: int) -> mmap.mmap:
-        """The memory, of at least `size` bytes.
+        """Return the memory with at least `size` bytes.
 
         Raises:
-            OSError: there is not so much.
+            OSError: there is no memory.
         """
         if self._map is not None and len(self._map) >= size:
             return self._map
-        there = os.fstat(self.fd).st_size
-        if there < size or there == 0:
-            there = max(1 << max(size - 1, 1).bit_length(), mmap.PAGESIZE)
-            os.ftruncate(self.fd, there)
-        self._map = mmap.mmap(self.fd, there)
+        file_bytes = os.fstat(self.fd).st_size
+        if file_bytes < size or file_bytes == 0:
+            file_bytes = max(1 << max(size - 1, 1).bit_length(), mmap.PAGESIZE)
+            os.ftruncate(self.fd, file_bytes)
+        self._map = mmap.mmap(self.fd, file_bytes)
         return self._map
 
-    def arrays(self, placed: Iterable[TensorLayout]) -> dict[str, Array]:
-        """Views of tensors of numbers, by name; texts as arrays of their own.
+    def arrays(self, layouts: Iterable[TensorLayout]) -> dict[str, Array]:
+        """Return views of numeric tensors by name; text tensors are copied to arrays of their own.
 
         Raises:
-            ValueError, TypeError: they do not lie in the slot.
+            ValueError, TypeError: the layouts do not lie in the slot.
         """
         arrays_by_name: dict[str, Array] = {}
-        for name, dtype, shape, offset, size in placed:
+        for name, dtype, shape, offset, size in layouts:
             memory = self._reaching(offset + size)
             if dtype == _TEXT:
                 arrays_by_name[name] = _texts(memory[offset : offset + size], shape)
@@ -212,64 +219,64 @@ class SharedSlot:
         return self._map
 
     def mark(self, number: int) -> None:
-        """A batch is begun, as the other end may read if this one does not live to say more."""
+        """Store the number of the batch that is begun; the other end reads it if this one dies."""
         _MARK.pack_into(self._reaching(_START), 0, number)
 
     def marked(self) -> int:
-        """The number of the batch that was begun last; 0 if none was."""
+        """Return the number of the batch that was begun last; 0 if none was."""
         number: int = _MARK.unpack_from(self._reaching(_START), 0)[0]
         return number
 
     def put(self, arrays: Mapping[str, Array], start: int = _START) -> list[TensorLayout]:
-        """Copy tensors into the slot, from `start` on.
+        """Copy tensors into the slot from offset `start` on and return their layouts.
 
         Raises:
             OSError: there is no memory for them.
         """
         packed = {name: (array, _packed(array)) for name, array in arrays.items()}
-        placed = []
+        layouts = []
         for name, (array, text) in packed.items():
             size = array.nbytes if text is None else len(text)
             dtype = _TEXT if text is not None else array.dtype.str
-            placed.append(TensorLayout(name, dtype, array.shape, start, size))
+            layouts.append(TensorLayout(name, dtype, array.shape, start, size))
             start = _aligned(start + size)
         memory = self.grow(start)
-        for (array, text), at in zip(packed.values(), placed, strict=True):
+        for (array, text), layout in zip(packed.values(), layouts, strict=True):
             if text is None:
-                np.copyto(np.ndarray(at.shape, array.dtype, memory, at.offset), array)
+                np.copyto(np.ndarray(layout.shape, array.dtype, memory, layout.offset), array)
             else:
-                memory[at.offset : at.offset + at.size] = text
-        return placed
+                memory[layout.offset : layout.offset + layout.size] = text
+        return layouts
 
     def close(self) -> None:
-        """Give the memory back; it is freed once no array and no other process needs it."""
+        """Close the memory; the kernel frees it once no array and no other process uses it."""
         os.close(self.fd)
         self._map = None
 
 
 def lay_out_tensors(like: Mapping[str, Array], rows: int) -> list[TensorLayout]:
-    """Where tensors of numbers go that have the dtypes of `like`, and its shapes but for `rows` in front."""
-    placed, start = [], _START
+    """Return layouts for numeric tensors with the dtypes and shapes of `like`, with `rows` as the first dimension."""
+    layouts, start = [], _START
     for name, array in like.items():
         shape = (rows, *array.shape[1:])
         size = array.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        placed.append(TensorLayout(name, array.dtype.str, shape, start, size))
+        layouts.append(TensorLayout(name, array.dtype.str, shape, start, size))
         start = _aligned(start + size)
-    return placed
+    return layouts
 
 
 def read_layouts(message: Message, key: str) -> list[TensorLayout]:
-    """The tensors that a message tells of.
+    """Return the tensor layouts of a message.
 
     Raises:
-        ValueError, TypeError, KeyError: it tells of none in the right way.
+        ValueError, TypeError, KeyError: the message has no valid layouts.
     """
     return [TensorLayout(name, dtype, tuple(shape), offset, size) for name, dtype, shape, offset, size in message[key]]
 
 
-def end_offset(placed: Sequence[TensorLayout]) -> int:
-    """The first byte behind them on which another tensor may begin."""
-    return max((_aligned(at.offset + at.size) for at in placed), default=_START)
+def end_offset(layouts: Sequence[TensorLayout]) -> int:
+    """Return the first offset after the tensors at which another one may begin."""
+    return max((_aligned(layout.offset + layout.size) for layout in layouts), default=_START)
 
 
 def _aligned(offset: int) -> int:
@@ -277,7 +284,7 @@ def _aligned(offset: int) -> int:
 
 
 def _packed(array: Array) -> bytes | None:
-    """Texts, each behind its length; None if these are numbers."""
+    """Text elements, each after its length; None for numeric tensors."""
     if not array.dtype.hasobject:
         return None
     parts = []
@@ -288,18 +295,18 @@ def _packed(array: Array) -> bytes | None:
 
 def _texts(content: bytes, shape: tuple[int, ...]) -> Array:
     array: Array = np.empty(shape, dtype=object)
-    items, at = [], 0
-    while at < len(content):
-        (size,) = _LENGTH.unpack_from(content, at)
-        at += _LENGTH.size + size
-        items.append(content[at - size : at])
+    items, offset = [], 0
+    while offset < len(content):
+        (size,) = _LENGTH.unpack_from(content, offset)
+        offset += _LENGTH.size + size
+        items.append(content[offset - size : offset])
     array.reshape(-1)[:] = items
     return array
 
 
-# Status of a child one of whose threads has died.
-DIED = 70
-# How long instances may take to end once the server has closed their sockets.
+# Exit status of a child in which a thread died.
+EXIT_THREAD_DIED = 70
+# Seconds that instances may take to end after the server has closed their sockets.
 _GRACE_S = 10.0
 _MAX_TEXT = 4000
 _PR_SET_PDEATHSIG = 1
@@ -308,37 +315,37 @@ logger = logging.getLogger("headrace.isolated")
 
 
 class AccountedBackend(Protocol):
-    """A backend that books the memory of GPUs."""
+    """A backend that books GPU memory."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount) -> LoadedModel:
         """See `headrace.backends.base.Backend.load`."""
 
 
 def create_backend(factory: str) -> Backend:
-    """A backend by where it is made, e.g. "headrace.backends.onnxruntime:OnnxRuntimeBackend".
+    """Create a backend by its path, e.g. "headrace.backends.onnxruntime:OnnxRuntimeBackend".
 
     Raises:
-        ConfigError: its library is not here.
+        ConfigError: its library is not installed.
     """
     module, _, name = factory.partition(":")
     return cast(Backend, getattr(importlib.import_module(module), name)())
 
 
 def finding_to_json(finding: Finding) -> list[Any]:
-    """A finding as JSON; `Finding(*finding_of(f)) == f`."""
+    """Return a finding as a JSON list; `Finding(*finding_to_json(f)) == f`."""
     return [finding.path, finding.line, finding.message, finding.cure, finding.fatal]
 
 
 class ExecutionServer:
-    """Runs batches of one instance as the server sends them.
+    """Runs the batches of one instance that the server sends.
 
-    Ownership: `serve` is the instance's thread; `_flights` leads to the finisher, which sends every answer to a launch, also that
-    of one that failed, so that answers keep the order of launch.
+    Ownership: `serve` is the instance's thread. `_launched` leads to the finisher, which sends the answer to every
+    launch, also to failed ones: answers keep the order of launch.
 
     Args:
         channel: of the instance.
-        open_execution: makes its execution, on the instance's thread.
-        opened: read_layouts the execution's depth, or why there is none.
+        open_execution: creates the execution, on the instance's thread.
+        opened: called with the execution's depth, or with the error if it could not be created.
     """
 
     def __init__(
@@ -354,7 +361,7 @@ class ExecutionServer:
         self._launched: SimpleQueue[tuple[Message, InFlightBatch | Exception] | None] = SimpleQueue()
 
     def serve(self) -> None:
-        """Until the server closes its end."""
+        """Run batches until the server closes its end."""
         try:
             execution = self._open_execution()
         except Exception as error:
@@ -406,11 +413,11 @@ class ExecutionServer:
     def _answer(self, message: Message, act: Callable[[], dict[str, Array]]) -> None:
         try:
             outputs = act()
-            placed = self._slots[message["slot"]].put(outputs, end_offset(_input_layouts(message)))
+            layouts = self._slots[message["slot"]].put(outputs, end_offset(_input_layouts(message)))
         except Exception as error:
             self._send_answer(_error_message(error), message)
         else:
-            self._send_answer({"outputs": placed}, message)
+            self._send_answer({"outputs": layouts}, message)
 
     def _run(self, execution: Execution, message: Message) -> dict[str, Array]:
         return execution.run(self._inputs(message))
@@ -429,7 +436,7 @@ def _input_layouts(message: Message) -> list[TensorLayout]:
 
 
 def _error_message(error: Exception) -> Message:
-    """What the server is read_layouts of an error; whose text callers may read, and whose not, it knows by the kind."""
+    """Message for the server about an error; its kind says whether clients may read the text."""
     if isinstance(error, ExecutionLost):
         return {"lost": str(error)[:_MAX_TEXT]}
     if isinstance(error, HeadraceError):
@@ -438,14 +445,14 @@ def _error_message(error: Exception) -> Message:
 
 
 class _Forward(logging.Handler):
-    """Sends the log to the server."""
+    """Forwards log records to the server."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One record; lost if the server is gone."""
+        """Send one record; it is lost if the server is gone."""
         text = self.format(record)[-_MAX_TEXT:]
         try:
             self._channel.send({"log": [record.name, record.levelno, text]})
@@ -454,16 +461,16 @@ class _Forward(logging.Handler):
 
 
 def exit_on_error(act: Callable[..., None], *arguments: Any) -> None:
-    """End the process if `act` raises: what this thread owes, nobody else can do."""
+    """End the process if `act` raises: no other thread can take over its work."""
     try:
         act(*arguments)
     except BaseException:
         logger.exception("a thread of the model's process died")
-        os._exit(DIED)
+        os._exit(EXIT_THREAD_DIED)
 
 
 def run(control: Channel, channels: list[Channel]) -> None:
-    """Load the model, serve with it until the control socket ends, and close it."""
+    """Load the model, serve until the control socket closes, and close the model."""
     order, _fds = control.receive()
     logging.basicConfig(level=order["level"], handlers=[_Forward(control)], format="%(message)s")
     opened: SimpleQueue[tuple[int, int | Exception]] = SimpleQueue()
@@ -501,7 +508,7 @@ def run(control: Channel, channels: list[Channel]) -> None:
 
 
 def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
-    """The model, and its account in a ledger that has all other models' holdings too."""
+    """Load the model, with an account in a ledger that contains all other models' holdings."""
     ledger, backend = Ledger(), create_backend(order["factory"])
     file, parameters, memory = Path(order["file"]), order["parameters"], order["memory"]
     if memory is None:
@@ -524,27 +531,27 @@ def _start(
 
 
 def _tensors(model: LoadedModel, side: str) -> list[tuple[str, str, tuple[int, ...]]] | None:
-    """Those that the file itself tells of, where the backend knows."""
+    """Tensors that the backend reads from the file, None if it does not."""
     tensors = getattr(model, side, None)
     return None if tensors is None else [(t.name, t.dtype.str, tuple(t.shape)) for t in tensors]
 
 
 def main(arguments: list[str]) -> None:
-    """The process."""
-    # The server ends us when it has answered what it took; Ctrl-C and a service's SIGTERM reach us as well.
+    """Run the process."""
+    # Ignored: Ctrl-C and a service's SIGTERM reach the child as well, but the server ends it after the last response.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A server that is killed closes its sockets; a child that hangs in native code would not see it.
+    # A child that hangs in native code would not notice that the server was killed and its sockets closed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent, *ends = (int(word) for word in arguments)
+    parent, *descriptors = (int(word) for word in arguments)
     if os.getppid() != parent:
         return
     faulthandler.enable()
-    control, *channels = (Channel(socket.socket(fileno=end)) for end in ends)
+    control, *channels = (Channel(socket.socket(fileno=end)) for end in descriptors)
     exit_on_error(run, control, channels)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's own end, in which threads of libraries are known to crash.
+    # Skips the interpreter's shutdown, in which threads of libraries are known to crash.
     os._exit(0)
 
 

@@ -1,7 +1,8 @@
 """Supervises the child process that runs a model, and replaces it when it dies.
 
-One supervisor thread per model owns the process. It starts the process, forwards its log, waits for its end, and starts the next
-one after a pause. The pause grows while processes die young. `BatchAdmission` decides which batches may enter.
+One supervisor thread for each model owns the process. It starts the process, forwards its log, waits for its end, and
+starts the next one after a pause. The pause grows while processes die young. `BatchAdmission` decides which batches
+may enter.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from headrace.core.ledger import Holding, NoRoom
 
 Process = TypeVar("Process")
 
-# So many batches go one at a time after a death, as the members of one that was to blame do.
+# Number of batches that enter one at a time after a death: the members of a batch that killed the process are among
+# them.
 _SOLO_BATCHES = 32
 
 
@@ -36,20 +38,21 @@ class BatchAdmission(Generic[Process]):
 
     All batches that were inside together when a process died are suspects: any of them may have killed it.
 
-    A suspect enters the next process alone, and nobody else does before all suspects have left; so a second death shows which one
-    it was. A batch that was alone inside needs no such proof; its members, which come next one by one, shall be alone as well. So
-    after a death some batches enter one at a time.
+    A suspect enters the next process alone, and no other batch enters before all suspects have left. A second death
+    then identifies the culprit. A batch that was alone inside needs no such proof. Its requests are retried one by
+    one and must run alone as well, so after a death a number of batches enter one at a time.
 
-    Ownership: everything is guarded by `_changed`, under which nothing else is taken. Any thread may call anything.
+    Ownership: everything is guarded by `_changed`, under which no other lock is taken. All methods may be called from
+    any thread.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._process: Process | None = None
         self._inside: set[object] = set()
-        self._alone = False  # who is inside is not to be joined
+        self._alone = False  # no other batch may join the one inside
         self._suspects: set[object] = set()
-        self._solo_batches = 0  # batches that still enter one at a time
+        self._solo_batches = 0  # number of batches that still enter one at a time
         self._refusal = ""
         self._lost = ""
 
@@ -60,22 +63,22 @@ class BatchAdmission(Generic[Process]):
 
     @property
     def refusal(self) -> str:
-        """Why batches are refused for the time being; "" if they are not."""
+        """Reason why batches are refused at present; "" if they are not."""
         return self._refusal
 
     def enter(self, batch: object, wait: bool) -> Process | None:
-        """Let a batch in.
+        """Admit a batch to the process.
 
         Args:
-            batch: whatever it is known by.
-            wait: until it may enter.
+            batch: identity of the batch.
+            wait: wait until it may enter.
 
         Returns:
-            The process that it is in; None if it would have to wait.
+            The process that it has entered; None if it would have to wait.
 
         Raises:
             Unavailable: there will be no process for some time.
-            ExecutionLost: there will be none any more.
+            ExecutionLost: there will be no process any more.
         """
         with self._changed:
             while True:
@@ -93,7 +96,7 @@ class BatchAdmission(Generic[Process]):
                 self._changed.wait()
 
     def leave(self, batch: object) -> None:
-        """A batch is over, or nobody wants it any more; no error if it is not inside."""
+        """Remove a batch that is finished or abandoned; no error if it is not inside."""
         with self._changed:
             if batch in self._inside:
                 self._inside.discard(batch)
@@ -103,24 +106,24 @@ class BatchAdmission(Generic[Process]):
             self._changed.notify_all()
 
     def suspected(self, batch: object) -> bool:
-        """True if a batch was inside of a process that has died, and is to enter the next one alone."""
+        """Return True if a batch was inside a process that died, and must enter the next one alone."""
         with self._changed:
             return batch in self._suspects
 
     def open(self, process: Process) -> None:
-        """There is a process."""
+        """Admit batches to a new process."""
         with self._changed:
             self._process, self._refusal = process, ""
             self._changed.notify_all()
 
     def shut(self, refusal: str) -> int:
-        """The process is gone.
+        """Stop admission after the process died.
 
         Args:
-            refusal: why batches are refused until there is another one; "" lets them wait.
+            refusal: reason to refuse batches until the next process; "" lets them wait.
 
         Returns:
-            How many were inside.
+            Number of batches that were inside.
         """
         with self._changed:
             inside, self._inside, self._alone = self._inside, set(), False
@@ -135,7 +138,7 @@ class BatchAdmission(Generic[Process]):
             return len(inside)
 
     def fail(self, reason: str) -> None:
-        """There will be no process any more."""
+        """Refuse all batches from now on: no process will be started."""
         with self._changed:
             self._process, self._lost = None, reason
             self._changed.notify_all()
@@ -148,28 +151,29 @@ class BatchAdmission(Generic[Process]):
 
 CHILD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.backends.process.child")
 
-# Before the next process is started, by how many have died in a row; and how long one must have lived not to count.
+# Pause before the next process, by the number of deaths in a row; and the life time after which a death does not
+# count.
 _PAUSES_S = (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 0.8, 2.0, 4.0, 8.0, 16.0, 30.0)
 _SETTLED_S = 10.0
-# Batches wait for the next process if its pause is no longer than that, and are refused otherwise.
+# Batches wait for the next process if its pause is at most this long, else they are refused.
 _MAX_QUEUE_PAUSE_S = 1.0
 _LOAD_LIMIT_S = 900.0
 _CLOSE_GRACE_S = 15.0
-_TAIL_LINES = 100  # a dump of all threads, of which the one that matters comes first
+_TAIL_LINES = 100  # enough for a dump of all threads, of which the failing one comes first
 
 logger = logging.getLogger("headrace.isolated")
 
 
 class ChildProcess:
-    """One process.
+    """One child process.
 
     Attributes:
-        process: it.
-        control: the socket that the supervisor thread listens to.
-        channels: one an instance.
-        ended: set once it is dead and what was inside is dealt with.
-        cause: why it ended, for people; "" while it lives.
-        blame: why we ended it, "" if we did not.
+        process: the operating system's process.
+        control: socket that the supervisor thread reads.
+        channels: one for each instance.
+        ended: set once the process is dead and its batches are handled.
+        cause: reason for its end, as text; "" while it lives.
+        blame: reason why the server killed it, "" if it did not.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], control: Channel, channels: list[Channel]) -> None:
@@ -179,40 +183,41 @@ class ChildProcess:
         self.ended = threading.Event()
         self.cause = ""
         self.blame = ""
-        self.born_ns = monotonic_ns()
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.started_ns = monotonic_ns()
+        self.last_lines: deque[str] = deque(maxlen=_TAIL_LINES)
 
     def kill(self, why: str) -> None:
-        """End it; from any thread."""
+        """Kill the process; from any thread."""
         self.blame = self.blame or why
         self.process.kill()
 
     def shut(self) -> None:
-        """Let it end by itself."""
+        """Close our side of the sockets, so that the process ends itself."""
         for channel in (*self.channels, self.control):
             channel.shut()
 
 
 class ModelProcess:
-    """Runs one version of a model in a process of its own, and in another one when that dies.
+    """Runs one version of a model in a child process, and replaces the process when it dies.
 
-    Ownership: `_lock` guards `_generation` against `close`; everything else belongs to the
-    supervisor thread, which alone changes what other threads read.
+    Ownership: `_lock` guards `_child` against `close`; everything else belongs to the supervisor thread, the only one
+    that changes state which other threads read.
 
     Args:
-        name: of the model, for the log and messages.
-        order: what the child is to load.
-        instances: how many run at the same time.
-        limit_s: how long a batch may take, in seconds, before the process is taken to hang.
-        slot_bytes: shared memory for a batch, to begin with.
+        name: of the model, for logs and messages.
+        order: load request for the child.
+        instances: number of executions that run at the same time.
+        limit_s: seconds that a batch may take before the process counts as hanging.
+        slot_bytes: initial shared memory for a batch.
         command: of the child.
 
     Attributes:
-        gate: to the process.
-        restarts: how many processes have died while they served.
-        tensors: by "inputs" and "outputs", name, dtype and shape of those that the file tells of; None where it tells of none.
-        slots: by instance the memory for its batches, which the process has too.
-        held: memory of GPUs that the process has booked.
+        admission: decides which batches enter the process.
+        restarts: number of processes that died while they served.
+        tensors: by "inputs" and "outputs", name, dtype and shape of the file's tensors; None if the backend does not
+            read them.
+        slots: by instance, the shared memory slots for its batches.
+        held: GPU memory that the process has booked.
     """
 
     def __init__(
@@ -237,7 +242,7 @@ class ModelProcess:
         self._command = tuple(command)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._child: ChildProcess | None = None  # that is loading or serves
+        self._child: ChildProcess | None = None  # the process that is loading or serving
         self._dead_in_row = 0
         self._loaded: Future[None] = Future()
         self._thread = threading.Thread(target=self._supervise, name=f"{name} supervisor", daemon=True)
@@ -246,7 +251,7 @@ class ModelProcess:
         """Start the process and wait until it has loaded the model.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: the model cannot be loaded.
         """
         self._thread.start()
         try:
@@ -257,7 +262,7 @@ class ModelProcess:
             raise
 
     def close(self) -> None:
-        """End the process; returns when it is gone. All batches have left."""
+        """End the process and wait until it is gone. All batches have left before."""
         with self._lock:
             self._closing.set()
             child = self._child
@@ -276,7 +281,7 @@ class ModelProcess:
                 slot.close()
         self.slots = []
 
-    # On the supervisor thread's thread
+    # Called on the supervisor thread.
 
     def _supervise(self) -> None:
         try:
@@ -287,12 +292,12 @@ class ModelProcess:
                     self._loaded.set_exception(_load_error(self.name, "its process could not be kept alive"))
                 if self._loaded.exception() is not None:
                     return
-        except BaseException as error:  # a dying thread says so, whatever it dies of
+        except BaseException as error:  # log any error that ends this thread
             logger.exception("the process of %s is no longer supervised", self.name)
             self._fail_permanently(error)
 
     def _run_child(self) -> float:
-        """One process from its start to its end; the pause before the next one in seconds."""
+        """Run one process from start to end; return the pause before the next one in seconds."""
         try:
             child = self._start_child()
         except OSError as error:
@@ -311,34 +316,35 @@ class ModelProcess:
         return self._record_exit(child, failure)
 
     def _start_child(self) -> ChildProcess | None:
-        """Start a process; None if none is wanted any more."""
+        """Start a process; return None while closing."""
         pairs = [socket.socketpair() for _ in range(self._instances + 1)]
-        theirs = [pair[1] for pair in pairs]
+        child_ends = [pair[1] for pair in pairs]
         channels = [Channel(pair[0], self._limit_s) for pair in pairs[1:]]
         control = Channel(pairs[0][0])
         try:
             with self._lock:
                 if self._closing.is_set():
                     return None
-                words = [*self._command, str(os.getpid()), *(str(end.fileno()) for end in theirs)]
-                # By this thread, which lives as long as the server: the child asks to be killed when it ends.
+                command_line = [*self._command, str(os.getpid()), *(str(end.fileno()) for end in child_ends)]
+                # Started on this thread, which lives as long as the server: the kernel kills the child when its
+                # parent thread ends.
                 process = subprocess.Popen(
-                    words,
+                    command_line,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     bufsize=0,
-                    pass_fds=[end.fileno() for end in theirs],
-                    process_group=0,  # Ctrl-C reaches us alone
+                    pass_fds=[end.fileno() for end in child_ends],
+                    process_group=0,  # Ctrl-C reaches only the server
                 )
                 self._child = ChildProcess(process, control, channels)
                 return self._child
         finally:
-            for end in theirs:
+            for end in child_ends:
                 end.close()
 
     def _load_model(self, child: ChildProcess, output: _OutputReader) -> ConfigError | None:
-        """Have the model loaded; why it cannot be."""
+        """Make the process load the model; return the error if it cannot."""
         try:
             child.control.send(self._order)
             answer = output.listen(_LOAD_LIMIT_S)
@@ -374,7 +380,7 @@ class ModelProcess:
         return None
 
     def _admit_batches(self, child: ChildProcess) -> None:
-        child.born_ns = monotonic_ns()
+        child.started_ns = monotonic_ns()
         self.admission.open(child)
         if self._loaded.done():
             logger.warning("%s has a new process, %d", self.name, child.process.pid)
@@ -382,15 +388,15 @@ class ModelProcess:
             self._loaded.set_result(None)
 
     def _record_exit(self, child: ChildProcess | None, failure: ConfigError | None) -> float:
-        """A process is gone, or none could be had; the pause before the next one in seconds.
+        """Record the end of a process, or a failed start; return the pause before the next one in seconds.
 
         Args:
-            child: that is gone.
-            failure: why it never served.
+            child: the process that ended; None if none was started.
+            failure: reason why it never served; None if it did.
         """
         with self._lock:
             closing, self._child = self._closing.is_set(), None
-        settled = child is not None and monotonic_ns() - child.born_ns >= _SETTLED_S * NS_PER_S
+        settled = child is not None and monotonic_ns() - child.started_ns >= _SETTLED_S * NS_PER_S
         self._dead_in_row = 1 if failure is None and settled else self._dead_in_row + 1
         pause_s = _PAUSES_S[min(self._dead_in_row, len(_PAUSES_S)) - 1]
         waits = failure is None and pause_s <= _MAX_QUEUE_PAUSE_S
@@ -401,7 +407,7 @@ class ModelProcess:
             self.restarts += failure is None
             cause = f"{failure}" if child is None or failure is not None else child.cause
             lost_batches = f", with {inside} batches inside" if inside else ""
-            output_lines = "".join(f"\n  {line}" for line in child.tail) if child is not None else ""
+            output_lines = "".join(f"\n  {line}" for line in child.last_lines) if child is not None else ""
             logger.error(
                 "the process of %s has died: %s%s; the next in %g s%s",
                 self.name,
@@ -430,7 +436,7 @@ class ModelProcess:
 
 
 class _OutputReader:
-    """What a process says: messages on its control socket, and lines on its standard output and error."""
+    """Reads messages on a process's control socket, and lines of its standard output and error."""
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
@@ -451,10 +457,10 @@ class _OutputReader:
         self._output.close()
 
     def listen(self, limit_s: float | None = None) -> Message | None:
-        """The next message that is no log record; None if the process is gone.
+        """Return the next message that is not a log record; None if the process is gone.
 
         Raises:
-            TimeoutError: nothing came for `limit_s`.
+            TimeoutError: no message came for `limit_s`.
         """
         while True:
             ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
@@ -474,12 +480,12 @@ class _OutputReader:
             logging.getLogger(name).log(level, "%s", text)
 
     def drain(self) -> None:
-        """What is still in the pipe."""
+        """Read the rest of the pipe."""
         while self._read():
             pass
 
     def _read(self) -> bool:
-        """Take what is there; False if there is no more."""
+        """Read available output; return False if there is none."""
         try:
             data = self._output.read(1 << 16)
         except OSError:
@@ -489,13 +495,13 @@ class _OutputReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             text = line.decode("utf-8", "replace").rstrip()
-            self._child.tail.append(text)
+            self._child.last_lines.append(text)
             logger.debug("%d: %s", self._child.process.pid, text)
         return True
 
 
 def _exit_cause(child: ChildProcess) -> str:
-    """Wait for the end of a process whose control socket is closed, or that is of no use, and say what it died of."""
+    """Kill and wait for a process whose control socket is closed, or that is of no use; return the reason for its end."""
     process = child.process
     process.kill()
     status = process.wait()

@@ -1,1 +1,1 @@
-"""TensorRT engines."""
+"""Runs TensorRT engines."""

@@ -55,21 +55,22 @@ from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_con
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
 
-# What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
+# Parameters that the loader adds to those of the configuration: rows in a batch, and the comma-separated GPU of each
+# instance.
 MAX_BATCH_SIZE = "headrace.max_batch_size"
 GPUS = "headrace.gpus"
 
-# One batch is staged while one computes and one comes back.
+# One batch is copied in while one computes and one is copied out.
 _DEPTH = 3
 _MAX_DEPTH = 8
-# Whether the host spins while it waits for a batch.
+# Parameter `wait` -> the host spins while it waits for a batch (None: automatic).
 _WAITS: dict[str, bool | None] = {"auto": None, "spin": True, "sleep": False}
 
 logger = logging.getLogger("headrace.tensorrt")
 
 
 def gpu_count() -> int:
-    """How many GPUs there are."""
+    """Return the number of GPUs."""
     return gpus.count()
 
 
@@ -77,12 +78,12 @@ class TensorRtBackend:
     """Loads plans; see `headrace.backends.base.Backend`.
 
     Raises:
-        ConfigError: there is no GPU or no TensorRT; says what to install.
+        ConfigError: there is no GPU or no TensorRT; the message says what to install.
     """
 
     def __init__(self) -> None:
         try:
-            # The GPU is looked for first: TensorRT ends the process when it is started without one.
+            # Check for a GPU first: TensorRT ends the process if it is started without one.
             installed()
         except Unsupported as error:
             message = f"backend 'tensorrt' is not available on this machine: {error}"
@@ -97,8 +98,8 @@ class TensorRtBackend:
         Args:
             file: the plan.
             instances: number of executions.
-            parameters: of the model's configuration, as docs/configuration.md has them; and `MAX_BATCH_SIZE` and `GPUS`.
-            account: in which the memory is booked; None: not booked.
+            parameters: of the model's configuration (docs/configuration.md), with `MAX_BATCH_SIZE` and `GPUS`.
+            account: account for the memory; None: not booked.
         """
         gpu_list = parameters.get(GPUS, "")
         devices = [int(number) for number in gpu_list.split(",")] if gpu_list else [0] * instances
@@ -113,10 +114,10 @@ class TensorRtBackend:
 
 
 def _placement(file: str, device: int, parameters: dict[str, str]) -> InstancePlacement:
-    """Where and how an instance runs.
+    """Read an instance's GPU and launch settings from the parameters.
 
     Raises:
-        ConfigError: a parameter makes no sense.
+        ConfigError: a parameter has a value that is not allowed.
     """
     graphs, depth = parameters.get("cuda_graphs", "1"), parameters.get("pipeline_depth", str(_DEPTH))
     one_graph, wait = parameters.get("one_graph_rows", "auto"), parameters.get("wait", "auto")
@@ -143,13 +144,13 @@ class TensorRtModel:
 
     Args:
         name: of the plan's file.
-        content: of it.
+        content: of the plan's file.
         placements: of the instances.
-        account: in which the memory is booked; None: not booked. A plan is taken to need as much as its file is long.
+        account: account for the memory; None: not booked. The weights are booked at the size of the file.
 
     Raises:
         NoRoom: the account has no room.
-        ConfigError: the plan is foreign or broken, or does not fit into memory.
+        ConfigError: the plan was built for another machine, is broken, or does not fit into memory.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class TensorRtModel:
         self._stages: dict[int, dict[str, OpenStage]] = {}
         self._gathers: dict[int, RowGather] = {}
         self._weights: list[Reservation | None] = []
-        self._lock = threading.Lock()  # guards _told: instances open in threads of their own
+        self._lock = threading.Lock()  # guards _warned: instances open on threads of their own
         self._warned = False
         digest = hashlib.sha256(content).digest()
         try:
@@ -177,26 +178,26 @@ class TensorRtModel:
             raise
 
     def attach_stages(self, stages: Sequence[GpuStage]) -> str:
-        """Let the GPUs do these before and behind the plan; called once, before any execution is asked for.
+        """Run stages on the GPUs before and after the plan; called once, before the first execution is created.
 
         Returns:
-            Why they cannot: then all is as if nobody had asked. "" if they do.
+            "" on success, else the reason; the model then runs as if this had not been called.
         """
         try:
             for device in self._plans:
-                joined = self._stages[device] = {}
+                open_stages = self._stages[device] = {}
                 for stage in stages:
-                    joined[stage.tensor] = OpenStage(stage, stage.open(device))
+                    open_stages[stage.tensor] = OpenStage(stage, stage.open(device))
         except (Unsupported, DeviceError) as error:
             self._detach_stages()
             return str(error)
         return ""
 
     def execution(self, index: int) -> TensorRtExecution:
-        """Instance `index` on its GPU.
+        """Create instance `index` on its GPU.
 
         Raises:
-            ConfigError: the GPU has no room for it, or the plan does not take the model's batches.
+            ConfigError: the GPU has no room for it, or the plan does not support the model's batches.
         """
         placement = self._placements[index]
         try:
@@ -214,12 +215,12 @@ class TensorRtModel:
 
     @property
     def resident_devices(self) -> frozenset[int]:
-        """Numbers of the GPUs whose batches take resident rows: all, or none where the kernel cannot be had."""
+        """Numbers of the GPUs whose batches take resident rows: all, or none if the kernel is not available."""
         return frozenset(self._gathers)
 
     @property
     def profile(self) -> dict[int, float]:
-        """By rows the microseconds that a batch of a bucket keeps a GPU busy; empty until an instance is open, if ever."""
+        """Microseconds that a batch of each bucket keeps a GPU busy, by rows; empty before an instance is open."""
         tuning_result = next(iter(self._plans.values())).tuning_result
         return (
             {}
@@ -229,25 +230,25 @@ class TensorRtModel:
 
     @property
     def inputs(self) -> Sequence[PlanTensor]:
-        """What the plan takes."""
+        """Input tensors of the plan."""
         return next(iter(self._plans.values())).inputs
 
     @property
     def outputs(self) -> Sequence[PlanTensor]:
-        """What it gives."""
+        """Output tensors of the plan."""
         return next(iter(self._plans.values())).outputs
 
     def close(self) -> None:
-        """Give the GPUs' memory back."""
+        """Free the GPUs' memory."""
         self._detach_stages()
         self._close_gathers()
         for device, plan in self._plans.items():
             with current(device):
                 plan.close()
         self._plans.clear()
-        for weights in self._weights:
-            if weights is not None:
-                weights.release()
+        for reservation in self._weights:
+            if reservation is not None:
+                reservation.release()
         self._weights.clear()
 
     def _open_gathers(self) -> None:
@@ -256,32 +257,32 @@ class TensorRtModel:
                 self._gathers[device] = RowGather(device)
         except (Unsupported, DeviceError) as error:
             self._close_gathers()
-            logger.debug("%s takes no rows from where they lie on the GPU: %s", self._name, error)
+            logger.debug("%s does not read resident rows: %s", self._name, error)
 
     def _close_gathers(self) -> None:
         while self._gathers:
             self._gathers.popitem()[1].close()
 
     def _detach_stages(self) -> None:
-        for device, joined in self._stages.items():
+        for device, open_stages in self._stages.items():
             with current(device):
-                while joined:
-                    joined.popitem()[1].work.close()
+                while open_stages:
+                    open_stages.popitem()[1].work.close()
         self._stages.clear()
 
     def _warn(self, reason: str) -> None:
         with self._lock:
-            gpu_list, self._warned = self._warned, True
-        if not gpu_list:
+            was_warned, self._warned = self._warned, True
+        if not was_warned:
             logger.warning("%s runs without CUDA graphs, it cannot be captured: %s", self._name, reason)
 
 
 def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator) -> TensorRtPlan:
     device = allocator.gpu
     try:
-        here = installed(device)
+        machine = installed(device)
         with current(device):
-            return TensorRtPlan(load(), content, digest, name, here, allocator)
+            return TensorRtPlan(load(), content, digest, name, machine, allocator)
     except ConfigError:
         raise
     except HeadraceError as error:
@@ -289,17 +290,17 @@ def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator
         raise plan_error(name, f"cannot be loaded on GPU {device}: {error}", cure) from error
 
 
-# What is remembered of batches that were seen; beyond that it is found out anew.
+# Limit of the caches of batch shapes; a full cache is cleared.
 _MAX_CACHED_SHAPES = 4096
 
 
 class _BatchState(NamedTuple):
-    """A batch's way.
+    """Slot, context and views of a batch in flight.
 
     Attributes:
-        slot: whose memory it has.
-        context: which it takes.
-        views: on that memory.
+        slot: memory of the batch.
+        context: its prepared context.
+        views: arrays on that memory.
     """
 
     slot: BufferSlot
@@ -308,7 +309,7 @@ class _BatchState(NamedTuple):
 
 
 class _CurrentDevice:
-    """The GPU current in a thread; an error after which it does nothing any more becomes `ExecutionLost`. Has no state."""
+    """Makes the GPU current on a thread; converts errors after which the GPU is unusable to `ExecutionLost`. Stateless."""
 
     def __init__(self, context: Any, device: int, name: str) -> None:
         self._trt_context = context
@@ -321,7 +322,8 @@ class _CurrentDevice:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The error itself is not raised anew: frames in a cycle would keep streams alive that must go while the GPU is current.
+        # The error itself is not raised again: its frames form a cycle that would keep streams alive, which must be
+        # freed while the GPU is current.
         try:
             if error is None or isinstance(error, OutOfDeviceMemory):
                 return
@@ -337,20 +339,20 @@ class _CurrentDevice:
 
 
 class TensorRtExecution:
-    """See `headrace.backends.base.PipelinedExecution`. Opened and closed by the instance's thread.
+    """One instance; see `headrace.backends.base.PipelinedExecution`. Opened and closed on the instance's thread.
 
-    Ownership: slots go from `_free` through a batch back to `_free` (a deque: both threads touch its ends); everything else is
-    the instance's thread's.
+    Ownership: slots move from `_free` to a batch and back (a deque: both threads use its ends); everything else
+    belongs to the instance's thread.
 
     Args:
-        plan: what runs, shared with the other instances on the GPU.
-        placement: where and how.
-        tell: is told once why a CUDA graph cannot be had.
-        stages: what the GPU does before and behind the plan, by the plan's tensor.
-        kernel: fetches resident rows; None: batches take none.
+        plan: shared with the other instances on the GPU.
+        placement: GPU and launch settings.
+        warn: called once with the reason if CUDA graphs are not available.
+        stages: run on the GPU before and after the plan, by the plan's tensor.
+        kernel: gathers resident rows; None: batches have none.
 
     Raises:
-        ConfigError: the plan does not take batches of `max_rows` rows, or gives outputs that cannot be served.
+        ConfigError: the plan does not support batches of `max_rows` rows, or its outputs cannot be served.
         DeviceError: the GPU has no memory left, or has failed.
     """
 
@@ -378,7 +380,7 @@ class TensorRtExecution:
                 self._resources.open()
                 if self._resources.has_fixed_shapes:
                     self._resources.prepare(tune(self._resources, plan, placement))
-                # With other shapes to come, `begin` may have to make a context and capture its graph.
+                # If more shapes can occur, `begin` may have to create a context and capture its graph.
                 self.prompt = self._resources.has_fixed_shapes
             except BaseException:
                 self._resources.close()
@@ -386,7 +388,7 @@ class TensorRtExecution:
         self._free.extend(self._resources.slots)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """All outputs; see `headrace.backends.base.Execution.run`."""
+        """Return all outputs; see `headrace.backends.base.Execution.run`."""
         rows = next(iter(inputs.values())).shape[0] if self._batched else 0
         batch = self._begin(inputs, rows)
         try:
@@ -399,42 +401,42 @@ class TensorRtExecution:
         return self.finish(batch)
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """A free batch; see `headrace.backends.base.PipelinedExecution.begin`."""
+        """Begin a batch in a free slot; see `headrace.backends.base.PipelinedExecution.begin`."""
         return self._begin(like, rows if self._batched else 0)
 
     def launch(self, batch: InFlightBatch) -> None:
         """Queue copy in, compute and copy out."""
         slot, context, views = _batch_state(batch)
-        # From here on the GPU may read them, whatever becomes of the batch.
+        # From now on the GPU may read them, whether the launch succeeds or not.
         slot.resident_inputs = batch.resident_inputs
         alone = len(self._free) == self.depth - 1
         try:
             with self._on_device:
                 self._resources.launch(slot, context, views, batch.resident_inputs, alone)
         except BaseException:
-            # Some of it may be queued: nobody else may use the memory before it is over.
+            # Some work may be queued: no other batch may use the memory before it is done.
             with self._on_device:
                 self._resources.synchronize()
-            self._give_back(slot)
+            self._release_slot(slot)
             raise
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
-        """Wait for a batch, and copies of its outputs."""
+        """Wait for a batch and return copies of its outputs."""
         slot, _, views = _batch_state(batch)
         try:
             with self._on_device:
                 slot.finished.wait()
             return {name: values.copy() for name, values in views.outputs.items()}
         finally:
-            self._give_back(slot)
+            self._release_slot(slot)
 
     def discard(self, batch: InFlightBatch) -> None:
-        """Give a batch back that was not launched."""
-        self._give_back(_batch_state(batch).slot)
+        """Free the slot of a batch that was not launched."""
+        self._release_slot(_batch_state(batch).slot)
 
     def close(self) -> None:
         """Release everything, after running work is done."""
-        # BatchViews would keep pinned memory from going.
+        # Views would keep the pinned memory alive.
         self._views.clear()
         self._free.clear()
         with self._on_device:
@@ -460,25 +462,27 @@ class TensorRtExecution:
             raise
         return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
 
-    def _give_back(self, slot: BufferSlot) -> None:
+    def _release_slot(self, slot: BufferSlot) -> None:
         slot.resident_inputs = []
         self._free.append(slot)
 
     def _check(self, like: Mapping[str, Array]) -> None:
         if like.keys() != self._input_types.keys():
-            raise ModelFailed(f"{self._plan.name} takes {', '.join(self._input_types)}, it was given {', '.join(like)}")
+            raise ModelFailed(
+                f"{self._plan.name} takes the inputs {', '.join(self._input_types)}, the batch has {', '.join(like)}"
+            )
         for name, dtype in self._input_types.items():
             if like[name].dtype != dtype:
-                raise ModelFailed(f"{self._plan.name} takes '{name}' as {dtype}, it was given as {like[name].dtype}")
+                raise ModelFailed(f"{self._plan.name} takes '{name}' as {dtype}, the batch has {like[name].dtype}")
 
     def _cached_run_shapes(self, requested: InputShapes, rows: int) -> InputShapes:
-        """The shapes of the plan's inputs that are run for a batch."""
+        """Shapes of the plan's inputs that run for a batch."""
         if len(self._run_shapes) >= _MAX_CACHED_SHAPES:
             self._run_shapes.clear()
-        found = self._run_shapes[requested] = self._choose_run_shapes(
+        run_shapes = self._run_shapes[requested] = self._choose_run_shapes(
             dict(zip(self._input_types, requested, strict=True)), rows
         )
-        return found
+        return run_shapes
 
     def _choose_run_shapes(self, requested: dict[str, Shape], rows: int) -> InputShapes:
         exact, tuning_result = self._ports.plan_shapes(requested), self._resources.tuning_result
@@ -500,7 +504,7 @@ class TensorRtExecution:
         if len(self._views) >= _MAX_CACHED_SHAPES:
             self._views.clear()
         fetched = {
-            # Of an output's rows those that are not padding.
+            # Rows of the output without padding.
             name: (rows, *shape[1:]) if rows and shape and shape[0] == context.rows else shape
             for name, shape in context.outputs.items()
         }
@@ -513,5 +517,5 @@ class TensorRtExecution:
 
 
 def _batch_state(batch: InFlightBatch) -> _BatchState:
-    assert isinstance(batch.handle, _BatchState), "a batch goes back to the execution that began it"
+    assert isinstance(batch.handle, _BatchState), "the batch was begun by another execution"
     return batch.handle

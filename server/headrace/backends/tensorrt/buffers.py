@@ -1,9 +1,9 @@
 """Memory for the batches of an instance: buffer slots, and tables of device-resident rows.
 
 A buffer slot has all the memory that one batch needs, and serves one batch at a time. A row table holds the addresses
-of rows that the GPU reads in place, in pinned memory, and `gather` queues the kernel that follows it. The kernel is
-used for a single row too, where a plain copy would do: see `headrace.cuda.shared_memory`. The host writes a table while
-nothing runs in its slot; the GPU reads it until the slot's batch is finished. So every slot has its own.
+of rows that the GPU reads in place, in pinned memory; `gather` queues the kernel that reads them. The kernel is used
+for a single row too, although a copy would do: see `headrace.cuda.shared_memory`. The host writes a table while
+nothing runs in its slot; the GPU reads it until the slot's batch is finished. Therefore every slot has its own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from headrace.cuda.driver import CompletionEvent, CudaStream
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, download, upload
 
-# TensorBuffer for the batches of an instance: a slot has all that one batch needs on its way, and no two batches at a time.
-
-
 _ADDRESS_BYTES = 8
 
-# Blocks of the kernel: few beside a model that computes, since each takes a multiprocessor from it and a few fill the bus; more
-# alone on the GPU, so that a few rows are there soon.
+# Thread blocks of the gather kernel. Few beside a model that computes: each occupies a multiprocessor, and a few
+# saturate the bus. More on an idle GPU, for the latency of small batches.
 SHARED_BLOCKS = 8
 IDLE_BLOCKS = 32
 
 
 class RowTable:
-    """Where the rows of a batch are.
+    """Addresses of the rows of a batch.
 
     Args:
         names: of the inputs.
@@ -58,15 +55,15 @@ class RowTable:
         total: int,
         resident_inputs: Iterable[ResidentInput],
     ) -> None:
-        """Fill in one input.
+        """Write the addresses of one input.
 
         Args:
             name: of the input.
-            staged: address of the slot's pinned memory for it, where the rows are that are not resident.
-            row_bytes: of one row; nothing is done without any.
+            pinned_address: address of the slot's pinned memory for it, with the rows that are not resident.
+            row_bytes: size of a row; nothing is written if 0.
             rows: of the batch, at least 1.
-            total: rows that the kernel reads, at least `rows`: the last one again and again.
-            residents: those of the batch, of all inputs.
+            total: rows that the kernel reads, at least `rows`: the last one is repeated.
+            resident_inputs: those of the batch, of all inputs.
         """
         if not row_bytes:
             return
@@ -74,7 +71,7 @@ class RowTable:
         for input_name, first, values in resident_inputs:
             if input_name == name:
                 address = values.address
-                # Without a batch dimension all of it is one row, whatever its first dimension.
+                # Without a batch dimension the whole tensor is one row, whatever its first dimension.
                 count = values.shape[0] if rows > 1 else 1
                 if count == 1:
                     addresses[first] = address
@@ -84,11 +81,11 @@ class RowTable:
         struct.pack_into(f"={total}Q", self._bytes, self._offsets[name], *addresses)
 
     def address(self, name: str) -> int:
-        """Of an input's part of the table."""
+        """Address of an input's part of the table."""
         return self._buffer.address + self._offsets[name]
 
     def close(self) -> None:
-        """Give it back; nothing reads it any more."""
+        """Free the table; no kernel reads it any more."""
         del self._bytes
         self._buffer.free()
 
@@ -96,15 +93,15 @@ class RowTable:
 def gather(
     kernel: RowGather, stream: CudaStream, table: RowTable, rows: int, sizes: Mapping[str, tuple[int, int]], blocks: int
 ) -> None:
-    """Queue that the GPU gets inputs by a table.
+    """Queue the kernel that gathers inputs by a table.
 
     Args:
-        kernel: that follows it.
-        stream: on which.
-        table: read when the work is done, not before.
-        rows: that it has.
-        sizes: by input the bytes of a row, and the address where the first is to go.
-        blocks: `BESIDE` or `ALONE`.
+        kernel: to queue.
+        stream: stream to queue on.
+        table: read when the kernel runs, not before.
+        rows: in the table.
+        sizes: by input, the bytes of a row and the destination address of the first row.
+        blocks: `SHARED_BLOCKS` or `IDLE_BLOCKS`.
 
     Raises:
         DeviceError: the driver refuses.
@@ -115,15 +112,15 @@ def gather(
 
 
 class TensorBuffer:
-    """One tensor's memory on both sides, of one size for ever.
+    """Memory of one tensor on GPU and host, of constant size.
 
     Args:
         dtype: of the tensor.
-        size_bytes: of the largest that is served.
+        size_bytes: size of the largest tensor that is served.
         allocator: of the GPU.
 
     Attributes:
-        size_bytes: likewise.
+        size_bytes: as given.
     """
 
     def __init__(self, dtype: np.dtype[Any], size_bytes: int, allocator: Allocator) -> None:
@@ -137,33 +134,33 @@ class TensorBuffer:
             self.close()
             raise
         self.size_bytes = size_bytes
-        # What a batch is padded with is what was there: never anything but zeros, or rows that were valid once.
+        # Padding is whatever the buffer contains: zeros, or rows of earlier batches, which were valid.
         self._pinned.view((self._pinned.size_bytes,), np.dtype(np.uint8)).fill(0)
 
     @property
     def address(self) -> int:
-        """On the GPU."""
+        """Address on the GPU."""
         return self._device.address
 
     @property
     def pinned_address(self) -> int:
-        """On the host, where the GPU reads it too."""
+        """Address of the pinned side, which the GPU reads too."""
         return self._pinned.address
 
     def view(self, shape: Shape) -> Array:
-        """The pinned side; it must fit."""
+        """Return the pinned side as an array; the shape must fit."""
         return self._pinned.view(shape, self._dtype)
 
     def size_of(self, shape: Shape) -> int:
-        """Bytes of a tensor of this shape."""
+        """Return the bytes of a tensor of this shape."""
         return math.prod(shape) * self._dtype.itemsize
 
     def fits(self, shape: Shape) -> bool:
-        """True if a tensor of this shape has room."""
+        """Return True if a tensor of this shape fits."""
         return self.size_of(shape) <= self.size_bytes
 
     def clear(self, stream: CudaStream) -> None:
-        """Queue that the GPU's side becomes what the pinned side is."""
+        """Queue a copy of the whole pinned side to the GPU."""
         upload(self._device, self._pinned.view((self._pinned.size_bytes,), np.dtype(np.uint8)), stream)
 
     def send(self, values: Array, stream: CudaStream) -> None:
@@ -181,25 +178,25 @@ class TensorBuffer:
 
 
 class BufferSlot:
-    """Room for one batch at a time: memory for what callers send and get, and the events of its stages.
+    """Memory and events for one batch at a time.
 
     Args:
         index: among the slots of an instance.
-        ports: tensors as callers see them.
-        sizes: of the tensors at their largest.
-        within: by the plan's name the addresses of the tensors that never leave the GPU, which the slots share.
+        ports: tensors as clients see them.
+        sizes: largest sizes of the tensors.
+        inner: by the plan's name, the addresses of tensors that never leave the GPU; the slots share them.
         allocator: of the GPU.
 
     Attributes:
-        inputs: by callers' name.
-        outputs: likewise.
+        inputs: by clients' name.
+        outputs: by clients' name.
         addresses: of the plan's tensors, on the GPU.
-        copied_in: the inputs are on the GPU.
-        computed: the outputs are.
-        copied_out: they are in pinned memory; by whether the host spins or sleeps until then.
-        landing: which of these two is waited for.
-        rows: where the rows of the batch are, if some of them are not in the slot.
-        residents: what keeps those alive from launch to landing.
+        copied_in: event: the inputs are on the GPU.
+        computed: event: the outputs are on the GPU.
+        copied_out: events: the outputs are in pinned memory; by whether the host spins or sleeps until then.
+        finished: the one of these two that is waited for.
+        rows: addresses of the batch's rows; None if it takes no resident rows.
+        resident_inputs: keeps those alive from launch to finish.
     """
 
     def __init__(
@@ -230,7 +227,7 @@ class BufferSlot:
         self.resident_inputs = []
         if self.rows is not None:
             self.rows.close()
-        # Events free themselves once nothing refers to them; they must do so while the device is current.
+        # Events free themselves with their last reference; the device must be current then.
         for name in ("copied_in", "computed", "copied_out", "landing"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -245,12 +242,12 @@ class BufferSlot:
 
 
 class BufferSizes:
-    """Bytes of tensors at their largest.
+    """Largest sizes of tensors in bytes.
 
     Attributes:
-        inputs: by callers' name.
-        outputs: likewise.
-        within: by the plan's name, of those that never leave the GPU.
+        inputs: by clients' name.
+        outputs: by clients' name.
+        inner: by the plan's name, of tensors that never leave the GPU.
     """
 
     def __init__(self) -> None:
@@ -259,12 +256,12 @@ class BufferSizes:
         self.inner: dict[str, int] = {}
 
     def add(self, ports: PlanBindings, plan_inputs: Mapping[str, Shape], plan_outputs: Mapping[str, Shape]) -> None:
-        """Let the tensors have room for a batch.
+        """Raise the sizes so that a batch fits.
 
         Args:
-            ports: tensors as callers see them.
+            ports: tensors as clients see them.
             plan_inputs: shapes of the plan's inputs.
-            plan_outputs: of its outputs.
+            plan_outputs: shapes of its outputs.
         """
         for side, sizes_of_side, shapes in (
             (ports.inputs, self.inputs, plan_inputs),

@@ -37,8 +37,8 @@ from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import DeviceBuffer
 
 _NOTHING: Mapping[str, Launch] = {}
-# A batch of up to so many rows, if it is one graph, has as few steps as can be: resident rows are prepared where they lie, and
-# what the GPU makes of the outputs is written over the bus at once. With more rows copies are faster, and kernels that read over
+# One-graph batches of up to this many rows have as few steps as possible: resident rows are preprocessed in place,
+# and stages write outputs over the bus to pinned memory. With more rows copies are faster, and kernels that access
 # the bus would keep multiprocessors waiting.
 _FEW_ROWS = 4
 
@@ -47,19 +47,20 @@ class PreparedContext:
     """An execution context with its shapes and addresses set, and its CUDA graphs.
 
     Args:
-        plan: what runs.
-        ports: tensors as callers see them.
-        slot: whose memory it works in.
+        plan: the plan.
+        ports: tensors as clients see them.
+        slot: buffer slot that it works in.
         scratch: address of the instance's scratch memory.
-        batched: True if the first dimension of all that callers send is rows.
+        batched: True if the first dimension of clients' tensors is rows.
 
     Attributes:
-        lone: its batches are one graph only while nothing else of the instance is in the air: then nothing could overlap.
-        rows: in its batches; 1 if there is no batch dimension.
+        one_graph_when_idle: its batches are one graph only while no other batch of the instance is in flight: then
+            nothing could overlap.
+        rows: in its batches; 1 without a batch dimension.
         shapes: of the plan's inputs, as last set.
-        direct: a batch of few rows that is one graph has no copies that can be spared; tells the next capture.
-        inputs: shapes of what callers send, by name.
-        outputs: of what they get.
+        direct: avoid copies in one-graph batches of few rows; set before the next capture.
+        inputs: shapes of clients' inputs, by name.
+        outputs: shapes of clients' outputs, by name.
     """
 
     def __init__(self, plan: TensorRtPlan, ports: PlanBindings, slot: BufferSlot, scratch: int, batched: bool) -> None:
@@ -82,10 +83,10 @@ class PreparedContext:
             self._trt_context.set_tensor_address(name, address)
 
     def set_shapes(self, shapes: dict[str, Shape], stream: CudaStream) -> None:
-        """Take these shapes of the plan's inputs from here on; nothing of the context is running.
+        """Set the shapes of the plan's inputs; the context must not run.
 
         Raises:
-            ModelFailed: the plan does not take them.
+            ModelFailed: the plan does not support them.
         """
         if shapes == self.shapes:
             return
@@ -105,11 +106,11 @@ class PreparedContext:
         self.shapes = shapes
 
     def enqueue(self, stream: CudaStream) -> None:
-        """Queue one execution, from what callers send to what they get, all of it on the GPU.
+        """Queue one execution, from clients' inputs to clients' outputs, on the GPU.
 
         Raises:
             ModelFailed: TensorRT refuses; its log has the reason.
-            DeviceError: the driver does.
+            DeviceError: the driver refuses.
         """
         if self._compute_graph is not None:
             self._compute_graph.launch()
@@ -117,25 +118,24 @@ class PreparedContext:
             self._compute(stream)
 
     def capture(self, stream: CudaStream) -> None:
-        """Make a graph of the execution, once it has run for these shapes: the first run sets up what a graph cannot.
-
-        Nothing is done where there is one.
+        """Capture a graph of the execution, unless there is one. It must have run for these shapes: the first run does
+        set-up that a graph cannot contain.
 
         Raises:
-            ModelFailed: it cannot be captured, says TensorRT; the context runs without.
-            DeviceError: says the driver.
+            ModelFailed: TensorRT cannot be captured; the context runs without a graph.
+            DeviceError: the driver refuses.
         """
         if self._compute_graph is None:
             self._compute_graph = CudaGraph(stream, lambda: self._record_compute(stream))
 
     def capture_batch_graph(self, stream: CudaStream, kernel: RowGather | None) -> None:
-        """Make a graph of a whole batch, copies and all, and another for rows that are resident, unless they are there.
+        """Capture a graph of a whole batch including copies, and another for resident rows, unless they exist.
 
         Raises as `capture` does.
 
         Args:
-            stream: where everything is replayed.
-            kernel: fetches resident rows; None: there are none.
+            stream: stream of the replays.
+            kernel: gathers resident rows; None without them.
         """
         if self._batch_graph is None:
             self._batch_graph = CudaGraph(stream, lambda: self._record_batch(stream, None))
@@ -143,24 +143,24 @@ class PreparedContext:
             self._gather_graph = CudaGraph(stream, lambda: self._record_batch(stream, kernel))
 
     def drop_compute_graph(self) -> None:
-        """Be without the graph of the execution where that of the whole batch is in its place."""
+        """Drop the graph of the execution if the graph of the whole batch replaces it."""
         if self._compute_graph is not None and self._batch_graph is not None:
             self._compute_graph.close()
             self._compute_graph = None
 
     def drop_batch_graphs(self) -> None:
-        """Be without the graphs of a whole batch; nothing of it runs."""
+        """Drop the graphs of a whole batch; none of them runs."""
         for graph in (self._batch_graph, self._gather_graph):
             if graph is not None:
                 graph.close()
         self._batch_graph = self._gather_graph = None
 
     def is_one_graph(self, gathered: bool, alone: bool) -> bool:
-        """True if a batch is one graph.
+        """Return True if a batch runs as one graph.
 
         Args:
-            gathered: with resident rows.
-            alone: nothing else of the instance is in the air.
+            gathered: it has resident rows.
+            alone: no other batch of the instance is in flight.
         """
         return (alone or not self.one_graph_when_idle) and (
             self._gather_graph if gathered else self._batch_graph
@@ -170,7 +170,7 @@ class PreparedContext:
         """Queue a whole batch on the stream that it was captured on.
 
         Args:
-            gathered: all rows are where the slot's table says, for all of the context's rows.
+            gathered: the slot's table has the addresses of all of the context's rows.
 
         Raises:
             DeviceError: the driver refuses.
@@ -187,7 +187,7 @@ class PreparedContext:
         self._compute_graph = self._trt_context = None
 
     def _record_batch(self, stream: CudaStream, kernel: RowGather | None) -> None:
-        """What `capture_flight` records: all rows of the context, padding and all."""
+        """Queue the work that `capture_batch_graph` records: all rows of the context, including padding."""
         slot = self._slot
         direct = self.direct and self.rows <= _FEW_ROWS
         fetched = dict[str, Launch]()
@@ -209,11 +209,11 @@ class PreparedContext:
                 memory.fetch(memory.view(self.outputs[name]), stream)
 
     def _record_compute(self, stream: CudaStream) -> None:
-        """What `capture` records."""
+        """Queue the work that `capture` records."""
         self._compute(stream)
 
     def _fetches(self) -> dict[str, Launch]:
-        """By name of the input what prepares its rows where they lie."""
+        """Launchers that preprocess rows in place, by input."""
         shapes_by_name = {}
         for port in self._ports.inputs:
             if port.stage is not None and port.stage.rows(self.shapes[port.tensor]) == self.rows:
@@ -223,15 +223,15 @@ class PreparedContext:
         return shapes_by_name
 
     def _compute(self, stream: CudaStream, fetched: Mapping[str, Launch] = _NOTHING, direct: bool = False) -> set[str]:
-        """Queue what is between the copies.
+        """Queue the work between the copies.
 
         Args:
-            stream: on which.
-            fetched: what prepares rows that are where the slot's table says, by input.
-            direct: write to pinned memory what is made of the plan's outputs.
+            stream: stream to queue on.
+            fetched: launchers that read rows at the addresses in the slot's table, by input.
+            direct: write outputs of stages to pinned memory.
 
         Returns:
-            The outputs that are in pinned memory then.
+            The outputs that are in pinned memory afterwards.
         """
         slot = self._slot
         for port in self._ports.inputs:
@@ -259,11 +259,11 @@ class PreparedContext:
 def output_shapes(
     plan: TensorRtPlan, context: Any, profile: int, shapes: Shapes, stream: CudaStream
 ) -> dict[str, Shape]:
-    """Set a context's inputs and read its outputs' shapes.
+    """Set a context's input shapes and return its output shapes.
 
     Raises:
-        ModelFailed: TensorRT does not take the inputs.
-        ConfigError: the shape of an output is known only when it is computed.
+        ModelFailed: TensorRT does not support the inputs.
+        ConfigError: the shape of an output depends on values.
     """
     if context.active_optimization_profile != profile:
         if not context.set_optimization_profile_async(profile, stream.handle):
@@ -274,7 +274,7 @@ def output_shapes(
             raise ModelFailed(f"{plan.name} takes no input '{name}' of {list(shape)}")
     unknown = context.infer_shapes()
     if unknown:
-        raise ModelFailed(f"{plan.name} has not been given {', '.join(unknown)}")
+        raise ModelFailed(f"{plan.name} lacks the shapes of {', '.join(unknown)}: send every input")
     shapes_by_name = {
         tensor.name: tuple(int(s) for s in context.get_tensor_shape(tensor.name)) for tensor in plan.outputs
     }
@@ -286,28 +286,29 @@ def output_shapes(
 
 
 def describe_shapes(shapes: Shapes) -> str:
-    """Shapes for people."""
+    """Shapes as text."""
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
 
 
 logger = logging.getLogger("headrace.tensorrt")
 
-# InputShapes that come up only while the model serves get contexts of their own up to this number; the others share one a slot.
+# Shapes that first occur while serving get contexts of their own up to this number; the others share one in each
+# slot.
 _MAX_SERVING_SHAPES = 16
 
 InputShapes = tuple[Shape, ...]  # of the plan's inputs, in its order
 
 
 class InstancePlacement(NamedTuple):
-    """Where and how an instance runs.
+    """GPU and launch settings of an instance.
 
     Attributes:
         device: number of the GPU.
-        max_rows: rows in the largest batch; 0 if the model has no batch dimension.
-        depth: batches under way at the same time.
+        max_rows: rows in the largest batch; 0 without a batch dimension.
+        depth: maximum number of batches in flight.
         graphs: replay CUDA graphs.
-        one_graph_rows: batches of up to so many rows fly as one graph; None: measured.
-        spins: the host keeps a core busy while it waits; None: for batches that are one graph, to which microseconds matter.
+        one_graph_rows: batches of up to this many rows are one graph; None: by measurement.
+        spins: the host keeps a core busy while it waits; None: for one-graph batches, whose latency is microseconds.
     """
 
     device: int
@@ -322,9 +323,9 @@ class BatchViews(NamedTuple):
     """Arrays on the pinned memory of a slot, for one shape of batch.
 
     Attributes:
-        inputs: by name, what the caller fills.
-        outputs: what comes back, less the padding.
-        rows: of the batch; 1 if there is no batch dimension.
+        inputs: by name, filled by the caller.
+        outputs: by name, without padding.
+        rows: of the batch; 1 without a batch dimension.
     """
 
     inputs: dict[str, Array]
@@ -333,25 +334,27 @@ class BatchViews(NamedTuple):
 
 
 class DeviceResources:
-    """Opened with `open`, closed with `close` whatever has become of that.
+    """All resources of an instance on its GPU: streams, scratch memory, slots and contexts.
+
+    Open it with `open`; `close` it even if that failed.
 
     Args:
-        plan: what runs, shared with the other instances on the GPU.
-        ports: tensors as callers see them.
-        placement: where and how.
-        kernel: fetches resident rows; None: there are none.
-        tell: is told once why a CUDA graph cannot be had.
+        plan: shared with the other instances on the GPU.
+        ports: tensors as clients see them.
+        placement: GPU and launch settings.
+        kernel: gathers resident rows; None without them.
+        warn: called once with the reason if CUDA graphs are not available.
 
     Attributes:
-        slots: one for each batch under way.
-        choice: how batches are run.
-        fixed: True if the batch's is the only free dimension, if any: then all batches run by the choice.
-        graphs: True as long as CUDA graphs can be had.
-        computing: the stream of the model, and of batches that are one graph.
-        copying_in, copying_out: those of the others.
+        slots: one for each batch in flight.
+        tuning_result: buckets, and how batches are launched.
+        has_fixed_shapes: True if only the batch dimension is free: then all batches run by the tuning result.
+        graphs: True while CUDA graphs are available.
+        computing: stream of the model, and of one-graph batches.
+        copying_in, copying_out: streams of the other batches' copies.
 
     Raises:
-        ConfigError: the plan does not take batches of `max_rows` rows.
+        ConfigError: the plan does not support batches of `max_rows` rows.
     """
 
     copying_in: CudaStream
@@ -380,7 +383,7 @@ class DeviceResources:
         self._shared_contexts: dict[int, PreparedContext] = {}
         self._serving_shapes: set[InputShapes] = set()
         self._max_rows = placement.max_rows
-        # A batch dimension may be all that is free.
+        # The batch dimension may be the only free one.
         shapes = [tensor.shape[1:] if self._max_rows else tensor.shape for tensor in plan.inputs]
         self.has_fixed_shapes = all(-1 not in shape for shape in shapes)
         self._buckets = buckets(plan.profiles, self._max_rows) if self._max_rows else ()
@@ -389,7 +392,7 @@ class DeviceResources:
         self.tuning_result = TuningResult(self._buckets)
 
     def open(self) -> None:
-        """Take memory for the largest batches.
+        """Allocate memory for the largest batches.
 
         Raises:
             ConfigError: outputs cannot be served.
@@ -416,7 +419,7 @@ class DeviceResources:
         self.synchronize()
 
     def prepare(self, tuning_result: TuningResult) -> None:
-        """Make the contexts for all shapes that can be told, and run batches by this choice from here on.
+        """Create the contexts for all shapes known in advance, and launch batches by this result from now on.
 
         Raises:
             DeviceError: the GPU has no memory left, or has failed.
@@ -439,22 +442,22 @@ class DeviceResources:
 
     @property
     def tuning_key(self) -> Hashable:
-        """All that the choice depends on beside the plan and the GPU."""
+        """Settings that the tuning result depends on, besides the plan and the GPU."""
         ports = (*self._ports.inputs, *self._ports.outputs)
         stages = tuple([port.stage.stage for port in ports if port.stage is not None])
         return self._placement, stages, self._kernel is not None
 
     def find_context(self, slot: BufferSlot, shapes: InputShapes) -> PreparedContext | None:
-        """The context that there is for shapes of the plan's inputs in a slot; needs no GPU to be current."""
+        """Return the existing context for shapes of the plan's inputs in a slot; needs no current device."""
         return self._contexts.get((slot.index, shapes))
 
     def context(self, slot: BufferSlot, shapes: InputShapes) -> PreparedContext:
-        """A context for shapes of the plan's inputs in a slot where nothing is running and none is ready for them.
+        """Create a context for shapes of the plan's inputs in a slot in which nothing runs.
 
-        With other free dimensions than the batch's the first shapes that come up get contexts of their own.
+        If more than the batch dimension is free, the first shapes that occur get contexts of their own.
 
         Raises:
-            ModelFailed: the plan does not take them.
+            ModelFailed: the plan does not support them.
             DeviceError: the GPU has no memory left, or has failed.
         """
         if not self.has_fixed_shapes and (
@@ -467,26 +470,26 @@ class DeviceResources:
         return context
 
     def new_context(self, slot: BufferSlot, rows: int, one_graph: bool = False) -> PreparedContext:
-        """Make a context for `rows` rows and run it once; captures a graph of its execution unless `one_graph`."""
+        """Create a context for `rows` rows and run it once; capture a graph of its execution unless `one_graph`."""
         return self._make_context(slot, self.shapes_of(rows), one_graph)
 
     def drop_context(self, slot: BufferSlot, rows: int) -> None:
-        """Give a context back; nothing of it is running."""
+        """Close a context; nothing of it runs."""
         self._contexts.pop((slot.index, self.shapes_of(rows))).close()
 
     def shared_context(self, slot: BufferSlot) -> PreparedContext:
-        """The one for whatever has no context of its own."""
+        """Return the context for shapes without a context of their own."""
         if slot.index not in self._shared_contexts:
             self._shared_contexts[slot.index] = self._new_unshaped_context(slot)
         return self._shared_contexts[slot.index]
 
     def drop_shared_context(self, slot: BufferSlot) -> None:
-        """Give it back; nothing of it is running."""
+        """Close the shared context; nothing of it runs."""
         if slot.index in self._shared_contexts:
             self._shared_contexts.pop(slot.index).close()
 
     def try_capture_batch_graph(self, context: PreparedContext) -> bool:
-        """Make a context fly whole; False if that cannot be captured."""
+        """Capture a context's whole batch as one graph; return False if that is not possible."""
         capture = partial(context.capture_batch_graph, self.computing, self._kernel)
         if not self._captured(capture):
             return True
@@ -504,15 +507,15 @@ class DeviceResources:
         """Queue a batch: copy in, compute, copy out.
 
         Args:
-            slot: whose memory it has; its inputs are there, but for those that are resident.
-            context: of the slot, which it takes.
-            views: on the memory.
-            residents: those that the GPU fetches itself.
-            alone: nothing else of the instance is in the air.
+            slot: slot of the batch; its inputs are there, except for resident ones.
+            context: prepared context of the slot.
+            views: arrays on the slot's memory.
+            resident_inputs: inputs that the GPU gathers itself.
+            alone: no other batch of the instance is in flight.
 
         Raises:
-            ModelFailed: TensorRT refuses; some of it may be queued.
-            DeviceError: the driver does; likewise.
+            ModelFailed: TensorRT refuses; some of the work may be queued.
+            DeviceError: the driver refuses; some of the work may be queued.
         """
         gathered = bool(resident_inputs)
         one_graph = context.is_one_graph(gathered, alone)
@@ -527,11 +530,11 @@ class DeviceResources:
             self._launch_in_stages(slot, context, views, {name for name, _, _ in resident_inputs})
 
     def shapes_of(self, rows: int) -> InputShapes:
-        """Of the plan's inputs, for so many rows; the batch's is the only free dimension, if any."""
+        """Shapes of the plan's inputs for `rows` rows; only the batch dimension may be free."""
         return tuple([(rows, *t.shape[1:]) if self._max_rows else t.shape for t in self._plan.inputs])
 
     def synchronize(self) -> None:
-        """Wait for everything that was queued.
+        """Wait for all queued work.
 
         Raises:
             DeviceError: some of it failed.
@@ -543,7 +546,7 @@ class DeviceResources:
         """Release everything, after running work is done."""
         with contextlib.suppress(DeviceError):
             self.synchronize()
-        # Streams and events free themselves; they must do so while the device is current.
+        # Streams and events free themselves with their last reference; the device must be current then.
         for context in (*self._contexts.values(), *self._shared_contexts.values()):
             context.close()
         self._contexts.clear()
@@ -585,7 +588,7 @@ class DeviceResources:
         return PreparedContext(self._plan, self._ports, slot, self._scratch.address, self._max_rows > 0)
 
     def _capture(self, context: PreparedContext) -> None:
-        """Capture a context's execution; if that cannot be, no other is tried."""
+        """Capture a context's execution; if that fails, no other context tries."""
         if self.graphs:
             reason = self._captured(partial(context.capture, self.computing))
             if reason:
@@ -593,7 +596,9 @@ class DeviceResources:
                 self._warn(reason)
 
     def _captured(self, capture: Callable[[], None]) -> str:
-        """Capture a graph: "", or why that cannot be. It is tried twice, since what this thread frees meanwhile spoils it."""
+        """Capture a graph; return "" or the reason for a failure. It tries twice: memory that this thread frees
+        meanwhile spoils a capture.
+        """
         with self._plan.collect_errors() as errors:
             try:
                 with contextlib.suppress(ModelFailed, DeviceError):
@@ -608,12 +613,10 @@ class DeviceResources:
                 return reason
         return ""
 
-    # On the way
-
     def _write_table(
         self, slot: BufferSlot, views: BatchViews, total: int, resident_inputs: Sequence[ResidentInput]
     ) -> None:
-        assert slot.rows is not None, "a batch that takes no resident rows was given some"
+        assert slot.rows is not None, "the batch has resident rows, which this execution does not support"
         for name, values in views.inputs.items():
             memory = slot.inputs[name]
             slot.rows.write(
@@ -623,7 +626,7 @@ class DeviceResources:
     def _launch_in_stages(
         self, slot: BufferSlot, context: PreparedContext, views: BatchViews, resident: set[str]
     ) -> None:
-        """Each stage in its stream: copies overlap with the computing of other batches."""
+        """Queue each stage in its own stream: copies overlap with the compute of other batches."""
         sizes = {}
         for name, values in views.inputs.items():
             if name in resident:
@@ -642,5 +645,5 @@ class DeviceResources:
         slot.finished.record(self.copying_out)
 
     def by_name(self, shapes: InputShapes) -> dict[str, Shape]:
-        """InputShapes of the plan's inputs, by their names."""
+        """Shapes of the plan's inputs by name."""
         return dict(zip(self._names, shapes, strict=True))

@@ -1,6 +1,7 @@
-"""The installed TensorRT: start it, read its version, turn its logged errors into messages.
+"""TensorRT of this machine, and a plan deserialised on one GPU: tensors, profiles, contexts, and stages around it.
 
-A server loads and runs plans; the builder builds them.
+One engine, and with it one copy of the weights, serves all instances on a GPU. The device must be current. A server
+loads and runs plans; the builder builds them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OTHER_MACHINE = re.compile(
 )
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemory|insufficient memory|Requested size was", re.IGNORECASE)
 
-# TensorRT's names of element types; BF16 has no NumPy type and travels as its bit pattern.
+# TensorRT's element types in NumPy's notation; BF16 has no NumPy type and is passed as its bit pattern.
 _DTYPES = {
     "FLOAT": "<f4",
     "HALF": "<f2",
@@ -49,11 +50,11 @@ _DTYPES = {
 
 
 class BucketTiming(NamedTuple):
-    """Times of one number of rows.
+    """Measured times of one number of rows.
 
     Attributes:
-        replay_us: by its CUDA graph.
-        plain_us: without, by a context that had other shapes before.
+        replay_us: as a CUDA graph.
+        plain_us: without a graph, in a context that had other shapes before.
     """
 
     replay_us: float
@@ -61,14 +62,14 @@ class BucketTiming(NamedTuple):
 
 
 class TuningResult(NamedTuple):
-    """How the batches of a plan are run.
+    """Buckets of a plan, and the way in which their batches are launched.
 
     Attributes:
-        buckets: numbers of rows that have contexts and graphs of their own, ascending; none where there is no batch dimension.
-        whole: of the buckets those whose batches are one graph each; 0 for that of a model without a batch dimension.
-        lone: those whose batches are one graph each while nothing else of the instance is in the air; likewise.
-        timings: by rows what was measured; empty if nothing was.
-        exact: numbers of rows that run as they are, in no bucket.
+        buckets: numbers of rows that have contexts and graphs of their own, ascending; empty without a batch dimension.
+        one_graph: buckets whose batches are one graph each; 0 stands for a model without a batch dimension.
+        timings: measurements by rows; empty if nothing was measured.
+        exact: numbers of rows that run unpadded, in no bucket.
+        one_graph_when_idle: buckets whose batches are one graph each while no other batch of the instance is in flight.
     """
 
     buckets: tuple[int, ...]
@@ -78,16 +79,16 @@ class TuningResult(NamedTuple):
     one_graph_when_idle: frozenset[int] = frozenset()
 
     def padded(self, rows: int) -> int:
-        """Rows that are run for a batch of `rows`, at most the last bucket."""
+        """Return the number of rows that run for a batch of `rows`, at most the last bucket."""
         return rows if rows in self.exact else self.buckets[bisect_left(self.buckets, rows)]
 
 
 class InstalledTensorRt(NamedTuple):
-    """What a plan depends on besides its model.
+    """Machine properties that a plan depends on.
 
     Attributes:
         version: of TensorRT, e.g. "10.6.0".
-        gpu: what it runs on.
+        gpu: the GPU that runs it.
     """
 
     version: str
@@ -95,13 +96,13 @@ class InstalledTensorRt(NamedTuple):
 
 
 class TensorRtLibrary:
-    """One installed TensorRT.
+    """The installed TensorRT.
 
     Attributes:
         trt: the module `tensorrt`.
         version: e.g. "10.6.0".
-        choices: how plans are best run, by all that it depends on, for the life of the process. Single operations on it only:
-            instances open in threads of their own.
+        tuning_results: by plan, GPU and settings, for the life of the process. Only single operations: instances open
+            on threads of their own.
     """
 
     def __init__(self, trt: Any) -> None:
@@ -109,42 +110,42 @@ class TensorRtLibrary:
         self.tuning_results: dict[Hashable, TuningResult] = {}
         self.version = tensorrt.version(trt)
         self._errors = threading.local()
-        # TensorRT keeps the first logger of a process, so there is one for all models.
-        self._logger = tensorrt.make_logger(trt, self._take)
+        # TensorRT uses the first logger of a process for everything, so all models share one.
+        self._logger = tensorrt.make_logger(trt, self._log)
         tensorrt.load_plugins(trt, self._logger)
 
     def runtime(self) -> Any:
-        """An IRuntime, None if TensorRT gives none; the device is current (without a GPU this ends the process)."""
+        """Return an IRuntime, None if TensorRT fails; the device must be current (without a GPU this ends the process)."""
         try:
             return self.trt.Runtime(self._logger)
-        except TypeError:  # the binding was handed a null pointer
+        except TypeError:  # raised by the binding for a null pointer
             return None
 
     @contextlib.contextmanager
     def collect_errors(self) -> Iterator[deque[str]]:
-        """The errors that TensorRT logs in this thread from here on, which then only whoever collects them tells."""
-        outer = getattr(self._errors, "found", None)
-        self._errors.found = found = deque[str](maxlen=_MAX_ERRORS)
+        """Collect the errors that TensorRT logs on this thread, instead of logging them."""
+        outer = getattr(self._errors, "collected", None)
+        self._errors.collected = collected = deque[str](maxlen=_MAX_ERRORS)
         try:
-            yield found
+            yield collected
         finally:
-            self._errors.found = outer
+            self._errors.collected = outer
 
-    def _take(self, severity: int, text: str) -> None:
-        found = getattr(self._errors, "found", None)
-        if severity <= 1 and found is not None:
-            found.append(text)
+    def _log(self, severity: int, text: str) -> None:
+        collected = getattr(self._errors, "collected", None)
+        if severity <= 1 and collected is not None:
+            collected.append(text)
             severity = 2
-        # What writes the log may find a full disk or a closed file.
+        # The log's file may be closed, or the disk full.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             logger.log(logging.ERROR if severity <= 1 else logging.DEBUG, "%s", text)
 
 
 def load() -> TensorRtLibrary:
-    """The TensorRT of this machine, loaded on first use.
+    """Load the TensorRT of this machine on first use.
 
     Raises:
-        Unsupported: there is none, or it is too old.
+        Unsupported: it is missing or too old.
     """
     return _started(tensorrt.import_tensorrt("install Headrace's extra 'gpu', or use NVIDIA's container"))
 
@@ -155,61 +156,61 @@ def _started(trt: Any) -> TensorRtLibrary:
 
 
 def gpu_is_visible() -> bool:
-    """True if an NVIDIA driver and a GPU are there; starts neither CUDA nor TensorRT."""
+    """Return True if an NVIDIA driver and a GPU are present; starts neither CUDA nor TensorRT."""
     return gpus.is_visible()
 
 
 def installed(device: int = 0) -> InstalledTensorRt:
-    """What plans for one GPU of this machine depend on.
+    """Return the machine properties that plans for one GPU depend on.
 
     Raises:
-        Unsupported: there is no GPU, no driver or no TensorRT; says what to install.
+        Unsupported: the GPU, the driver or TensorRT is missing; the message says what to install.
     """
     gpu = gpus.describe(device)
     return InstalledTensorRt(load().version, gpu)
 
 
 def numpy_type(datatype: Any) -> np.dtype[Any] | None:
-    """How NumPy holds a `tensorrt.DataType`; None if it holds it in no way."""
-    found = _DTYPES.get(datatype.name)
-    return None if found is None else np.dtype(found)
+    """Return the NumPy type of a `tensorrt.DataType`; None without one."""
+    notation = _DTYPES.get(datatype.name)
+    return None if notation is None else np.dtype(notation)
 
 
 def is_out_of_memory(errors: Collection[str]) -> bool:
-    """True if TensorRT complains that there is no memory.
+    """Return True if TensorRT's errors say that memory is missing.
 
     Args:
-        errors: that it has logged.
+        errors: logged by TensorRT.
     """
     return any(_NO_MEMORY.search(error) for error in errors)
 
 
-def load_failure(errors: Collection[str], here: InstalledTensorRt) -> tuple[str, str]:
-    """Why a plan is not loaded, and the cure.
+def load_failure(errors: Collection[str], machine: InstalledTensorRt) -> tuple[str, str]:
+    """Return the reason why a plan is not loaded, and the cure.
 
     Args:
-        errors: that TensorRT has logged.
-        here: what it was to be loaded with.
+        errors: logged by TensorRT.
+        machine: the machine.
     """
     last = list(errors)[-1].strip() if errors else "TensorRT logged no error"
     rebuild = "build it again on this machine with `headrace build`"
     if any(_OTHER_MACHINE.search(error) for error in errors):
-        return f"was not built by TensorRT {here.version} on {here.gpu.name} ({last})", rebuild
+        return f"was not built by TensorRT {machine.version} on {machine.gpu.name} ({last})", rebuild
     if is_out_of_memory(errors):
         cure = "close what else uses the GPU, or serve fewer models or instances"
-        return f"does not fit into the memory of {here.gpu.name} ({last})", cure
-    return f"is no plan that TensorRT {here.version} can load ({last})", rebuild
+        return f"does not fit into the memory of {machine.gpu.name} ({last})", cure
+    return f"is no plan that TensorRT {machine.version} can load ({last})", rebuild
 
 
-# Stages: kernels between a model's callers and its plan, e.g. pixels to a tensor, scores to classes.
+# Stages: kernels between a model's clients and its plan, e.g. pixels to a tensor, scores to classes.
 #
-# A stage runs before one input of the plan or after one output. Callers see other tensors in its place (`client_tensors`), with
-# as many rows. The plan's own tensor never leaves the GPU.
+# A stage runs before one input of the plan or after one output. Clients use other tensors in its place (`client_tensors`),
+# with as many rows. The plan's own tensor never leaves the GPU.
 
 
-# Below, a batch takes about as long with one row more.
+# With fewer rows, one more row hardly changes the time of a batch.
 _FINE_FROM = 8
-# Of more plans a process forgets what it has found out first.
+# Limit of remembered results in a process; the oldest are dropped.
 _MAX_TUNING_RESULTS = 256
 
 Shape = tuple[int, ...]
@@ -218,12 +219,12 @@ Shapes = Mapping[str, Shape]
 
 @dataclass(frozen=True, slots=True)
 class PlanTensor:
-    """One input or output.
+    """One input or output of a plan.
 
     Attributes:
         name: of the tensor.
-        dtype: how NumPy holds it.
-        shape: -1 where free.
+        dtype: its NumPy type.
+        shape: -1 for free dimensions.
     """
 
     name: str
@@ -232,12 +233,12 @@ class PlanTensor:
 
 
 class ProfileRange(NamedTuple):
-    """The shapes that a profile takes of one input.
+    """Shapes of one input that an optimization profile supports.
 
     Attributes:
-        least: smallest sizes.
-        tuned: those that it is fastest for.
-        most: largest sizes.
+        min_shape: smallest sizes.
+        opt_shape: sizes that it is tuned for.
+        max_shape: largest sizes.
     """
 
     min_shape: Shape
@@ -246,28 +247,28 @@ class ProfileRange(NamedTuple):
 
 
 class TensorRtPlan:
-    """A plan on one GPU.
+    """A plan deserialised on one GPU.
 
     Args:
         api: TensorRT.
         content: of the plan's file.
         digest: of the content.
         name: of the file, for messages.
-        here: the machine.
-        allocator: for what its instances need on this GPU.
+        machine: the machine.
+        allocator: for the memory that its instances need on this GPU.
 
     Attributes:
         name: of the file.
         allocator: as given.
         inputs: in the plan's order.
-        outputs: likewise.
-        profiles: by profile and input what is taken.
+        outputs: in the plan's order.
+        profiles: for each profile, the supported shapes by input.
         scratch_bytes: GPU memory that a context needs while it runs.
-        tuning: held by whoever measures how batches are best run, or asks.
-        choice: what has been found; None before.
+        tuning_lock: held by the instance that measures, and by others while they read the result.
+        tuning_result: None before the measurement.
 
     Raises:
-        ConfigError: it was built for another machine, is broken, or has tensors that cannot be served.
+        ConfigError: the plan was built for another machine, is broken, or has tensors that cannot be served.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class TensorRtPlan:
         content: bytes,
         digest: bytes,
         name: str,
-        here: InstalledTensorRt,
+        machine: InstalledTensorRt,
         allocator: Allocator,
     ) -> None:
         self._trt = api.trt
@@ -284,9 +285,9 @@ class TensorRtPlan:
         self._digest = digest
         self.name = name
         self.allocator = allocator
-        # TensorRT makes no promise for contexts that are made by several threads at once.
+        # TensorRT does not promise that several threads may create contexts at once.
         self._lock = threading.Lock()
-        # Guards `choice`, and keeps instances from disturbing the one that measures.
+        # Guards `tuning_result`, and keeps other instances from disturbing a measurement.
         self.tuning_lock = threading.Lock()
         self.tuning_result: TuningResult | None = None
         with api.collect_errors() as errors:
@@ -294,13 +295,13 @@ class TensorRtPlan:
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
             if self._engine is None:
                 raise (
-                    self._no_room(*load_failure(errors, here))
+                    self._no_room(*load_failure(errors, machine))
                     if is_out_of_memory(errors)
-                    else plan_error(name, *load_failure(errors, here))
+                    else plan_error(name, *load_failure(errors, machine))
                 )
         tensors = [self._read(index) for index in range(self._engine.num_io_tensors)]
-        self.inputs = [tensor for tensor, given in tensors if given]
-        self.outputs = [tensor for tensor, given in tensors if not given]
+        self.inputs = [tensor for tensor, is_input in tensors if is_input]
+        self.outputs = [tensor for tensor, is_input in tensors if not is_input]
         self.profiles = [
             {tensor.name: self._range(tensor, number) for tensor in self.inputs}
             for number in range(self._engine.num_optimization_profiles)
@@ -308,10 +309,10 @@ class TensorRtPlan:
         self.scratch_bytes = int(self._engine.device_memory_size_v2)
 
     def context(self, scratch: int) -> Any:
-        """An IExecutionContext that works in memory of the caller's.
+        """Create an IExecutionContext that works in the caller's memory.
 
         Args:
-            scratch: its address; `scratch_bytes` long, and no two contexts that share it may run at the same time.
+            scratch: address of `scratch_bytes` of GPU memory; contexts that share it must not run at the same time.
 
         Raises:
             ConfigError: there is no memory for it.
@@ -329,30 +330,30 @@ class TensorRtPlan:
         return context
 
     def find_tuning_result(self, how: Hashable) -> TuningResult | None:
-        """What was found earlier in this process for the same content on this GPU, run the same way.
+        """Return the result measured earlier in this process for the same content, GPU and settings; None without one.
 
         Args:
-            how: it is run.
+            how: settings of the instance.
         """
         return self._api.tuning_results.get((self._digest, self.allocator.gpu, how))
 
     def save_tuning_result(self, how: Hashable, tuning_result: TuningResult) -> None:
-        """Let those who load the same content later `recall` what has been found."""
+        """Remember a result for later instances of the same content."""
         tuning_results = self._api.tuning_results
         tuning_results[self._digest, self.allocator.gpu, how] = tuning_result
         for oldest in list(tuning_results)[:-_MAX_TUNING_RESULTS]:
-            tuning_results.pop(oldest, None)  # another instance's thread may have
+            tuning_results.pop(oldest, None)  # another instance's thread may have removed it
 
     def _no_room(self, message: str, cure: str) -> NoRoom:
         return NoRoom(self.name, message, cure, self.allocator.gpu)
 
     def collect_errors(self) -> AbstractContextManager[Collection[str]]:
-        """The errors that TensorRT logs in this thread from here on."""
+        """Collect the errors that TensorRT logs on this thread."""
         return self._api.collect_errors()
 
     def close(self) -> None:
-        """Give the GPU's memory back; all contexts are gone."""
-        # In this order: each holds what comes after it.
+        """Free the GPU memory; all contexts are gone."""
+        # In this order: the engine refers to the runtime.
         self._engine = None
         self._runtime = None
 
@@ -377,12 +378,14 @@ class TensorRtPlan:
 
 
 def plan_error(name: str, message: str, cure: str) -> ConfigError:
-    """The error for a plan that is not served."""
+    """Create the error for a plan that is not served."""
     return ConfigError([Finding(name, None, message, cure)])
 
 
 def choose_profile(profiles: Sequence[Mapping[str, ProfileRange]], shapes: Shapes) -> int | None:
-    """Number of the profile that serves these shapes best: tuned for them, else the one with the least room; None without one."""
+    """Return the number of the best profile for shapes: one tuned for them, else the one with the smallest range; None
+    without one.
+    """
     fitting = []
     for number, profile in enumerate(profiles):
         if all(_fits(shapes[name], limits) for name, limits in profile.items()):
@@ -392,12 +395,13 @@ def choose_profile(profiles: Sequence[Mapping[str, ProfileRange]], shapes: Shape
 
 
 def buckets(profiles: Sequence[Mapping[str, ProfileRange]], max_rows: int, fine: bool = False) -> tuple[int, ...]:
-    """Numbers of rows that batches are padded to: powers of two and the largest, as far as a profile takes them; ascending.
+    """Return the numbers of rows that batches are padded to: powers of two and the maximum, as far as profiles support
+    them; ascending.
 
     Args:
         profiles: of the plan.
-        max_rows: rows in the largest batch that is asked for.
-        fine: from 8 on, also what is half way to the next power.
+        max_rows: rows in the largest batch.
+        fine: from 8 on, add the values halfway to the next power.
     """
     spans = [
         (
@@ -410,30 +414,30 @@ def buckets(profiles: Sequence[Mapping[str, ProfileRange]], max_rows: int, fine:
     expected = {1 << power for power in range(max_rows.bit_length())} | {max_rows}
     if fine:
         expected |= {rows + rows // 2 for rows in expected if rows >= _FINE_FROM and rows + rows // 2 <= max_rows}
-    # The largest below what is asked for, and the smallest above nothing, where profiles have other bounds.
+    # Add bounds of profiles up to max_rows, and the smallest minimum above it.
     expected |= {bound for span in spans for bound in span if bound <= max_rows}
     expected |= {min_shape for min_shape, _ in spans if min_shape > max_rows}
     supported = sorted(rows for rows in expected if any(low <= rows <= high for low, high in spans))
-    enough = next((number for number, rows in enumerate(supported, 1) if rows >= max_rows), len(supported))
-    return tuple(supported[:enough])
+    end = next((number for number, rows in enumerate(supported, 1) if rows >= max_rows), len(supported))
+    return tuple(supported[:end])
 
 
 def largest(profiles: Sequence[Mapping[str, ProfileRange]], rows: int) -> list[tuple[int, dict[str, Shape]]]:
-    """By profile its number and the largest shapes that are served.
+    """Return for each profile its number and the largest shapes that are served.
 
     Args:
         profiles: of the plan.
-        rows: of the largest bucket; 0 where there is no batch dimension.
+        rows: of the largest bucket; 0 without a batch dimension.
     """
-    found = []
+    shapes_by_profile = []
     for number, profile in enumerate(profiles):
         if rows and any(limits.min_shape[0] > rows for limits in profile.values()):
             continue
         shapes = {
             name: (min(k.max_shape[0], rows), *k.max_shape[1:]) if rows else k.max_shape for name, k in profile.items()
         }
-        found.append((number, shapes))
-    return found
+        shapes_by_profile.append((number, shapes))
+    return shapes_by_profile
 
 
 def _fits(shape: Sequence[int], limits: ProfileRange) -> bool:
@@ -447,16 +451,18 @@ Launch = Callable[[CudaStream, int, int, Sequence[int]], None]  # as `StageKerne
 
 
 class StageKernel(Protocol):
-    """A stage on one GPU, for all instances there. A launch allocates nothing and waits for nothing: it may be captured."""
+    """A stage on one GPU, shared by all instances there. A launch allocates nothing and waits for nothing: it may be
+    captured.
+    """
 
     def launch(self, stream: CudaStream, source: int, rows: int, targets: Sequence[int]) -> None:
-        """Queue the work of a batch; the device is current.
+        """Queue the kernel for a batch; the device is current.
 
         Args:
-            stream: on which.
-            source: address of what goes in.
-            rows: of the batch, padding and all.
-            targets: address of each tensor that comes out, in the order of `GpuStage.client_tensors`.
+            stream: stream to queue on.
+            source: address of the input.
+            rows: of the batch, including padding.
+            targets: address of each output tensor, in the order of `GpuStage.client_tensors`.
 
         Raises:
             DeviceError: the driver refuses.
@@ -464,32 +470,34 @@ class StageKernel(Protocol):
 
     @property
     def fetch(self) -> Launch | None:
-        """The same for rows anywhere: `source` is the address of uint64 (rows,), where each of them is. None: it cannot."""
+        """Like `launch` for rows at any addresses: `source` is the address of uint64 (rows,) with the address of each
+        row. None if not supported.
+        """
 
     def close(self) -> None:
-        """Give back what it holds; all work is done."""
+        """Release all resources; all work is done."""
 
 
 class GpuStage(Protocol):
-    """A step before an input of a plan, or behind an output."""
+    """A step before an input of a plan, or after an output."""
 
     @property
     def tensor(self) -> str:
-        """The input or output of the plan."""
+        """Name of the plan's input or output."""
 
     @property
     def row(self) -> Shape:
-        """Shape of one row of it, as the plan has it."""
+        """Shape of one row of it in the plan."""
 
     @property
     def client_tensors(self) -> Mapping[str, tuple[Dtype, Shape]]:
-        """What callers see in its place, by name: element type and shape of a row. Just one before an input."""
+        """Tensors that clients use in its place, by name: element type and shape of a row. Exactly one before an input."""
 
     def open(self, device: int) -> StageKernel:
-        """Get ready on a GPU.
+        """Prepare the stage on a GPU.
 
         Raises:
-            Unsupported, DeviceError: that cannot be had.
+            Unsupported, DeviceError: it is not possible there.
         """
 
 
@@ -498,39 +506,39 @@ class OpenStage:
     """A stage that is ready on a GPU.
 
     Attributes:
-        stage: what is done.
-        work: does it.
+        stage: its description.
+        work: its kernel.
     """
 
     stage: GpuStage
     work: StageKernel
 
     def rows(self, shape: Shape) -> int:
-        """Rows in a tensor of the plan of this shape."""
+        """Number of rows in a plan's tensor of this shape."""
         return math.prod(shape[: len(shape) - len(self.stage.row)])
 
     def client_shapes(self, shape: Shape) -> dict[str, Shape] | None:
-        """Shapes of what callers see for one of the plan's tensor; None if it has other rows than the stage knows."""
+        """Shapes of the client tensors for a plan's tensor of this shape; None if its rows have another shape."""
         lead = len(shape) - len(self.stage.row)
         if lead < 0 or shape[lead:] != self.stage.row:
             return None
         return {name: (*shape[:lead], *row) for name, (_, row) in self.stage.client_tensors.items()}
 
     def plan_shape(self, shape: Shape) -> Shape | None:
-        """Shape of the plan's tensor for one that callers send; None if they cannot."""
+        """Shape of the plan's tensor for a client's tensor of this shape; None if its rows have another shape."""
         ((_, row),) = self.stage.client_tensors.values()
         lead = len(shape) - len(row)
         return (*shape[:lead], *self.stage.row) if lead >= 0 and shape[lead:] == row else None
 
 
 class TensorBinding(NamedTuple):
-    """A tensor of the plan and what callers see of it.
+    """A tensor of the plan and the tensors that clients use for it.
 
     Attributes:
-        tensor: the plan's.
+        tensor: name in the plan.
         dtype: its element type.
-        client_tensors: by callers' names their element types.
-        stage: the stage in between, None where callers see the plan's tensor itself.
+        client_tensors: element types by clients' names.
+        stage: the stage in between, None if clients use the plan's tensor itself.
     """
 
     tensor: str
@@ -540,7 +548,7 @@ class TensorBinding(NamedTuple):
 
 
 class PlanBindings:
-    """A plan's tensors as callers see them.
+    """A plan's tensors as clients see them.
 
     Args:
         plan: the plan.
@@ -548,57 +556,59 @@ class PlanBindings:
 
     Attributes:
         inputs: in the plan's order.
-        outputs: likewise.
-        given: element types of what callers send, by name.
+        outputs: in the plan's order.
+        input_types: element types of clients' inputs, by name.
 
     Raises:
-        ConfigError: two tensors would have the same name, or a stage does not go with its tensor.
+        ConfigError: two tensors would have the same name, or a stage does not fit its tensor.
     """
 
     def __init__(self, plan: TensorRtPlan, stages: Mapping[str, OpenStage]) -> None:
         self._plan = plan
-        self.inputs = [_port(tensor.name, tensor.dtype, stages) for tensor in plan.inputs]
-        self.outputs = [_port(tensor.name, tensor.dtype, stages) for tensor in plan.outputs]
+        self.inputs = [_bind(tensor.name, tensor.dtype, stages) for tensor in plan.inputs]
+        self.outputs = [_bind(tensor.name, tensor.dtype, stages) for tensor in plan.outputs]
         self.input_types = {name: dtype for port in self.inputs for name, dtype in port.client_tensors.items()}
-        seen = [name for port in self.outputs for name in port.client_tensors]
-        for name in seen:
-            if seen.count(name) > 1:
+        client_names = [name for port in self.outputs for name in port.client_tensors]
+        for name in client_names:
+            if client_names.count(name) > 1:
                 raise plan_error(
                     plan.name, f"has an output '{name}' beside postprocess's", "give postprocess other names"
                 )
 
     def plan_shapes(self, shapes: Shapes) -> dict[str, Shape]:
-        """Shapes of the plan's inputs for those that callers send.
+        """Return shapes of the plan's inputs for shapes of clients' inputs.
 
         Raises:
-            ModelFailed: callers cannot send that.
+            ModelFailed: a stage does not support a shape.
         """
-        found: dict[str, Shape] = {}
+        shapes_by_name: dict[str, Shape] = {}
         for port in self.inputs:
             shape = shapes[port.tensor]
             expected = shape if port.stage is None else port.stage.plan_shape(shape)
             if expected is None:
                 raise ModelFailed(f"{self._plan.name} takes no '{port.tensor}' of {list(shape)}")
-            found[port.tensor] = expected
-        return found
+            shapes_by_name[port.tensor] = expected
+        return shapes_by_name
 
     def client_shapes(self, ports: Iterable[TensorBinding], shapes: Shapes) -> dict[str, Shape]:
-        """Shapes of what callers see, for those of the plan's tensors.
+        """Return shapes of clients' tensors for shapes of the plan's.
 
         Raises:
-            ModelFailed: the plan's are not what the stages were made for.
+            ModelFailed: the plan's shapes do not fit the stages.
         """
-        found: dict[str, Shape] = {}
+        shapes_by_name: dict[str, Shape] = {}
         for port in ports:
             shape = shapes[port.tensor]
-            seen = {port.tensor: shape} if port.stage is None else port.stage.client_shapes(shape)
-            if seen is None:
-                raise ModelFailed(f"{self._plan.name} gives '{port.tensor}' of {list(shape)}, which nothing is made of")
-            found |= seen
-        return found
+            client_shapes = {port.tensor: shape} if port.stage is None else port.stage.client_shapes(shape)
+            if client_shapes is None:
+                raise ModelFailed(
+                    f"{self._plan.name} returns {port.tensor!r} of {list(shape)}, which postprocess does not support"
+                )
+            shapes_by_name |= client_shapes
+        return shapes_by_name
 
 
-def _port(tensor: str, dtype: Dtype, stages: Mapping[str, OpenStage]) -> TensorBinding:
+def _bind(tensor: str, dtype: Dtype, stages: Mapping[str, OpenStage]) -> TensorBinding:
     stage = stages.get(tensor)
     if stage is None:
         return TensorBinding(tensor, dtype, {tensor: dtype}, None)

@@ -1,7 +1,9 @@
-"""Measures a plan when its first instance on a GPU opens: buckets that batches are padded to, and how they are launched.
+"""Measures a plan when its first instance on a GPU opens: buckets that batches are padded to, and the way they are
+launched.
 
-Times are microseconds a batch, of several queued one behind the other: the cost of a batch while the GPU is busy, the host's part
-included. The minimum of a few is taken: other load makes a run longer, nothing makes it shorter.
+Times are microseconds for each of several batches queued in a row: the cost of a batch while the GPU is busy,
+including the host's part. The minimum of a few rounds counts: other load makes a run longer, nothing makes it
+shorter.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ from headrace.backends.tensorrt.contexts import BatchViews, DeviceResources, Ins
 from headrace.backends.tensorrt.plan import BucketTiming, TensorRtPlan, TuningResult, buckets, choose_profile
 from headrace.core.clock import NS_PER_US
 
-# A bucket is worth its graphs and contexts if batches are this much faster than in the next larger one; running a batch as it is,
-# without a graph, must be faster by as much.
+# A bucket pays for its graphs and contexts if its batches are this much faster than in the next larger one. Running a
+# batch unpadded, without a graph, must be faster by as much.
 _BUCKET_SPEEDUP = 0.95
-# One graph for a whole batch gives up the overlap of copies with computing; up to this much is a fair price for its latency.
+# One graph for a whole batch gives up the overlap of copies and compute; up to this slowdown its latency is worth it.
 _MAX_SLOWDOWN = 1.05
-# Where that price is too high, one graph is for batches that have nothing to overlap with, as long as it makes them that much
-# faster; and how often such a batch is timed at the most.
+# Beyond that slowdown, one graph is only for batches with nothing to overlap, if it makes them this much faster; and
+# the maximum number of timed runs of such a batch.
 _MIN_SPEEDUP = 0.97
 _LATENCY_RUNS = 9
-# Of one measurement: batches queued at once, rounds, and how long all of it may take if a batch is slow.
+# Of one measurement: batches queued at once, rounds, and the limit of its duration for slow batches.
 _BATCHES_QUEUED = 8
 _ROUNDS = 4
 _MAX_MEASURING_US = 20_000.0
 
 
 def useful_buckets(timings: Mapping[int, BucketTiming]) -> tuple[int, ...]:
-    """Of the numbers of rows measured those to keep: the largest, the smallest, and what is faster than the next above it."""
+    """Return the measured numbers of rows to keep: the largest, the smallest, and those faster than the next above them."""
     rows = sorted(timings, reverse=True)
     buckets_used = rows[:1]
     for number in rows[1:]:
@@ -43,46 +45,47 @@ def useful_buckets(timings: Mapping[int, BucketTiming]) -> tuple[int, ...]:
 
 
 def exact_rows(buckets: tuple[int, ...], timings: Mapping[int, BucketTiming]) -> frozenset[int]:
-    """Numbers of rows between buckets that are faster as they are, without a graph, than padded; by interpolation."""
-    found = set[int]()
+    """Return numbers of rows between buckets that are faster unpadded, without a graph; by interpolation."""
+    exact = set[int]()
     for low, high in pairwise(buckets):
-        begin, end = timings[low].plain_us, timings[high].plain_us
+        low_us, high_us = timings[low].plain_us, timings[high].plain_us
         for rows in range(low + 1, high):
-            plain_us = begin + (end - begin) * (rows - low) / (high - low)
+            plain_us = low_us + (high_us - low_us) * (rows - low) / (high - low)
             if plain_us < _BUCKET_SPEEDUP * timings[high].replay_us:
-                found.add(rows)
-    return frozenset(found)
+                exact.add(rows)
+    return frozenset(exact)
 
 
 def costs_little_more(whole_us: float, staged_us: float) -> bool:
-    """True if a batch in one graph costs the GPU hardly more than one in three streams."""
+    """Return True if a batch in one graph costs the GPU hardly more than one in three streams."""
     return whole_us <= _MAX_SLOWDOWN * staged_us
 
 
 def is_faster(whole_us: float, staged_us: float) -> bool:
-    """True if a batch with nothing else in the air is noticeably sooner back in one graph than through three streams."""
+    """Return True if a batch that runs alone is noticeably faster in one graph than in three streams."""
     return whole_us < _MIN_SPEEDUP * staged_us
 
 
 def latency_us(launch_batch_graph: Callable[[], None]) -> float:
-    """Microseconds of a batch that has the GPU for itself: the median of a few, of fewer where one takes long.
+    """Measure the latency in microseconds of a batch that runs alone on the GPU: the median of a few runs, of fewer if
+    one is slow.
 
     Args:
-        fly: queues it and waits for it; may have to set up what is measured when it is first called.
+        launch_batch_graph: queues the batch and waits for it; its first call may have to set up the measurement.
     """
     launch_batch_graph()
-    found = [_elapsed_us(launch_batch_graph, _nothing, 1)]
-    count = int(max(1, min(_LATENCY_RUNS, _MAX_MEASURING_US // max(found[0], 0.001))))
-    found += [_elapsed_us(launch_batch_graph, _nothing, 1) for _ in range(count - 1)]
-    return sorted(found)[len(found) // 2]
+    times_us = [_elapsed_us(launch_batch_graph, _no_wait, 1)]
+    count = int(max(1, min(_LATENCY_RUNS, _MAX_MEASURING_US // max(times_us[0], 0.001))))
+    times_us += [_elapsed_us(launch_batch_graph, _no_wait, 1) for _ in range(count - 1)]
+    return sorted(times_us)[len(times_us) // 2]
 
 
 def measured_us(queue: Callable[[], None], wait: Callable[[], None]) -> float:
-    """Microseconds a batch.
+    """Measure the microseconds for each batch.
 
     Args:
-        queue: queues one; may have to set up what is measured when it is first called.
-        wait: waits for all that was queued.
+        queue: queues one batch; its first call may have to set up the measurement.
+        wait: waits for all queued batches.
     """
     queue()
     wait()
@@ -93,7 +96,7 @@ def measured_us(queue: Callable[[], None], wait: Callable[[], None]) -> float:
 
 
 def describe_timings(timings: Mapping[int, BucketTiming], buckets: Collection[int]) -> str:
-    """The table for people; what is no bucket stands in brackets."""
+    """Timings as text for the log; numbers of rows that are no buckets are in brackets."""
     return ", ".join(
         f"{rows} rows {timing.replay_us:.0f} us (plain {timing.plain_us:.0f})"
         if rows in buckets
@@ -102,31 +105,31 @@ def describe_timings(timings: Mapping[int, BucketTiming], buckets: Collection[in
     )
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     pass
 
 
 def _elapsed_us(queue: Callable[[], None], wait: Callable[[], None], count: int) -> float:
-    begun_ns = perf_counter_ns()
+    start_ns = perf_counter_ns()
     for _ in range(count):
         queue()
     wait()
-    return (perf_counter_ns() - begun_ns) / NS_PER_US / count
+    return (perf_counter_ns() - start_ns) / NS_PER_US / count
 
 
 logger = logging.getLogger("headrace.tensorrt")
 
 
 def tune(resources: DeviceResources, plan: TensorRtPlan, placement: InstancePlacement) -> TuningResult:
-    """How batches of a plan are best run, measured once for all instances on a GPU, which wait for it.
+    """Measure once for all instances on a GPU how batches of a plan are run best; other instances wait.
 
-    What was measured is remembered for the life of the process: a model that comes back, and another one of the same plan, are
-    run the same way and take the same memory, whatever else the GPU does meanwhile.
+    Results are remembered for the life of the process: a model that is loaded again, or another model of the same
+    plan, runs the same way and needs the same memory, whatever else the GPU does at the time.
 
     Args:
         resources: open, with the device current.
-        plan: of the instance; its batches have no other free dimension than their rows.
-        placement: likewise.
+        plan: of the instance; its batches have no free dimension except their rows.
+        placement: of the instance.
 
     Raises:
         DeviceError: the GPU has no memory left, or has failed.
@@ -147,10 +150,10 @@ def _tune(resources: DeviceResources, plan: TensorRtPlan, placement: InstancePla
 
 
 class Tuner:
-    """Works in the first slot of a resources, and leaves there the contexts of the buckets it chooses.
+    """Measures in the first slot of an instance's resources, and leaves the contexts of the chosen buckets there.
 
     Args:
-        resources, plan, placement: as for `tuned`.
+        resources, plan, placement: as for `tune`.
     """
 
     def __init__(self, resources: DeviceResources, plan: TensorRtPlan, placement: InstancePlacement) -> None:
@@ -160,7 +163,7 @@ class Tuner:
         self._slot = resources.slots[0]
 
     def choose(self) -> TuningResult:
-        """Measure which buckets pay and how batches are best queued.
+        """Choose the buckets, and how their batches are launched, by measurement.
 
         Raises:
             DeviceError: the GPU has no memory left, or has failed.
@@ -171,7 +174,7 @@ class Tuner:
         buckets_used = useful_buckets(timings)
         for rows in timings.keys() - set(buckets_used):
             resources.drop_context(self._slot, rows)
-        # With several profiles a context that changes its shapes may have to change its profile, which halts the stream.
+        # With several profiles, new shapes may need another profile, and switching halts the stream.
         exact = exact_rows(buckets_used, timings) if len(self._plan.profiles) == 1 else frozenset[int]()
         if not exact:
             resources.drop_shared_context(self._slot)
@@ -189,9 +192,10 @@ class Tuner:
         return tuning_result
 
     def _timings(self) -> dict[int, BucketTiming]:
-        """Of all buckets that come into question, with their contexts; the largest first, so that the GPU is awake for the small.
+        """Time all candidate buckets with their contexts, the largest first, so that the GPU's clocks are up for the
+        small ones.
 
-        Empty if graphs cannot be had.
+        Empty if CUDA graphs are not available.
         """
         resources, timings = self._resources, dict[int, BucketTiming]()
         max_rows = self._placement.max_rows
@@ -206,9 +210,10 @@ class Tuner:
         return timings
 
     def _run_without_graph(self, rows: int) -> Callable[[], None]:
-        """Runs a batch of `rows` and, in turn with it, of one less: each time the context changes its shapes.
+        """Return a function that runs batches of `rows` and of one row less in turn, so that the context changes its
+        shapes each time.
 
-        It is waited for each time, as while serving: a context is given other shapes only when it is at rest.
+        It waits each time, as while serving: a context gets other shapes only while it does not run.
         """
         resources, context = self._resources, self._resources.shared_context(self._slot)
         shapes = [resources.by_name(resources.shapes_of(number)) for number in (rows, rows - 1) if number]
@@ -224,7 +229,9 @@ class Tuner:
         return run
 
     def _one_graph_buckets(self, buckets_used: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
-        """The smallest buckets, as far as a batch in one graph is as good as one in three streams; and where it is so alone."""
+        """Return the smallest buckets as long as one graph is as good as three streams, and those where it is so only
+        when idle.
+        """
         max_rows = self._placement.one_graph_rows
         if max_rows is not None:
             return frozenset(rows for rows in buckets_used if max(rows, 1) <= max_rows), frozenset()
@@ -240,14 +247,15 @@ class Tuner:
         return frozenset(one_graph), frozenset(one_graph_when_idle)
 
     def _compare_one_graph(self, rows: int, compare_overlapped: bool) -> tuple[bool, bool]:
-        """Hold a batch in one graph against one in three streams; its graphs stay if one of the answers is True.
+        """Compare a batch in one graph with one in three streams; its graphs are kept if one of the results is True.
 
         Args:
             rows: of a bucket.
-            among_others: find out about many, too.
+            compare_overlapped: also compare while other batches are in flight.
 
         Returns:
-            True if it costs hardly more where there are others; True if it is faster alone, asked only if not.
+            True if one graph costs hardly more while batches overlap; True if it is faster alone, measured only
+            otherwise.
         """
         resources, slot = self._resources, self._slot
         context = resources.find_context(slot, resources.shapes_of(rows)) or resources.new_context(slot, rows)
