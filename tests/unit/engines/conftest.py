@@ -1,4 +1,4 @@
-"""One demo repository for all tests here, built once, and checkpoints as PyTorch writes them, without PyTorch."""
+"""A demo repository, built once for all tests, and checkpoints in PyTorch's formats, written without PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing an artefact with the FP32 model, and judging what came of it."""
+"""Accuracy of an artefact against the FP32 model, and its limits."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def compare(expected: Any, given: Any, samples: Samples | None = None, rows: int
 
 
 def test_equal_answers() -> None:
-    engine, told = Recorded(logits=LOGITS), list[float]()
-    accuracy = measure(Recorded(logits=LOGITS), engine, indexes(), 3, lambda done, _note: told.append(done))
+    engine, shares = Recorded(logits=LOGITS), list[float]()
+    accuracy = measure(Recorded(logits=LOGITS), engine, indexes(), 3, lambda done, _note: shares.append(done))
     assert accuracy == Accuracy(4, "arrays (4 samples)", 1.0, pytest.approx(1.0), 0.0, output="logits")
     assert engine.batches == [3, 1]
-    assert told == [0.75, 1.0]
+    assert shares == [0.75, 1.0]
 
 
 def test_agreement_cosine_and_difference() -> None:
@@ -137,7 +137,7 @@ def test_no_samples_are_refused() -> None:
         compare({"logits": LOGITS}, {"logits": LOGITS}, indexes().head(0))
 
 
-def test_what_is_missed_is_told_with_both_figures_and_a_cure() -> None:
+def test_missed_limits_have_both_values_and_a_remedy() -> None:
     accuracy = Accuracy(200, "data", 0.895, 0.94, 1.0, 0.96, 0.97)
     missed = judge(accuracy, AccuracyLimits(0.9, 0.95, 0.005))
     assert missed[0] == "its top-1 agreement with FP32 is 89.50%, 90.00% is required"
@@ -149,14 +149,14 @@ def test_what_is_missed_is_told_with_both_figures_and_a_cure() -> None:
     assert judge(accuracy, AccuracyLimits(0.895, 0.94, None)) == []
 
 
-def test_a_drop_that_nobody_can_tell_is_missed() -> None:
+def test_a_drop_without_labels_is_a_missed_limit() -> None:
     assert "max_drop" in judge(Accuracy(2, "data", 1.0, 1.0, 0.0), AccuracyLimits(0.9, 0.9, 0.01))[0]
 
 
 def test_json_and_back() -> None:
     accuracy = compare({"logits": LOGITS}, {"logits": LOGITS}, indexes(labels=[0, 1, 2, 0]))
-    told = json.loads(json.dumps(accuracy.to_json()))
-    assert Accuracy.from_json({**told, "later": 1}) == accuracy
+    document = json.loads(json.dumps(accuracy.to_json()))
+    assert Accuracy.from_json({**document, "later": 1}) == accuracy
     with pytest.raises(BuildError, match="build it again"):
         Accuracy.from_json({"cosine": 1.0})
 

@@ -1,4 +1,4 @@
-"""Whole builds for ONNX Runtime: which samples are taken, how artefacts are compared, which precision is the best."""
+"""Builds for ONNX Runtime: selected samples, comparison of artefacts, best precision."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ class _Picky(OnnxRuntimeTarget):
 
     def __init__(self, least: int, most: int) -> None:
         self.rows = range(least, most + 1)
-        self.asked: list[int] = []
+        self.batch_sizes: list[int] = []
 
     def open(self, path: Path, source: onnx.ModelProto | None = None) -> Any:
         engine, picky = super().open(path, source), self
         run = engine.run
 
         def strict(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-            picky.asked.append(len(inputs["x"]))
-            assert picky.asked[-1] in picky.rows
+            picky.batch_sizes.append(len(inputs["x"]))
+            assert picky.batch_sizes[-1] in picky.rows
             return run(inputs)
 
         engine.run = strict  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def test_artefacts_are_compared_on_batches_that_they_take(
     np.savez(project.folder.path / "accuracy.npz", x=pictures(10, seed=3))
     target = _Picky(batch[0], batch[2])
     one = built(project, tmp_path, "fp32", target)
-    assert target.asked[: len(compared)] == compared
+    assert target.batch_sizes[: len(compared)] == compared
     assert one.accuracy is not None
     assert (one.accuracy.samples, one.accuracy.top1_agreement, one.accuracy.max_abs) == (10, 1.0, 0.0)
 

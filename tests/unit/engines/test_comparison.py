@@ -1,4 +1,4 @@
-"""`headrace compare`: real engines of a tiny model, a maker that builds them directly, and engines that fail on purpose."""
+"""`headrace compare`: real engines of a tiny model, a maker that builds them directly, and engines that fail."""
 
 from __future__ import annotations
 
@@ -135,19 +135,29 @@ def test_what_fp8_leaves_in_fp16_is_remarked(tmp_path: Path) -> None:
 
 
 def test_the_json_keeps_its_form(project: Project, tmp_path: Path) -> None:
-    told = json.loads(json.dumps(compared(project, tmp_path, ("fp32", "int8", "fp8")).to_json(), allow_nan=False))
-    assert list(told) == ["format", "model", "version", "machine", "data", "batch_sizes", "seconds", "rounds", "rows"]
-    assert [list(row) for row in told["rows"]] == 3 * [
+    document = json.loads(json.dumps(compared(project, tmp_path, ("fp32", "int8", "fp8")).to_json(), allow_nan=False))
+    assert list(document) == [
+        "format",
+        "model",
+        "version",
+        "machine",
+        "data",
+        "batch_sizes",
+        "seconds",
+        "rounds",
+        "rows",
+    ]
+    assert [list(row) for row in document["rows"]] == 3 * [
         [
             "precision", "worked", "reason", "remark", "accuracy", "refusal", "kept", "size_bytes", "memory_bytes",
             "build_seconds", "cached", "key", "timings",
         ]
     ]  # fmt: skip
-    assert [row["worked"] for row in told["rows"]] == [True, True, False]
-    assert list(told["rows"][0]["timings"][0]) == ["rows", "median_us", "p99_us", "rows_per_s"]
-    assert told["rows"][1]["accuracy"]["drop"] == pytest.approx(0.02)
-    assert told["rows"][1]["kept"] == ["mul"]
-    assert told["batch_sizes"] == [1, 8]
+    assert [row["worked"] for row in document["rows"]] == [True, True, False]
+    assert list(document["rows"][0]["timings"][0]) == ["rows", "median_us", "p99_us", "rows_per_s"]
+    assert document["rows"][1]["accuracy"]["drop"] == pytest.approx(0.02)
+    assert document["rows"][1]["kept"] == ["mul"]
+    assert document["batch_sizes"] == [1, 8]
 
 
 def test_values_that_are_not_finite_are_none_in_json(project: Project, tmp_path: Path) -> None:
@@ -155,14 +165,14 @@ def test_values_that_are_not_finite_are_none_in_json(project: Project, tmp_path:
     row = comparison.rows[0]
     assert row.built is not None
     broken = replace(row.built, accuracy=Accuracy(1, "noise", None, float("nan"), float("inf")))
-    told = replace(row, built=broken).to_json()
-    assert told["accuracy"]["cosine"] is None
-    assert told["accuracy"]["max_abs"] is None
+    document = replace(row, built=broken).to_json()
+    assert document["accuracy"]["cosine"] is None
+    assert document["accuracy"]["max_abs"] is None
 
 
 @dataclass
 class Clocked:
-    """An engine that notes when it is asked, and fails where it is told to."""
+    """An engine that records its calls and fails at a given batch size."""
 
     name: str
     calls: list[tuple[str, int]]
@@ -178,7 +188,7 @@ class Clocked:
         if rows == self.fails_at:
             raise BuildError("out of device memory")
         turn = sum(1 for call in self.calls if call == (self.name, rows))
-        # The third round of five is hit by somebody else's work.
+        # Other work slows down the third round of five.
         median_us = 900.0 if turn == 3 else 100.0 + turn
         return BatchTiming(rows, median_us, 2 * median_us, rows * 1e6 / median_us)
 
@@ -207,7 +217,7 @@ class ClockedTarget(OnnxRuntimeTarget):
         return Clocked(path.stem, self.calls, self._fails_at.get(path.stem, 0), self.closed)
 
 
-def test_precisions_take_turns_and_everybody_is_first(project: Project, tmp_path: Path) -> None:
+def test_precisions_take_turns_and_each_is_first_once(project: Project, tmp_path: Path) -> None:
     target = ClockedTarget({})
     comparison = compare(project, target, Store(tmp_path), ("fp32", "fp16", "int8"), (1, 8), 1.0, {}, build_directly)
     first_size = [name for name, rows in target.calls if rows == 1]
@@ -268,9 +278,9 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("direct")
 def test_the_command_writes_three_files(project: Project, tmp_path: Path) -> None:
-    status, told = call(project, tmp_path, "--output", tmp_path / "out")
+    status, text = call(project, tmp_path, "--output", tmp_path / "out")
     assert status == 0
-    assert "int8: not measured: small: int8 needs <samples> to calibrate with" in told
+    assert "int8: not measured: small: int8 needs <samples> to calibrate with" in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.html", "compare.json", "compare.svg"]
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert [row["precision"] for row in written["rows"]] == ["fp32", "fp16", "int8"]
@@ -278,7 +288,7 @@ def test_the_command_writes_three_files(project: Project, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("direct")
-def test_a_place_that_takes_no_files_is_told_before_anything_is_built(project: Project, tmp_path: Path) -> None:
+def test_a_read_only_output_folder_is_reported_before_a_build(project: Project, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"file cannot be written: .*name another folder"):
         call(project, tmp_path, "--output", tmp_path / "file")
@@ -286,12 +296,12 @@ def test_a_place_that_takes_no_files_is_told_before_anything_is_built(project: P
 
 
 def test_the_bar_of_the_timing_ends(project: Project, tmp_path: Path) -> None:
-    told: list[tuple[float, str]] = []
-    reports = {"timing": lambda done, note: told.append((done, note))}
+    progress: list[tuple[float, str]] = []
+    reports = {"timing": lambda done, note: progress.append((done, note))}
     compare(project, OnnxRuntimeTarget(), Store(tmp_path), ["fp32"], [1, 2], 0.02, reports, fails_on_int8)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[0] == (0.0, "fp32, 1 row")
-    assert told[-1][0] == 1.0
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert progress[0] == (0.0, "fp32, 1 row")
+    assert progress[-1][0] == 1.0
 
 
 @pytest.mark.usefixtures("direct")

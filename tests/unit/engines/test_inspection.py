@@ -1,4 +1,4 @@
-"""`headrace inspect` on real artefacts: what is opened, what is told, and how names are written."""
+"""`headrace inspect` on real artefacts: the opened file, the output, and the escaping of names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_model(repository: Path, batch: int = 16, names: tuple[str, str] = ("conv
 
 
 def publish(folder: Path, precision: str = "int8") -> Path:
-    """What `headrace build` leaves behind, of a build that changed nothing but the file's name."""
+    """Publish an engine as `headrace build` does, with a copy of the model as the artefact."""
     source = folder / "1" / "model.onnx"
     target = OnnxRuntimeTarget()
     artefact = folder / "1" / artefact_name(KEY, ".onnx")
@@ -113,20 +113,20 @@ class Outline(HTMLParser):
         assert self._open.pop() == tag
 
 
-def test_without_a_build_the_model_itself_is_inspected_and_said(tmp_path: Path) -> None:
+def test_without_an_engine_the_onnx_file_is_inspected(tmp_path: Path) -> None:
     add_model(tmp_path)
-    told = inspect("--model-repository", tmp_path)
-    assert "This is the model itself: no engine is built; `headrace build small` builds an engine." in told
-    assert "model.onnx" in told
-    assert "conv, relu" in told
+    text = inspect("--model-repository", tmp_path)
+    assert "This is the model itself: no engine is built; `headrace build small` builds an engine." in text
+    assert "model.onnx" in text
+    assert "conv, relu" in text
 
 
 def test_what_was_built_for_this_machine_is_opened(tmp_path: Path) -> None:
     artefact = publish(add_model(tmp_path))
     inspect("--model-repository", tmp_path, "--json", tmp_path / "a.json")
-    told = json.loads((tmp_path / "a.json").read_text())
-    assert (told["artefact"], told["precision"], told["reason"]) == (artefact.name, "int8", "")
-    assert [layer["nodes"] for layer in told["layers"] if layer["nodes"]] == [["conv", "relu"]]
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert (document["artefact"], document["precision"], document["reason"]) == (artefact.name, "int8", "")
+    assert [layer["nodes"] for layer in document["layers"] if layer["nodes"]] == [["conv", "relu"]]
 
 
 def test_an_artefact_that_no_longer_fits_is_not_opened(tmp_path: Path) -> None:
@@ -134,23 +134,23 @@ def test_an_artefact_that_no_longer_fits_is_not_opened(tmp_path: Path) -> None:
     publish(folder)
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("max_batch_size: 16", "max_batch_size: 8"))
-    told = inspect("--model-repository", tmp_path)
-    assert "another configuration" in told
-    assert "model.onnx" in told
+    text = inspect("--model-repository", tmp_path)
+    assert "another configuration" in text
+    assert "model.onnx" in text
 
 
 def test_the_json_keeps_its_form(tmp_path: Path) -> None:
     add_model(tmp_path)
     inspect("--model-repository", tmp_path, "--batch", "4", "--json", tmp_path / "deep" / "a.json")
-    told = json.loads((tmp_path / "deep" / "a.json").read_text())
-    assert list(told) == [
+    document = json.loads((tmp_path / "deep" / "a.json").read_text())
+    assert list(document) == [
         "format", "model", "version", "artefact", "precision", "machine", "reason", "shapes", "rows", "median_us", "p99_us",
         "rows_per_s", "total_us", "layers",
     ]  # fmt: skip
-    assert list(told["layers"][0]) == ["name", "kind", "nodes", "precision", "tactic", "time_us", "share"]
-    assert (told["format"], told["rows"], told["shapes"]) == (1, 4, {"x": [4, 16, 8, 8]})
-    assert sum(layer["share"] for layer in told["layers"]) == pytest.approx(1)
-    assert sum(layer["time_us"] for layer in told["layers"]) == pytest.approx(told["total_us"])
+    assert list(document["layers"][0]) == ["name", "kind", "nodes", "precision", "tactic", "time_us", "share"]
+    assert (document["format"], document["rows"], document["shapes"]) == (1, 4, {"x": [4, 16, 8, 8]})
+    assert sum(layer["share"] for layer in document["layers"]) == pytest.approx(1)
+    assert sum(layer["time_us"] for layer in document["layers"]) == pytest.approx(document["total_us"])
 
 
 def test_the_page_needs_nothing_and_has_a_bar_a_layer(tmp_path: Path) -> None:
@@ -172,14 +172,14 @@ HOSTILE = ("<script>alert(1)</script>", "\x1b[2J</li>[red]'\"&")
 
 def test_hostile_names_are_text_everywhere(tmp_path: Path) -> None:
     add_model(tmp_path, names=HOSTILE)
-    told = inspect(
+    text = inspect(
         "--model-repository", tmp_path, "--html", tmp_path / "a.html", "--json", tmp_path / "a.json", width=400
     )
     page = (tmp_path / "a.html").read_text()
     assert "script" not in Outline(page).tags
     assert "&lt;script&gt;" in page
-    assert "\x1b" not in told
-    assert "</li>[red]" in told
+    assert "\x1b" not in text
+    assert "</li>[red]" in text
     nodes = [name for layer in json.loads((tmp_path / "a.json").read_text())["layers"] for name in layer["nodes"]]
     assert tuple(nodes) == HOSTILE
 
@@ -206,9 +206,9 @@ def test_a_model_without_a_batch_dimension_has_one_row(tmp_path: Path, monkeypat
     monkeypatch.setattr(OnnxRuntimeEngine, "time", time)
     add_model(tmp_path, batch=0)
     inspect("--model-repository", tmp_path, "--json", tmp_path / "a.json")
-    told = json.loads((tmp_path / "a.json").read_text())
-    assert (told["rows"], told["shapes"]) == (1, {"x": [16, 8, 8]})
-    assert (told["median_us"], told["rows_per_s"]) == (100.0, 10_000.0)
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert (document["rows"], document["shapes"]) == (1, {"x": [16, 8, 8]})
+    assert (document["median_us"], document["rows_per_s"]) == (100.0, 10_000.0)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_model_without_a_batch_dimension_has_one_row(tmp_path: Path, monkeypat
         (("--html", "{file}/a.html"), "cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_said(words: tuple[str, str], expected: str, tmp_path: Path) -> None:
+def test_invalid_options_are_reported(words: tuple[str, str], expected: str, tmp_path: Path) -> None:
     folder = add_model(tmp_path)
     with pytest.raises(BuildError, match=expected):
         inspect("--model-repository", tmp_path, words[0], words[1].format(file=folder / "config.yaml"))

@@ -1,4 +1,4 @@
-"""Running models as they are."""
+"""`OnnxRunner`: outputs, inner tensors, errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_clip_before_fp8_runs() -> None:
     assert np.abs(quantized - plain).max() < 0.2 * np.abs(plain).max()
 
 
-def test_what_cannot_be_loaded_is_told() -> None:
+def test_a_model_that_cannot_be_loaded_is_reported() -> None:
     node = helper.make_node("Frobnicate", ["x"], ["y"], domain="example.org")
     value = helper.make_tensor_value_info
     graph = helper.make_graph([node], "g", [value("x", TensorProto.FLOAT, [1])], [value("y", TensorProto.FLOAT, [1])])
@@ -63,6 +63,6 @@ def test_what_cannot_be_loaded_is_told() -> None:
         OnnxRunner(helper.make_model(graph, opset_imports=opsets, ir_version=8))
 
 
-def test_inputs_that_the_model_refuses_are_told() -> None:
+def test_rejected_inputs_are_reported() -> None:
     with pytest.raises(BuildError, match=r"fails on samples of X \[2, 15\].*check the samples"):
         OnnxRunner(models.affine(16, 4)).run({"X": np.zeros((2, 15), np.float32)})

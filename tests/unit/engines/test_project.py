@@ -1,4 +1,4 @@
-"""What is wanted, and that its digest tells everything that makes another artefact."""
+"""Specifications of builds, and their digests, which depend on everything that changes the artefact."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def wanted(**changes: Any) -> BuildSpec:
     return replace(plain, **changes)
 
 
-def test_the_digest_tells_all_that_makes_another_artefact(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Calibration(data="a.npz")
+def test_the_digest_depends_on_all_inputs_of_the_artefact(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibration = Calibration(data="a.npz")
     changed = [
         wanted(),
         wanted(precision="fp8"),
         wanted(profiles=(ShapeRange({"x": ((1, 4), (4, 4), (8, 4))}),)),
         wanted(workspace_bytes=1 << 20),
         *(
-            wanted(calibration=told.model_copy(update=update))
+            wanted(calibration=calibration.model_copy(update=update))
             for update in (
                 {"data": "b.npz"},
                 {"method": "minmax"},

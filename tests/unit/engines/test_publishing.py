@@ -120,7 +120,7 @@ def _failing(number: int) -> Any:
     return fail
 
 
-def test_a_disk_without_room_for_a_copy_is_told_with_the_bytes(
+def test_a_full_disk_is_reported_with_the_needed_bytes(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = _entry(store, "a" * 200)
@@ -148,7 +148,7 @@ def test_a_repository_that_cannot_be_written_keeps_what_it_had(
     assert store.find(new.key) is not None
 
 
-def test_what_has_gone_meanwhile_is_told(store: Store, folder: Path) -> None:
+def test_a_removed_artefact_or_folder_is_reported(store: Store, folder: Path) -> None:
     entry = _entry(store, "a")
     with pytest.raises(BuildError, match="absent has changed meanwhile"):
         publish(entry.path, folder.with_name("absent"), _stamp(entry))
@@ -225,9 +225,9 @@ def test_a_reader_always_finds_a_whole_engine_while_others_are_published(store: 
     for number in range(1, 101):
         publish(entries[number % 2].path, folder, _stamp(entries[number % 2]))
     (folder / "enough").touch()
-    told, error = reader.communicate(timeout=30)
+    output, error = reader.communicate(timeout=30)
     assert reader.returncode == 0, error
-    looks, seen = map(int, told.split())
+    looks, seen = map(int, output.split())
     assert looks > 20
     assert seen == 2
 

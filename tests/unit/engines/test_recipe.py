@@ -1,4 +1,4 @@
-"""A reminder: who changes what a specification makes bumps `RECIPE`, or stores go on giving what the old one made."""
+"""Fingerprints of built models: a change must come with a new `BUILD_RECIPE`, or stores return old artefacts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MADE = {
 
 
 def fingerprint(model: onnx.ModelProto) -> dict[str, float]:
-    """How many nodes, and by element type the sum of all constants without their signs."""
+    """Return the number of nodes, and the sum of absolute constants by element type."""
     found: dict[str, float] = {"nodes": len(model.graph.node)}
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.INT64:  # shapes

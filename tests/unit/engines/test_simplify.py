@@ -1,4 +1,4 @@
-"""The same function in fewer operators: names, inputs and outputs stay."""
+"""`simplify`: the same function in fewer operators, with the same names, inputs and outputs."""
 
 from __future__ import annotations
 

@@ -181,13 +181,13 @@ def test_timing_caches_are_kept_apart_by_machine(store: Store) -> None:
 
 
 def test_a_second_builder_waits_and_finds_what_the_first_made(store: Store) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     found: list[StoreEntry | None] = []
     waits = threading.Event()
 
     def second() -> None:
         other = Store(store.root)
-        with other.building(KEY, lambda text: (told.append(text), waits.set())):
+        with other.building(KEY, lambda text: (notes.append(text), waits.set())):
             found.append(other.find(KEY))
 
     with store.building(KEY):
@@ -197,7 +197,7 @@ def test_a_second_builder_waits_and_finds_what_the_first_made(store: Store) -> N
         entry = _add(store)
     thread.join(10)
     assert found == [entry]
-    assert told == [f"waits for another builder of the same engine (process {os.getpid()})"]
+    assert notes == [f"waits for another builder of the same engine (process {os.getpid()})"]
     assert _nothing_but(store, KEY)
 
 
@@ -231,7 +231,7 @@ def _no_space(*_: Any, **__: Any) -> Any:
         (errno.EFBIG, "ulimit -f"),
     ],
 )
-def test_a_full_disk_is_told_with_a_cure(store: Store, number: int, message: str) -> None:
+def test_a_full_disk_is_reported_with_a_remedy(store: Store, number: int, message: str) -> None:
     with pytest.raises(BuildError, match=message) as caught, store.scratch():
         raise OSError(number, os.strerror(number))
     assert str(store.root) in str(caught.value)
@@ -239,7 +239,7 @@ def test_a_full_disk_is_told_with_a_cure(store: Store, number: int, message: str
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_store_that_cannot_be_written_is_told_with_a_cure(store: Store, number: int) -> None:
+def test_a_read_only_store_is_reported_with_a_remedy(store: Store, number: int) -> None:
     message = r"half cannot be written \(.*\): check its permissions.*--cache"
     with pytest.raises(BuildError, match=message), store.scratch() as scratch:
         raise OSError(number, os.strerror(number), str(scratch / "half"))
@@ -268,7 +268,7 @@ def test_no_step_of_adding_leaves_half_an_entry(store: Store, monkeypatch: pytes
     assert _add(store)
 
 
-def test_a_store_where_none_can_be_is_told(tmp_path: Path) -> None:
+def test_an_impossible_store_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         store = Store(place)
@@ -279,7 +279,7 @@ def test_a_store_where_none_can_be_is_told(tmp_path: Path) -> None:
         Store(Path("~nobody-of-this-name/x"))
 
 
-def test_removing_gives_back_what_nobody_else_has(store: Store, tmp_path: Path) -> None:
+def test_removal_counts_files_without_other_links(store: Store, tmp_path: Path) -> None:
     entry = _add(store, content=bytes(5000))
     stamp_bytes = entry.path.with_name(ENTRY_FILE).stat().st_size
     assert store.remove(KEY, dry_run=True) == 5000 + stamp_bytes

@@ -1,4 +1,4 @@
-"""The store between processes: racing builders, killed builders, writes that really fail."""
+"""The store with several processes: concurrent builders, killed builders, failing writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_engines.store import Store
 ROOT = Path(__file__).parents[3]
 KEY = Store.key({"model": "a"})
 
-# Writes slowly, says when it has begun, and goes on when it is told to.
+# Prints a line after the start of the write and continues after a line on standard input.
 BUILDER = """
 import sys
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_a_killed_builder_leaves_nothing_that_counts(tmp_path: Path, builders: l
     assert _files(tmp_path) == {KEY}
 
 
-def test_a_builder_that_is_asked_to_stop_cleans_up(tmp_path: Path, builders: list[_Builder]) -> None:
+def test_a_terminated_builder_cleans_up(tmp_path: Path, builders: list[_Builder]) -> None:
     builders.append(_Builder(tmp_path, BUILDER.replace("\nstore,", f"\n{STOPPED}store,", 1)))
     assert builders[0].line() == "builds"
     builders[0].process.send_signal(signal.SIGTERM)
@@ -126,7 +126,7 @@ def test_a_builder_that_is_asked_to_stop_cleans_up(tmp_path: Path, builders: lis
     assert _files(tmp_path) == set()
 
 
-def test_a_write_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

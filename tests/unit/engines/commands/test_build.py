@@ -1,4 +1,4 @@
-"""What `headrace build` says of the server: the server's own choice, asked before anything is built."""
+"""The forecast of `headrace build`: the server's selection of a file, read before the build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 580)
 
 
 class _Target:
-    """As much of a target as a forecast asks for."""
+    """The part of a target that a forecast uses."""
 
     def __init__(self, machine: Machine) -> None:
         self.name = machine.target

@@ -134,14 +134,14 @@ def test_entries_and_what_is_published_are_listed(place: _Place) -> None:
     place.publish("broken")
     (place.repository / "broken" / "1" / STAMP_FILE).write_text("{")
     unused = place.add_entry("unused")
-    told = place.json("ls")
-    found = {one["model"]: (one["state"], one["problem"]) for one in told["published"]}
+    document = place.json("ls")
+    found = {one["model"]: (one["state"], one["problem"]) for one in document["published"]}
     assert found["here"] == ("used", None)
     assert found["there"] == ("foreign", f"for {ELSEWHERE}")
     assert found["stale"] == ("stale", "built for another configuration (precision int8)")
     assert found["other"] == ("stale", "built from another model.onnx")
     assert found["broken"][0] == "damaged"
-    published = {one["facts"]["model"]: one["published"] for one in told["store"]["entries"]}
+    published = {one["facts"]["model"]: one["published"] for one in document["store"]["entries"]}
     assert published["here"] == ["here/1"]
     assert published["unused"] == []
     status, text = place.run("ls")
@@ -175,18 +175,18 @@ def test_a_model_whose_configuration_is_wrong_is_stale_for_that_reason(place: _P
     assert "max_batch_sise" in found["problem"]
 
 
-def test_tensorrt_is_asked_only_for_its_own(place: _Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorrt_is_loaded_only_for_its_engines(place: _Place, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
-    asked: list[int] = []
-    monkeypatch.setattr(store_survey, "_tensorrt_machine", lambda: asked.append(1) or gpu)
+    calls: list[int] = []
+    monkeypatch.setattr(store_survey, "_tensorrt_machine", lambda: calls.append(1) or gpu)
     place.add_model("m")
     place.publish("m")
     place.json("ls")
-    assert asked == []
+    assert calls == []
     place.publish("m", gpu)
     place.publish("m", replace(gpu, capability="8.0"))
     assert [one["state"] for one in place.json("ls")["published"]] == ["used", "used", "foreign"]
-    assert asked == [1]
+    assert calls == [1]
 
 
 def test_what_is_not_finite_is_printed_as_json_has_it(place: _Place) -> None:
@@ -198,13 +198,13 @@ def test_what_is_not_finite_is_printed_as_json_has_it(place: _Place) -> None:
     assert entry["facts"]["accuracy"] == {"max_abs": None, "cosine": None}
 
 
-def test_several_repositories_count_and_one_that_is_not_there_is_told(place: _Place, tmp_path: Path) -> None:
+def test_several_repositories_are_listed_and_a_missing_one_is_reported(place: _Place, tmp_path: Path) -> None:
     place.add_model("m")
     place.publish("m")
     second = tmp_path / "second"
     (second / "n" / "1").mkdir(parents=True)
-    told = json.loads(place.run("ls", "--model-repository", str(second), "--json")[1])
-    assert [one["model"] for one in told["published"]] == ["m"]
+    document = json.loads(place.run("ls", "--model-repository", str(second), "--json")[1])
+    assert [one["model"] for one in document["published"]] == ["m"]
     with pytest.raises(BuildError, match="--model-repository"):
         place.run("ls", "--model-repository", str(tmp_path / "third"))
 
@@ -242,10 +242,10 @@ def test_gc_removes_all_and_leaves_what_is_published(place: _Place) -> None:
     entry = place.publish("m")
     (place.store.tables / "a.json").write_bytes(bytes(100))
     place.store.timing_cache(HERE).write_bytes(bytes(10))
-    told = place.json("gc", "--all")
-    assert len(told["files"]) == 2
+    document = place.json("gc", "--all")
+    assert len(document["files"]) == 2
     # The artefact itself is in the repository, too: removing one of its names gives nothing back.
-    assert 110 < told["freed_bytes"] < 5000
+    assert 110 < document["freed_bytes"] < 5000
     assert place.store.keys() == []
     assert not list(place.store.root.rglob("*.json"))
     assert (folder / entry.path.name).stat().st_size == 5000
@@ -256,11 +256,11 @@ def test_gc_leaves_what_is_being_built(place: _Place) -> None:
     entry = place.add_entry("m")
     with place.store.building(entry.key), place.store.scratch() as scratch:
         (scratch / "half").write_bytes(b"x")
-        told = place.json("gc", "--all")
+        document = place.json("gc", "--all")
         assert (scratch / "half").exists()
         assert f"kept {entry.key[:12]}: it is being built" in place.run("gc", "--all")[1]
-    assert told["busy"] == [entry.key]
-    assert told["removed"] == []
+    assert document["busy"] == [entry.key]
+    assert document["removed"] == []
     assert place.store.find(entry.key) is not None
 
 
@@ -311,7 +311,7 @@ def test_a_corrupted_artefact_is_found_wherever_it_lies(place: _Place) -> None:
     assert place.run("ls")[0] == 0
 
 
-def test_the_cure_asks_for_what_was_asked_for(place: _Place) -> None:
+def test_the_remedy_names_the_requested_precision(place: _Place) -> None:
     place.add_model("m")
     entry = place.publish("m", overridden=True)
     _reconfigure(place, "m")
@@ -331,14 +331,14 @@ def test_the_cure_asks_for_what_was_asked_for(place: _Place) -> None:
         (lambda folder: (folder / read_stamps(folder)[0].artefact).unlink(), "is missing"),
     ],
 )
-def test_what_is_wrong_with_a_version_is_told_with_a_cure(place: _Place, change: Any, problem: str) -> None:
+def test_faults_of_a_version_are_reported_with_a_remedy(place: _Place, change: Any, problem: str) -> None:
     folder = place.add_model("m")
     place.publish("m")
     change(folder)
     assert place.run("verify")[0] == 1
-    told = place.json("verify")
-    assert told["wrong"]
-    for one in told["wrong"]:
+    document = place.json("verify")
+    assert document["wrong"]
+    for one in document["wrong"]:
         assert one["where"] == "m/1"
         assert re.search(problem, one["problem"])
         assert "headrace build m" in one["cure"]

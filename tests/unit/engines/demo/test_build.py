@@ -81,7 +81,7 @@ def test_a_damaged_model_is_rebuilt(tmp_path):
     assert model.read_bytes() == whole
 
 
-def test_somebodys_own_model_is_kept_unless_forced(tmp_path):
+def test_a_users_model_is_not_replaced_without_force(tmp_path):
     (tmp_path / "tiny/1").mkdir(parents=True)
     model = tmp_path / "tiny/1/model.onnx"
     model.write_bytes(b"mine")
@@ -163,12 +163,12 @@ def test_when_all_is_there_one_line_says_so_and_nothing_heavy_is_imported(tmp_pa
         (["--only", "tiny", "--pretrained"], "only resnet50 takes them"),
     ],
 )
-def test_a_wrong_call_is_told(arguments, expected, capsys):
+def test_invalid_options_are_reported(arguments, expected, capsys):
     assert command_line.main(["models", "build", *arguments]) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_fetched_weights_stay_until_others_are_asked_for(tmp_path):
+def test_fetched_weights_stay_until_others_are_requested(tmp_path):
     model = CATALOGUE["resnet50"]
     folder = tmp_path / "resnet50/1"
     folder.mkdir(parents=True)
@@ -223,7 +223,7 @@ def _build_digits(output: Path, monkeypatch):
     return build_demo_model(CATALOGUE["digits"], output, None, False, lambda *_: None)
 
 
-def test_missing_samples_are_laid_and_a_users_own_are_kept(tmp_path, monkeypatch):
+def test_missing_samples_are_written_and_a_users_are_not_replaced(tmp_path, monkeypatch):
     first = _build_digits(tmp_path, monkeypatch)
     assert first.built
     assert first.remark.startswith("calibration.npz and accuracy.npz written beside it")
@@ -245,14 +245,14 @@ def test_a_model_is_built_where_its_samples_cannot_be(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "digits").iterdir()) == ["1", "config.yaml", "labels.txt"]
 
 
-def test_somebodys_own_model_gets_no_samples(tmp_path, monkeypatch):
+def test_a_users_model_gets_no_samples(tmp_path, monkeypatch):
     (tmp_path / "digits/1").mkdir(parents=True)
     (tmp_path / "digits/1/model.onnx").write_bytes(b"mine")
     assert _build_digits(tmp_path, monkeypatch).state is DemoState.FOREIGN
     assert not (tmp_path / "digits/calibration.npz").exists()
 
 
-def test_what_is_laid_is_told(tmp_path, monkeypatch, capsys):
+def test_written_samples_are_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(digits, "build", networks.build_tiny)
     assert command_line.main(["models", "build", "--output", str(tmp_path), "--only", "digits"]) == 0
     assert "digits: calibration.npz and accuracy.npz written beside it" in capsys.readouterr().out

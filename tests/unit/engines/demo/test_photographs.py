@@ -1,4 +1,4 @@
-"""The samples that lie beside the demo models, opened as `headrace build` opens them."""
+"""Samples of the demo models, opened as `headrace build` opens them."""
 
 import numpy as np
 import onnxruntime as ort
@@ -12,10 +12,10 @@ from headrace_engines.quantization.sample_sources import open_samples
 def _open(repository, name, precision=None):
     folder = read_model_folder(repository / name, repository)
     assert folder.findings == ()
-    told = folder.config.optimization
-    assert told.precision == precision
-    calibration = open_samples(told.calibration.data, folder.path, folder.config, told.calibration.samples)
-    return calibration, open_samples(told.accuracy.data, folder.path, folder.config, told.accuracy.samples)
+    options = folder.config.optimization
+    assert options.precision == precision
+    calibration = open_samples(options.calibration.data, folder.path, folder.config, options.calibration.samples)
+    return calibration, open_samples(options.accuracy.data, folder.path, folder.config, options.accuracy.samples)
 
 
 def test_digits_calibrates_on_what_it_was_trained_on(demo_repository):

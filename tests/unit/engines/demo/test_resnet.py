@@ -104,7 +104,7 @@ def test_a_file_with_another_checksum_is_refused_unread(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["/no/such/file.pth", "file:///no/such/file.pth", "ftp://example.org/weights.pth"])
-def test_a_file_that_cannot_be_had_is_told(url):
+def test_an_unavailable_file_is_reported(url):
     with pytest.raises(BuildError, match=url):
         WeightsFile(url, "1" * 64).read(_ignore)
 

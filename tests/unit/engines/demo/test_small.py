@@ -60,7 +60,7 @@ def test_the_held_out_split_is_stratified_and_apart():
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_models_tell_their_origin_and_load_in_older_runtimes(demo_repository, name):
+def test_models_have_their_origin_and_load_in_older_runtimes(demo_repository, name):
     model = onnx.load(demo_repository / name / "1/model.onnx")
     onnx.checker.check_model(model)
     assert model.ir_version <= 9  # the latest that ONNX Runtime 1.17 reads

@@ -1,4 +1,4 @@
-"""Models written in FP16 and BF16: types, borders, and answers."""
+"""Models in FP16 and BF16: types, casts, and outputs."""
 
 from __future__ import annotations
 

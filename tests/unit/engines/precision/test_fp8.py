@@ -1,4 +1,4 @@
-"""FP8: the numbers of the format, and models written with them."""
+"""FP8: numbers of the format, and quantised models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays FP32: by rule, by weights, and by what samples show."""
+"""Nodes that stay FP32: by rule, by weights, and by measured activations."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rows(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 def test_nothing_of_a_plain_cnn_stays_fp32() -> None:
-    told: list[float] = []
+    shares: list[float] = []
     samples = Samples.of({"picture": rows(4, 3, 16, 16)})
-    assert must_stay_fp32(small_cnn(), samples, "fp16", lambda done, _note: told.append(done)) == set()
-    assert told == [0.25, 0.5, 0.75, 1.0]
+    assert must_stay_fp32(small_cnn(), samples, "fp16", lambda done, _note: shares.append(done)) == set()
+    assert shares == [0.25, 0.5, 0.75, 1.0]
     assert kept(small_cnn(), "bf16", picture=rows(4, 3, 16, 16)) == set()
 
 

@@ -1,4 +1,4 @@
-"""From an FP32 model to one in the precision asked for: what is kept, and what cannot be done."""
+"""Lowering of an FP32 model: layers in floating point, invalid requests, accuracy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.onnx_blocks import Network
 
 
 def lowered(
-    model: onnx.ModelProto, folder: Path, target: str = "onnxruntime", precision: str = "int8", **told: Any
+    model: onnx.ModelProto, folder: Path, target: str = "onnxruntime", precision: str = "int8", **settings: Any
 ) -> LoweredModel:
-    calibration = Calibration(method=told.pop("method", "minmax"), keep=told.pop("keep", ()))
-    refused = told.pop("no_fp8_convolutions", "")
-    spec = BuildSpec(precision, (), None, calibration, AccuracyBar(**told))
+    calibration = Calibration(method=settings.pop("method", "minmax"), keep=settings.pop("keep", ()))
+    refused = settings.pop("no_fp8_convolutions", "")
+    spec = BuildSpec(precision, (), None, calibration, AccuracyBar(**settings))
     model = simplify(model)
     rows = Samples.of(networks.inputs_of(model, 16))
     return lower_model(model, spec, target, BuildData(rows, rows), folder, silent, refused)
@@ -58,18 +58,18 @@ def few_channels() -> onnx.ModelProto:
     return net.model(flat)
 
 
-def test_a_model_with_nothing_to_quantise_is_told_and_not_called_int8(tmp_path: Path) -> None:
+def test_a_model_with_nothing_to_quantise_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"no convolution and no product.* onnxruntime runs in int8: use fp32"):
         lowered(upsampler(), tmp_path)
     assert quantized(lowered(upsampler(), tmp_path, "tensorrt").model) == {"node_y"}
 
 
-def test_a_model_that_is_quantised_already_is_told(tmp_path: Path) -> None:
+def test_a_quantised_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="quantised already: use fp32"):
         lowered(lowered(networks.residual(), tmp_path).model, tmp_path)
 
 
-def test_what_keeps_all_layers_is_told(tmp_path: Path) -> None:
+def test_keeping_all_layers_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"calibration\.keep leaves no node in int8"):
         lowered(networks.residual(), tmp_path, keep=("*",))
 
@@ -100,13 +100,13 @@ def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) ->
     assert quantized(made)
 
 
-@pytest.mark.parametrize("told", [{"min_cosine": 0.0, "min_top1_agreement": 0.0}, {"min_cosine": 1.0}])
+@pytest.mark.parametrize("settings", [{"min_cosine": 0.0, "min_top1_agreement": 0.0}, {"min_cosine": 1.0}])
 def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
-    told: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does it matter whether layers are searched for that lose too much."""
     model = networks.residual()
-    one = lowered(model, tmp_path, "tensorrt", "fp8", no_fp8_convolutions="TensorRT 10.6.0 is too old", **told)
+    one = lowered(model, tmp_path, "tensorrt", "fp8", no_fp8_convolutions="TensorRT 10.6.0 is too old", **settings)
     assert "5 convolutions run in fp16: TensorRT 10.6.0 is too old" in caplog.text
     assert one.without is not None
     again = one.without(["node_c1"])
@@ -120,11 +120,11 @@ def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
         pairs = {node.op_type: node.input[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
         assert len(pairs) == 1
         assert pairs["QuantizeLinear"].startswith("flat")
-    lowered(model, tmp_path, "tensorrt", "int8", no_fp8_convolutions="not asked for INT8", **told)
-    assert "not asked" not in caplog.text
+    lowered(model, tmp_path, "tensorrt", "int8", no_fp8_convolutions="not used for INT8", **settings)
+    assert "not used" not in caplog.text
 
 
-def test_a_model_of_convolutions_alone_is_told_where_the_target_has_none_in_fp8(tmp_path: Path) -> None:
+def test_a_model_without_products_is_rejected_if_the_target_has_no_fp8_convolutions(tmp_path: Path) -> None:
     text = "a = Conv(x, w)  y = Conv(a, w)"
     model = networks.network(text, networks.weights(w=(16, 16, 1, 1)), ("N", 16, 8, 8))
     with pytest.raises(BuildError, match=r"no product to run in fp8, and .*too old: use fp16 or int8"):
@@ -158,7 +158,7 @@ def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> No
 
 
 def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drop that nobody can tell without labels is told by the comparison of the artefact."""
+    """A drop without labels is reported by the comparison of the artefact, not by the search."""
     monkeypatch.setattr(lowering, "rank_layers", lambda *_: pytest.fail("minutes for a large model"))
     assert (
         lowered(networks.residual(), tmp_path, max_drop=0.1, min_cosine=0.0, min_top1_agreement=0.0).float_nodes == ()

@@ -1,4 +1,4 @@
-"""Which layer quantisation harms most, and how few have to be kept."""
+"""Sensitivity of layers to quantisation, and the smallest number of layers in floating point."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def pictures(count: int = 12) -> Samples:
 
 
 def ranges_of(model: onnx.ModelProto) -> dict[str, tuple[float, float]]:
-    told = Calibration(method="minmax")
-    return calibrate(model, tensors_to_calibrate(model), pictures(), told, None, silent)
+    calibration = Calibration(method="minmax")
+    return calibrate(model, tensors_to_calibrate(model), pictures(), calibration, None, silent)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: str) -> None:
     model = chain(6, harmed=3)
-    ranges, told = ranges_of(model), list[float]()
-    ranking = rank_layers(model, ranges, target, "int8", pictures(), lambda done, _note: told.append(done))
+    ranges, shares = ranges_of(model), list[float]()
+    ranking = rank_layers(model, ranges, target, "int8", pictures(), lambda done, _note: shares.append(done))
     names, errors = [name for name, _ in ranking], [error for _, error in ranking]
     # ONNX Runtime stores what a layer makes in 8 bits, so there the one that makes the large channel harms as much.
     harmful = {"conv3"} if target == "tensorrt" else {"conv2", "conv3"}
@@ -59,7 +59,7 @@ def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: st
     assert sorted(names) == [f"conv{i}" for i in range(6)]
     assert errors == sorted(errors, reverse=True)
     assert errors[len(harmful) - 1] > 1000 * errors[len(harmful)] > 0
-    assert told == pytest.approx([(i + 1) / 6 for i in range(6)])
+    assert shares == pytest.approx([(i + 1) / 6 for i in range(6)])
 
     def holds(keep: set[str]) -> bool:
         quantized = OnnxRunner(quantize(model, ranges, target, "int8", keep))

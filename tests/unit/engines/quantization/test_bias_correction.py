@@ -1,4 +1,4 @@
-"""Biases that make up for rounded weights."""
+"""Bias correction: biases compensate for rounded weights."""
 
 from __future__ import annotations
 

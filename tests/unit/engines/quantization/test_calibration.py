@@ -80,31 +80,31 @@ def test_a_damaged_table_is_made_anew(tmp_path, damage):
     first = _found(model, ["XW", "Y"], cache=tmp_path)
     (table,) = tmp_path.iterdir()
     text = table.read_text()
-    told = json.loads(text)
-    told["ranges"]["Y"] = {"reversed": [1, -1], "another": [0.0, None]}.get(damage, told["ranges"]["Y"])
-    told["key"] = "0" if damage == "key" else told["key"]
-    written = {"half": text[: len(text) // 2], "reversed": json.dumps(told), "another": json.dumps(told)}
-    table.write_text(written.get(damage, json.dumps(told) if damage == "key" else damage))
+    document = json.loads(text)
+    document["ranges"]["Y"] = {"reversed": [1, -1], "another": [0.0, None]}.get(damage, document["ranges"]["Y"])
+    document["key"] = "0" if damage == "key" else document["key"]
+    written = {"half": text[: len(text) // 2], "reversed": json.dumps(document), "another": json.dumps(document)}
+    table.write_text(written.get(damage, json.dumps(document) if damage == "key" else damage))
     assert _found(model, ["XW", "Y"], cache=tmp_path) == first
     assert json.loads(table.read_text()) == json.loads(text)
     assert list(tmp_path.iterdir()) == [table]
 
 
 def test_progress_goes_from_nothing_to_all():
-    told = []
-    _found(models.affine(), ["Y"], _samples(100), report=lambda done, note: told.append((done, note)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[0][0] == 0
-    assert told[-1] == (1.0, "calibrated 1 tensors")
-    assert len(told) > 3
+    reports = []
+    _found(models.affine(), ["Y"], _samples(100), report=lambda done, note: reports.append((done, note)))
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[0][0] == 0
+    assert reports[-1] == (1.0, "calibrated 1 tensors")
+    assert len(reports) > 3
 
 
-def test_a_tensor_that_does_not_exist_is_told():
+def test_an_unknown_tensor_is_reported():
     with pytest.raises(BuildError, match="no tensor 'nothing'"):
         _found(models.affine(), ["Y", "nothing"])
 
 
-def test_samples_that_the_model_refuses_are_told():
+def test_rejected_samples_are_reported():
     samples = Samples.of({"X": np.zeros((3, 17), np.float32)})
     with pytest.raises(BuildError, match=r"fails on samples of X \[1, 17\]"):
         _found(models.affine(), ["Y"], samples)
@@ -128,7 +128,7 @@ def test_a_model_without_a_batch_dimension_runs_sample_by_sample():
     assert _found(model, ["X", "Y"], samples) == {"X": (0, 2), "Y": (0, 2)}
 
 
-def test_a_table_that_cannot_be_written_is_told(tmp_path):
+def test_a_failed_write_of_a_table_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="the calibration table cannot be kept in"):
         _found(models.affine(), ["Y"], cache=tmp_path / "file")

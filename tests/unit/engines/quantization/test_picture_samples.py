@@ -68,7 +68,7 @@ def test_pictures_take_the_models_type_and_shape(tmp_path, data_type, layout, di
     assert array.max() > 100
 
 
-def test_folders_tell_classes_by_number_or_name(tmp_path):
+def test_folders_are_classes_by_number_or_name(tmp_path):
     (tmp_path / "labels.txt").write_text("tench\nEgyptian cat\nrock crab\ntoilet tissue\n")
     config = _config(labels="labels.txt")
     _fill(tmp_path, "egyptian_cat/a.png", "Rock Crab/b.png", "0/c.png", "egyptian_cat/deeper/d.png")
@@ -86,14 +86,14 @@ def test_folders_that_are_no_classes_are_only_folders(tmp_path):
     assert _open(_fill(tmp_path, "day/a.png", "night/b.png", "c.png")).labels is None
 
 
-def test_folders_that_are_classes_in_part_are_told(tmp_path):
+def test_folders_that_are_partly_classes_are_reported(tmp_path):
     with pytest.raises(BuildError, match=r"'night' is not a class of the model .*: name every class by its number"):
         _open(_fill(tmp_path, "1/a.png", "night/b.png"))
     with pytest.raises(BuildError, match="a picture outside of them is not a class"):
         _open(_fill(tmp_path / "2", "1/a.png", "b.png"))
 
 
-def test_a_label_file_tells_classes(tmp_path):
+def test_a_label_file_has_the_classes(tmp_path):
     _fill(tmp_path, "a.png", "day/b.png")
     table = tmp_path / "calibration/labels.csv"
     table.write_text("file,class\na.png,3\nday/b.png,1\n")
@@ -147,12 +147,12 @@ def test_pictures_are_read_when_they_are_wanted_and_a_few_are_kept(tmp_path, mon
     (_config(data_type="int64"), "input 'image' is INT64, pictures become"),
     (_config({**RECIPE, "input": "image"}, others=(ModelInput(name="Z", data_type="fp32", dims=(1,)),)), "inputs Z"),
 ])  # fmt: skip
-def test_models_that_take_no_such_pictures_are_told(tmp_path, config, message):
+def test_models_without_matching_picture_input_are_reported(tmp_path, config, message):
     with pytest.raises(BuildError, match=message):
         _open(_fill(tmp_path, "a.png"), config)
 
 
-def test_an_empty_folder_is_told(tmp_path):
+def test_an_empty_folder_is_reported(tmp_path):
     (tmp_path / "calibration").mkdir()
     with pytest.raises(BuildError, match=r"has no pictures \(it is empty\): put .jpg"):
         _open(tmp_path)
@@ -177,7 +177,7 @@ def test_a_linked_picture_must_be_the_models(tmp_path):
         _open(tmp_path / "m")
 
 
-def test_the_digest_tells_other_code_that_prepares(tmp_path, monkeypatch):
+def test_the_digest_depends_on_the_code_of_the_preparation(tmp_path, monkeypatch):
     """Or ranges of pictures that were resized another way would be used again."""
     _fill(tmp_path, "0.png")
     digests = {_open(tmp_path).digest, _open(tmp_path).digest}

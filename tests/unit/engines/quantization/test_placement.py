@@ -1,4 +1,4 @@
-"""Where Q/DQ pairs stand: rules on the graph, looked at on networks of several families."""
+"""Places of Q/DQ pairs: rules on the graph, checked on networks of several families."""
 
 from __future__ import annotations
 

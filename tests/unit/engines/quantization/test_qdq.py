@@ -1,4 +1,4 @@
-"""Models in 8 bits: what the graph says, what it computes, and what ONNX Runtime makes of it."""
+"""Models in 8 bits: graph, outputs, and kernels of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepared(name: str) -> tuple[onnx.ModelProto, Ranges]:
 
 
 def check_structure(model: onnx.ModelProto, quantized: onnx.ModelProto, target: str, expected: set[str]) -> None:
-    """What holds for every network: `expected` run in 8 bits, and pairs stand where pairs may stand."""
+    """Check rules of every network: the layers `expected` run in 8 bits, and pairs are at allowed places."""
     onnx.checker.check_model(quantized, full_check=True)
     assert list(quantized.graph.input) == list(model.graph.input)
     assert list(quantized.graph.output) == list(model.graph.output)
@@ -339,7 +339,7 @@ def test_quantised_models_are_left_as_they_are() -> None:
 
 
 def test_a_subgraph_reads_a_stored_tensor_by_its_name() -> None:
-    """It knows the tensor by its name alone; were the FP32 one kept for it, the layer before would not run on integers."""
+    """The subgraph refers to the tensor by name; with an FP32 copy for it the layer before would not run on integers."""
     text = """
         a = Conv(x, w)  r = Relu(a)  m = ReduceMean <keepdims=0> (r)  c = Greater(m, limit)
         q = If (c) <then_branch = t () => (float[N,4,8,8] t) { t = Mul(r, two) },

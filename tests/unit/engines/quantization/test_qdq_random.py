@@ -1,4 +1,4 @@
-"""Random small graphs: whatever the network, what is quantised is valid, runs and is close to the FP32 model."""
+"""Random small graphs: a quantised model is valid, runs, and is close to the FP32 model."""
 
 from __future__ import annotations
 

@@ -108,6 +108,6 @@ def test_degenerate_tensors(values, expected, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
-def test_what_is_no_number_is_told_with_its_tensor(value, method):
+def test_nan_and_infinity_are_reported_with_their_tensor(value, method):
     with pytest.raises(BuildError, match=r"tensor 'x' has NaN or infinite values"):
         _range([1.0, value, 2.0], method)

@@ -54,7 +54,7 @@ def test_dicts_with_labels_of_one_or_several_samples(tmp_path):
     np.testing.assert_array_equal(samples.labels, [7, 8, 9])
 
 
-def test_a_reader_without_end_is_asked_for_no_more_than_the_limit(tmp_path):
+def test_an_endless_reader_stops_at_the_limit(tmp_path):
     code = """
         def samples():
             n = 0
@@ -117,7 +117,7 @@ def test_the_code_may_use_dataclasses_and_its_own_folder(tmp_path):
     ("def samples(): yield {'X': np.zeros((3, 2, 1)), 'label': [1, 2]}", r"different numbers of samples \(X 3, labels 2\)"),
     ("def samples():\n    yield {'X': np.zeros((2, 1)), 'label': 1}\n    yield np.zeros((2, 1))", "labels for 1 of 2"),
 ])  # fmt: skip
-def test_what_goes_wrong_in_the_code_is_told(tmp_path, code, message):
+def test_errors_of_the_reader_are_reported(tmp_path, code, message):
     with pytest.raises(BuildError, match=message):
         _open(tmp_path, code)
 
@@ -127,7 +127,7 @@ def test_bare_arrays_do_for_one_input_only(tmp_path):
         _open(tmp_path, "def samples(): yield np.zeros(3)", TWO)
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     class Full:
         def seek(self, *_):
             return 0

@@ -59,7 +59,7 @@ def test_a_single_sample_cannot_be_split():
         Samples.of({"X": np.zeros((1, 2))}).split(0.25)
 
 
-def test_the_digest_tells_content_order_type_and_labels():
+def test_the_digest_depends_on_content_order_type_and_labels():
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     digest = Samples.of({"X": values}).digest
     assert len(digest) == 64
@@ -152,7 +152,7 @@ def test_without_a_batch_dimension_a_batch_is_one_sample(tmp_path, dims, array, 
     ({"image": np.zeros((2, 3, 4, 5), "f"), "labels": np.array([0, 10])}, "classes are from 0 to 9"),
     ({"image": np.array([None, None])}, "not a readable .npz .an array of Python objects"),
 ], ids=str)  # fmt: skip
-def test_arrays_that_do_not_fit_are_told(tmp_path, arrays, message):
+def test_arrays_that_do_not_fit_are_reported(tmp_path, arrays, message):
     with pytest.raises(BuildError, match=message):
         open_samples(_npz(tmp_path, **arrays), tmp_path, _config(), 9)
 
@@ -169,7 +169,7 @@ def test_the_usual_mistakes_have_their_cure(tmp_path, dims, shape, message):
         open_samples(source, tmp_path, _config(_input("image", dims=dims)), 9)
 
 
-def test_values_that_do_not_fit_and_uneven_arrays_are_told(tmp_path):
+def test_values_out_of_range_and_uneven_arrays_are_reported(tmp_path):
     config = _config(_input("A", "int8"), _input("B", "fp16"))
     source = _npz(tmp_path, A=np.full((2, 4), 300), B=np.zeros((2, 4)))
     with pytest.raises(BuildError, match="'A' has values that INT8 cannot hold"):
@@ -183,7 +183,7 @@ def test_values_that_do_not_fit_and_uneven_arrays_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.97])
-def test_a_broken_file_is_told(tmp_path, keep):
+def test_a_damaged_file_is_reported(tmp_path, keep):
     path = tmp_path / _npz(tmp_path, image=np.random.default_rng(0).random((20, 3, 4, 5)))
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
@@ -211,7 +211,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
         open_samples("data.npz", folder, _config(_input()), 9)
 
 
-def test_what_is_missing_or_of_no_kind_is_told(tmp_path):
+def test_a_missing_or_unknown_source_is_reported(tmp_path):
     with pytest.raises(BuildError, match="the samples 'calibration' are not in the model's folder"):
         open_samples("calibration", tmp_path, _config(), 9)
     (tmp_path / "data.csv").write_text("1,2")

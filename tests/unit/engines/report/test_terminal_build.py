@@ -1,4 +1,4 @@
-"""What `headrace build` shows on eighty columns, and what its statuses are."""
+"""Output of `headrace build` on eighty columns, and its exit statuses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shown(*outcomes: BuildOutcome) -> tuple[str, str]:
     return out.getvalue(), errors.getvalue()
 
 
-def test_a_row_tells_all_on_eighty_columns(spec: BuildSpec) -> None:
+def test_a_row_has_all_columns_in_eighty_characters(spec: BuildSpec) -> None:
     text, errors = shown(outcome(spec))
     (row,) = [line for line in text.splitlines() if line.startswith("efficientnet_lite0 ")]
     assert row.split() == [
@@ -64,8 +64,8 @@ def test_a_row_tells_all_on_eighty_columns(spec: BuildSpec) -> None:
 
 
 def test_the_state_is_what_happened(spec: BuildSpec) -> None:
-    told = "efficientnet_lite0: the disk is full: make room"
-    text, errors = shown(outcome(spec, published=False, error=told, float_nodes=("a",), cached=True))
+    reason = "efficientnet_lite0: the disk is full: make room"
+    text, errors = shown(outcome(spec, published=False, error=reason, float_nodes=("a",), cached=True))
     assert "refused" not in text, "nothing is wrong with its accuracy"
     assert re.search(r"fp32, 1 +not ", text)
     assert "stored" in text
@@ -74,7 +74,7 @@ def test_the_state_is_what_happened(spec: BuildSpec) -> None:
 
 
 class _Terminal:
-    """What stands on a terminal of eighty columns after each drawing."""
+    """Content of a terminal of eighty columns after each drawing."""
 
     def __init__(self) -> None:
         self.out = io.StringIO()
@@ -133,7 +133,7 @@ def test_a_warning_does_not_run_into_the_bar(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "told"),
+    ("words", "status", "message"),
     [
         ("build", 2, "name the models to build, or use --all"),
         ("build m --all", 2, "both models and --all are given"),
@@ -150,33 +150,33 @@ def test_a_warning_does_not_run_into_the_bar(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_a_wrong_call_has_another_status_than_a_failed_build(
-    words: str, status: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, status: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_model(tmp_path, "m", affine())
     given = [word.format(root=tmp_path) for word in words.split()]
     assert main([*given, "--model-repository", str(tmp_path)]) == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_without_a_repository_the_way_to_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_repository_is_reported_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["build", "m"], ["build", "--all"]):
         assert main([*words, "--model-repository", str(tmp_path / "none")]) == 1
-        told = capsys.readouterr().err
+        message = capsys.readouterr().err
         assert (
             f"there is no model repository {tmp_path / 'none'} here: name a repository with --model-repository DIR"
-            in told
+            in message
         )
-        assert "`headrace models build` builds a demo" in told
+        assert "`headrace models build` builds a demo" in message
 
 
-def test_without_tensorrt_the_way_to_it_is_told(
+def test_missing_tensorrt_is_reported_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_engines.targets.tensorrt.target.available", lambda: "TensorRT cannot be imported")
     add_model(tmp_path, "m", affine())
     assert main(["build", "m", "--target", "tensorrt", "--model-repository", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(
+    message = capsys.readouterr().err
+    assert message.startswith(
         "headrace build: engines for TensorRT cannot be built on this machine: TensorRT cannot be imported: "
     )
-    assert "`make gpu-packages` installs TensorRT; --target onnxruntime builds for the CPU" in told
+    assert "`make gpu-packages` installs TensorRT; --target onnxruntime builds for the CPU" in message

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals: what goes first, and that nothing is cut where it could go."""
+"""Tables on narrow terminals: the order of dropped columns, and no truncated cells."""
 
 from __future__ import annotations
 

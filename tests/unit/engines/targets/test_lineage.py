@@ -1,4 +1,4 @@
-"""Which ONNX nodes a fused kernel does, on graphs that ONNX Runtime itself has optimised."""
+"""ONNX nodes of fused kernels, on graphs that ONNX Runtime has optimised."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_steps_lead_from_kernels_to_the_model_before_quantisation(tmp_path: 
     assert sorted(found for found in to_source.values() if found) == [("conv1", "relu1"), ("conv2",), ("pool",)]
 
 
-def test_a_node_that_was_dropped_is_told_with_what_came_before(tmp_path: Path) -> None:
+def test_a_removed_node_is_listed_with_the_node_before_it(tmp_path: Path) -> None:
     original = name_nodes(
         model(
             "(float[2,4] x) => (float[2,4] y) { [exp] e = Exp(x) [same] i = Identity(e) [neg] y = Neg(i) }",
@@ -150,7 +150,7 @@ def test_normalisations_that_became_convolutions_are_found(tmp_path: Path) -> No
     assert strays == [], final.graph.node
 
 
-def test_nodes_that_only_make_constants_are_told_with_none(tmp_path: Path) -> None:
+def test_nodes_of_constants_are_not_listed(tmp_path: Path) -> None:
     original = name_nodes(
         model("(float[2,4] x) => (float[2,4] y) { [weights] v = Neg(w) [mul] y = MatMul(x, v) }", w=kernels((4, 4)))
     )

@@ -1,4 +1,4 @@
-"""The ONNX Runtime target: what it writes, loads, times, and tells of the inside."""
+"""The ONNX Runtime target: artefacts, runs, timings, layers, memory."""
 
 from __future__ import annotations
 

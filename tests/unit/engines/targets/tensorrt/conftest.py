@@ -1,4 +1,4 @@
-"""A fake GPU and a fake TensorRT in two flavours."""
+"""A fake GPU and a fake TensorRT, versions 10 and 11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that are run, timed and looked into, against a fake TensorRT in the flavours of 10 and 11."""
+"""Runs, timings and layers of plans, on a fake TensorRT of versions 10 and 11."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def test_outputs_whose_shapes_come_late(trt: Any, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_late_output_without_room_is_told_and_forgotten(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_an_output_without_memory_is_reported_and_does_not_affect_the_next_run(
+    trt: Any, tmp_path: Path, cuda: FakeCuda
+) -> None:
     trt.state.late_shapes = True
     engine = TensorRtTarget().open(build(tmp_path))
     np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
@@ -154,7 +156,7 @@ def test_closing_waits_for_what_is_under_way(trt: Any, tmp_path: Path, cuda: Fak
     assert not cuda.busy
 
 
-def test_a_full_gpu_is_told_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_a_full_gpu_is_reported_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     engine = TensorRtTarget().open(build(tmp_path))
     cuda.room_bytes = 8
     with pytest.raises(BuildError, match=r"running model.plan: allocating 24 bytes of GPU memory failed"):
@@ -164,9 +166,7 @@ def test_a_full_gpu_is_told_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda
     engine.close()
 
 
-def test_scratch_memory_is_shared_and_given_back_whoever_holds_a_context(
-    trt: Any, tmp_path: Path, cuda: FakeCuda
-) -> None:
+def test_scratch_memory_is_shared_and_freed_with_contexts_in_use(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     engine = TensorRtTarget().open(build(tmp_path), affine())
     engine.run({"x": X})
     before = len(cuda.live)
@@ -177,7 +177,7 @@ def test_scratch_memory_is_shared_and_given_back_whoever_holds_a_context(
     assert not cuda.live
 
 
-def test_a_gpu_without_room_for_scratch_memory_is_told(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_missing_scratch_memory_is_reported(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     path = build(tmp_path)
     cuda.room_bytes = 4095
     with pytest.raises(BuildError, match=r"needs 0 MiB of scratch memory on the GPU .*optimization.profiles"):

@@ -1,4 +1,4 @@
-"""Layers for which TensorRT has no kernel in 8 bits are left in floating point, without being told to."""
+"""Layers without an 8-bit kernel in TensorRT stay in floating point, without a configuration."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def built(
 
 
 def test_layers_without_kernel_stay_in_floating_point(trt: Any, tmp_path: Path) -> None:
-    asked = []
+    built_models = []
 
     def refuses(model: onnx.ModelProto) -> str:
-        asked.append(model)
+        built_models.append(model)
         for layer, name in (("node_c1 + node_c1r", "node_c1"), ("node_mean", "node_mean")):
             if dequantized(model, name):
                 return NO_KERNEL.format(layer)
@@ -63,37 +63,37 @@ def test_layers_without_kernel_stay_in_floating_point(trt: Any, tmp_path: Path) 
 
     one = built(trt, tmp_path, refuses)
     assert one.float_nodes == ("node_c1", "node_mean")
-    assert len(asked) == 3
-    assert all(dequantized(asked[-1], name) for name in ("node_stem", "node_a1", "node_a2", "node_y"))
+    assert len(built_models) == 3
+    assert all(dequantized(built_models[-1], name) for name in ("node_stem", "node_a1", "node_a2", "node_y"))
     # What is not in 8 bits is in FP16.
-    assert element_types(asked[-1]) == {onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
+    assert element_types(built_models[-1]) == {onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
 
 
 def test_without_a_mixed_kernel_floating_point_is_fp32(trt: Any, tmp_path: Path) -> None:
-    asked = []
+    built_models = []
 
     def refuses(model: onnx.ModelProto) -> str:
-        asked.append(model)
+        built_models.append(model)
         return NO_KERNEL.format("node_c1") if element_types(model) else ""
 
     one = built(trt, tmp_path, refuses, keep=["node_c1"])
     assert one.float_nodes == ("node_c1",)
-    assert [bool(element_types(model)) for model in asked] == [True, False]
-    assert not dequantized(asked[-1], "node_c1")
-    assert dequantized(asked[-1], "node_c2")
+    assert [bool(element_types(model)) for model in built_models] == [True, False]
+    assert not dequantized(built_models[-1], "node_c1")
+    assert dequantized(built_models[-1], "node_c2")
 
 
 def test_a_layer_that_no_precision_helps_ends_the_build(trt: Any, tmp_path: Path) -> None:
-    asked = []
+    built_models = []
 
     def refuses(model: onnx.ModelProto) -> str:
-        asked.append(model)
+        built_models.append(model)
         return NO_KERNEL.format("node_stem")
 
     with pytest.raises(BuildError, match="finds no kernel for node_stem"):
         built(trt, tmp_path, refuses)
     # In INT8, in FP16, in FP32.
-    assert len(asked) == 3
+    assert len(built_models) == 3
     assert not list((tmp_path / "store").glob("*/stamp.json"))
 
 
@@ -103,16 +103,18 @@ def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(
 ) -> None:
     if not runs_them:
         monkeypatch.setattr(tensorrt_api, "FP8_CONVOLUTIONS", (99, 0))
-    asked = []
+    built_models = []
 
     def refuses(model: onnx.ModelProto) -> str:
-        asked.append(model)
+        built_models.append(model)
         return ""
 
     one = built(trt, tmp_path, refuses, "fp8")
     assert one.float_nodes == ()
     in_fp8 = [
-        name for name in ("node_a1", "node_a2", "node_down", "node_c1", "node_c2") if dequantized(asked[-1], name)
+        name
+        for name in ("node_a1", "node_a2", "node_down", "node_c1", "node_c2")
+        if dequantized(built_models[-1], name)
     ]
     assert len(in_fp8) == (5 if runs_them else 0)
-    assert dequantized(asked[-1], "node_y")
+    assert dequantized(built_models[-1], "node_y")

@@ -1,4 +1,4 @@
-"""Reading the engine inspector's JSON, and what is taken from TensorRT's messages."""
+"""Layers from the engine inspector's JSON, and nodes from TensorRT's messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_layers_without_details_are_known_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "no json"])
-def test_what_cannot_be_read_is_told(text: str) -> None:
+def test_an_unreadable_description_is_reported(text: str) -> None:
     with pytest.raises(BuildError, match="inspector cannot be read"):
         read_layers(text, {}, None)
 

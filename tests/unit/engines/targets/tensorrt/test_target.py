@@ -1,4 +1,4 @@
-"""Building plans, against a fake TensorRT in the flavours of 10 and 11."""
+"""Builds of plans, on a fake TensorRT of versions 10 and 11."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ten = pytest.mark.parametrize("trt_version", ["10.6.0"])
 eleven = pytest.mark.parametrize("trt_version", ["11.4.0.106"])
 
 
-def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
+def test_a_missing_gpu_or_tensorrt_is_reported(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     assert "TensorRT cannot be imported" in available()
     assert TensorRtTarget().refuses("fp16") == available()
@@ -66,11 +66,11 @@ def test_convolutions_are_fp8_from_10_2_on(
     version: str, has: bool, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda, version))
-    told = "" if has else "FP8 convolutions need TensorRT 10.2 or newer, this is 10.1.0"
-    assert TensorRtTarget().refuses_fp8_convolutions() == told
+    reason = "" if has else "FP8 convolutions need TensorRT 10.2 or newer, this is 10.1.0"
+    assert TensorRtTarget().refuses_fp8_convolutions() == reason
 
 
-def test_networks_are_strongly_typed_and_11_is_not_asked(trt: Any, tmp_path: Path) -> None:
+def test_networks_are_strongly_typed_without_a_flag_in_11(trt: Any, tmp_path: Path) -> None:
     build(tmp_path)
     strongly = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert trt.state.network_flags == [strongly if trt.__version__.startswith("10.") else 0]
@@ -100,9 +100,7 @@ def test_workspace_and_level_are_handed_on(trt: Any, tmp_path: Path) -> None:
         ((batches(1, 1, 1 << 40),), r"too large: its largest inputs alone take 12288.0 GiB, the GPU has 1.0 GiB"),
     ],
 )
-def test_profiles_that_do_not_fit_are_told(
-    trt: Any, tmp_path: Path, profiles: tuple[ShapeRange, ...], words: str
-) -> None:
+def test_invalid_profiles_are_reported(trt: Any, tmp_path: Path, profiles: tuple[ShapeRange, ...], words: str) -> None:
     with pytest.raises(BuildError, match=words):
         build(tmp_path, order=TargetSpec("fp32", profiles))
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +140,7 @@ def test_a_broken_node_is_named(trt: Any, tmp_path: Path) -> None:
         build(tmp_path, affine(operator="Broken"))
 
 
-def test_the_builders_errors_are_told(trt: Any, tmp_path: Path) -> None:
+def test_errors_of_the_builder_are_reported(trt: Any, tmp_path: Path) -> None:
     model = affine()
     for failure, order, words in (
         (
@@ -175,7 +173,7 @@ def test_the_builders_errors_are_told(trt: Any, tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kernel_passed_over_for_memory_is_told(trt: Any, tmp_path: Path) -> None:
+def test_a_kernel_skipped_for_memory_is_reported(trt: Any, tmp_path: Path) -> None:
     def short(model: onnx.ModelProto) -> str:
         logger.log(2, "Tactic Device request: 900MB Available: 800MB. Device memory is insufficient to use tactic.")
         return "Could not find any implementation for node matmul."
@@ -197,12 +195,12 @@ def test_a_quantized_layer_without_kernel_is_to_be_kept(trt: Any, tmp_path: Path
 
 
 def test_progress_grows_and_ends(trt: Any, tmp_path: Path) -> None:
-    told: list[tuple[float, str]] = []
-    build(tmp_path, report=lambda done, note: told.append((done, note)))
-    shares = [done for done, _ in told]
+    reports: list[tuple[float, str]] = []
+    build(tmp_path, report=lambda done, note: reports.append((done, note)))
+    shares = [done for done, _ in reports]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert "Timing" in {note for _, note in told}
+    assert "Timing" in {note for _, note in reports}
     assert len(set(shares)) > 5
 
 
@@ -323,7 +321,7 @@ def test_a_timing_cache_that_cannot_be_written_costs_nothing(trt: Any, tmp_path:
     assert build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache)).exists()
 
 
-def test_a_full_disk_is_told(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
