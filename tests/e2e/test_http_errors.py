@@ -193,9 +193,9 @@ ENCODED: dict[str, tuple[bytes, str, int, str]] = {
     "not gzip": (with_inputs(A, B), "gzip", 400, "not valid gzip"),
     "not deflate": (with_inputs(A, B), "deflate", 400, "not valid deflate"),
     "corrupt": (GOOD[:20] + b"\0\0\0\0" + GOOD[24:], "gzip", 400, "gzip"),
-    "cut gzip": (GOOD[:-9], "gzip", 400, "end too early"),
-    "cut deflate": (zlib.compress(with_inputs(A, B))[:-5], "deflate", 400, "end too early"),
-    "something behind": (GOOD + b"x", "gzip", 400, "1 bytes stand behind"),
+    "cut gzip": (GOOD[:-9], "gzip", 400, "are truncated"),
+    "cut deflate": (zlib.compress(with_inputs(A, B))[:-5], "deflate", 400, "are truncated"),
+    "something behind": (GOOD + b"x", "gzip", 400, "1 bytes follow"),
     "a bomb": (BOMB, "gzip", 413, str(MAX_BODY_BYTES)),
     "a bomb of zeros": (gzip.compress(bytes(MAX_BODY_BYTES)), "gzip", 413, "more than 200 times its size"),
 }

@@ -352,7 +352,7 @@ class GrpcCodec:
 def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
     """Convert a map of InferParameter to Python values; raises BadRequest."""
     if len(parameters) > _MAX_PARAMETERS:
-        raise BadRequest(f"{len(parameters)} parameters came, at most {_MAX_PARAMETERS} are taken")
+        raise BadRequest(f"{len(parameters)} parameters came, at most {_MAX_PARAMETERS} are allowed")
     values: dict[str, bool | int | float | str] = {}
     for name, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")

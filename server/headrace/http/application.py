@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError
 from headrace.core.limits import REGION_PATTERN, ClientLimits
 from headrace.http.codec import check_json, unique
 from headrace.http.infer_endpoint import (
@@ -37,6 +36,7 @@ from headrace.http.infer_endpoint import (
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
 from headrace.inference.models import Services
 from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.service import internal_error
 
 logger = logging.getLogger("headrace.http")
 
@@ -85,7 +85,7 @@ def check_path(raw_path: bytes) -> None:
     """Raise BadRequest for a path with a percent-encoded slash, backslash or control character."""
     if b"%" in raw_path and _HIDDEN.search(raw_path):
         raise BadRequest(
-            "no such path: a name in it has a slash, a backslash or a control character, and none here has"
+            "no such path: a name in it has a slash, a backslash or a control character, which names never have"
         )
 
 
@@ -110,10 +110,8 @@ async def _respond(route: Route, request: Request, client_limits: ClientLimits) 
         return Response(content, headers={**route.headers, "content-type": route.media_type})
     except HeadraceError as error:
         return _error(error)
-    except Exception:
-        reference = uuid.uuid4().hex[:12]
-        logger.exception("request failed in the control plane (reference %s)", reference)
-        return _error(ModelFailed(f"the server failed on this request; its log has the cause ({reference})"))
+    except Exception as error:
+        return _error(internal_error(error, logger))
 
 
 async def _arguments(route: Route, request: Request, client_limits: ClientLimits) -> dict[str, Any]:
@@ -121,7 +119,7 @@ async def _arguments(route: Route, request: Request, client_limits: ClientLimits
     arguments: dict[str, Any] = dict(request.path_params)
     if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
         region = arguments["region"][:64]
-        raise BadRequest(f"{region!r} cannot be the name of a region: it must match {REGION_PATTERN}")
+        raise BadRequest(f"{region!r} is not a valid name of a region: it must match {REGION_PATTERN}")
     if route.body is not None:
         _check_media_type(request)
         arguments |= msgspec.to_builtins(
@@ -135,9 +133,9 @@ async def _arguments(route: Route, request: Request, client_limits: ClientLimits
 def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _MEDIA_TYPES:
-        raise BadRequest(f"content-type {media_type[:64]!r} is not taken here: send {JSON}")
+        raise BadRequest(f"content-type {media_type[:64]!r} is not supported on this route: send {JSON}")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise BadRequest("content-encoding is not taken here: send the JSON as it is")
+        raise BadRequest("content-encoding is not supported on this route: send the JSON uncompressed")
 
 
 async def _read(request: Request, limit: int, client_limits: ClientLimits) -> bytes:
@@ -154,10 +152,10 @@ async def _read(request: Request, limit: int, client_limits: ClientLimits) -> by
                 if size > limit:
                     break
         except ClientDisconnect:
-            raise Cancelled("the client left before its request had arrived") from None
+            raise Cancelled("the client disconnected before its request was complete") from None
     if size > limit:
         raise client_limits.too_large(
-            "max_body_bytes", f"the body is larger than the {limit} bytes that are taken here"
+            "max_body_bytes", f"the body is larger than {limit} bytes, the limit of this route"
         )
     return b"".join(parts)
 
@@ -175,7 +173,7 @@ def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
             json.dumps(parsed, ensure_ascii=False).encode()
         return msgspec.convert(parsed, route.body)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"the body is not what is expected here: {_shorten(error)}") from None
+        raise BadRequest(f"the body does not match the schema of this route: {_shorten(error)}") from None
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
         raise BadRequest(f"the body is not valid JSON: {_shorten(error)}") from None
 
@@ -220,12 +218,12 @@ def _error(error: HeadraceError) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     """Respond 404 or 405 to a request for which Starlette has no endpoint."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    text, headers = "no such path; /docs lists what there is", {"content-type": JSON}
+    text, headers = "no such path; /docs lists all routes", {"content-type": JSON}
     if status == 405:
         matches = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
         methods = {method for route in matches for method in route.methods}
         headers["allow"] = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
-        text = f"this path takes {headers['allow']}"
+        text = f"method not allowed: use {headers['allow']}"
     return Response(orjson.dumps({"error": text}), status, headers)
 
 

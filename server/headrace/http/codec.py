@@ -70,13 +70,13 @@ def check_json(text: bytes, client_limits: ClientLimits) -> int:
     keys = outside.count(b":")
     if keys > limits.max_json_keys:
         raise client_limits.refused(
-            "max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are taken"
+            "max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are allowed"
         )
     if outside.count(b"[") + outside.count(b"{") > limits.max_json_depth:
         steps = _STEPS[np.frombuffer(outside, np.uint8)]
         depth = int(np.max(np.cumsum(steps, dtype=np.int32)))
         if depth > limits.max_json_depth:
-            detail = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} is taken"
+            detail = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} levels are allowed"
             raise client_limits.refused("max_json_depth", detail)
     return keys
 
@@ -256,7 +256,7 @@ class ModelCodec:
             position += entry.size_bytes
         if position != len(body):
             raise BadRequest(
-                f"{len(body) - position} bytes are left over behind the tensors: the inputs' binary_data_size add up to "
+                f"{len(body) - position} bytes are left over after the tensors: the inputs' binary_data_size add up to "
                 f"{position - size}, {len(body) - size} bytes came"
             )
         shared_bytes = 0
@@ -407,7 +407,7 @@ def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int
         return spec, shape
     if len(free) > 1:
         raise BadRequest(
-            f"{subject} does not tell the shape of input '{spec.name}', {list(spec.shape)}: write it in a JSON header"
+            f"{subject} does not determine the shape of input '{spec.name}', {list(spec.shape)}: write it in a JSON header"
         )
     if free:
         row_bytes = fixed_elements * spec.datatype.size_bytes

@@ -294,7 +294,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._timeouts.add(self)
         if not self._client_limits.enter():
             self._refuse(
-                503, f"the server has {self._client_limits.limits.max_connections} connections and takes no more"
+                503,
+                f"the server has {self._client_limits.limits.max_connections} connections, which is its limit: retry later",
             )
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -248,7 +248,7 @@ class InferEndpoint:
     ) -> bytes | BodyBytes:
         limit = self._client_limits.limits.max_body_bytes
         if headers.content_length > limit:
-            text = f"the body has {headers.content_length} bytes, at most {limit} are taken"
+            text = f"the body has {headers.content_length} bytes, at most {limit} are allowed"
             raise self._client_limits.too_large("max_body_bytes", text)
         body = None if connection is None else await connection.read_body(send)
         if body is None:
@@ -269,7 +269,7 @@ async def _receive_all(receive: Receive, client_limits: ClientLimits) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise Cancelled("the client left before its request had arrived")
+            raise Cancelled("the client disconnected before its request was complete")
         part: bytes = message.get("body", b"")
         parts.append(part)
         size += len(part)
@@ -389,7 +389,7 @@ async def send_error(send: Send, error: HeadraceError, extra_headers: Sequence[H
 
 async def send_method_not_allowed(send: Send) -> None:
     """Respond 405 to any method except POST."""
-    body = orjson.dumps({"error": "inference takes POST"})
+    body = orjson.dumps({"error": "method not allowed: send inference requests with POST"})
     headers = [_JSON_TYPE, (b"allow", b"POST"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 405, "headers": headers})
     await send({"type": "http.response.body", "body": body})

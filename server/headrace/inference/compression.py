@@ -41,7 +41,7 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "deflate"):
-        raise BadRequest(f"Content-Encoding {encoding[:32]!r} is not known here; gzip, deflate and identity are")
+        raise BadRequest(f"Content-Encoding {encoding[:32]!r} is not supported: send gzip, deflate or identity")
     limits = client_limits.limits
     by_ratio = max(_FREE_BYTES, len(body) * limits.max_unpack_ratio)
     max_bytes = min(limits.max_body_bytes, by_ratio)
@@ -52,13 +52,13 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
         raise BadRequest(f"the body is not valid {encoding}: {error}") from error
     if len(decompressed) > max_bytes:
         if max_bytes < limits.max_body_bytes:
-            text = f"the body unpacks to more than {limits.max_unpack_ratio} times its size: send it as it is"
+            text = f"the body decompresses to more than {limits.max_unpack_ratio} times its size: send it uncompressed"
             raise client_limits.too_large("max_unpack_ratio", text)
-        raise client_limits.too_large("max_body_bytes", f"the body is larger than {max_bytes} bytes when unpacked")
+        raise client_limits.too_large("max_body_bytes", f"the body is larger than {max_bytes} bytes when decompressed")
     if not stream.eof:
-        raise BadRequest(f"the body's {encoding} data end too early")
+        raise BadRequest(f"the {encoding} data of the body are truncated: send the complete stream")
     if stream.unused_data:
-        raise BadRequest(f"{len(stream.unused_data)} bytes stand behind the body's {encoding} data")
+        raise BadRequest(f"{len(stream.unused_data)} bytes follow the {encoding} data of the body: send one stream")
     return decompressed
 
 

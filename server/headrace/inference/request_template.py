@@ -129,7 +129,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
             BadRequest: a range exceeds its region, or its bytes do not match the tensor.
         """
         if regions is None:
-            raise Forbidden("shared memory is off: start the server with --allow-client-shm")
+            raise Forbidden("shared memory is disabled: start the server with --allow-client-shm")
         targets: dict[str, Region] = {}
         for output in self.outputs:
             if output.shared is not None:
@@ -215,7 +215,7 @@ class TemplateFactory:
                     f"model '{self.spec.name}' has no output {name[:128]!r}; its outputs are {list(self.spec.outputs)}"
                 )
             if name in selected:
-                raise BadRequest(f"output '{name}' is asked for twice")
+                raise BadRequest(f"output '{name}' is requested twice: name it once")
             shared = tensor_parameters(parameters, "output", name) if parameters else None
             classes = integer(parameters, "classification")
             if classes < 0:
@@ -252,7 +252,7 @@ class TemplateBuilder:
         if spec is None:
             raise BadRequest(f"model '{model.name}' has no input {name[:128]!r}; its inputs are {list(model.inputs)}")
         if name in self._shapes:
-            raise BadRequest(f"input '{name}' is there twice")
+            raise BadRequest(f"input '{name}' occurs twice: send it once")
         if datatype != spec.datatype.name:
             raise BadRequest(f"input '{name}' has datatype {datatype[:32]!r}, expected {spec.datatype}")
         elements = tensor_codec.check_shape(spec, shape, model)
@@ -325,7 +325,7 @@ class TemplateBuilder:
         model, shapes = self._factory.spec, self._shapes
         missing = [name for name, spec in model.inputs.items() if name not in shapes and not spec.optional]
         if missing:
-            raise BadRequest(f"model '{model.name}' needs the inputs {missing}, which are not there")
+            raise BadRequest(f"model '{model.name}' needs the inputs {missing}, which are missing")
         if not model.max_batch_size:
             return 1
         rows = {shape[0] for shape in shapes.values()}

@@ -256,7 +256,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         handle, response = pending.handle, pending.completion.outcome
         assert handle is not None
         if not isinstance(response, InferResponse):
-            raise response if isinstance(response, Exception) else Unavailable("the request was not answered")
+            raise response if isinstance(response, Exception) else Unavailable("the request has no response: retry it")
         options = pending.options
         if options is not NO_OPTIONS or pending.template.timing:
             pending.parameters = self._parameters(pending, handle, response)
@@ -296,7 +296,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
     def drop(self, pending: PendingRequest) -> None:
         """Remove a request whose client disconnected from the queue, record it and release the lease."""
         pending.completion.abandon()
-        self.fail(pending, Cancelled("the caller has gone"))
+        self.fail(pending, Cancelled("the client disconnected"))
 
     def _parameters(
         self, pending: PendingRequest, handle: Handle, response: InferResponse

@@ -185,7 +185,9 @@ def to_json(array: Array, datatype: Datatype) -> object:
         try:
             return [item.decode("utf-8") for item in flat.tolist()]
         except UnicodeDecodeError as error:
-            raise BadRequest("the output is not UTF-8 text: ask for it with binary_data: true") from error
+            raise BadRequest(
+                "the output is not UTF-8 text, which JSON requires: request it with binary_data: true"
+            ) from error
     values: npt.NDArray[Any] = (
         (flat.astype(np.uint32) << 16).view(np.float32) if datatype is BF16 else np.ascontiguousarray(flat)
     )

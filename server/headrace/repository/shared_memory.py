@@ -322,7 +322,7 @@ class SharedMemoryRegions:
 
     def _require_allowed(self) -> None:
         if not self._allowed:
-            raise Forbidden("shared memory is off: start the server with --allow-client-shm")
+            raise Forbidden("shared memory is disabled: start the server with --allow-client-shm")
 
     def _require_free(self, name: str) -> None:
         self._require_allowed()

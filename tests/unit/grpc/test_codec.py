@@ -176,7 +176,7 @@ def test_another_number_of_raw_contents(count: int) -> None:
 REFUSED: list[tuple[pb.ModelInferRequest, str]] = [
     (request([]), r"model 'm' needs the inputs \['A', 'B'\]"),
     (request([tensor("A", A)]), r"model 'm' needs the inputs \['B'\]"),
-    (request([tensor("A", A), tensor("A", A)]), "input 'A' is there twice"),
+    (request([tensor("A", A), tensor("A", A)]), "input 'A' occurs twice: send it once"),
     (changed(name="C"), r"model 'm' has no input 'C'; its inputs are \['A', 'B'\]"),
     (changed(datatype="FP64"), "input 'B' has datatype 'FP64', expected FP32"),
     (changed(datatype="x" * 10**6), "input 'B' has datatype 'x+', expected FP32"),
@@ -189,7 +189,7 @@ REFUSED: list[tuple[pb.ModelInferRequest, str]] = [
     (changed(shape=[2, 2]), r"input 'B': 8 bytes came for shape \[2, 2\] of FP32, expected 16"),
     (changed(shape=[1, 2]), r"number of rows .* \{'A': 2, 'B': 1\}"),
     (request(outputs=[triton.InferRequestedOutput("U")]), r"model 'm' has no output 'U'; its outputs are \['S', 'T'\]"),
-    (request(outputs=[triton.InferRequestedOutput("S")] * 2), "output 'S' is asked for twice"),
+    (request(outputs=[triton.InferRequestedOutput("S")] * 2), "output 'S' is requested twice: name it once"),
     (request(outputs=[triton.InferRequestedOutput("S", class_count=-1)]), "classification must be at least 1"),
     (told(priority=pb.InferParameter(string_param="high")), "'priority' must be a whole number, not str"),
     (told(timeout=pb.InferParameter(double_param=1.5)), "'timeout' must be a whole number, not float"),
@@ -197,7 +197,7 @@ REFUSED: list[tuple[pb.ModelInferRequest, str]] = [
     (request(parameters={"headrace.x": 1}), "'headrace.x' is reserved"),
     (told(triton_x=pb.InferParameter(bool_param=True)), "'triton_x' is reserved"),
     (told(p=pb.InferParameter()), "parameter 'p' has no value"),
-    (request(parameters={str(n): n for n in range(2_000)}), "2000 parameters came, at most 1024 are taken"),
+    (request(parameters={str(n): n for n in range(2_000)}), "2000 parameters came, at most 1024 are allowed"),
     (
         told(shared_memory_region=pb.InferParameter(string_param="r")),
         "belongs to an input or an output, not to the request",
