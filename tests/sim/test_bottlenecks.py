@@ -1,4 +1,4 @@
-"""What limits a model, told of loads whose limit is known: replayed in virtual time by the server's own data plane."""
+"""Bottlenecks of loads with a known limit, replayed in virtual time by the server's data plane."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MS = NS_PER_MS
 
 
 class Kept(BatchRecorder):
-    """Keeps totals as a server does; virtual time is over when somebody asks."""
+    """Records totals as a server does, read at the end of virtual time."""
 
     made: list[Kept]
     now_ns = 0
@@ -86,7 +86,7 @@ def policy(max_rows: int = 16, delay_ms: float = 0, queue: int = 4096, **more: o
     return HandlePolicy(dataclasses.replace(batch, **more), QueueLimits(max_count=queue), **handle)  # type: ignore[arg-type]
 
 
-def test_nobody_asks() -> None:
+def test_a_model_without_requests_is_idle() -> None:
     now = LoadSnapshot(Recorder().recent(), policy(), LatencyTable(), 1)
     assert [limit.kind for limit in find_bottlenecks(now)] == ["idle"]
     assert snapshot_figures(now)["requests_per_s"] == 0
@@ -111,7 +111,7 @@ def test_requests_that_are_not_merged(explained) -> None:  # type: ignore[no-unt
     )
 
 
-def test_a_full_queue_is_told_beside_its_cause(explained) -> None:  # type: ignore[no-untyped-def]
+def test_a_full_queue_is_reported_with_its_cause(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(3000, policy(merge=False, queue=50))
     assert [limit.kind for limit in find_bottlenecks(now)] == ["overloaded", "unmerged"]
     assert "the capacity is 6,154 rows/s, in batches of 16" in first(now).explanation
@@ -149,7 +149,7 @@ def test_full_batches_on_a_busy_instance(explained) -> None:  # type: ignore[no-
     assert found["compute"].setting == "instance_group"
 
 
-def test_instances_that_disturb_each_other_are_told(explained) -> None:  # type: ignore[no-untyped-def]
+def test_instances_that_slow_each_other_down_are_reported(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(6000, policy(queue=300, instances=2), batch_us=10, row_us=1000)
     now.profile.seed({rows: [(10 + rows * 1900) * 1000] for rows in (1, 2, 4, 8, 16)}, 2)
     (limit,) = [limit for limit in find_bottlenecks(now) if limit.kind == "compute"]
@@ -157,7 +157,7 @@ def test_instances_that_disturb_each_other_are_told(explained) -> None:  # type:
     assert limit.cure.startswith("use one instance")
 
 
-def test_a_delay_that_nobody_shares(explained) -> None:  # type: ignore[no-untyped-def]
+def test_a_delay_without_other_requests(explained) -> None:  # type: ignore[no-untyped-def]
     limit = first(explained(20, policy(delay_ms=10)))
     assert (limit.kind, limit.cure) == ("delay_too_long", "shorten the delay")
     assert "too sparse for a delay of 10 ms" in limit.explanation
@@ -233,14 +233,14 @@ def test_who_promises_refuses_and_says_so(explained) -> None:  # type: ignore[no
     assert found.keys() & {"compute", "promise"}
 
 
-def test_parked_models_and_dead_instances_come_first() -> None:
+def test_evicted_models_and_dead_instances_come_first() -> None:
     recent = batches(8, "full", count=500).recent()
     assert first(LoadSnapshot(recent, policy(instances=2), LatencyTable(), 0, evicted=True)).kind == "parked"
     dead = first(LoadSnapshot(recent, policy(instances=2), LatencyTable(), 1))
     assert (dead.kind, "1 of 2 instances are running" in dead.explanation) == ("instances", True)
 
 
-def test_threads_that_come_late_are_told_apart_from_bursts() -> None:
+def test_late_threads_are_distinguished_from_bursts() -> None:
     profile = LatencyTable()
     profile.seed({1: [MS]})
     limit = first(LoadSnapshot(batches(1, "idle", queue_ms=5, count=100).recent(), policy(), profile, 1))

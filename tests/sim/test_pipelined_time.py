@@ -80,7 +80,7 @@ class World:
             self.pull()
 
     def pull(self) -> None:
-        """What every instance's thread does now; those with the fewest flights first."""
+        """Run each instance's thread, those with the fewest batches in flight first."""
         for index in sorted(range(self.instances), key=lambda i: self.pipelines[i]._open):
             pipeline = self.pipelines[index]
             while pipeline._open < self.depth and self.filling_until_ns[index] <= self.now_ns:
@@ -118,7 +118,7 @@ class World:
 
 
 def makespan_ns(costs: CostModel, depth: int, batches: int = 40, instances: int = 1) -> int:
-    """How long so many batches of one take that wait from the start."""
+    """Return the time for that many batches of one row, all queued at the start."""
     world = World(costs, BatchPolicy(1), depth, instances)
     for _ in range(batches):
         world.ask()
@@ -150,7 +150,7 @@ def test_two_devices_on_one_queue_take_half_the_time() -> None:
 
 
 def served_in_a_closed_loop(clients: int, depth: int, paced: bool) -> World:
-    """Callers who ask again 50 us after their answer, for 200 ms.
+    """Callers that send the next request 50 us after each response, for 200 ms.
 
     Costs as of a ResNet-50 in FP16 on a large GPU: half a millisecond for one picture, 37,000 a second in batches of 64.
     """

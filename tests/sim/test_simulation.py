@@ -27,7 +27,7 @@ MS = 1_000_000
 ENDLESS = QueueLimits(max_count=1 << 30)
 
 
-def asked(rate_hz: float, seconds: float, seed: int = 1, models: int = 1, **more: object) -> Trace:
+def poisson_trace(rate_hz: float, seconds: float, seed: int = 1, models: int = 1, **more: object) -> Trace:
     load = Workload(rate_hz, seconds, **more)  # type: ignore[arg-type]
     return make_trace(load, [f"m{number}" for number in range(models)], np.random.default_rng(seed))
 
@@ -50,27 +50,29 @@ def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
 @pytest.mark.parametrize("load", [0.3, *(pytest.param(load, marks=pytest.mark.slow) for load in (0.6, 0.8))])
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])
 def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:
-    trace = asked(load * 1000, 150)
+    trace = poisson_trace(load * 1000, 150)
     done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=variation))], seed=2)
     assert mean_wait_ms(done) == pytest.approx(load * (1 + variation**2) / (2 * (1 - load)), rel=0.06)
 
 
 @pytest.mark.slow
 def test_the_percentiles_of_m_m_1_are_exponential() -> None:
-    trace = asked(600, 250)
+    trace = poisson_trace(600, 250)
     done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=1.0))], seed=3)
-    told = report(done, [None]).total
+    result = report(done, [None]).total
     mean_us = 1e6 / (1000 - 600)
-    assert told.mean_us == pytest.approx(mean_us, rel=0.04)
+    assert result.mean_us == pytest.approx(mean_us, rel=0.04)
     expected = [-math.log(1 - percentile) * mean_us for percentile in (0.5, 0.9, 0.99)]
-    assert told.percentiles_us[:3] == pytest.approx(expected, rel=0.06)
+    assert result.percentiles_us[:3] == pytest.approx(expected, rel=0.06)
 
 
 @pytest.mark.slow
 def test_several_instances_wait_as_erlang_says() -> None:
     servers, load = 3, 2.4
     done = replay(
-        asked(load * 1000, 80), [model(1, servers, LatencyProfile(StepLatency.line(1000), variation=1.0))], seed=4
+        poisson_trace(load * 1000, 80),
+        [model(1, servers, LatencyProfile(StepLatency.line(1000), variation=1.0))],
+        seed=4,
     )
     busy = load**servers / math.factorial(servers) * servers / (servers - load)
     erlang_c = busy / (sum(load**k / math.factorial(k) for k in range(servers)) + busy)
@@ -83,14 +85,14 @@ def test_a_saturated_batcher_answers_what_its_device_can(depth: int, max_rows: i
     batch_us, row_us = 400, 100
     capacity_hz = max_rows / (batch_us + row_us * max_rows) * 1e6
     policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=256))
-    trace = asked(2 * capacity_hz, 4)
+    trace = poisson_trace(2 * capacity_hz, 4)
     done = replay(trace, [SimulatedModel(policy, LatencyProfile(StepLatency.line(batch_us, row_us)), depth)])
-    told = report(done, [1000.0], warm_up_ns=1000 * MS)
-    assert told.total.throughput_hz == pytest.approx(capacity_hz, rel=0.01)
-    assert told.total.mean_rows == pytest.approx(max_rows, rel=0.001)
-    assert told.total.errors == {"overloaded": told.total.requests - told.total.answered}
-    assert told.total.errors["overloaded"] / told.total.requests == pytest.approx(0.5, abs=0.03)
-    assert told.busy > 0.97
+    result = report(done, [1000.0], warm_up_ns=1000 * MS)
+    assert result.total.throughput_hz == pytest.approx(capacity_hz, rel=0.01)
+    assert result.total.mean_rows == pytest.approx(max_rows, rel=0.001)
+    assert result.total.errors == {"overloaded": result.total.requests - result.total.answered}
+    assert result.total.errors["overloaded"] / result.total.requests == pytest.approx(0.5, abs=0.03)
+    assert result.busy > 0.97
 
 
 def test_an_idle_server_takes_what_the_batch_takes() -> None:
@@ -102,7 +104,7 @@ def test_an_idle_server_takes_what_the_batch_takes() -> None:
 
 
 def test_models_that_share_a_device_share_its_time() -> None:
-    trace = asked(2000, 5, models=4)
+    trace = poisson_trace(2000, 5, models=4)
     alone = report(replay(trace, [model() for _ in range(4)]), [None] * 4).total
     shared = report(replay(trace, [model(devices=(0,)) for _ in range(4)]), [None] * 4).total
     assert alone.throughput_hz == pytest.approx(2000, rel=0.03)
@@ -111,11 +113,11 @@ def test_models_that_share_a_device_share_its_time() -> None:
 
 @pytest.mark.slow
 def test_a_thousand_models_are_as_good_as_one_each() -> None:
-    trace = asked(50_000, 1, models=1000)
-    told = report(replay(trace, [model() for _ in range(1000)]), [5.0] * 1000)
-    assert (told.total.requests, told.total.answered) == (len(trace), len(trace))
-    assert sum(each.answered for each in told.models) == len(trace)
-    waits_us = told.total.mean_us - 1000
+    trace = poisson_trace(50_000, 1, models=1000)
+    result = report(replay(trace, [model() for _ in range(1000)]), [5.0] * 1000)
+    assert (result.total.requests, result.total.answered) == (len(trace), len(trace))
+    assert sum(each.answered for each in result.models) == len(trace)
+    waits_us = result.total.mean_us - 1000
     assert waits_us == pytest.approx(0.05 / (2 * 0.95) * 1000, rel=0.1), "M/D/1 at a load of 0.05"
 
 
@@ -124,7 +126,7 @@ def test_the_data_plane_knows_the_profile_from_the_start(monkeypatch: pytest.Mon
     seed = dataplane.LatencyTable.seed
     monkeypatch.setattr(dataplane.LatencyTable, "seed", lambda self, times: (seen.append(self), seed(self, times)))
     steps = LatencyProfile(StepLatency.line(100, 10), StepLatency.line(5), StepLatency.line(7), StepLatency.line(3))
-    replay(asked(2000, 1), [model(8, 1, steps)])
+    replay(poisson_trace(2000, 1), [model(8, 1, steps)])
     (known,) = seen
     assert [known.estimate_ns(rows) for rows in (1, 4, 8)] == [120_000, 150_000, 190_000]
     assert sum(each.observations for each in known.known()) > 1000, "and learns on"
@@ -135,13 +137,13 @@ def test_the_data_plane_knows_the_profile_from_the_start(monkeypatch: pytest.Mon
 
 def test_equal_seeds_give_equal_replays_and_others_do_not() -> None:
     varying = model(4, 2, LatencyProfile(StepLatency.line(1000, 50), variation=0.4))
-    first, again = (replay(asked(1500, 2, seed=5), [varying], seed=6) for _ in range(2))
+    first, again = (replay(poisson_trace(1500, 2, seed=5), [varying], seed=6) for _ in range(2))
     assert first.latency_ns == again.latency_ns
     assert first.outcomes == again.outcomes
-    other = replay(asked(1500, 2, seed=5), [varying], seed=7)
-    assert other.trace.times_ns.tolist() == first.trace.times_ns.tolist(), "what is asked has a seed of its own"
+    other = replay(poisson_trace(1500, 2, seed=5), [varying], seed=7)
+    assert other.trace.times_ns.tolist() == first.trace.times_ns.tolist(), "arrivals have a seed of their own"
     assert other.latency_ns != first.latency_ns
-    assert asked(1500, 2, seed=8).times_ns.tolist() != first.trace.times_ns.tolist()
+    assert poisson_trace(1500, 2, seed=8).times_ns.tolist() != first.trace.times_ns.tolist()
 
 
 # The same batches as tests/sim's own schedulers. No two requests come at the same time, nor does one as a batch ends.
@@ -221,7 +223,7 @@ def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:
 
 
 def test_what_cannot_meet_its_deadline_is_refused_at_once_and_all_others_do() -> None:
-    trace = asked(2000, 2, timeout_ns=20 * MS)
+    trace = poisson_trace(2000, 2, timeout_ns=20 * MS)
     done = replay(trace, [model()])
     count = Counter(done.outcomes)
     assert set(count) == {"answered", "would_miss"}
@@ -233,7 +235,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once_and_all_others_do() ->
 
 
 def test_deadlines_and_queue_timeouts_pass_in_virtual_time() -> None:
-    trace = asked(2000, 2, timeout_ns=20 * MS)
+    trace = poisson_trace(2000, 2, timeout_ns=20 * MS)
     done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=1.0))])
     late = [latency for latency, outcome in zip(done.latency_ns, done.outcomes, strict=True) if outcome == "deadline"]
     assert set(late) == {20 * MS}
@@ -242,13 +244,13 @@ def test_deadlines_and_queue_timeouts_pass_in_virtual_time() -> None:
     impatient = SimulatedModel(
         HandlePolicy(BatchPolicy(1), ENDLESS, queue_timeout_ns=5 * MS), LatencyProfile(StepLatency.line(1000))
     )
-    done = replay(asked(2000, 2), [impatient])
+    done = replay(poisson_trace(2000, 2), [impatient])
     assert set(done.outcomes) == {"answered", "queue_timeout"}
     assert max(done.latency_ns) <= 6 * MS
 
 
 def test_urgent_requests_pass_the_others() -> None:
-    trace = asked(900, 20)
+    trace = poisson_trace(900, 20)
     urgent = np.random.default_rng(9).random(len(trace)) < 0.25
     mixed = Trace(
         trace.times_ns,
@@ -267,7 +269,7 @@ def test_urgent_requests_pass_the_others() -> None:
 
 
 def test_a_request_larger_than_a_batch_is_answered_once_all_its_parts_are() -> None:
-    trace = asked(1, 20, rows=((20, 1.0),))
+    trace = poisson_trace(1, 20, rows=((20, 1.0),))
     done = replay(trace, [model(8, 1)])
     assert set(done.latency_ns) == {3 * MS}
     assert list(done.batches[0].rows) == [8, 8, 4] * len(trace)

@@ -151,7 +151,7 @@ def test_every_request_is_served_once_in_order(world: World, coming: list[Arriva
 
 @settings(max_examples=examples(100), deadline=None)
 @given(arrivals, st.integers(1, 40))
-def test_queue_timeouts_refuse_who_waits_and_nobody_else(coming: list[Arrival], timeout_ns: int) -> None:
+def test_queue_timeouts_reject_only_waiting_requests(coming: list[Arrival], timeout_ns: int) -> None:
     world = World(BatchPolicy(5), instances=1, levels=2, limit=1000, service_ns=60)
     expire = world.scheduler.expire
 
@@ -184,4 +184,4 @@ def test_queue_timeouts_refuse_who_waits_and_nobody_else(coming: list[Arrival], 
             assert taken_at[id(each)] <= each.enqueued_ns + timeout_ns
         elif isinstance(each.completion.outcome, QueueTimeout):
             assert isinstance(each.completion, Slot)
-            assert len(each.completion.told) == 1
+            assert len(each.completion.outcomes) == 1

@@ -33,20 +33,20 @@ _ANY_WIDTH = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, -1))})
 class Caller(Slot):
     """Waits for its answer."""
 
-    __slots__ = ("told_event",)
+    __slots__ = ("notified",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.told_event = threading.Event()
+        self.notified = threading.Event()
 
     def notify(self) -> None:
         super().notify()
-        self.told_event.set()
+        self.notified.set()
 
     def answer(self) -> InferResponse | Exception:
-        assert self.told_event.wait(10), "no answer came"
+        assert self.notified.wait(10), "no answer came"
         assert self.outcome is not None
-        assert len(self.told) == 1
+        assert len(self.outcomes) == 1
         return self.outcome
 
 

@@ -1,4 +1,4 @@
-"""Answer slots and requests for tests that need no event loop."""
+"""Completions and requests for tests that need no event loop."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from headrace.scheduling.queue import Entry
 
 
 class Slot(Completion):
-    """Remembers every notification; a completion may notify once only."""
+    """Completion that records its notifications; a completion may notify only once."""
 
-    __slots__ = ("told",)
+    __slots__ = ("outcomes",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Outcome | None] = []
+        self.outcomes: list[Outcome | None] = []
 
     def notify(self) -> None:
-        self.told.append(self.outcome)
+        self.outcomes.append(self.outcome)
 
 
 def request(rows: int = 1, shape_key: object = None, value: float = 0.0, **more: object) -> InferRequest:

@@ -237,7 +237,7 @@ class RateLimits(ConfigPart):
     @model_validator(mode="after")
     def _check(self) -> RateLimits:
         if self.default is None and not self.clients:
-            raise Problems([Problem((), "rate_limits limits nobody", "write default, clients, or both")])
+            raise Problems([Problem((), "rate_limits has no limits", "write default, clients, or both")])
         return self
 
 
@@ -514,7 +514,7 @@ class ModelConfig(ConfigPart):
         ]
         picture = None if self.preprocess is None else self.preprocess.input
         if picture == "" and len(names) > 1:
-            message = "preprocess does not tell which of the inputs takes the picture"
+            message = "preprocess.input is missing, and the model has several inputs"
             problems.append(Problem(("preprocess",), message, f"write input: one of {', '.join(names)}"))
         elif picture and names and picture not in names:
             message = f'preprocess.input "{picture}" is not an input of the model'

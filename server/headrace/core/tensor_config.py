@@ -234,7 +234,7 @@ class Postprocess(ConfigPart):
     @model_validator(mode="after")
     def _check(self) -> Postprocess:
         if not self.softmax and not self.top_k:
-            message = "postprocess asks for nothing"
+            message = "postprocess has no effect"
             raise Problems([Problem((), message, "write softmax: true, a top_k, or both, or remove it")])
         if len({self.scores, self.classes, self.labels}) < 3:
             message = f"two outputs of postprocess have one name: {self.scores}, {self.classes}, {self.labels}"
@@ -258,7 +258,7 @@ class WarmupInput(ConfigPart):
     @model_validator(mode="after")
     def _check(self) -> WarmupInput:
         if (self.zero_data, self.random_data, bool(self.input_data_file)).count(True) != 1:
-            message = "the data of a warm-up input is not told"
+            message = "a warm-up input has no data or several kinds of it"
             raise Problems([Problem((), message, "write exactly one of zero_data, random_data, input_data_file")])
         return self
 
@@ -412,7 +412,7 @@ def postprocess_problems(
     names = [tensor.name for tensor in outputs]
     index = scores_output(postprocess, outputs)
     if index is None:
-        state = f'"{postprocess.output}" is not an output of the model' if postprocess.output else "is not told"
+        state = f'"{postprocess.output}" is not an output of the model' if postprocess.output else "is not named"
         message = f"the output that postprocess takes the scores from {state}"
         return [Problem(("postprocess",), message, f"write output: one of {', '.join(names)}")]
     tensor, problems = outputs[index], []

@@ -29,7 +29,7 @@ def test_the_first_wins_among_racing_threads() -> None:
         for thread in threads:
             thread.join()
         assert wins.count(True) == 1
-        assert len(slot.told) == 1
+        assert len(slot.outcomes) == 1
 
 
 def test_waiters_get_values_and_errors() -> None:
@@ -99,25 +99,25 @@ def test_a_callback_takes_the_place_of_the_waiter_and_comes_once() -> None:
     async def main() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
         early, late, left = (LoopCompletion(mailbox) for _ in range(3))
-        told: list[str] = []
+        calls: list[str] = []
         answer = InferResponse({})
         early.settle(answer)
-        early.then(lambda: told.append("early"))
-        late.then(lambda: told.append("late"))
-        left.then(lambda: told.append("left"))
-        assert told == []  # never from within `then` or `settle`
+        early.then(lambda: calls.append("early"))
+        late.then(lambda: calls.append("late"))
+        left.then(lambda: calls.append("left"))
+        assert calls == []  # never from within `then` or `settle`
         threading.Thread(target=lambda: settle_all([(late, answer), (early, answer)])).start()
         left.abandon()
         for _ in range(200):
             await asyncio.sleep(0.005)
-            if len(told) == 3:
+            if len(calls) == 3:
                 break
-        assert sorted(told) == ["early", "late", "left"]
+        assert sorted(calls) == ["early", "late", "left"]
         assert (early.outcome, late.outcome) == (answer, answer)
         assert isinstance(left.outcome, Cancelled)
-        mailbox.post([late])  # a second wake-up finds nobody
+        mailbox.post([late])  # a second wake-up finds no completion
         await asyncio.sleep(0.01)
-        assert len(told) == 3
+        assert len(calls) == 3
 
     asyncio.run(main())
 
@@ -129,7 +129,7 @@ def test_who_awaits_late_finds_the_outcome_and_many_may() -> None:
         answer = InferResponse({})
         answered.settle(answer)
         refused.settle(ModelFailed("no"))
-        await asyncio.sleep(0.01)  # the loop has come to its mailbox, and nobody was there
+        await asyncio.sleep(0.01)  # the loop has drained its mailbox without a waiter
         assert await answered is answer
         assert await answered is answer
         for _ in range(2):

@@ -29,10 +29,10 @@ def test_what_does_not_fit_is_refused_and_named() -> None:
     error = caught.value
     assert isinstance(error, NoRoom)
     assert (error.gpu, error.lacking_bytes, error.others) == (0, GIB, True)
-    told = str(error)
-    assert told.startswith("mine/3: error: needs 3.0 GiB more of GPU 0 for scratch: 2.0 GiB of 12.0 GiB are free")
-    assert "(it holds 2.0 GiB, big/1 7.0 GiB, small/2 1.0 GiB)" in told
-    assert "--gpu-memory-fraction" in told
+    message = str(error)
+    assert message.startswith("mine/3: error: needs 3.0 GiB more of GPU 0 for scratch: 2.0 GiB of 12.0 GiB are free")
+    assert "(it holds 2.0 GiB, big/1 7.0 GiB, small/2 1.0 GiB)" in message
+    assert "--gpu-memory-fraction" in message
     assert ledger.held(0) == 10 * GIB
 
 
@@ -105,14 +105,14 @@ def test_threads_never_go_over_the_limit_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (GIB, "1.0 GiB")]
+    ("size_bytes", "message"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (GIB, "1.0 GiB")]
 )
-def test_bytes_for_people(size_bytes: int, told: str) -> None:
-    assert format_bytes(size_bytes) == told
+def test_bytes_for_people(size_bytes: int, message: str) -> None:
+    assert format_bytes(size_bytes) == message
 
 
 class Books(RuleBasedStateMachine):
-    """Whatever is booked and given back: no limit is broken, and every sum is the sum of its parts."""
+    """Random reservations and releases: no limit is broken, and every sum is the sum of its parts."""
 
     LIMITS: ClassVar[dict[int, int]] = {0: 1000, 1: 300}
     BUDGET = 400

@@ -42,7 +42,7 @@ def test_what_bodies_hold_is_the_sum_of_each(steps: list[tuple[int, str, int]]) 
     assert bodies.reserved_bytes == 0
 
 
-def test_room_is_asked_for_without_being_taken() -> None:
+def test_a_check_reserves_nothing() -> None:
     client_limits = ClientLimits(Limits(max_body_bytes=10, max_total_body_bytes=LIMIT))
     held = client_limits.reserve()
     held.check(LIMIT)

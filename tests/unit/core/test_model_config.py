@@ -97,7 +97,7 @@ def test_words_of_enumerations_may_be_short() -> None:
         ),
         ({"instance_group": [{"kind": "cpu", "gpus": [0]}]}, ("instance_group", 0, "gpus"), "KIND_CPU"),
         ({"version_policy": {}}, ("version_policy",), "one policy is needed"),
-        ({"rate_limits": {}}, ("rate_limits",), "limits nobody"),
+        ({"rate_limits": {}}, ("rate_limits",), "has no limits"),
         (
             {"rate_limits": {"clients": {"a shop": {"requests_per_s": 1}}}},
             ("rate_limits", "clients", "a shop", "[key]"),
@@ -118,8 +118,8 @@ def test_words_of_enumerations_may_be_short() -> None:
             ("preprocess", "input"),
             'preprocess.input "z" is not an input',
         ),
-        ({"preprocess": {}, "input": [{"name": "x"}, {"name": "y"}]}, ("preprocess",), "does not tell which"),
-        ({"model_warmup": [{"inputs": {"x": {}}}]}, ("model_warmup", 0, "inputs", "x"), "not told"),
+        ({"preprocess": {}, "input": [{"name": "x"}, {"name": "y"}]}, ("preprocess",), "preprocess.input is missing"),
+        ({"model_warmup": [{"inputs": {"x": {}}}]}, ("model_warmup", 0, "inputs", "x"), "has no data"),
         (
             {"input": [{"name": "x"}], "model_warmup": [{"inputs": {"y": {"zero_data": True}}}]},
             ("model_warmup", 0, "inputs", "y"),
@@ -127,7 +127,7 @@ def test_words_of_enumerations_may_be_short() -> None:
         ),
     ],
 )
-def test_a_problem_tells_where_and_what(fields: dict[str, Any], loc: tuple[object, ...], message: str) -> None:
+def test_a_problem_has_its_place_and_message(fields: dict[str, Any], loc: tuple[object, ...], message: str) -> None:
     found = problems(**fields)
     assert [problem.loc for problem in found] == [loc]
     assert message in found[0].message
@@ -217,7 +217,7 @@ def test_our_own_fields_are_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "size_bytes"),
+    ("size", "size_bytes"),
     [
         (5, 5),
         ("7B", 7),
@@ -228,8 +228,8 @@ def test_our_own_fields_are_fields() -> None:
         ("1TB", 10**12),
     ],
 )
-def test_a_size_is_a_number_or_has_a_unit(told: object, size_bytes: int) -> None:
-    assert ModelConfig.model_validate({"gpu_memory_budget": told}).gpu_memory_budget == size_bytes
+def test_a_size_is_a_number_or_has_a_unit(size: object, size_bytes: int) -> None:
+    assert ModelConfig.model_validate({"gpu_memory_budget": size}).gpu_memory_budget == size_bytes
 
 
 @pytest.mark.parametrize(("limit", "most"), [({}, 2), ({"burst": 7}, 7), ({"requests_per_s": 0.1}, 1)])

@@ -145,7 +145,7 @@ def test_each_precision_has_a_colour_and_a_shape_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("text", "expected"),
     [
         (short(69_000), "69k"),
         (short(1_234_000), "1.23M"),
@@ -161,5 +161,5 @@ def test_each_precision_has_a_colour_and_a_shape_of_its_own() -> None:
         (plain("a\x1b[2Jb\nc"), "a\ufffd[2Jb\ufffdc"),
     ],
 )
-def test_numbers_for_people(told: str, expected: str) -> None:
-    assert told == expected
+def test_numbers_for_people(text: str, expected: str) -> None:
+    assert text == expected

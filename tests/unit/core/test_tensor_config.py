@@ -1,4 +1,4 @@
-"""What callers see where the server prepares pictures and ranks classes, and what is refused."""
+"""Specs for clients with preprocessing and ranked classes on the server, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_model_without_a_batch_dimension_may_want_a_batch_of_one() -> None:
             {"input": [{"name": "x", "dims": [150528], "reshape": {"shape": [3, 224, 224]}}]},
             'input "x" has a reshape (remove reshape',
         ),
-        ({"postprocess": {}}, "asks for nothing (write softmax: true, a top_k, or both"),
+        ({"postprocess": {}}, "has no effect (write softmax: true, a top_k, or both"),
         ({"postprocess": {"top_k": 11}}, 'top_k is 11, "y" has 10 classes (write at most 10)'),
         ({"postprocess": {"top_k": 2, "scores": "classes"}}, "two outputs of postprocess have one name"),
         ({"postprocess": {"top_k": 2, "output": "z"}}, '"z" is not an output of the model (write output: one of y)'),
@@ -93,7 +93,7 @@ def test_a_model_without_a_batch_dimension_may_want_a_batch_of_one() -> None:
         ({"output": [{"name": "y", "data_type": "fp32", "dims": [10, 4]}]}, "takes one score a class"),
         (
             {"output": [*BASE["output"], {"name": "scores", "data_type": "fp32", "dims": [1]}]},
-            "takes the scores from is not told",
+            "takes the scores from is not named",
         ),
         (
             {
@@ -107,6 +107,6 @@ def test_a_model_without_a_batch_dimension_may_want_a_batch_of_one() -> None:
 def test_contradictions_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**change)
-    told = [str(detail["ctx"]["error"]) for detail in caught.value.errors()]
-    assert any(message in text for text in told), told
+    messages = [str(detail["ctx"]["error"]) for detail in caught.value.errors()]
+    assert any(message in text for text in messages), messages
     assert all(isinstance(detail["ctx"]["error"], Problems) for detail in caught.value.errors())

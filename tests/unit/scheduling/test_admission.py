@@ -27,7 +27,7 @@ class Line:
 
     def __init__(self) -> None:
         self.waiting_rows = 0
-        self.urgent = False  # who asks goes before all others
+        self.urgent = False  # the request is served before all others
         self.lag_ns, self.overtakers = 1000, 1000  # of who does not
 
     def place(self, entry: Entry) -> tuple[int, int, int]:
@@ -56,18 +56,18 @@ class Case:
             self.profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
         self.planner = CostModel(self.profile, policy)
-        self.outlook = AdmissionController(self.planner, policy, self.line, lambda: self.works, shared)
-        self.outlook.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
+        self.admission = AdmissionController(self.planner, policy, self.line, lambda: self.works, shared)
+        self.admission.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
 
     def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
         """An instance has these under way: when each was taken, in ms from now, and its rows."""
         self.works[instance] = InFlightWork(0, [(NOW + ms * MS, rows) for ms, rows in batches])
-        self.outlook.changed = True
+        self.admission.changed = True
 
     def ran(self, rows: int, busy_ms: int, times: int = 1) -> None:
         """Batches were run."""
         for _ in range(times):
-            self.outlook.record_batch(rows, 10 * MS, busy_ms * MS)
+            self.admission.record_batch(rows, 10 * MS, busy_ms * MS)
             self.planner.batch()
 
     def entry(self, rows: int = 1, deadline_ms: int = 0) -> Entry:
@@ -76,9 +76,9 @@ class Case:
         return Entry(request, ThreadCompletion(), 0, NOW, self.objective_ns)
 
     def ask(self, *rows: int, deadline_ms: int = 0) -> float:
-        """When a request would be answered, in ms from now."""
+        """Return the predicted completion of a request, in ms from now."""
         entries = [self.entry(each, deadline_ms) for each in rows or (1,)]
-        self.outlook.admit(entries, NOW)
+        self.admission.admit(entries, NOW)
         return (entries[-1].predicted_ns - NOW) / MS
 
 
@@ -100,8 +100,8 @@ def test_a_batch_that_takes_longer_than_it_should_ends_any_moment() -> None:
     case = Case()
     case.busy((-15, 8), (-5, 8))
     assert case.ask() == 20
-    assert case.outlook.wait_ns(0, NOW) == 10 * MS
-    assert case.outlook.wait_ns(0, NOW + 3 * MS) == 10 * MS, "it is looked at again although nothing has changed"
+    assert case.admission.wait_ns(0, NOW) == 10 * MS
+    assert case.admission.wait_ns(0, NOW + 3 * MS) == 10 * MS, "it is looked at again although nothing has changed"
 
 
 def test_several_instances_share_the_work() -> None:
@@ -115,7 +115,7 @@ def test_several_instances_share_the_work() -> None:
     assert case.ask() == 21
 
 
-def test_who_would_be_late_is_told_when_to_come_back() -> None:
+def test_a_late_request_is_rejected_with_a_retry_delay() -> None:
     case = Case(instances=2)
     case.busy((0, 8))
     case.busy((0, 8), instance=1)
@@ -127,7 +127,7 @@ def test_who_would_be_late_is_told_when_to_come_back() -> None:
     assert refused.value.retry_after_s == pytest.approx(0.05)
     with pytest.raises(WouldMiss, match="due in 20 ms"):
         case.ask(deadline_ms=20)
-    assert case.outlook.drain_ns(NOW) == 50 * MS
+    assert case.admission.drain_ns(NOW) == 50 * MS
 
 
 def test_a_queue_that_stands_is_kept_shorter_than_a_burst_may_be() -> None:
@@ -139,7 +139,7 @@ def test_a_queue_that_stands_is_kept_shorter_than_a_burst_may_be() -> None:
         entry = case.entry()
         entry.due_ns += ms * MS
         try:
-            case.outlook.admit([entry], NOW + ms * MS)
+            case.admission.admit([entry], NOW + ms * MS)
         except WouldMiss:
             return False
         return True
@@ -172,16 +172,16 @@ def test_requests_that_do_not_merge_are_counted_singly() -> None:
     assert case.ask() == 30
 
 
-def test_nobody_is_refused_while_nothing_is_known() -> None:
+def test_no_request_is_rejected_while_latencies_are_unmeasured() -> None:
     unknown = Case(known=False)
     unknown.line.waiting_rows = 10_000
     assert unknown.ask() == -NOW / MS, "and nothing is promised"
-    assert (unknown.outlook.wait_ns(0, NOW), unknown.outlook.drain_ns(NOW), unknown.outlook.rows_hz) == (0, 0, 0)
+    assert (unknown.admission.wait_ns(0, NOW), unknown.admission.drain_ns(NOW), unknown.admission.rows_hz) == (0, 0, 0)
     evicted = Case(instances=0)
     evicted.line.waiting_rows = 10_000
     assert evicted.ask() == -NOW / MS
-    assert (evicted.outlook.wait_ns(0, NOW), evicted.outlook.drain_ns(NOW)) == (0, 0)
-    assert [case.outlook.retry_after_s(NOW) for case in (unknown, evicted)] == [1, 1], "for a queue may be full"
+    assert (evicted.admission.wait_ns(0, NOW), evicted.admission.drain_ns(NOW)) == (0, 0)
+    assert [case.admission.retry_after_s(NOW) for case in (unknown, evicted)] == [1, 1], "for a queue may be full"
 
 
 def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
@@ -202,17 +202,17 @@ def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
     with pytest.raises(WouldMiss):
         case.ask(deadline_ms=3)
     assert case.ask(deadline_ms=11) == 10
-    case.busy((-1000, 8))  # it takes longer than anybody thought, and is not idle for that
+    case.busy((-1000, 8))  # it takes longer than predicted, and is not idle
     with pytest.raises(WouldMiss):
-        case.outlook.admit([case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
+        case.admission.admit([case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
     case.works[0] = IDLE
-    case.outlook.changed = True
+    case.admission.changed = True
     late = case.entry(deadline_ms=3)
-    case.outlook.admit([late], NOW + NS_PER_S)
+    case.admission.admit([late], NOW + NS_PER_S)
     assert late.predicted_ns == NOW + NS_PER_S + 10 * MS
 
 
-def test_an_objective_that_nobody_can_meet_refuses_nobody() -> None:
+def test_an_objective_shorter_than_one_batch_rejects_no_request() -> None:
     case = Case(objective_ms=9)
     case.busy((0, 8))
     case.line.waiting_rows = 1000
@@ -238,10 +238,10 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
         for _ in range(times):
             entry = case.entry()
             entry.predicted_ns, entry.kind = NOW + 40 * MS, 10
-            case.outlook.learn([entry], NOW + (40 + error_ms) * MS)
+            case.admission.learn([entry], NOW + (40 + error_ms) * MS)
 
     answered(14, 12)
-    assert case.outlook.late == 12
+    assert case.admission.late == 12
     with pytest.raises(WouldMiss):
         case.ask()
     answered(0, 3000)
@@ -249,13 +249,13 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
     early = case.entry()
     early.predicted_ns, early.kind = NOW + 11 * MS, 10
     for _ in range(100):  # those with plenty of time do not matter
-        case.outlook.learn([early], NOW + 30 * MS)
+        case.admission.learn([early], NOW + 30 * MS)
     assert case.ask() == 40
-    case.outlook.learn_dropped([early] * 8)
-    case.outlook.learn_dropped([case.entry()] * 8)
+    case.admission.learn_dropped([early] * 8)
+    case.admission.learn_dropped([case.entry()] * 8)
     assert case.ask() == 40
     for _ in range(9):
-        case.outlook.learn_dropped([early])
+        case.admission.learn_dropped([early])
     with pytest.raises(WouldMiss):
         case.ask()
 
@@ -279,23 +279,23 @@ def test_more_work_is_never_done_earlier(works: list[list[tuple[int, int]]], wai
         case.busy(*sorted(batches), instance=instance)
     case.line.waiting_rows = waiting
     first = case.ask()
-    drain_ns = case.outlook.drain_ns(NOW)
+    drain_ns = case.admission.drain_ns(NOW)
     case.line.waiting_rows += more
     assert case.ask() >= first >= 10
-    assert case.outlook.drain_ns(NOW) >= drain_ns
+    assert case.admission.drain_ns(NOW) >= drain_ns
     case.busy(*sorted(works[0]), (0, 8))
     assert case.ask() >= first
 
 
-def test_reserves_are_kept_apart_and_do_not_last_where_they_refuse_everybody() -> None:
+def test_margins_are_separate_and_shrink_while_they_reject_every_request() -> None:
     case = Case()
     case.busy((0, 8))
     assert case.ask() == 20
     late = case.entry()
-    case.outlook.admit([late], NOW)
+    case.admission.admit([late], NOW)
     late.predicted_ns = NOW + 45 * MS
     for _ in range(20):
-        case.outlook.learn([late], NOW + 90 * MS)
+        case.admission.learn([late], NOW + 90 * MS)
     case.line.urgent = True
     assert case.ask() == 20, "those in a hurry have not been late"
     case.line.urgent = False
@@ -324,7 +324,7 @@ def test_who_is_overtaken_waits_longer() -> None:
     case.busy((2000, 8))
     later = case.entry()
     later.due_ns += 2 * NS_PER_S
-    case.outlook.admit([later], NOW + 2 * NS_PER_S)
+    case.admission.admit([later], NOW + 2 * NS_PER_S)
     assert later.predicted_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
 
 

@@ -32,9 +32,9 @@ class Watched(FakePipeline):
         super().__init__(prompt=prompt, **more)
         self.launchers: list[threading.Thread] = []
 
-    def launch(self, flight: object) -> None:
+    def launch(self, in_flight: object) -> None:
         self.launchers.append(threading.current_thread())
-        super().launch(flight)  # type: ignore[arg-type]
+        super().launch(in_flight)  # type: ignore[arg-type]
 
 
 class Several:
@@ -55,7 +55,7 @@ Make = Callable[..., ModelHandle]
 
 @pytest.fixture
 def handles() -> Iterator[Make]:
-    """Handles that serve, with nobody on their loop; closed at the end, when everything wrong comes out."""
+    """Handles without a running loop; closed at the end, which reports violations."""
     made: list[tuple[ModelHandle, Any]] = []
     loop = asyncio.new_event_loop()
 
@@ -83,7 +83,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def asleep(handle: ModelHandle, instances: int = 1) -> None:
-    """Return once so many instances' threads sleep for as long as nobody asks."""
+    """Return once that many instance threads sleep without a timeout."""
     while len(handle._scheduler._inline_dispatches) < instances:
         threading.Event().wait(0.001)
 
@@ -101,7 +101,7 @@ def later(threads: ThreadPoolExecutor, handle: ModelHandle, value: float, **more
     return threads.submit(first, handle, ask(value, **more))
 
 
-def test_a_single_caller_does_all_of_it_and_wakes_nobody(handles: Make) -> None:
+def test_a_single_caller_runs_its_batch_and_wakes_no_thread(handles: Make) -> None:
     model = Watched()
     handle = handles(model)
     asleep(handle)
@@ -219,20 +219,20 @@ def test_the_execution_is_not_closed_under_a_caller_that_waits(handles: Make, th
     assert isinstance(deadly.exception(10), ModelFailed)
     while any(thread.name == "fake/1#0 finisher" for thread in threading.enumerate()):
         threading.Event().wait(0.001)
-    threading.Event().wait(0.05)  # time to close it, if nobody waited
+    threading.Event().wait(0.05)  # time to close it, if there were no wait
     assert "close" not in model.log
     model.land()
     assert isinstance(own.exception(10), ModelFailed), "it was given up with the instance"
     model.wait_for("close")
 
 
-def test_a_caller_that_is_called_off_leaves_no_half_flight(handles: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_caller_leaves_no_batch_in_flight(handles: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Watched()
     handle = handles(model)
     asleep(handle)
     with monkeypatch.context() as patch:
 
-        def called_off(flight: object) -> dict[str, Array]:
+        def called_off(in_flight: object) -> dict[str, Array]:
             raise KeyboardInterrupt
 
         patch.setattr(model, "finish", called_off)
@@ -257,7 +257,7 @@ def test_the_end_waits_for_it(handles: Make, threads: ThreadPoolExecutor, end: s
     assert ending.result(10)
 
 
-def test_of_a_parked_model_it_waits_for_the_return(handles: Make, threads: ThreadPoolExecutor) -> None:
+def test_a_caller_of_an_evicted_model_waits_for_the_restore(handles: Make, threads: ThreadPoolExecutor) -> None:
     handle = handles(Watched())
     assert handle.evict(10)
     wanted: list[ModelHandle] = []

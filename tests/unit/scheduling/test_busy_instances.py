@@ -1,4 +1,4 @@
-"""How many instances were at work as a batch began: what the profile tells apart."""
+"""Number of busy instances at the start of a batch, by which the latency table separates times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request() -> InferRequest:
 
 
 def seen(handle: ModelHandle) -> dict[int, int]:
-    """Batches by the number of instances at work, as the profile tells them apart (1, 2, up to 4)."""
+    """Return batches by the number of busy instances, in the steps of the latency table (1, 2, up to 4)."""
     counts: Counter[int] = Counter()
     for known in handle.profile.known():
         counts[known.instances] += known.observations

@@ -1,4 +1,4 @@
-"""A model version that is put out of memory and comes back when somebody asks."""
+"""Eviction of a model version from memory, and its restore on the next request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Served:
     async def evict(self, timeout_s: float = 10) -> bool:
         return await asyncio.to_thread(self.handle.evict, timeout_s)
 
-    async def until_parked(self) -> None:
+    async def until_evicted(self) -> None:
         for _ in range(5000):
             if self.handle.evicted:
                 return
@@ -91,7 +91,7 @@ class Overlapping(FakePipeline):
 
 
 @pytest.mark.parametrize(("make", "instances"), [(FakeModel, 2), (Overlapping, 1)])
-def test_requests_wait_for_a_parked_model_and_call_it_once(make: Callable[[], Any], instances: int) -> None:
+def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[], Any], instances: int) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         first, second = make(), make()
         served = Served(mailbox, first, instances=instances)
@@ -108,7 +108,7 @@ def test_requests_wait_for_a_parked_model_and_call_it_once(make: Callable[[], An
         assert await served.restore(second)
         assert [await answer(completion) for completion in waiting] == [6, 8, 10]
         assert (served.handle.evicted, served.handle.alive) == (False, instances)
-        # And once more: it is told of anew.
+        # And once more: the callback runs again.
         assert await served.evict()
         again = served.handle.infer(ask(6))
         assert len(served.wants) == 2
@@ -131,7 +131,7 @@ def test_what_runs_is_answered_before_the_model_goes_and_what_waits_calls_it_bac
         await begun(model)
         waiting = served.handle.infer(ask(2))
         parking = asyncio.create_task(served.evict())
-        await served.until_parked()
+        await served.until_evicted()
         late = served.handle.infer(ask(3))
         model.gate.set()
         assert await parking
@@ -154,7 +154,7 @@ def test_what_was_queued_before_the_parking_calls_the_model_back() -> None:
         await begun(model)
         waiting = served.handle.infer(ask(2))
         parking = asyncio.create_task(served.evict())
-        await served.until_parked()
+        await served.until_evicted()
         assert served.wants == []
         model.gate.set()
         assert await parking
@@ -196,7 +196,7 @@ class Unopenable(FakeModel):
         return self
 
 
-def test_a_model_that_cannot_come_back_stays_parked_and_can_be_tried_again() -> None:
+def test_a_model_that_cannot_be_restored_stays_evicted_and_is_retried() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel(), instances=2)
         assert await served.evict()
@@ -222,7 +222,7 @@ def test_a_model_that_cannot_come_back_stays_parked_and_can_be_tried_again() -> 
     play(scenario)
 
 
-def test_deadlines_and_limits_hold_while_it_is_parked() -> None:
+def test_deadlines_and_limits_hold_while_it_is_evicted() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
         assert await served.evict()
@@ -238,7 +238,7 @@ def test_deadlines_and_limits_hold_while_it_is_parked() -> None:
     play(scenario)
 
 
-def test_a_parked_model_is_closed() -> None:
+def test_an_evicted_model_is_closed() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
         assert await served.evict()
@@ -255,7 +255,7 @@ def test_a_parked_model_is_closed() -> None:
     play(scenario)
 
 
-def test_a_close_waits_for_what_a_parked_model_still_owes() -> None:
+def test_a_close_settles_the_requests_of_an_evicted_model() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
         assert await served.evict()
@@ -275,7 +275,7 @@ def test_a_close_waits_for_what_a_parked_model_still_owes() -> None:
     play(scenario)
 
 
-def test_the_dead_are_not_parked() -> None:
+def test_dead_instances_are_not_evicted() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
         assert isinstance(await error_of(served.handle.infer(ask(DEATH))), ModelFailed)

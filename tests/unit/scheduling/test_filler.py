@@ -81,14 +81,14 @@ def test_inputs_of_all_sizes_and_rows_that_the_gpu_reads(filler: Filler) -> None
         entry(x=resident(a) if index % 10 == 3 else a, y=b)
         for index, (a, b) in enumerate(zip(large, small, strict=True))
     ]
-    flight = InFlightBatch({"x": np.zeros((40, MIB // 8), np.uint8), "y": np.zeros((40, 1), np.uint8)}, 40, None, 0)
-    filler.fill(flight, entries)
-    assert [row for _, row, _ in flight.resident_inputs] == [3, 13, 23, 33]
-    for _, row, rows in flight.resident_inputs:
-        assert not flight.inputs["x"][row].any()
-        flight.inputs["x"][row] = read(rows)[0]
-    assert np.array_equal(flight.inputs["x"], np.concatenate(large))
-    assert np.array_equal(flight.inputs["y"], np.concatenate(small))
+    in_flight = InFlightBatch({"x": np.zeros((40, MIB // 8), np.uint8), "y": np.zeros((40, 1), np.uint8)}, 40, None, 0)
+    filler.fill(in_flight, entries)
+    assert [row for _, row, _ in in_flight.resident_inputs] == [3, 13, 23, 33]
+    for _, row, rows in in_flight.resident_inputs:
+        assert not in_flight.inputs["x"][row].any()
+        in_flight.inputs["x"][row] = read(rows)[0]
+    assert np.array_equal(in_flight.inputs["x"], np.concatenate(large))
+    assert np.array_equal(in_flight.inputs["y"], np.concatenate(small))
     assert helpers()
 
 
@@ -117,14 +117,14 @@ def rows_that_are_gone() -> ResidentRows:
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_whoever_fails_the_fill_fails_and_waits_for_the_others(filler: Filler, place: int) -> None:
+def test_an_error_of_one_thread_fails_the_fill_once_the_others_have_ended(filler: Filler, place: int) -> None:
     arrays: list[Any] = parts([1] * 8, MIB)
     expected = np.concatenate(arrays)
     arrays[place] = rows_that_are_gone()
     buffer: Array = np.zeros((8, MIB), np.uint8)
     with pytest.raises(BadRequest, match="gone"):
         filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=array) for array in arrays])
-    # Two rows a share: the other three are complete, and nobody writes any more.
+    # Two rows a share: the other three are complete, and no thread writes.
     others = [row for row in range(8) if row // 2 != place // 2]
     assert np.array_equal(buffer[others], expected[others])
     arrays[place] = expected[place : place + 1]
@@ -178,8 +178,8 @@ def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself(
         handle = served(mailbox, model, spec=spec, fill_threads=3)
         for rows in (1, 4):
             x: Array = np.full((rows, 1 << 18), 3, np.float32)
-            asked = InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=1)
-            assert (await handle.infer(asked)).outputs["y"].tolist() == (x * 2).tolist()
+            sent = InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=1)
+            assert (await handle.infer(sent)).outputs["y"].tolist() == (x * 2).tolist()
         mine = [thread for thread in threading.enumerate() if thread.name.startswith("fake/1#0 filler")]
         assert len(mine) == 2
         assert await asyncio.to_thread(handle.close, 10)

@@ -106,7 +106,7 @@ def test_a_caller_who_leaves_the_queue_is_dropped_at_any_position(position: int)
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_a_caller_who_leaves_in_flight_takes_nobody_along(position: int) -> None:
+def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(position: int) -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()

@@ -1,4 +1,4 @@
-"""A model in a process of its own, behind the queue: who fails with it, and what is told meanwhile."""
+"""A model in a child process, behind the queue: failed requests, and responses while it restarts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_only_who_kills_the_process_gets_the_error(tmp_path: Path, words: str, i
     play(tmp_path, words, scenario, instances=instances)
 
 
-def test_who_asks_while_there_is_no_process_waits_for_the_next(tmp_path: Path) -> None:
+def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> None:
     async def scenario(handle: ModelHandle) -> None:
         assert y_of(await handle.infer(ask(1))) == 2
         (child,) = own_children()
@@ -84,7 +84,7 @@ def test_who_asks_while_there_is_no_process_waits_for_the_next(tmp_path: Path) -
     play(tmp_path, "pipelined", scenario)
 
 
-def test_long_pauses_refuse_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (600.0,))
 
     async def scenario(handle: ModelHandle) -> None:
@@ -101,7 +101,7 @@ def test_long_pauses_refuse_at_the_door(tmp_path: Path, monkeypatch: pytest.Monk
     play(tmp_path, "", scenario)
 
 
-def test_a_hanging_model_takes_nobody_else_along(tmp_path: Path) -> None:
+def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed, match=r"it gave no answer within 0\.4 s"):
             await handle.infer(ask(fragile.HANG))

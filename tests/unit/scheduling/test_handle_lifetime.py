@@ -1,4 +1,4 @@
-"""How a model version begins and ends: instances that cannot be opened, warm-ups, and two threads that close it."""
+"""Start and end of a model version: instances that cannot be opened, warm-ups, and two threads that close it."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Unopenable(FakeModel):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (RuntimeError("/secret/path"), "RuntimeError"),
         (InstanceKilledError(), "InstanceKilledError"),
         (ModelFailed("too little memory"), "too little memory"),
     ],
 )
-def test_an_instance_that_cannot_be_opened_fails_the_start(error: BaseException, told: str) -> None:
+def test_an_instance_that_cannot_be_opened_fails_the_start(error: BaseException, message: str) -> None:
     async def scenario(mailbox: Mailbox, _: FakeModel) -> None:
         model = Unopenable(error)
         deaths: list[int] = []
-        with pytest.raises(ConfigError, match=told) as failure:
+        with pytest.raises(ConfigError, match=message) as failure:
             handle(mailbox, model, deaths.append, instances=3)
         assert "secret" not in str(failure.value)
         assert model.closed

@@ -1,4 +1,4 @@
-"""How busy a version says it is."""
+"""The load report of a version."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_load_as_a_whole_and_by_level() -> None:
         waiting = [served.infer(ask(1))]
         assert await asyncio.to_thread(model.started.acquire, timeout=5)
         waiting += [served.infer(ask(1, rows=2, priority=level)) for level in (*[1] * 9, 2, 2, 3)]
-        told, short = served.load(), served.load(by_level=False)
-        assert [(level.level, level.depth, level.rows) for level in told.levels] == [(1, 9, 18), (2, 2, 4), (3, 1, 2)]
-        assert (told.depth, told.rows, told.running_rows, told.instances) == (12, 24, 1, 1)
-        assert told.levels[0].wait_ns <= told.levels[1].wait_ns <= told.levels[2].wait_ns
+        load, short = served.load(), served.load(by_level=False)
+        assert [(level.level, level.depth, level.rows) for level in load.levels] == [(1, 9, 18), (2, 2, 4), (3, 1, 2)]
+        assert (load.depth, load.rows, load.running_rows, load.instances) == (12, 24, 1, 1)
+        assert load.levels[0].wait_ns <= load.levels[1].wait_ns <= load.levels[2].wait_ns
         assert short.levels == ()
-        assert short[:5] == told[:5]
+        assert short[:5] == load[:5]
         assert short.wait_ns > 0  # two full batches are ahead of it
         model.gate.set()
         for each in waiting:

@@ -1,4 +1,4 @@
-"""Who queues the only request launches it in the place of an instance that sleeps with nothing under way."""
+"""The thread that queues the only request launches it in place of a sleeping instance with no batch in flight."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Prompt(FakePipeline):
         super().__init__(prompt=True, **more)
         self.launchers: list[bool] = []
 
-    def launch(self, flight: object) -> None:
+    def launch(self, in_flight: object) -> None:
         self.launchers.append(threading.current_thread() is threading.main_thread())
-        super().launch(flight)  # type: ignore[arg-type]
+        super().launch(in_flight)  # type: ignore[arg-type]
 
 
 Make = Callable[..., Bench]
@@ -89,7 +89,7 @@ def test_callers_that_come_one_by_one_never_wake_the_thread(benches: Make) -> No
     assert bench.recorder.totals().requests == 20
 
 
-def test_who_comes_while_a_flight_is_open_goes_by_the_thread(benches: Make) -> None:
+def test_a_request_during_a_batch_in_flight_is_run_by_the_thread(benches: Make) -> None:
     model = Prompt(manual=True)
     bench = benches(model, BatchPolicy(1))
     first, second, third = one(bench, 1), one(bench, 2), one(bench, 3)
@@ -102,11 +102,11 @@ def test_who_comes_while_a_flight_is_open_goes_by_the_thread(benches: Make) -> N
     assert model.launchers == [True, False, False, True]
 
 
-def test_the_thread_keeps_its_pace_behind_such_a_flight(benches: Make) -> None:
+def test_the_thread_keeps_its_pacing_behind_a_dispatched_batch(benches: Make) -> None:
     model = Prompt(manual=True)
     pace = LaunchPacing(8)
     bench = benches(model, BatchPolicy(8), pace)
-    pace.pull_ns = lambda _rows: 1 << 62  # type: ignore[method-assign]  # never, before a flight has landed
+    pace.pull_ns = lambda _rows: 1 << 62  # type: ignore[method-assign]  # never, before a in_flight has landed
     first = one(bench, 1)
     rest = [one(bench, value) for value in (2, 3)]
     model.wait_for("finishing 0")
@@ -189,8 +189,8 @@ def test_who_left_while_it_was_filled_is_not_launched(benches: Make) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "pause", "interrupt"])
-def test_whoever_wakes_all_in_that_moment_is_heeded(benches: Make, end: str) -> None:
-    """The sleeper is in nobody's list while the shortcut is taken."""
+def test_a_wake_up_during_a_dispatch_is_not_lost(benches: Make, end: str) -> None:
+    """The sleeping thread is in no list during the dispatch."""
     model = Prompt()
     bench = benches(model)
 
@@ -205,4 +205,4 @@ def test_whoever_wakes_all_in_that_moment_is_heeded(benches: Make, end: str) -> 
     model.during_fill = meanwhile
     caller = one(bench, 1)
     assert bench.instance.join(10), "it did not wake up"
-    assert caller.told_event.wait(10)
+    assert caller.notified.wait(10)

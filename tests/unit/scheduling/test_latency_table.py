@@ -1,4 +1,4 @@
-"""The latency profile: true to what it was told, deaf to outliers, quick after a change, rising with the rows."""
+"""The latency table: exact statistics, robust against outliers, fast after a change, rising with the rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = st.integers(1, 10**10)
 OBSERVATIONS = st.lists(st.tuples(SIZES, TIMES), max_size=300)
 
 
-def told(profile: LatencyTable, rows: int, times_ns: list[int]) -> None:
+def observe_all(profile: LatencyTable, rows: int, times_ns: list[int]) -> None:
     for time_ns in times_ns:
         profile.observe(rows, time_ns)
 
@@ -43,7 +43,7 @@ def test_median_and_percentile_of_what_was_seen() -> None:
     profile = LatencyTable()
     times = list(range(1000, 1000 + WINDOW))
     random.Random(3).shuffle(times)
-    told(profile, 4, times)
+    observe_all(profile, 4, times)
     (known,) = profile.known()
     assert (known.rows, known.observations) == (4, WINDOW)
     assert known.median_ns == int(statistics.median(times))
@@ -71,14 +71,14 @@ def test_estimates_rise_with_the_rows_and_promises_are_no_shorter(seen: list[tup
 
 @given(OBSERVATIONS)
 def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
-    """Asked after each batch or only at the end: what is kept of the times is the same."""
-    asked, silent = LatencyTable(), LatencyTable()
+    """Reads after each batch or only at the end leave the same times."""
+    read_often, read_once = LatencyTable(), LatencyTable()
     for rows, time_ns in seen:
-        asked.observe(rows, time_ns)
-        silent.observe(rows, time_ns)
-        assert asked.estimate_ns(rows) > 0
-    assert asked.known() == silent.known()
-    assert sum(known.observations for known in asked.known()) == len(seen)
+        read_often.observe(rows, time_ns)
+        read_once.observe(rows, time_ns)
+        assert read_often.estimate_ns(rows) > 0
+    assert read_often.known() == read_once.known()
+    assert sum(known.observations for known in read_often.known()) == len(seen)
 
 
 @given(st.integers(0, 2**32), st.integers(10, 1000))
@@ -86,21 +86,21 @@ def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
 def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, factor: int) -> None:
     profile, rng = LatencyTable(), random.Random(seed)
     times = in_turn(seed, WINDOW)  # no run of eight: three outliers make one of seven at most
-    told(profile, 8, times)
+    observe_all(profile, 8, times)
     outliers = rng.sample(range(WINDOW), 3)
-    told(profile, 8, [time_ns * (factor if place in outliers else 1) for place, time_ns in enumerate(times)])
+    observe_all(profile, 8, [time_ns * (factor if place in outliers else 1) for place, time_ns in enumerate(times)])
     assert 800_000 <= profile.estimate_ns(8) <= 1_100_000
     assert profile.promise_ns(8) <= 1_100_000
     # A third of the next times are outliers: the median stands. The first is short, which ends a run of the times before.
-    told(profile, 8, [time_ns * (factor if place % 3 == 1 else 1) for place, time_ns in enumerate(times[:40])])
+    observe_all(profile, 8, [time_ns * (factor if place % 3 == 1 else 1) for place, time_ns in enumerate(times[:40])])
     assert profile.estimate_ns(8) <= 1_100_000
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.25, 0.5, 2.0, 10.0]), st.integers(1, 3 * WINDOW))
 def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: float, before: int) -> None:
     profile = LatencyTable()
-    told(profile, 16, in_turn(seed, before))
-    told(profile, 16, around(seed + 1, int(1_000_000 * factor), RUN))
+    observe_all(profile, 16, in_turn(seed, before))
+    observe_all(profile, 16, around(seed + 1, int(1_000_000 * factor), RUN))
     low, high = 0.9 * factor * 1_000_000 - 1, 1.1 * factor * 1_000_000 + 1
     assert low <= profile.estimate_ns(16) <= high
     assert low <= profile.promise_ns(16) <= high
@@ -108,14 +108,14 @@ def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: fl
 
 @pytest.mark.parametrize("factor", [0.4, 2.5])
 def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: float) -> None:
-    """How near 32 times bring it is chance: of 250 seeds the farthest was off by a third, one in many thousands by a half."""
+    """The accuracy after 32 times varies: of 250 seeds the farthest was off by a third, one in many thousands by a half."""
     for seed in range(40):
         profile, rng = LatencyTable(), random.Random(seed)
         for rows in range(1, 65):
-            told(profile, rows, around(seed + rows, 100_000 * rows, 20))
+            observe_all(profile, rows, around(seed + rows, 100_000 * rows, 20))
         for _ in range(4 * RUN):  # sizes of every second number of rows, many of them once or not at all
             rows = rng.randrange(2, 65, 2)
-            told(profile, rows, around(rng.randrange(2**32), int(100_000 * rows * factor), 1))
+            observe_all(profile, rows, around(rng.randrange(2**32), int(100_000 * rows * factor), 1))
         for rows in (9, 21, 33, 63):
             assert profile.estimate_ns(rows) == pytest.approx(100_000 * rows * factor, rel=0.4), seed
 
@@ -130,7 +130,7 @@ def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
 
 def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() -> None:
     profile = LatencyTable()
-    told(profile, 4, [1000] * 3)
+    observe_all(profile, 4, [1000] * 3)
     profile.seed({8: [600]})
     assert profile.estimate_ns(4) == profile.estimate_ns(8) == 900
     assert [known.median_ns for known in profile.known()] == [1000, 600]
@@ -140,7 +140,7 @@ def test_seeds_give_way_to_batches_and_never_take_their_place() -> None:
     profile = LatencyTable()
     profile.seed({1: [100, 101, 102], 2: [], 4: [200]})
     assert [(row["rows"], row["source"]) for row in profile.table()] == [(1, "load"), (4, "load")]
-    told(profile, 1, [300] * 4)
+    observe_all(profile, 1, [300] * 4)
     assert profile.known()[0].median_ns == 300
     profile.seed({1: [7], 8: [900]})
     assert [(row["rows"], row["median_us"], row["source"], row["observations"]) for row in profile.table()] == [
@@ -158,11 +158,11 @@ def test_the_summary_is_bounded() -> None:
     assert [median_ns for _, median_ns, _ in profile.summary()][-2:] == [256_000, 400_000]
 
 
-def test_many_threads_may_tell_and_ask() -> None:
+def test_many_threads_may_observe_and_read() -> None:
     profile = LatencyTable()
     failures: list[BaseException] = []
 
-    def tell(seed: int) -> None:
+    def observe_and_read(seed: int) -> None:
         rng = random.Random(seed)
         try:
             for _ in range(3000):
@@ -172,7 +172,7 @@ def test_many_threads_may_tell_and_ask() -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=tell, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=observe_and_read, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -186,7 +186,7 @@ def test_times_are_kept_apart_by_the_instances_at_work() -> None:
     profile.seed({1: [100_000], 8: [400_000]})
     profile.seed({1: [150_000], 8: [800_000]}, 2)
     assert [profile.estimate_ns(8, instances) for instances in (1, 2, 3, 4, 100)] == [400_000] + [800_000] * 4
-    told(profile, 8, [500_000] * 30)
+    observe_all(profile, 8, [500_000] * 30)
     assert [profile.estimate_ns(8, instances) for instances in (1, 2)] == [500_000, 800_000]
     assert [(row["instances"], row["rows"], row["source"]) for row in profile.table()] == [
         (1, 1, "load"),
@@ -271,7 +271,7 @@ def test_sizes_that_are_not_run_do_not_drift_with_the_noise_of_those_that_are(se
         profile.observe(rows, int((20_000 + 2500 * rows) * disturbed * rng.lognormvariate(0, 0.3)), instances)
         for large in (8, 64):
             assert profile.estimate_ns(large) < 10 * (20_000 + 2500 * large), "no more than the disturbance itself"
-    told(profile, 2, [25_000] * 200)
-    told(profile, 4, [30_000] * 200)
+    observe_all(profile, 2, [25_000] * 200)
+    observe_all(profile, 4, [30_000] * 200)
     for large in (8, 64):
         assert profile.estimate_ns(large, 1) == pytest.approx(20_000 + 2500 * large, rel=0.3), "and it comes back"

@@ -1,4 +1,4 @@
-"""When the next batch is pulled while others are under way: figures in, a time out; and the pipeline that heeds it."""
+"""Time of the next pull while batches are in flight, from figures, and in the pipeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_nothing_is_held_while_nothing_flies_or_nothing_is_known() -> None:
     assert pace.pull_ns(0) == 5_000 * US - LEAD_NS
 
 
-def test_the_next_is_pulled_shortly_before_the_flight_is_expected() -> None:
+def test_the_next_batch_is_pulled_shortly_before_the_expected_end() -> None:
     pace = learned((4, 1000 * US))
     pace.launched(4, 9_000 * US, 9_000 * US)
     assert pace.pull_ns(0) == 10_000 * US - LEAD_NS
@@ -44,7 +44,7 @@ def test_flights_queue_up_on_the_device() -> None:
     assert pace.pull_ns(0) == 11_000 * US - LEAD_NS
 
 
-def test_a_flight_s_time_is_counted_from_the_end_of_the_one_before() -> None:
+def test_the_time_of_a_batch_counts_from_the_end_of_the_one_before() -> None:
     pace = LaunchPacing(full_rows=8)
     pace.launched(4, 1_000 * US, 1_000 * US)
     pace.launched(4, 1_100 * US, 1_100 * US)
@@ -99,7 +99,7 @@ def patient_bench(model: FakePipeline) -> tuple[Bench, list[Caller]]:
     return bench, first + bench.ask(2) + bench.ask(3) + bench.ask(4)
 
 
-def test_what_is_held_back_goes_when_a_flight_lands() -> None:
+def test_a_delayed_pull_happens_when_a_batch_ends() -> None:
     model = FakePipeline(manual=True)
     bench, callers = patient_bench(model)
     assert "begin 1" not in model.log

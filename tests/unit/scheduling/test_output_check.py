@@ -51,8 +51,8 @@ class WrongPipeline(FakePipeline):
         super().__init__(**more)
         self.change = change
 
-    def _finish(self, flight: InFlightBatch) -> dict[str, Array]:
-        return {"y": np.asarray(self.change(super()._finish(flight)["y"]))}
+    def _finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
+        return {"y": np.asarray(self.change(super()._finish(in_flight)["y"]))}
 
 
 def serial(change: Change) -> WrongModel:

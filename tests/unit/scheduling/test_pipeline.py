@@ -114,7 +114,7 @@ def test_rows_come_from_where_they_lie_and_return_to_their_callers(benches: Make
     assert rows_of(callers[2]) == [[0, 4], [8, 12]]
 
 
-def test_a_batch_that_does_not_fit_its_flight_s_memory_fails_without_a_leak(benches: Make) -> None:
+def test_a_batch_that_does_not_fit_its_buffers_fails_without_a_leak(benches: Make) -> None:
     model = FakePipeline()
     bench = benches(model)
     odd, good = bench.queue([np.zeros((1, 2), np.float64), np.ones((1, 2), np.float32)])
@@ -179,7 +179,7 @@ def test_a_member_that_leaves_before_its_second_chance_is_not_run_again(benches:
 # Callers who leave
 
 
-def test_a_flight_whose_callers_have_all_left_is_not_launched(benches: Make) -> None:
+def test_a_batch_of_cancelled_requests_is_not_launched(benches: Make) -> None:
     model = FakePipeline()
     callers: list[Caller] = []
     ready = threading.Event()
@@ -200,7 +200,7 @@ def test_a_flight_whose_callers_have_all_left_is_not_launched(benches: Make) -> 
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_a_caller_who_leaves_in_the_air_takes_nobody_along(benches: Make, position: int) -> None:
+def test_a_request_cancelled_in_flight_does_not_affect_the_others(benches: Make, position: int) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model)
     callers = bench.ask(0, 1, 2)
@@ -265,7 +265,7 @@ def test_a_thread_that_sleeps_ends_with_its_finisher_and_leaves_the_queue_to_oth
     assert not waits.done
 
 
-def test_the_finisher_s_death_is_told_while_the_other_thread_hangs(benches: Make) -> None:
+def test_the_finisher_s_death_is_reported_while_the_other_thread_hangs(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
     deadly = bench.ask(DIES["finish"])
@@ -313,7 +313,7 @@ def test_the_end_waits_for_flights_and_for_second_chances(benches: Make) -> None
 # Figures
 
 
-def test_stage_times_are_those_of_the_flight(benches: Make) -> None:
+def test_stage_times_are_those_of_the_batch(benches: Make) -> None:
     bench = benches(FakePipeline())
     (caller,) = bench.ask(1, rows=3)
     answer = caller.answer()

@@ -25,7 +25,7 @@ class Ask:
 
 @dataclass
 class Leave:
-    """The caller of the request with this number, modulo those asked so far, leaves."""
+    """Cancels the request with this number, modulo the number of requests sent so far."""
 
     number: int
 
@@ -65,27 +65,29 @@ def play(
 ) -> list[tuple[float, int, int, Caller]]:
     model = FakePipeline(depth=depth, manual=True, prompt=prompt)
     bench = Bench(model, policy)
-    asked: list[tuple[float, int, int, Caller]] = []
+    requests_sent: list[tuple[float, int, int, Caller]] = []
     try:
         for step in script:
             match step:
                 case Ask(requests):
-                    told = [(value or 100.0 + len(asked) + n, *more) for n, (value, *more) in enumerate(requests)]
+                    distinct = [
+                        (value or 100.0 + len(requests_sent) + n, *more) for n, (value, *more) in enumerate(requests)
+                    ]
                     try:
-                        callers = bench.queue([np.full((rows, width), v, np.float32) for v, rows, width in told])
+                        callers = bench.queue([np.full((rows, width), v, np.float32) for v, rows, width in distinct])
                     except Unavailable:
                         assert bench.exits, "refused by an instance that lives"
                         continue
-                    asked += [(*what, caller) for what, caller in zip(told, callers, strict=True)]
+                    requests_sent += [(*what, caller) for what, caller in zip(distinct, callers, strict=True)]
                 case Leave(number):
-                    if asked:
-                        asked[number % len(asked)][3].abandon()
+                    if requests_sent:
+                        requests_sent[number % len(requests_sent)][3].abandon()
                 case Land(flights):
                     model.land(flights)
     finally:
         bench.close()
     assert model.most_open <= depth
-    return asked
+    return requests_sent
 
 
 @settings(max_examples=examples(80), deadline=None)
@@ -107,7 +109,7 @@ def test_every_request_is_settled_once_with_its_own_rows(
 
 @settings(max_examples=examples(80), deadline=None)
 @given(policies, st.integers(2, 4), st.booleans(), steps(st.sampled_from([0.0] * 16 + BAD + DEADLY)))
-def test_nobody_hangs_and_nobody_gets_another_s_rows_when_a_thread_dies(
+def test_no_request_hangs_or_gets_rows_of_another_when_a_thread_dies(
     policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]
 ) -> None:
     for value, rows, width, caller in play(policy, depth, prompt, script):

@@ -37,7 +37,7 @@ def test_an_entry_that_leaves_gives_its_tensors_back_at_once() -> None:
     assert queue.take(lane, 1) == [head]
 
 
-def test_leavers_behind_a_stalled_head_do_not_pile_up() -> None:
+def test_cancelled_entries_behind_a_stalled_front_do_not_accumulate() -> None:
     queue = Queue()
     lane = queue.push(entry())
     for _ in range(10_000):

@@ -1,4 +1,4 @@
-"""Who goes first: dues, levels that age, clients that share."""
+"""Order of serving: due times, levels that age, clients that share."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_level_is_overtaken_by_what_has_waited_so_much_longer(level: int, belo
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=20))
-def test_nobody_starves_behind_a_flood_of_higher_priority(level: int, sizes: list[int]) -> None:
+def test_no_request_starves_behind_a_flood_of_higher_priority(level: int, sizes: list[int]) -> None:
     queue, clock = Queue(4, QueueOrder(AGING_NS)), 0
     patient = entry(level=level)
     queue.push(patient)
@@ -166,7 +166,7 @@ def test_who_comes_first_to_an_empty_queue_has_gained_nothing(first: str) -> Non
     assert served(queue) == [*calm, *flood]
 
 
-def test_it_is_known_whether_more_than_one_asks() -> None:
+def test_several_clients_are_detected() -> None:
     order = QueueOrder(0, Sharing())
     queue = Queue(1, order)
     queue.push(entry(client=""))

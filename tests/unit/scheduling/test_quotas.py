@@ -1,4 +1,4 @@
-"""What each client may ask for."""
+"""Token buckets of clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def is_pulling(quotas: Quotas, client: str, now_ns: int) -> float:
-    """0 if it may, else how long it should wait, in seconds."""
+def charge(quotas: Quotas, client: str, now_ns: int) -> float:
+    """Charge a request; return the seconds to wait, 0 if it is allowed."""
     try:
         quotas.charge(client, now_ns)
     except QuotaExceeded as refused:
@@ -24,31 +24,31 @@ def is_pulling(quotas: Quotas, client: str, now_ns: int) -> float:
 
 def test_a_burst_passes_and_the_rest_at_the_rate() -> None:
     quotas = Quotas(RateLimits(default=Quota(10.0, burst=3)))
-    assert [is_pulling(quotas, "a", 0) for _ in range(5)] == [0, 0, 0, 0.1, 0.1]
-    assert is_pulling(quotas, "b", 0) == 0, "others have quotas of their own"
-    assert is_pulling(quotas, "a", NS_PER_S // 10) == 0
-    assert is_pulling(quotas, "a", NS_PER_S // 10) == pytest.approx(0.1)
-    assert [is_pulling(quotas, "a", 10 * NS_PER_S) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
+    assert [charge(quotas, "a", 0) for _ in range(5)] == [0, 0, 0, 0.1, 0.1]
+    assert charge(quotas, "b", 0) == 0, "others have quotas of their own"
+    assert charge(quotas, "a", NS_PER_S // 10) == 0
+    assert charge(quotas, "a", NS_PER_S // 10) == pytest.approx(0.1)
+    assert [charge(quotas, "a", 10 * NS_PER_S) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
 
 
 def test_named_clients_have_their_own_and_without_a_default_others_have_none() -> None:
     quotas = Quotas(RateLimits({"poor": Quota(1.0), "": Quota(2.0)}))
-    assert is_pulling(quotas, "poor", 0) == 0
-    assert is_pulling(quotas, "poor", 0) == 1.0
-    assert [is_pulling(quotas, "rich", 0) for _ in range(1000)] == [0] * 1000
-    assert is_pulling(quotas, "", 0) == 0
+    assert charge(quotas, "poor", 0) == 0
+    assert charge(quotas, "poor", 0) == 1.0
+    assert [charge(quotas, "rich", 0) for _ in range(1000)] == [0] * 1000
+    assert charge(quotas, "", 0) == 0
     with pytest.raises(QuotaExceeded, match=r"without a name \(counted together\) .* 2 requests/s"):
         quotas.charge("", 0)
 
 
-def test_who_waits_as_told_is_served() -> None:
+def test_a_client_that_waits_for_the_retry_delay_is_served() -> None:
     quotas = Quotas(RateLimits(default=Quota(3.0, burst=2)))
     now_ns = 5
     for _ in range(50):
-        wait_s = is_pulling(quotas, "a", now_ns)
+        wait_s = charge(quotas, "a", now_ns)
         now_ns += round(wait_s * NS_PER_S)
         if wait_s:
-            assert is_pulling(quotas, "a", now_ns) == 0
+            assert charge(quotas, "a", now_ns) == 0
 
 
 @given(
@@ -61,7 +61,7 @@ def test_no_stretch_of_time_has_more_than_rate_and_burst_allow(steps_ns: list[in
     now_ns, served_ns = 0, []
     for step_ns in steps_ns:
         now_ns += step_ns
-        if not is_pulling(quotas, "a", now_ns):
+        if not charge(quotas, "a", now_ns):
             served_ns.append(now_ns)
     for first in range(len(served_ns)):
         for last in range(first, len(served_ns)):
@@ -71,12 +71,12 @@ def test_no_stretch_of_time_has_more_than_rate_and_burst_allow(steps_ns: list[in
 
 def test_names_made_up_by_the_thousand_share_one_bucket() -> None:
     quotas = Quotas(RateLimits({"shop": Quota(1.0, 5)}, Quota(1.0, burst=2)), most=100)
-    served = sum(is_pulling(quotas, f"bot {number}", number) == 0 for number in range(10_000))
+    served = sum(charge(quotas, f"bot {number}", number) == 0 for number in range(10_000))
     assert served == 100 + 2, "a hundred are remembered, the crowd behind them is one client"
-    assert [is_pulling(quotas, "shop", 20_000) for _ in range(6)] == [0, 0, 0, 0, 0, pytest.approx(1.0)]
+    assert [charge(quotas, "shop", 20_000) for _ in range(6)] == [0, 0, 0, 0, 0, pytest.approx(1.0)]
     assert len(quotas._others) == 100
-    assert is_pulling(quotas, "bot 0", 20_000) == 0, "those that are remembered keep their own"
+    assert charge(quotas, "bot 0", 20_000) == 0, "those that are remembered keep their own"
     # Once they have been quiet for long enough there is nothing to remember of them.
-    assert is_pulling(quotas, "somebody", 4 * NS_PER_S) == 0
-    assert is_pulling(quotas, "somebody", 4 * NS_PER_S) == 0
-    assert is_pulling(quotas, "somebody", 4 * NS_PER_S) == pytest.approx(1.0)
+    assert charge(quotas, "other", 4 * NS_PER_S) == 0
+    assert charge(quotas, "other", 4 * NS_PER_S) == 0
+    assert charge(quotas, "other", 4 * NS_PER_S) == pytest.approx(1.0)

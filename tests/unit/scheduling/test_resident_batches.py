@@ -1,4 +1,4 @@
-"""Batches made of rows that are copied and rows that the GPU reads where they lie."""
+"""Batches of rows that are copied and rows that the GPU reads in place."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _rows(first: int, count: int) -> Array:
     return np.arange(first * 2, (first + count) * 2, dtype=np.float32).reshape(count, 2)
 
 
-def _flight(rows: int, device: int | None) -> InFlightBatch:
+def _in_flight(rows: int, device: int | None) -> InFlightBatch:
     return InFlightBatch({"x": np.full((rows, 2), NONE)}, rows, None, device)
 
 
-def _seen(flight: InFlightBatch) -> Array:
-    """What the GPU computes on."""
-    x = flight.inputs["x"].copy()
-    for name, first, rows in flight.resident_inputs:
+def _seen(in_flight: InFlightBatch) -> Array:
+    """Return the rows that the GPU computes on."""
+    x = in_flight.inputs["x"].copy()
+    for name, first, rows in in_flight.resident_inputs:
         assert name == "x"
         assert (x[first : first + len(rows)] == NONE).all(), "rows that are resident were copied too"
         x[first : first + len(rows)] = read(rows)
@@ -54,33 +54,33 @@ def test_every_row_is_where_the_gpu_looks_for_it(kinds: str, device: int | None)
         if kind in "p0" and device == 0:
             expected.append(first)
         first += count
-    flight = _flight(first, device)
-    Filler("test").fill(flight, entries)
-    assert np.array_equal(_seen(flight), _rows(0, first))
-    assert [row for _, row, _ in flight.resident_inputs] == expected
+    in_flight = _in_flight(first, device)
+    Filler("test").fill(in_flight, entries)
+    assert np.array_equal(_seen(in_flight), _rows(0, first))
+    assert [row for _, row, _ in in_flight.resident_inputs] == expected
 
 
 def test_each_input_goes_its_own_way() -> None:
     a, b = _rows(0, 2), _rows(5, 3)
     entries = [_entry(x=resident(a), y=a), _entry(x=resident(b), y=b)]
-    flight = InFlightBatch({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
-    Filler("test").fill(flight, entries)
-    assert np.array_equal(flight.inputs["y"], np.concatenate([a, b]))
-    assert [(name, row) for name, row, _ in flight.resident_inputs] == [("x", 0), ("x", 2)]
+    in_flight = InFlightBatch({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
+    Filler("test").fill(in_flight, entries)
+    assert np.array_equal(in_flight.inputs["y"], np.concatenate([a, b]))
+    assert [(name, row) for name, row, _ in in_flight.resident_inputs] == [("x", 0), ("x", 2)]
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 3), np.float32), np.zeros((2, 2), np.int32)], ids=["shape", "dtype"])
 def test_rows_of_another_kind_are_no_residents_either(array: Array) -> None:
-    flight = _flight(2, 0)
+    in_flight = _in_flight(2, 0)
     with pytest.raises((ValueError, TypeError)):
-        Filler("test").fill(flight, [_entry(x=resident(array))])
-    assert not flight.resident_inputs
+        Filler("test").fill(in_flight, [_entry(x=resident(array))])
+    assert not in_flight.resident_inputs
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_too_few_rows_and_too_many_are_found_out(rows: int) -> None:
     with pytest.raises(ValueError, match="input 'x' has 2 rows"):
-        Filler("test").fill(_flight(rows, 0), [_entry(x=resident(_rows(0, 2)))])
+        Filler("test").fill(_in_flight(rows, 0), [_entry(x=resident(_rows(0, 2)))])
 
 
 def test_a_batch_on_the_cpu_gets_copies() -> None:
@@ -95,10 +95,10 @@ def test_a_batch_on_the_cpu_gets_copies() -> None:
 def test_an_oversized_request_is_cut_where_it_lies() -> None:
     request = InferRequest(inputs={"x": as_input(resident(_rows(0, 5)))}, rows=5, shape_key=None, received_ns=0)
     parts = split_request(request, 2)
-    flight = _flight(5, 0)
-    Filler("test").fill(flight, [_entry(**part.inputs) for part in parts])
-    assert np.array_equal(_seen(flight), _rows(0, 5))
-    assert len(flight.resident_inputs) == 3
+    in_flight = _in_flight(5, 0)
+    Filler("test").fill(in_flight, [_entry(**part.inputs) for part in parts])
+    assert np.array_equal(_seen(in_flight), _rows(0, 5))
+    assert len(in_flight.resident_inputs) == 3
 
 
 def test_parts_of_a_request_keep_all_of_its_attributes_but_the_rows() -> None:

@@ -1,4 +1,4 @@
-"""Requests whose rows lie where a GPU reads them, through a model version: pipelined, serial, reshaped, cut and failing."""
+"""Requests with resident rows through a model version: pipelined, serial, reshaped, split and failing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.scheduling.test_handle_pipeline import error_of, play, served
 
 
 def located(value: float, rows: int = 1, device: int = PINNED) -> InferRequest:
-    """As `ask`, but the rows are resident."""
+    """Return a request with resident rows."""
     return request(resident(np.full((rows, 2), value, np.float32), device))
 
 
@@ -33,8 +33,8 @@ def request(rows: ResidentRows) -> InferRequest:
     return InferRequest(inputs={"x": as_input(rows)}, rows=len(rows), shape_key=None, received_ns=1)
 
 
-def copies(asked: InferRequest) -> list[int]:
-    rows: Any = asked.inputs["x"]
+def copies(sent: InferRequest) -> list[int]:
+    rows: Any = sent.inputs["x"]
     owner = rows.owner
     assert isinstance(owner, HostOwner)
     return owner.copies
@@ -46,14 +46,14 @@ def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themsel
         handle = served(mailbox, model)
         first = handle.infer(ask(1))
         await asyncio.to_thread(model.wait_for, "finishing 0")
-        asked = [located(2), ask(3, 2), located(4, 2, device=3), located(5, device=1)]
-        waiting = [handle.infer(each) for each in asked]
+        sent = [located(2), ask(3, 2), located(4, 2, device=3), located(5, device=1)]
+        waiting = [handle.infer(each) for each in sent]
         model.let_go()
         await first
         answers = [(await completion).outputs["y"][:, 0].tolist() for completion in waiting]
         assert answers == [[4], [6, 6], [8, 8], [10]]
         # Only what is on another GPU goes through the host.
-        assert [copies(asked[0]), copies(asked[2]), copies(asked[3])] == [[], [], [8]]
+        assert [copies(sent[0]), copies(sent[2]), copies(sent[3])] == [[], [], [8]]
         assert not model.violations
         await asyncio.to_thread(handle.close, 10)
 
@@ -64,9 +64,9 @@ def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themsel
 def test_a_model_that_knows_nothing_of_them_gets_copies(model: Any) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         handle = served(mailbox, model())
-        asked = located(4, 3)
-        assert (await handle.infer(asked)).outputs["y"].tolist() == [[8, 8]] * 3
-        assert copies(asked) == [24]
+        sent = located(4, 3)
+        assert (await handle.infer(sent)).outputs["y"].tolist() == [[8, 8]] * 3
+        assert copies(sent) == [24]
         await asyncio.to_thread(handle.close, 10)
 
     play(scenario)
@@ -84,9 +84,9 @@ def test_behind_a_reshape_they_are_read_by_the_gpu_too() -> None:
                 pass
 
         handle = served(mailbox, Model())
-        asked = request(resident(np.full((2, 1, 2), 7, np.float32)))
-        assert (await handle.infer(asked)).outputs["y"].tolist() == [[14, 14]] * 2
-        assert copies(asked) == []
+        sent = request(resident(np.full((2, 1, 2), 7, np.float32)))
+        assert (await handle.infer(sent)).outputs["y"].tolist() == [[14, 14]] * 2
+        assert copies(sent) == []
         assert not inner.violations
         await asyncio.to_thread(handle.close, 10)
 
@@ -97,9 +97,9 @@ def test_an_oversized_request_is_cut_where_it_lies() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(device=0)
         handle = served(mailbox, model, batch=BatchPolicy(4))
-        asked = request(resident(np.arange(20, dtype=np.float32).reshape(10, 2)))
-        assert np.array_equal((await handle.infer(asked)).outputs["y"], np.arange(20).reshape(10, 2) * 2)
-        assert copies(asked) == []
+        sent = request(resident(np.arange(20, dtype=np.float32).reshape(10, 2)))
+        assert np.array_equal((await handle.infer(sent)).outputs["y"], np.arange(20).reshape(10, 2) * 2)
+        assert copies(sent) == []
         await asyncio.to_thread(handle.close, 10)
 
     play(scenario)
@@ -128,9 +128,7 @@ def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other() -> None
 
 
 @pytest.mark.parametrize("value", [1.0, RAISES["launch"], RAISES["finish"]], ids=["well", "launch", "finish"])
-def test_the_memory_is_kept_until_the_flight_is_over_and_no_longer(
-    value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_is_kept_until_the_batch_ends_and_no_longer(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         logging.getLogger("headrace.instance"), "disabled", True
     )  # what pytest keeps of it holds frames

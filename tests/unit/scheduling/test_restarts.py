@@ -1,4 +1,4 @@
-"""Instances that died come back, after pauses that grow, and not to a version that has been closed or parked meanwhile."""
+"""Restarts of dead instances, after growing pauses, but not of a version that is closed or evicted meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Model(FakeModel):
     """One whose executions may be refused, or lost with their device.
 
     Attributes:
-        opened: how often an execution was asked for.
+        opened: number of executions that were opened.
         refused: raised for the next executions, the last first.
     """
 
@@ -110,7 +110,7 @@ def waiting_timers() -> list[threading.Timer]:
 
 @contextmanager
 def hearing(words: str) -> Iterator[threading.Semaphore]:
-    """What is released each time that the log has these words."""
+    """Yield a semaphore that is released for each log line with these words."""
     heard = threading.Semaphore(0)
     handler = logging.Handler()
     handler.emit = lambda record: heard.release() if words in record.getMessage() else None  # type: ignore[method-assign]
@@ -190,7 +190,7 @@ def test_who_cannot_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("opening", [False, True], ids=["serving", "coming back"])
-def test_nobody_comes_back_to_a_device_that_has_failed_for_good(monkeypatch: pytest.MonkeyPatch, opening: bool) -> None:
+def test_no_restart_on_a_device_that_has_failed_permanently(monkeypatch: pytest.MonkeyPatch, opening: bool) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox)
         if opening:
@@ -208,7 +208,7 @@ def test_nobody_comes_back_to_a_device_that_has_failed_for_good(monkeypatch: pyt
     play(monkeypatch, scenario)
 
 
-def test_nobody_starts_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_restart_before_the_old_instance_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         first, then = FakePipeline(manual=True), FakePipeline()
 
@@ -237,7 +237,7 @@ def test_nobody_starts_before_the_one_before_has_ended(monkeypatch: pytest.Monke
     play(monkeypatch, scenario)
 
 
-def test_a_parked_version_comes_back_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_starts_every_instance_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, instances=2)
         with hearing("restarts in") as heard:

@@ -11,12 +11,12 @@ from tests.support.slots import entry
 
 
 class Puller:
-    """Asks for one batch on a thread of its own."""
+    """Polls for one batch on a separate thread."""
 
     def __init__(self, scheduler: Scheduler, busy: bool = False) -> None:
         self.scheduler = scheduler
         self.interrupted = False
-        self.asked = threading.Semaphore(0)
+        self.polled = threading.Semaphore(0)
         self.batch: Batch | None = None
         self.sleeper = threading.Lock()
         self.sleeper.acquire()
@@ -25,8 +25,8 @@ class Puller:
         self.asleep()
 
     def asleep(self) -> None:
-        """Return when the thread has asked for the last time before it sleeps: under the lock, which it then lets go."""
-        assert self.asked.acquire(timeout=10)
+        """Return when the thread has polled for the last time before it sleeps: under the lock, which it then releases."""
+        assert self.polled.acquire(timeout=10)
         with self.scheduler._lock:
             pass
 
@@ -43,7 +43,7 @@ class Puller:
         self.batch = self.scheduler.next_batch(self.sleeper, self._is_interrupted, busy)
 
     def _is_interrupted(self) -> bool:
-        self.asked.release()
+        self.polled.release()
         return self.interrupted
 
 
@@ -87,7 +87,7 @@ def test_an_interrupted_sleeper_hands_its_alarm_on() -> None:
     assert scheduler._timed_sleepers == 1
     keeper.interrupt()
     assert keeper.result() is None
-    other.asleep()  # asked again: it has been woken to keep the alarm
+    other.asleep()  # polled again: it was woken to keep the timeout
     assert scheduler._timed_sleepers == 1
     now_ns = 3_600_000_000_000
     scheduler.interrupt(other.sleeper)

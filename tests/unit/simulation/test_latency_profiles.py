@@ -74,7 +74,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("coefficient", [0.2, 1.0])
-def test_times_vary_as_asked(coefficient: float) -> None:
+def test_times_have_the_requested_variation(coefficient: float) -> None:
     variation = Variation(coefficient, np.random.default_rng(3))
     times = np.array([variation.apply(1_000_000) for _ in range(50_000)])
     assert times.mean() == pytest.approx(1_000_000, rel=0.02)

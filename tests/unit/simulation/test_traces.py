@@ -17,7 +17,7 @@ def counts(trace: Trace, slices: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["poisson", "bursty", "diurnal"])
-def test_the_mean_rate_is_the_one_asked_for(kind: str) -> None:
+def test_the_mean_rate_is_the_requested_one(kind: str) -> None:
     trace = made(Workload(500, 400, ArrivalPattern(kind, burst_s=0.2, calm_s=0.8)))
     assert len(trace) / 400 == pytest.approx(500, rel=0.05)
     assert np.all(np.diff(trace.times_ns) >= 0)
@@ -48,8 +48,8 @@ def test_a_day_swings_about_its_mean() -> None:
 
 def test_skew_and_rows_follow_their_weights() -> None:
     trace = made(Workload(1000, 50, rows=((1, 3.0), (8, 1.0)), skew=1.0), models=4)
-    asked = np.bincount(trace.models)
-    assert asked[0] / asked[3] == pytest.approx(4, rel=0.1)
+    counts = np.bincount(trace.models)
+    assert counts[0] / counts[3] == pytest.approx(4, rel=0.1)
     assert (trace.rows == 8).mean() == pytest.approx(0.25, abs=0.02)
     assert set(trace.rows.tolist()) == {1, 8}
 
