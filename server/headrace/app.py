@@ -126,7 +126,7 @@ class HeadraceServer:
         self._grpc: GrpcListener | None = None
         self._options_reader = RequestOptionsReader(settings.client_header)
         self._lag = LoopLag()
-        bodies = BodyMemory(settings.limits)
+        self._bodies = bodies = BodyMemory(settings.limits)
         self._http_limits = ClientLimits(settings.limits, "http", bodies)
         self._grpc_limits = ClientLimits(settings.limits, "grpc", bodies)
         self._exit_status = 0
@@ -148,7 +148,7 @@ class HeadraceServer:
         settings, loop = self._settings, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        self._data_plane = DataPlane(settings, loop, self._on_loaded, self._model_filter)
+        self._data_plane = DataPlane(settings, loop, self._on_loaded, self._model_filter, self._bodies)
         self._registry, reconciler = self._data_plane.registry, self._data_plane.reconciler
         services = self._services(reconciler)
         try:

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from headrace.core.clock import NS_PER_US
 from headrace.core.completion import Mailbox
+from headrace.core.limits import BodyMemory
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
@@ -29,6 +31,7 @@ class DataPlane:
         loop: event loop on which callers of `ModelHandle.infer` wait.
         on_loaded: called on the loop after the initial load, with the error if it failed as a whole.
         model_filter: names of the served models, for each repository that is served in part.
+        bodies: counts requests in the front ends; None without front ends.
 
     Attributes:
         registry: versions that serve.
@@ -42,6 +45,7 @@ class DataPlane:
         loop: asyncio.AbstractEventLoop,
         on_loaded: Callable[[BaseException | None], None],
         model_filter: Mapping[Path, frozenset[str]],
+        bodies: BodyMemory | None = None,
     ) -> None:
         self.registry = Registry(settings.ready_when)
         self.gpu_model_cache = GpuModelCache()
@@ -60,6 +64,8 @@ class DataPlane:
             profile_s=settings.profile_s,
             profiles=None if state is None else LatencyStore(state / "profiles"),
             state=state,
+            inline_bound_ns=settings.inline_bound_us * NS_PER_US,
+            bodies=bodies,
         )
         control = ControlPolicy(
             mode=settings.model_control,

@@ -207,6 +207,8 @@ class Settings:
         limits: limits on clients; most are options of their own.
         gpu_memory_fraction: share of each GPU's memory for all models together, 0 to 1.
         profile_s: maximum time to measure each model before it serves, in seconds; 0 measures nothing.
+        inline_bound_us: largest 99th percentile of the compute time, in microseconds, with which a lone request runs on the event
+            loop; 0 for never.
         state_dir: folder for latency tables and engines, which outlive the process; "" for none.
         drain_timeout_s: maximum wait at shutdown for requests in flight, in seconds.
         keep_alive_timeout_s: time that an HTTP connection stays open between requests, in seconds.
@@ -239,6 +241,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.25
+    inline_bound_us: int = 200
     state_dir: str = "~/.cache/headrace/state"
     drain_timeout_s: float = 30.0
     # Most proxies keep idle connections to their backends for 60 s. The server must not close first, or a request that is on
@@ -287,6 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
     text = "of each GPU's memory, for all models together (%(default)s)"
     add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
+    _add_inline_bound(parser, env)
     _add_telemetry(parser, env)
     _add_state(parser, env)
     _add_timeouts(parser, env)
@@ -353,6 +357,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         limits=Limits(**{name: getattr(args, name) for name in LIMIT_HELP}),
         gpu_memory_fraction=args.gpu_memory_fraction,
         profile_s=args.profile_s,
+        inline_bound_us=args.inline_bound_us,
         state_dir=args.state_dir,
         drain_timeout_s=args.drain_timeout_s,
         keep_alive_timeout_s=args.keep_alive_timeout_s,
@@ -427,6 +432,14 @@ def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
         text = f"{help_text} (%(default)s)"
         option = names(f"--{name.replace('_', '-')}")
         parser.add_argument(*option, type=kind, default=value, metavar=metavar, help=text)
+
+
+def _add_inline_bound(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    bound = env.positive("INLINE_BOUND_US", 200, _size)
+    text = (
+        "run a lone request on the event loop if the model computes it in this time, us, at p99 (%(default)s; 0: never)"
+    )
+    parser.add_argument("--inline-bound-us", type=_size, default=bound, metavar="US", help=text)
 
 
 def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:

@@ -42,6 +42,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "client_header": ("X-Api-Key", "x-api-key"),
         "gpu_memory_fraction": ("0.25", 0.25),
         "profile_s": ("0", 0.0),
+        "inline_bound_us": ("0", 0),
         "state_dir": ("s", "s"),
         "drain_timeout_s": ("6.5", 6.5),
         "keep_alive_timeout_s": ("7.5", 7.5),

@@ -34,7 +34,12 @@ class ExecutionLost(Exception):
 
 
 class Execution(Protocol):
-    """Runs the model for one instance."""
+    """Runs the model for one instance.
+
+    Attributes:
+        any_thread: may be left out, which means False. True: another thread may call `run` in the instance's place, while that
+            sleeps.
+    """
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run the model on checked inputs and return all outputs by name.
@@ -132,6 +137,11 @@ class PipelinedExecution(Execution, Protocol):
 
     def discard(self, batch: InFlightBatch) -> None:
         """Release a batch that is not launched, e.g. because all its requests were cancelled. From the instance's thread."""
+
+
+def runs_on_any_thread(execution: Execution) -> bool:
+    """True if a thread that is not the instance's may call `run`; see `Execution.any_thread`."""
+    return getattr(execution, "any_thread", False) is True
 
 
 def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:

@@ -73,6 +73,8 @@ class OnnxRuntimeModel:
 class OnnxRuntimeExecution:
     """Runs a session; see `headrace.backends.base.Execution`."""
 
+    any_thread = True
+
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
         self._inputs = {node.name: BY_ORT_NAME[node.type] for node in session.get_inputs()}

@@ -22,7 +22,7 @@ Outcome = InferResponse | Exception
 class Mailbox:
     """Carries settled completions from any thread to one event loop.
 
-    Ownership: `post` from any thread; `_drain` only on the loop. No lock: the flag is raised before the loop is woken and
+    Ownership: `post` from any thread; `deliver` only on the loop. No lock: the flag is raised before the loop is woken and
     lowered before the first pop, so that a completion posted in between is seen by this drain or wakes the next one.
     """
 
@@ -44,11 +44,16 @@ class Mailbox:
         if not self._armed:
             self._armed = True
             try:
-                self._loop.call_soon_threadsafe(self._drain)
+                self._loop.call_soon_threadsafe(self.deliver)
             except RuntimeError:  # the loop is closed, so nothing waits
                 self._settled.clear()
 
-    def _drain(self) -> None:
+    def hold(self) -> None:
+        """Collect settled completions until `deliver` without waking the loop; called on the loop."""
+        self._armed = True
+
+    def deliver(self) -> None:
+        """Resume the waiters of all settled completions; called on the loop."""
         self._armed = False
         settled = self._settled
         while settled:
@@ -137,7 +142,10 @@ class LoopCompletion(Completion):
 
         The callback never runs within `then`: that of a settled completion runs when the loop drains the mailbox.
         """
-        self._callback = callback
+        if self._woken:  # the request ran on the loop, before `then`
+            self._mailbox.loop.call_soon(callback)
+        else:
+            self._callback = callback
 
     def wake(self) -> None:
         """Resume the waiting coroutine or run the callback; called on the loop."""

@@ -71,13 +71,14 @@ class BodyMemory:
 
     Attributes:
         reserved_bytes: bytes reserved now.
+        requests: requests with at least one byte of a body reserved now.
         max_bytes: largest allowed sum.
     """
 
-    __slots__ = ("max_bytes", "reserved_bytes")
+    __slots__ = ("max_bytes", "requests", "reserved_bytes")
 
     def __init__(self, limits: Limits) -> None:
-        self.reserved_bytes = 0
+        self.reserved_bytes = self.requests = 0
         self.max_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
 
 
@@ -124,6 +125,8 @@ class BodyReservation:
         if bodies.reserved_bytes + size_bytes > bodies.max_bytes:
             self.check(size_bytes)
         bodies.reserved_bytes += size_bytes
+        if not self._reserved_bytes and size_bytes:
+            bodies.requests += 1
         self._reserved_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
@@ -131,12 +134,16 @@ class BodyReservation:
         if not self._ended:
             self._bodies.reserved_bytes -= size_bytes
             self._reserved_bytes -= size_bytes
+            if not self._reserved_bytes and size_bytes:
+                self._bodies.requests -= 1
 
     def end(self) -> None:
         """Release all reserved bytes at the end of the request; a second call is a no-op."""
         self._ended = True
-        self._bodies.reserved_bytes -= self._reserved_bytes
-        self._reserved_bytes = 0
+        if self._reserved_bytes:
+            self._bodies.requests -= 1
+            self._bodies.reserved_bytes -= self._reserved_bytes
+            self._reserved_bytes = 0
 
 
 class ClientLimits:

@@ -203,6 +203,8 @@ class Totals:
         queue_ns, assemble_ns, compute_ns, split_ns: summed over successful requests; a batch's time counts for each of them.
         busy_ns: time in which instances were busy with successful batches, summed.
         shape_changes: batches whose shape differs from that of the batch before.
+        inline_runs: requests that ran on the event loop, failed ones included.
+        inline_disabled: runs on the event loop that took too long, each of which disabled them for a while.
         last_ms: wall clock of the last batch, milliseconds since 1970, 0 if there was none.
         sizes: executions by batch size in rows.
         reasons: batches by the reason why they were closed.
@@ -221,6 +223,8 @@ class Totals:
     split_ns: int = 0
     busy_ns: int = 0
     shape_changes: int = 0
+    inline_runs: int = 0
+    inline_disabled: int = 0
     last_ms: int = 0
     sizes: dict[int, SizeTotals] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -228,7 +232,7 @@ class Totals:
 
     SUMS: ClassVar[tuple[str, ...]] = (
         "requests", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns", "compute_ns", "split_ns",
-        "busy_ns", "shape_changes",
+        "busy_ns", "shape_changes", "inline_runs", "inline_disabled",
     )  # fmt: skip
     """Names of the attributes that are plain sums."""
 
@@ -426,6 +430,12 @@ class Recorder:
         """
         if self._histograms:
             self._codecs_ns.append((decode_ns, encode_ns))
+
+    def record_inline_run(self, disables: bool) -> None:
+        """Count a request that ran on the event loop, and whether it `disables` such runs for a while."""
+        with self._lock:
+            self._totals.inline_runs += 1
+            self._totals.inline_disabled += disables
 
     def failed_batch(self, reason: str) -> None:
         """Count a batch whose execution raised an exception."""

@@ -393,15 +393,18 @@ def _latencies(rows: _Rows) -> Iterator[Metric]:
 def _counts(rows: _Rows) -> Iterator[Metric]:
     requests, inferred = table.REQUESTS.counter(), table.ROWS.counter()
     failures, batches, busy = table.FAILURES.counter(), table.BATCHES.counter(), table.BUSY.counter()
+    inline_runs, inline_disabled = table.INLINE_RUNS.counter(), table.INLINE_DISABLED.counter()
     for labels, totals in rows:
         requests.add_metric(labels, totals.requests)
         inferred.add_metric(labels, totals.rows)
         busy.add_metric(labels, totals.busy_ns / NS_PER_S)
+        inline_runs.add_metric(labels, totals.inline_runs)
+        inline_disabled.add_metric(labels, totals.inline_disabled)
         for reason, count in sorted({**_NO_FAILURES, **totals.failures}.items()):
             failures.add_metric([*labels, reason], count)
         for reason, count in sorted(totals.reasons.items()):
             batches.add_metric([*labels, reason], count)
-    yield from (requests, inferred, failures, batches, busy)
+    yield from (requests, inferred, failures, batches, busy, inline_runs, inline_disabled)
 
 
 def _batch_sizes(rows: _Rows) -> Metric:

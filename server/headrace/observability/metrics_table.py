@@ -175,6 +175,20 @@ BUSY = Family(
     "Total time in which instances were busy; its rate() divided by the number of instances is the utilisation.",
     MODEL,
 )
+INLINE_RUNS = Family(
+    _LOAD,
+    "headrace_inline_runs_total",
+    "counter",
+    "Requests that ran on the event loop instead of on an instance, failed ones included.",
+    MODEL,
+)
+INLINE_DISABLED = Family(
+    _LOAD,
+    "headrace_inline_disabled_total",
+    "counter",
+    "Runs on the event loop that took more than 2 ms. Each disables such runs for 60 s.",
+    MODEL,
+)
 QUEUE_DEPTH = Family(_LOAD, "headrace_queue_depth", "gauge", "Requests in the queue.", MODEL)
 IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and response.", MODEL)
 PREDICTED_WAIT = Family(

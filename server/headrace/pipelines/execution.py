@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.backends.base import Execution, InFlightBatch, LoadedModel, PipelinedExecution, is_pipelined, never_blocks
+from headrace.backends.base import (
+    Execution,
+    InFlightBatch,
+    LoadedModel,
+    PipelinedExecution,
+    is_pipelined,
+    never_blocks,
+    runs_on_any_thread,
+)
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
 from headrace.core.tensor_config import Postprocess, picture_input, scores_output
@@ -185,6 +193,7 @@ class PictureExecution:
         self._free: list[Array] = []
         self.depth = inner.depth if batched and is_pipelined(inner) else 1
         self.prompt = pixels is None and never_blocks(inner)  # preprocessing an image takes CPU time
+        self.any_thread = pixels is None and runs_on_any_thread(inner)
         if pixels is not None:
             # Imported here, so that servers without image models do not load Pillow.
             from headrace.pipelines.image import PixelSteps

@@ -20,6 +20,7 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.ledger import MemoryAccount, NoRoom
+from headrace.core.limits import BodyMemory
 from headrace.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
@@ -175,6 +176,8 @@ class Loader:
         profile_s: maximum time in seconds to measure each version before it serves; 0 measures nothing.
         profiles: stored latency tables; None stores nothing.
         state: the state folder with engines of read-only model folders; None if there is none.
+        inline_bound_ns: see `headrace.scheduling.policy.HandlePolicy`.
+        bodies: counts requests in the front ends; None without front ends.
     """
 
     mailbox: Mailbox
@@ -187,6 +190,8 @@ class Loader:
     profile_s: float = 0.0
     profiles: LatencyStore | None = None
     state: Path | None = None
+    inline_bound_ns: int = 0
+    bodies: BodyMemory | None = None
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -242,13 +247,14 @@ class Loader:
         spec = replace(spec, parameters=version_parameters(plan, model.devices))
         handle = ModelHandle(
             spec=spec,
-            policy=replace(policy, instances=model.instances),
+            policy=replace(policy, instances=model.instances, inline_bound_ns=self.inline_bound_ns),
             model=model,
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
             on_dead=lambda remaining: self.on_dead(config.name, str(version), remaining),
             on_wanted=self.gpu_model_cache.request,
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
+            bodies=self.bodies,
         )
         latency_file = self._latency_file(config, plan, model.instances)
         measurement = self._measurement(config, model, handle, latency_file)

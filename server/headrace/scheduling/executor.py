@@ -23,18 +23,20 @@ from headrace.backends.base import (
     PipelinedExecution,
     is_pipelined,
     never_blocks,
+    runs_on_any_thread,
 )
-from headrace.core.clock import Clock, monotonic_ns
-from headrace.core.completion import Completion, Outcome
-from headrace.core.errors import HeadraceError, ModelFailed
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
+from headrace.core.completion import Completion, Mailbox, Outcome
+from headrace.core.errors import DeadlineExceeded, HeadraceError, ModelFailed
+from headrace.core.limits import BodyMemory
 from headrace.core.request import BatchTimes, InferResponse
 from headrace.core.tensor import Array, ModelSpec, is_resident
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, InFlightWork
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import LatencyTable
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.scheduling.queue import FAR_NS, Entry
+from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
 
 _ROWS = attrgetter("rows")
 _UNTIL_RELOADED = "Its requests run alone until it is loaded again"
@@ -304,7 +306,12 @@ class Staging:
         """
         first = entries[0].inputs
         if len(entries) == 1:
-            return {name: _aligned(array) for name, array in first.items()}
+            inputs: dict[str, Array] = {}
+            for name, array in first.items():
+                if type(array) is not np.ndarray and is_resident(array):
+                    array = np.asarray(array)
+                inputs[name] = array if array.flags.num & _READY == _READY else array.copy()
+            return inputs
         rows = sum(map(_ROWS, entries))
         stacked: dict[str, Array] = {}
         for name, array in first.items():
@@ -325,10 +332,107 @@ class Staging:
         return buffer[:rows]
 
 
-def _aligned(array: Array) -> Array:
-    if is_resident(array):
-        return np.asarray(array)
-    return array if array.flags.aligned and array.flags.c_contiguous else array.copy()
+_READY = 0x101  # NumPy's flags ALIGNED and C_CONTIGUOUS: one look at an array's flags instead of two
+
+
+# A longer run on the event loop disables such runs for INLINE_PAUSE_NS.
+INLINE_MAX_RUN_NS = 2 * NS_PER_MS
+INLINE_PAUSE_NS = 60 * NS_PER_S
+# No runs on the event loop so long after two requests of the model were in flight: together they run faster, as a batch.
+INLINE_QUIET_NS = 10 * NS_PER_MS
+
+
+class InlineGate:
+    """Decides whether a lone request runs on the event loop; see docs/decisions/0008-inline-runs.md.
+
+    Ownership: the event loop. Only `support` is called by an instance's thread, before it serves.
+
+    Args:
+        name: name of the version, for log lines.
+        bound_ns: largest allowed 99th percentile of the compute time for the rows of the request; 0 disables runs on the loop.
+        latency_table: compute times of the version.
+        mailbox: delivers completions to the event loop.
+        recorder: counters of the version.
+        bodies: counts requests in the front ends; None without front ends.
+        clock: returns monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bound_ns: int,
+        latency_table: LatencyTable,
+        mailbox: Mailbox,
+        recorder: Recorder,
+        bodies: BodyMemory | None,
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._bound_ns = bound_ns
+        self._latency_table = latency_table
+        self._mailbox = mailbox
+        self._recorder = recorder
+        self._bodies = bodies
+        self._clock = clock
+        self._supported = False
+        self._iteration_open = False  # a request has run in this iteration of the loop
+        self._quiet_ns = self._enabled_ns = -FAR_NS
+
+    def support(self, execution: Execution) -> None:
+        """Allow runs on the event loop if the execution runs on any thread."""
+        self._supported = self._bound_ns > 0 and runs_on_any_thread(execution)
+
+    def allows(self, entry: Entry, leases: int) -> bool:
+        """Return True if a request may run before the loop reads others that arrived with it; also sets `entry.inline`.
+
+        At most one request does so in an iteration of the loop. A second one shows that requests arrive together: it is queued,
+        and runs with those behind it, or on the loop if there is none.
+
+        Args:
+            entry: the only entry of the request.
+            leases: requests of the version between lease and release.
+        """
+        now_ns = entry.enqueued_ns
+        if leases > 1:
+            self._quiet_ns = now_ns + INLINE_QUIET_NS
+            return False
+        bodies = self._bodies
+        entry.inline = (
+            self._supported
+            and now_ns >= self._quiet_ns
+            and now_ns >= self._enabled_ns
+            and (bodies is None or bodies.requests <= 1)
+            and entry.deadline_ns - now_ns > self._bound_ns
+            and self._latency_table.is_fast(entry.rows)
+        )
+        return entry.inline and not self._iteration_open
+
+    def begin(self) -> int:
+        """Begin a run and return its start, monotonic nanoseconds."""
+        mailbox = self._mailbox
+        mailbox.hold()
+        self._iteration_open = True
+        mailbox.loop.call_soon(self._end_iteration)
+        return self._clock()
+
+    def end(self, begun_ns: int) -> None:
+        """Resume the caller after a run, and disable such runs for a while if it took too long."""
+        run_ns = self._clock() - begun_ns
+        self._mailbox.deliver()
+        disables = run_ns > INLINE_MAX_RUN_NS
+        self._recorder.record_inline_run(disables)
+        if disables:
+            self._enabled_ns = begun_ns + run_ns + INLINE_PAUSE_NS
+            logger.info(
+                "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %d s",
+                self._name,
+                run_ns // NS_PER_US,
+                INLINE_MAX_RUN_NS // NS_PER_US,
+                INLINE_PAUSE_NS // NS_PER_S,
+            )
+
+    def _end_iteration(self) -> None:
+        self._iteration_open = False
 
 
 class SerialRunner:
@@ -340,7 +444,13 @@ class SerialRunner:
         max_rows: rows in the largest batch.
         batch_results: settles what came of them.
         clock: monotonic nanoseconds.
+        inline_gate: decides which requests run on the event loop; None for none.
+
+    Attributes:
+        asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
+
+    asynchronous = False
 
     def __init__(
         self,
@@ -349,12 +459,18 @@ class SerialRunner:
         max_rows: int,
         batch_results: BatchResults,
         clock: Clock = monotonic_ns,
+        inline_gate: InlineGate | None = None,
     ) -> None:
         self._execution = execution
         self._scheduler = scheduler
         self._staging = Staging(max_rows)
         self._batch_results = batch_results
         self._clock = clock
+        self._inline_gate = inline_gate
+        self._inline_error: BaseException | None = (
+            None  # of a run on another thread; the instance's thread ends with it
+        )
+        self._on_loop = False  # a run blocks the event loop and its timers
         self._running: list[Entry] = []
         self._taken_ns = 0
 
@@ -362,18 +478,66 @@ class SerialRunner:
         """Run batches until the scheduler is closed and empty."""
         sleeper = threading.Lock()
         sleeper.acquire()
-        batch_results = self._batch_results
-        while (batch := self._scheduler.next_batch(sleeper)) is not None:
-            batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
-            if batch.entries:
-                self._running, self._taken_ns = batch.entries, batch.taken_ns
-                batch_results.begin(self)
-                try:
-                    self.execute(batch)
-                finally:
-                    batch_results.busy_runners.discard(self)
-                self._running = []
+        inline_dispatch = None
+        if runs_on_any_thread(self._execution):
+            inline_dispatch = self
+            if self._inline_gate is not None:
+                self._inline_gate.support(self._execution)
+        while (batch := self._scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)) is not None:
+            self._run_batch(batch)
             del batch  # its arrays may be large, and the next batch may come late
+        if self._inline_error is not None:
+            raise self._inline_error
+
+    def _run_batch(self, batch: Batch) -> None:
+        if len(batch.entries) > 1 or batch.entries[0].completion.done:
+            batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
+        if batch.entries:
+            batch_results = self._batch_results
+            self._running, self._taken_ns = batch.entries, batch.taken_ns
+            batch_results.begin(self)
+            try:
+                self.execute(batch)
+            finally:
+                batch_results.busy_runners.discard(self)
+            self._running = []
+
+    # On another thread, while the instance's thread sleeps in `next_batch`; see `headrace.scheduling.scheduler.InlineDispatch`
+
+    def accepts(self, entry: Entry, caller: CallerThread) -> bool:
+        """Return True if the caller's thread would block anyway, or the run is short enough for the event loop."""
+        if self._inline_error is not None:
+            return False
+        return entry.inline if caller is CallerThread.LOOP else caller is CallerThread.WAITS
+
+    def dispatch(self, batch: Batch) -> None:
+        """Run the batch on the event loop and resume its caller."""
+        gate = self._inline_gate
+        assert gate is not None, "a runner without a gate accepts nothing on the event loop"
+        begun_ns = gate.begin()
+        self._on_loop = True
+        try:
+            self._run_batch(batch)
+        except BaseException as error:  # ends the instance, as on its own thread, which is woken for it
+            self._inline_error = error
+        finally:
+            self._on_loop = False
+            gate.end(begun_ns)
+
+    def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
+        """Run the batch on the thread of a blocked caller."""
+        try:
+            self._run_batch(batch)
+        except BaseException as error:
+            self._inline_error = error
+            if isinstance(error, KeyboardInterrupt):  # the caller's own
+                raise
+        finally:
+            on_launched()
+
+    def needs_wake_up(self) -> bool:
+        """Return True if the instance's thread must end."""
+        return self._inline_error is not None
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error."""
@@ -396,6 +560,8 @@ class SerialRunner:
                 if not entry.completion.done:
                     self.execute(Batch([entry], batch.reason, self._clock()))
             return
+        if self._on_loop and batch.entries[0].deadline_ns <= times.split_ns:
+            exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
         busy_ns = times.split_ns - times.taken_ns
         self._batch_results.busy_runners.discard(
             self
@@ -409,6 +575,12 @@ class SerialRunner:
         computed_ns = self._clock()
         results = self._batch_results.split(outputs, entries)
         return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
+
+
+def exceed_deadline(entry: Entry) -> None:
+    """Settle an entry whose deadline has passed."""
+    after_us = (entry.deadline_ns - entry.received_ns) // NS_PER_US
+    entry.completion.settle(DeadlineExceeded(f"the request's deadline passed after {after_us} us"))
 
 
 class ReshapingExecution:
@@ -433,6 +605,7 @@ class ReshapingExecution:
         self._batched = batched
         self.depth = inner.depth if is_pipelined(inner) else 1
         self.prompt = never_blocks(inner)
+        self.any_thread = runs_on_any_thread(inner)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs in the callers' shape."""

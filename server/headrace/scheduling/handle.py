@@ -18,13 +18,14 @@ from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pip
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.core.limits import BodyMemory
 from headrace.core.request import InferRequest, InferResponse, LevelLoad, ModelLoad
 from headrace.core.tensor import BYTES, ModelSpec
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, Quotas
 from headrace.scheduling.batching import CostModel
 from headrace.scheduling.entries import EntryFactory, Sequencer
-from headrace.scheduling.executor import BatchResults, OutputCheck, OutputMismatch, SerialRunner
+from headrace.scheduling.executor import BatchResults, InlineGate, OutputCheck, OutputMismatch, SerialRunner
 from headrace.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.pipeline import LaunchPacing, Pipeline
@@ -51,6 +52,7 @@ class ModelHandle:
             perhaps once more than needed.
         on_back: called on a thread of its own with the number of instances that live, once one that had died serves again.
         clock: monotonic nanoseconds.
+        bodies: counts requests in the front ends; None without front ends.
 
     Attributes:
         used_ns: when the last request came, monotonic; 0 if none has.
@@ -68,16 +70,15 @@ class ModelHandle:
         clock: Clock = monotonic_ns,
         on_wanted: Callable[[ModelHandle], None] = lambda _handle: None,
         on_back: Callable[[int], None] = lambda _living: None,
+        bodies: BodyMemory | None = None,
     ) -> None:
         self.spec, self.policy, self.recorder = spec, policy, recorder
         self.used_ns = 0
         self._mailbox = mailbox
         self._on_wanted = on_wanted
         self._clock = clock
-        order = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows)
-        self._scheduler = Scheduler(
-            policy.batch, policy.queue_limits, policy.levels, clock, mailbox.loop.call_soon, order
-        )
+        order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
+        self._scheduler = Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
         sequencer = Sequencer() if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
         self._entry_factory = EntryFactory(
@@ -91,7 +92,9 @@ class ModelHandle:
             sequencer,
             policy.batch.objective_ns,
         )
-        self.profile = LatencyTable()
+        name, bound_ns = f"{spec.name}/{spec.version}", policy.inline_bound_ns
+        self.profile = LatencyTable(bound_ns)
+        self._inline_gate = InlineGate(name, bound_ns, self.profile, mailbox, recorder, bodies, clock)
         cost_model = CostModel(self.profile, policy.batch)
         self._scheduler.set_cost_model(cost_model)
         self._admission = AdmissionController(
@@ -111,7 +114,6 @@ class ModelHandle:
         self._lock = threading.Lock()  # guards _leases, _closing, _restore_requested, and the first mismatch of outputs
         self._leases, self._restore_requested, self._closing = 0, False, False
         self._idle = threading.Event()  # set once the version is closing and has no leases
-        name = f"{spec.name}/{spec.version}"
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
         )
@@ -170,14 +172,15 @@ class ModelHandle:
         now_ns = self._clock()
         completion = LoopCompletion(self._mailbox)
         entries = self._admit(request, completion, now_ns)
+        at_once = len(entries) == 1 and self._inline_gate.allows(entries[0], self._leases)
         try:
-            self._scheduler.enqueue(entries)
+            self._scheduler.enqueue(entries, at_once)
         except Unavailable:
             _withdraw(completion, entries)
             raise
         if self._instance_group.evicted:  # after the queueing: who parks it meanwhile sees what is queued
             self._request_restore()
-        if request.deadline_ns or self._timeouts.has_queue_timeouts:
+        if (request.deadline_ns or self._timeouts.has_queue_timeouts) and not completion.done:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
 
@@ -391,7 +394,8 @@ class ModelHandle:
     def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> BatchRunner:
         """Batches overlap if the execution can do it, and the inputs are rows of numbers that can be copied into its memory."""
         scheduler, batch_results, clock = self._scheduler, self._batch_results, self._clock
-        serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock)
+        gate = self._inline_gate
+        serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock, gate)
         inputs = self.spec.inputs
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
         if not (is_pipelined(execution) and numbers):

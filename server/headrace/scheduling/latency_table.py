@@ -346,16 +346,40 @@ _CROWD_SMOOTHING = 8  # batches, of the number of instances at work
 _TABLES = 8  # of 1, 2, up to 4 ... and of more than 64 instances at work
 
 
+TAIL = 256  # times of one number of rows for the 99th percentile
+_TAIL_MIN = 16
+
+
+class TailWindow:
+    """The last compute times of one number of rows, and how many of them exceed a bound.
+
+    Attributes:
+        times_ns: at most `TAIL`, the newest last.
+        slow: number of `times_ns` beyond the bound. The 99th percentile (nearest rank) is within it while this is at most 1 %.
+    """
+
+    __slots__ = ("slow", "times_ns")
+
+    def __init__(self, bound_ns: int, times_ns: Iterable[int]) -> None:
+        self.times_ns: deque[int] = deque(times_ns, TAIL)
+        self.slow = sum(time_ns > bound_ns for time_ns in self.times_ns)
+
+
 class LatencyTable:
     """Compute times of one version; any thread may call any method.
 
     Ownership: `_lock` guards everything; `_tables` is replaced under it and read without, `_crowd` read without.
 
+    Args:
+        tail_bound_ns: bound of `is_fast`; 0 if that is not called.
+
     Attributes:
         buckets: rows to which the backend pads batches, ascending; empty if it does not, or if it does not say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tail_bound_ns: int = 0) -> None:
+        self._tail_bound_ns = tail_bound_ns
+        self._tails: dict[int, TailWindow] = {}  # by rows, of those that `is_fast` was called with
         self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._first = first = LatencyWindows(1)
@@ -379,7 +403,17 @@ class LatencyTable:
         with self._lock:
             if instances > 1 or self._crowd > 1.0:
                 self._crowd += (instances - self._crowd) / _CROWD_SMOOTHING
-            (self._first if instances == 1 else self._table(instances)).observe(rows, time_ns)
+            if instances == 1:
+                self._first.observe(rows, time_ns)
+                tail = self._tails.get(rows)
+                if tail is not None:
+                    times_ns, bound_ns = tail.times_ns, self._tail_bound_ns
+                    if len(times_ns) == TAIL:
+                        tail.slow -= times_ns[0] > bound_ns
+                    times_ns.append(time_ns)
+                    tail.slow += time_ns > bound_ns
+            else:
+                self._table(instances).observe(rows, time_ns)
 
     def estimate_ns(self, rows: int, instances: int = 0) -> int:
         """How long a batch of `rows` computes as a rule: to plan with; 0 if nothing is known.
@@ -401,6 +435,22 @@ class LatencyTable:
         table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
         curve = table.curve or self._draw(table)
         return interpolate(curve.rows, curve.p95s_ns, rows)
+
+    def is_fast(self, rows: int) -> bool:
+        """Return True if the 99th percentile of the compute time of `rows` on one busy instance is within the bound.
+
+        False if fewer than 16 times are known.
+        """
+        tail = self._tails.get(rows) or self._add_tail(rows)
+        return tail is not None and tail.slow * 100 <= len(tail.times_ns)
+
+    def _add_tail(self, rows: int) -> TailWindow | None:
+        with self._lock:
+            window = self._first.windows.get(rows)
+            if window is None or window.source == COPIED or len(window.times_ns) < _TAIL_MIN:
+                return None
+            tail = self._tails[rows] = TailWindow(self._tail_bound_ns, window.times_ns)
+            return tail
 
     def known(self) -> list[LatencyEntry]:
         """What was measured, by instances and rows, ascending; without what `estimate_ns` does to it."""

@@ -40,7 +40,7 @@ from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.instance import OnDeath
 from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
 
 # Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
 _SHORT_BYTES = 1 << 18
@@ -98,7 +98,12 @@ class Pipeline:
         clock: returns monotonic nanoseconds.
         fill_threads: most threads that copy the rows of a large batch.
         batched: False if the model has no batch dimension.
+
+    Attributes:
+        asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
+
+    asynchronous = True
 
     def __init__(
         self,
@@ -282,7 +287,7 @@ class Pipeline:
 
     # On another thread, while the instance's thread sleeps in `next_batch`; see `headrace.scheduling.scheduler.InlineDispatch`
 
-    def accepts(self, entry: Entry, caller_waits: bool) -> bool:
+    def accepts(self, entry: Entry, caller: CallerThread) -> bool:
         """Return True if no batch is in flight, and the entry has all inputs and is small or its caller blocks."""
         try:
             while not self._finished.empty():
@@ -290,7 +295,8 @@ class Pipeline:
         except RuntimeError as error:
             self._inline_error = error
         busy = self._open or self._retries or self._inline_error is not None
-        return not busy and len(entry.inputs) == self._inputs and (caller_waits or entry.size_bytes <= _SHORT_BYTES)
+        is_short = caller is CallerThread.WAITS or entry.size_bytes <= _SHORT_BYTES
+        return not busy and len(entry.inputs) == self._inputs and is_short
 
     def dispatch(self, batch: Batch) -> None:
         """Launch a batch on the calling thread, without waking the instance's thread."""

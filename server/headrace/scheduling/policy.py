@@ -116,6 +116,8 @@ class HandlePolicy:
         aging_ns: queue time after which a request counts as of the next higher level, 0 for no aging.
         sharing: fair sharing between clients; None serves requests regardless of their client.
         rate_limits: quotas of clients; None for no limits.
+        inline_bound_ns: a lone request of a model that runs on any thread runs on the event loop if the 99th percentile of its
+            compute time does not exceed this; 0: never.
     """
 
     batch: BatchPolicy = field(default_factory=BatchPolicy)
@@ -133,6 +135,7 @@ class HandlePolicy:
     aging_ns: int = 0
     sharing: Sharing | None = None
     rate_limits: RateLimits | None = None
+    inline_bound_ns: int = 0
 
     @property
     def queue_limits(self) -> QueueLimits:

@@ -60,6 +60,7 @@ class Entry:
         kind: urgency class of prediction errors; see `headrace.scheduling.admission`.
         key: sort key, see `headrace.scheduling.queue`; 0 before it is set.
         last: True if it is served behind all entries that are not last.
+        inline: True if it may run on the event loop.
         size_bytes: memory of the entry.
         queued: True while it counts as queued.
         counts_as_request: True for the one entry that counts as the request in metrics (the last part of a split one).
@@ -73,6 +74,7 @@ class Entry:
         "deadline_ns",
         "due_ns",
         "enqueued_ns",
+        "inline",
         "inputs",
         "key",
         "kind",
@@ -105,7 +107,7 @@ class Entry:
         self.kind = 0
         self.size_bytes = request.size_bytes
         self.key = 0
-        self.queued = self.last = False
+        self.queued = self.last = self.inline = False
         self.counts_as_request = True
         self.remove: Callable[[Entry], None] | None = None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -118,6 +119,23 @@ class BatchSelector:
                 return answer
         return IDLE
 
+    def batch_of_one(self, entry: Entry) -> Batch | None:
+        """Return the batch that `poll` would return if this entry were queued; None if that depends on more than the entry."""
+        queue, policy, rows = self.queue, self.policy, entry.rows
+        if queue.count or not queue.order.plain or entry.due_ns != FAR_NS:
+            return None
+        if not policy.merge:
+            reason = CloseReason.SINGLE
+        elif rows in policy.preferred_rows:
+            reason = CloseReason.PREFERRED
+        elif rows >= policy.max_rows:
+            reason = CloseReason.FULL
+        elif policy.max_delay_ns <= 0:
+            reason = CloseReason.IDLE
+        else:
+            return None
+        return Batch([entry], reason, entry.enqueued_ns)
+
     def ready(self, now_ns: int) -> bool:
         """Return True if `poll` would return a batch."""
         return any(
@@ -209,14 +227,35 @@ class BatchSelector:
         self.dropped.append((entry, error))
 
 
-class InlineDispatch(Protocol):
-    """Runs a batch for an instance whose thread sleeps, on the thread that queued the request. Saves one or two wake-ups."""
+class CallerThread(Enum):
+    """The thread that queued a request.
 
-    def accepts(self, entry: Entry, caller_waits: bool) -> bool:
-        """Return True if this entry may be passed to `dispatch` (or `run`, if `caller_waits`). Called under the queue's lock."""
+    Attributes:
+        LOOP: the event loop, or what `Scheduler.defer` stands for.
+        WAITS: a thread that would block until the response.
+        BUSY: any other.
+    """
+
+    LOOP = auto()
+    WAITS = auto()
+    BUSY = auto()
+
+
+class InlineDispatch(Protocol):
+    """Runs a batch for an instance whose thread sleeps, on the thread that queued the request. Saves one or two wake-ups.
+
+    Attributes:
+        asynchronous: batches are in flight when `dispatch` and `run` return, and the instance's thread collects them. False:
+            the batch is settled by then, and the state of the instance is as before.
+    """
+
+    asynchronous: bool
+
+    def accepts(self, entry: Entry, caller: CallerThread) -> bool:
+        """Return True if this entry may be passed to `dispatch` (or `run`, if WAITS) now. Called under the queue's lock."""
 
     def dispatch(self, batch: Batch) -> None:
-        """Launch the batch; must not block or raise."""
+        """Launch the batch, or run one that takes a few microseconds; must not raise."""
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
         """Run the batch to completion, on a thread that may block.
@@ -227,8 +266,8 @@ class InlineDispatch(Protocol):
     def needs_wake_up(self) -> bool:
         """Return True if the instance's thread must wake up. Called under the queue's lock, after `dispatch` or in `on_launched`.
 
-        If the thread continues to sleep, its next wake-up makes `next_batch` return None, since the state of the instance has
-        changed.
+        If the thread continues to sleep, its next wake-up makes `next_batch` return None if the dispatcher is asynchronous,
+        since the state of the instance has changed.
         """
 
 
@@ -281,6 +320,7 @@ class Scheduler:
         self._sleepers: list[threading.Lock] = []
         self._timed_sleepers = 0
         self._inline_dispatches: dict[threading.Lock, InlineDispatch] = {}  # of sleepers without a timeout
+        self._asynchronous = False  # those dispatchers are
         self._dispatched: set[threading.Lock] = set()  # sleepers in whose place a batch was run
         self._recent: threading.Lock | None = None  # the latest of them
         self._closed = False
@@ -289,8 +329,13 @@ class Scheduler:
 
     # Called by front ends
 
-    def enqueue(self, entries: list[Entry]) -> None:
+    def enqueue(self, entries: list[Entry], at_once: bool = False) -> None:
         """Queue all entries of one request or none.
+
+        Args:
+            entries: the entries of one request.
+            at_once: True if there is one entry, and it may run before this returns: if an instance sleeps, nothing is queued,
+                and no batching rule holds it.
 
         Raises:
             Overloaded: the queue is full.
@@ -299,8 +344,14 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 raise self._failure or Unavailable(_UNLOADING)
-            self._selector.push(entries)
-            waking, self._waking = self._waking, True
+            claim = self._claim_alone(entries[0]) if at_once else None
+            if claim is None:
+                self._selector.push(entries)
+                waking, self._waking = self._waking, True
+        if claim is not None:
+            claim.inline_dispatch.dispatch(claim.batch)
+            self._return_sleeper(claim)
+            return
         if self._selector.dropped:
             self._settle_dropped()
         if not waking:
@@ -322,21 +373,21 @@ class Scheduler:
             if self._closed:
                 raise self._failure or Unavailable(_UNLOADING)
             self._selector.push(entries)
-            claim = self._claim(caller_waits=True) if caller_waits else None
+            claim = self._claim(CallerThread.WAITS) if caller_waits else None
         if self._selector.dropped:
             self._settle_dropped()
         if claim is None:
-            self._wake()
+            self._wake(CallerThread.BUSY)
         else:
             claim.inline_dispatch.run(claim.batch, partial(self._return_sleeper, claim))
 
-    def _wake(self) -> None:
+    def _wake(self, caller: CallerThread = CallerThread.LOOP) -> None:
         """Wake one instance for all requests queued since the last call; it wakes the next if requests remain queued."""
         with self._lock:
             self._waking = False
             if not self._sleepers or not self._should_wake():
                 return
-            claim = self._claim(caller_waits=False)
+            claim = self._claim(caller)
             sleeper = None if claim else self._sleepers.pop()
         if self._selector.dropped:
             self._settle_dropped()
@@ -346,23 +397,42 @@ class Scheduler:
         elif sleeper is not None:
             sleeper.release()
 
-    def _claim(self, caller_waits: bool) -> InlineClaim | None:
+    def _claim(self, caller: CallerThread) -> InlineClaim | None:
         """Remove the only queued request, if an instance's dispatcher accepts it now."""
         entry = None if self._paused else self._queue.only
-        if entry is None:
+        if entry is None or not (entry.inline or self._asynchronous or caller is CallerThread.WAITS):
             return None
         for sleeper in self._dispatch_candidates():
             inline_dispatch = self._inline_dispatches.get(sleeper)
-            if inline_dispatch is None or not inline_dispatch.accepts(entry, caller_waits):
+            if inline_dispatch is None or not inline_dispatch.accepts(entry, caller):
                 continue
             answer = self._selector.poll(self._clock(), 0, self._closed)
             if not isinstance(answer, Batch):
                 return None
             self._sleepers.remove(sleeper)
-            self._dispatched.add(sleeper)
+            if inline_dispatch.asynchronous:
+                self._dispatched.add(sleeper)
             self._recent = sleeper
             return InlineClaim(sleeper, inline_dispatch, answer)
         return None
+
+    def _claim_alone(self, entry: Entry) -> InlineClaim | None:
+        """Like `_claim`, for an entry that is not queued: spares a lone request the way through the queue."""
+        sleepers, sleeper = self._sleepers, self._recent
+        if self._paused or not sleepers:
+            return None
+        if sleeper not in sleepers:
+            sleeper = sleepers[-1]
+        assert sleeper is not None
+        inline_dispatch = self._inline_dispatches.get(sleeper)
+        if inline_dispatch is None:
+            return None
+        batch = self._selector.batch_of_one(entry)
+        if batch is None:
+            return None
+        sleepers.remove(sleeper)
+        self._recent = sleeper
+        return InlineClaim(sleeper, inline_dispatch, batch)
 
     def _dispatch_candidates(self) -> Iterable[threading.Lock]:
         """Return the sleepers, the most recently dispatched first: its memory is warm in the caches for a single caller."""
@@ -374,10 +444,17 @@ class Scheduler:
     def _return_sleeper(self, claim: InlineClaim) -> None:
         """Return the claimed thread to the sleepers, or wake it up."""
         with self._lock:
+            inline_dispatch = claim.inline_dispatch
+            must_wake = inline_dispatch.needs_wake_up()
             # A wake-up meanwhile did not find this thread among the sleepers, so its reason is checked here.
-            if not (self._closed or self._paused or self._queue.count or claim.inline_dispatch.needs_wake_up()):
-                self._sleepers.insert(0, claim.sleeper)  # busy: idle instances are woken first
+            if not (must_wake or self._closed or self._paused or self._queue.count):
+                if inline_dispatch.asynchronous:
+                    self._sleepers.insert(0, claim.sleeper)  # busy: idle instances are woken first
+                else:
+                    self._sleepers.append(claim.sleeper)
                 return
+            if must_wake:
+                self._dispatched.add(claim.sleeper)
         claim.sleeper.release()
 
     def discard(self, entry: Entry) -> None:
@@ -497,6 +574,7 @@ class Scheduler:
                     self._timed_sleepers += 1
                 elif inline_dispatch is not None:
                     self._inline_dispatches[sleeper] = inline_dispatch
+                    self._asynchronous = inline_dispatch.asynchronous
                 self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # threads are woken from the end
             woken = sleeper.acquire(timeout=timeout_s)
             if timeout_s is not _FOREVER:
