@@ -20,7 +20,7 @@ from headrace.core.errors import Cancelled, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import error_status
-from headrace.inference.request_options import RequestOptions, RequestOptionsReader
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions, RequestOptionsReader
 from headrace.tls import TlsFiles
 
 # Shortest interval between PINGs of a client, also without an open call. After two PINGs that come sooner, the connection is
@@ -261,8 +261,11 @@ def _deadline_ns(context: Any, now_ns: int) -> int:
 
 
 def _request_options(options_reader: RequestOptionsReader, context: Any) -> RequestOptions:
-    names = options_reader.names
-    return options_reader.read({name: value for name, value in context.invocation_metadata() or () if name in names})
+    names, metadata = options_reader.names, context.invocation_metadata() or ()
+    for name, _ in metadata:
+        if name in names:
+            return options_reader.read({name: value for name, value in metadata if name in names})
+    return NO_OPTIONS
 
 
 def _shutting_down() -> Unavailable:
