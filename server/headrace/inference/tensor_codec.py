@@ -28,6 +28,8 @@ _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 1 << 62
 # Limit on the other dimensions of a tensor with a dimension of 0: a model may create outputs of that size.
 _MAX_EMPTY_ELEMENTS = 1 << 24
+# Copying so many bytes takes 0.05 us, making a view of them 1 us.
+_MAX_COPIED_BYTES = 4096
 _MAX_SEARCHED_ELEMENTS = 256
 _BF16_INFINITY = 0x7F80
 _BF16_MAX = float.fromhex("0x1.fep127")
@@ -136,20 +138,20 @@ def from_binary(
         raise _wrong_size(spec, shape, size_bytes, expected)
     if not elements:
         return np.empty(shape, datatype.dtype)
-    array: Array = np.frombuffer(body, datatype.dtype, elements, start).reshape(shape)
+    array: Array = np.ndarray(shape, datatype.dtype, body, start)  # faster than frombuffer and reshape
     return array
 
 
 def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
-    """Encode a tensor in the binary form; a view of the array if it is contiguous."""
+    """Encode a tensor in the binary form: a copy of a small tensor, else a view of the array if it is contiguous."""
     if datatype is BYTES:
         parts: list[bytes] = []
         for item in array.reshape(-1).tolist():
             parts.append(_LENGTH.pack(len(item)))
             parts.append(item)
         return b"".join(parts)
-    if not array.size:  # a memoryview without bytes cannot be cast
-        return b""
+    if array.nbytes <= _MAX_COPIED_BYTES:
+        return array.tobytes()
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     return array.reshape(-1).view(np.uint8).data
