@@ -280,6 +280,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._active_cycle: RequestResponseCycle | None = None
         self._endpoint: InferEndpoint | None = None  # of the requests whose heads are known
         self._repeatable_head = b""  # of the request that was parsed last, if it came in one read and alone
+        self._idle_since_s = 0.0  # event loop time at which the last repeated request was answered
         self._refusal = (0, "")
         self._has_received = False
         self._reservation = client_limits.reserve()  # of the request that is being read; also in its scope
@@ -500,7 +501,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             or len(data) - end != head.headers.content_length
         ):
             return False
-        self._unset_keepalive_if_required()
         reservation = self._reservation = BodyReservation(self._client_limits)
         request = RepeatedRequest(self, endpoint, head, reservation)
         self.cycle = self._active_cycle = request  # type: ignore[assignment]
@@ -513,6 +513,24 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self.tasks.add(request)  # type: ignore[arg-type]
         request.begin(data[end:])
         return True
+
+    def on_repeated_complete(self) -> None:
+        """Continue after a repeated request. Its keep-alive timer keeps running: setting one costs more than all of this."""
+        if self.timeout_keep_alive_task is None or self.pipeline:
+            self.on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self._idle_since_s = self.loop.time()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection, or set the timer again if repeated requests came since it was set."""
+        wait_s: float = self.timeout_keep_alive
+        if self.cycle.response_complete:
+            wait_s -= self.loop.time() - self._idle_since_s
+        if wait_s > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(wait_s, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
     async def drain(self) -> None:
         """Wait until the client has read enough of what was written."""

@@ -33,7 +33,7 @@ class ResponseWriter(Protocol):
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
 
-    def on_response_complete(self) -> None:
+    def on_repeated_complete(self) -> None:
         """Continue with the next request of the connection."""
 
     def write(self, cycle: RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
@@ -93,7 +93,7 @@ class RepeatedRequest:
         self._reservation = reservation
         self._pending: PendingRequest | None = None
         self._writing: asyncio.Task[None] | None = None
-        self.on_response = connection.on_response_complete
+        self.on_response = connection.on_repeated_complete
         self.disconnected = self.response_started = self.response_complete = False
         self.keep_alive = True
 

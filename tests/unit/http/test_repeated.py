@@ -25,6 +25,7 @@ class Transport:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.closed = False
+        self.ended = asyncio.Event()
 
     def write(self, data: bytes) -> None:
         self.written.append(bytes(data))
@@ -43,6 +44,7 @@ class Transport:
 
     def close(self) -> None:
         self.closed = True
+        self.ended.set()
 
     abort = write_eof = close
 
@@ -304,6 +306,21 @@ def test_heads_that_are_always_parsed(line: str) -> None:
         case = Case()
         await case.exchange(http(json_body(), line))
         assert not case.endpoint.heads
+
+    run(test)
+
+
+def test_a_connection_is_kept_for_so_long_after_its_last_request() -> None:
+    async def test() -> None:
+        case, kept_s = Case(), 0.2
+        case.protocol.timeout_keep_alive = kept_s  # type: ignore[assignment]
+        for _ in range(3):
+            await case.exchange(JSON)
+            responded_s = case.protocol.loop.time()
+            await asyncio.sleep(0.6 * kept_s)
+        assert case.is_repeated
+        await case.transport.ended.wait()
+        assert case.protocol.loop.time() - responded_s > 0.95 * kept_s
 
     run(test)
 
