@@ -1,4 +1,4 @@
-"""`headrace build` as a user runs it: processes, files, exit statuses; what is built is then served over a real socket."""
+"""`headrace build` as a child process: files, exit statuses, and the built engine served over a real socket."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ INT8 = "{precision: int8, calibration: {data: calibration.npz, method: minmax}, 
 
 
 def stamp(folder: Path) -> dict[str, object]:
-    (found,) = json.loads((folder / "1" / "build.json").read_text())["builds"]
-    assert isinstance(found, dict)
-    return found
+    (build,) = json.loads((folder / "1" / "build.json").read_text())["builds"]
+    assert isinstance(build, dict)
+    return build
 
 
 def leftovers(folder: Path, cache: Path) -> list[str]:
@@ -75,19 +75,19 @@ def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
     done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
     assert done.returncode == 0, done.stderr
     assert "published" in done.stdout
-    found = stamp(folder)
-    assert found["precision"] == "int8"
-    assert not found["forced"]
-    artefact = onnx.load(folder / "1" / str(found["artefact"]))
+    build = stamp(folder)
+    assert build["precision"] == "int8"
+    assert not build["forced"]
+    artefact = onnx.load(folder / "1" / str(build["artefact"]))
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in artefact.graph.node}
-    accuracy = found["accuracy"]
+    accuracy = build["accuracy"]
     assert isinstance(accuracy, dict)
     assert accuracy["samples"] == 64
     assert 0.9 <= accuracy["top1_agreement"] <= 1
     assert accuracy["reference_accuracy"] == 1, "the labels are the FP32 model's answers"
 
     rows = np.random.default_rng(2).standard_normal((8, FEATURES)).astype(np.float32)
-    quantized = ort.InferenceSession(str(folder / "1" / str(found["artefact"]))).run(None, {"X": rows})[0]
+    quantized = ort.InferenceSession(str(folder / "1" / str(build["artefact"]))).run(None, {"X": rows})[0]
     plain = ort.InferenceSession(str(folder / "1" / "model.onnx")).run(None, {"X": rows})[0]
     assert not np.array_equal(quantized, plain)
     with serving(repository, tmp_path) as server:
@@ -127,12 +127,12 @@ def test_a_running_server_takes_the_engine_as_the_command_says(tmp_path: Path, m
 def test_the_speed_is_told_against_fp32(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     folder = write_model(tmp_path, INT8 % "")
-    for told in ("int8", "stored"):
+    for expected_text in ("int8", "stored"):
         done = headrace("build", str(folder), cache=cache)
-        assert told in done.stdout, "the second one has its figures from the store"
-        found = re.search(r"^affine: .*?([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
-        assert found, done.stdout
-        assert float(found[1].replace(",", "")) > 0
+        assert expected_text in done.stdout, "the second one has its figures from the store"
+        match = re.search(r"^affine: .*?([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
+        assert match, done.stdout
+        assert float(match[1].replace(",", "")) > 0
 
 
 def test_a_precision_that_is_written_after_the_build_finds_its_engine(tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_best_takes_the_fastest_that_holds(tmp_path: Path) -> None:
     folder = write_model(tmp_path, INT8.replace("int8", "best") % "")
     done = headrace("build", str(folder), cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    found = stamp(folder)
-    assert found["asked"] == "best"
-    assert found["precision"] in ("fp32", "fp16", "int8")
+    build = stamp(folder)
+    assert build["asked"] == "best"
+    assert build["precision"] in ("fp32", "fp16", "int8")
 
 
 def test_an_int8_engine_with_next_to_nothing_in_int8_is_refused(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def unsupported() -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(
-    ("optimization", "words", "told"),
+    ("optimization", "words", "expected_text"),
     [
         ("{precision: int8}", [], ["calibration.data", "folder of pictures"]),
         ("{precision: int8, calibration: {data: nowhere}}", [], ["nowhere", "folder of pictures"]),
@@ -254,7 +254,9 @@ def unsupported() -> onnx.ModelProto:
         ("{}", ["--version", "7"], ["version 7"]),
     ],
 )
-def test_what_cannot_be_built_is_told(tmp_path: Path, optimization: str, words: Sequence[str], told: list[str]) -> None:
+def test_what_cannot_be_built_is_told(
+    tmp_path: Path, optimization: str, words: Sequence[str], expected_text: list[str]
+) -> None:
     cache = tmp_path / "cache"
     folder = write_model(tmp_path, optimization)
     np.savez(folder / "wrong.npz", X=np.zeros((8, 3), np.float32))
@@ -263,7 +265,7 @@ def test_what_cannot_be_built_is_told(tmp_path: Path, optimization: str, words: 
     assert done.returncode == 1, output
     assert "Traceback" not in output
     flat = " ".join(output.split())
-    for word in told:
+    for word in expected_text:
         assert word in flat
     assert [name for name in leftovers(folder, cache) if name != "wrong.npz"] == []
 

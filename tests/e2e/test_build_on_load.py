@@ -1,4 +1,4 @@
-"""A served model gets its engine from the real builder, over real sockets, under clients that never pause."""
+"""A served model gets its engine from the real builder while clients send requests without a pause."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def write_model(repository: Path) -> Path:
 
 def answers_of(file: Path) -> Rows:
     """What a file answers to all rows, in this process."""
-    found: Rows = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"X": ROWS})[0]
-    return found
+    outputs: Rows = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"X": ROWS})[0]
+    return outputs
 
 
 def index(server: Server) -> tuple[str, str]:
@@ -79,7 +79,7 @@ class Clients:
         self.errors: list[str] = []
 
     @contextmanager
-    def asking(self) -> Iterator[Clients]:
+    def sending(self) -> Iterator[Clients]:
         threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
@@ -106,17 +106,17 @@ class Clients:
 
     def from_engine(self, model: Rows, engine: Rows) -> list[bool]:
         """Whether each answer is the engine's (True) or the model's; it must be one of the two."""
-        found = []
+        gains = []
         for row, answer in self.answers:
             misses = [float(np.abs(answer - known[row]).max()) for known in (model, engine)]
             assert min(misses) < 1e-3
-            found.append(misses[1] < misses[0])
-        return found
+            gains.append(misses[1] < misses[0])
+        return gains
 
 
 def engine_file(folder: Path) -> Path:
-    (found,) = json.loads((folder / "1" / "build.json").read_text())["builds"]
-    return folder / "1" / str(found["artefact"])
+    (build,) = json.loads((folder / "1" / "build.json").read_text())["builds"]
+    return folder / "1" / str(build["artefact"])
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
@@ -125,7 +125,7 @@ def test_the_engine_takes_over_under_load(repository: Path, tmp_path: Path, mode
     options = ["--model-control", mode, *(["--poll-interval-s", "0.2"] if mode == "poll" else [])]
     with serving(repository, tmp_path, *options, env={"HOME": str(tmp_path)}) as server:
         clients = Clients(server)
-        with clients.asking():
+        with clients.sending():
             until(lambda: index(server) == ("READY", ""))
             swapped = len(clients.answers)
             until(lambda: len(clients.answers) > swapped + 200)
@@ -175,12 +175,12 @@ def test_a_server_that_stops_takes_its_builder_with_it(repository: Path, tmp_pat
         children = Path(f"/proc/{server.process.pid}/task")
         builders: list[int] = []
 
-        def found() -> bool:
+        def is_built() -> bool:
             for task in children.glob("*/children"):
                 builders.extend(map(int, task.read_text().split()))
             return bool(builders) or (folder / "1" / "build.json").exists()
 
-        until(found)
+        until(is_built)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in builders), timeout_s=10)

@@ -55,9 +55,9 @@ def repository(tmp_path: Path) -> Path:
 
 def line_with(lines: list[str], *texts: str) -> str:
     """The one line that has all the texts."""
-    found = [line for line in lines if all(text in line for text in texts)]
-    assert len(found) == 1, "\n".join([*texts, "in", *lines])
-    return found[0]
+    matches = [line for line in lines if all(text in line for text in texts)]
+    assert len(matches) == 1, "\n".join([*texts, "in", *lines])
+    return matches[0]
 
 
 def test_tables_of_the_builders_have_a_line_for_each_row(repository: Path, tmp_path: Path) -> None:

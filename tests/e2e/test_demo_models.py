@@ -1,4 +1,4 @@
-"""What a newcomer does after `make serve`: the curl line of the banner, and a photograph."""
+"""First steps after `make serve`: the curl command of the banner, and a photograph."""
 
 from __future__ import annotations
 

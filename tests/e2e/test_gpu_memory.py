@@ -1,4 +1,4 @@
-"""Models that do not all fit into a GPU's memory, asked over real sockets; the GPU is a fake in the server's process."""
+"""Models that do not fit together into a GPU's memory, over real sockets; the GPU is a fake in the server's process."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def index(server: Server) -> dict[str, tuple[str, str]]:
 def memory(server: Server) -> dict[str, float]:
     """Bytes of the GPU by model."""
     page = server.request("GET", "/metrics")[2].decode()
-    found: dict[str, float] = {}
+    total_bytes: dict[str, float] = {}
     for name, size in MEMORY.findall(page):
-        found[name] = found.get(name, 0) + float(size)
-    return found
+        total_bytes[name] = total_bytes.get(name, 0) + float(size)
+    return total_bytes
 
 
 def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def metadata(server: Server) -> dict[str, str]:
-    found: dict[str, str] = json.loads(server.request("GET", "/v2/models/r")[2])["parameters"]
-    return {name.removeprefix("headrace."): value for name, value in found.items() if name.startswith("headrace.")}
+    parameters: dict[str, str] = json.loads(server.request("GET", "/v2/models/r")[2])["parameters"]
+    return {name.removeprefix("headrace."): value for name, value in parameters.items() if name.startswith("headrace.")}
 
 
 def test_a_model_is_served_by_the_cpu_until_the_gpu_takes_over_and_everything_says_so(

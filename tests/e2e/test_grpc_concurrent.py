@@ -1,4 +1,4 @@
-"""HTTP and gRPC at once: everyone gets the answer to the own question, and requests of both protocols share batches."""
+"""HTTP and gRPC at once: every client gets the response to its own request, and requests of both protocols share batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_64_clients_over_both_protocols(grpc_server: Server, reference: Referenc
             sent += len(x)
         return sent
 
-    async def everyone() -> int:
+    async def send_all() -> int:
         grpcs = [triton_aio.InferenceServerClient(grpc_server.grpc_address) for _ in range(4)]
         http = triton_http_aio.InferenceServerClient(grpc_server.address, conn_limit=CLIENTS)
         try:
@@ -64,7 +64,7 @@ def test_64_clients_over_both_protocols(grpc_server: Server, reference: Referenc
         finally:
             await asyncio.gather(http.close(), *(client.close() for client in grpcs))
 
-    sent = asyncio.run(everyone())
+    sent = asyncio.run(send_all())
     grown = {rows: count - before.get(rows, 0) for rows, count in sizes(grpc_server, "batched").items()}
     assert sum(rows * count for rows, count in grown.items()) == sent
     assert sent / sum(grown.values()) > 4  # two rows a request on average: not one by one
@@ -75,9 +75,9 @@ def test_one_batch_of_both_protocols(grpc_server: Server, reference: Reference) 
     x = np.random.default_rng(0).standard_normal((2, 16), np.float32)
     before = sizes(grpc_server, "patient")
 
-    def ask(client: Any, given: Any) -> Any:
+    def ask(client: Any, request_input: Any) -> Any:
         with client:
-            return client.infer("patient", [given]).as_numpy("Y")
+            return client.infer("patient", [request_input]).as_numpy("Y")
 
     with ThreadPoolExecutor(2) as pool:
         answers = [
@@ -94,19 +94,19 @@ def test_good_and_bad_requests_at_once(grpc_server: Server) -> None:
     """In one batch, the requests that the model refuses fail alone."""
 
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
-        given = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(np.array([[number % 5]], np.int64))
+        request_input = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(np.array([[number % 5]], np.int64))
         if number % 5 == 4:  # outside of the table
             with pytest.raises(InferenceServerException, match="refused the values") as caught:
-                await client.infer("table_lookup", [given])
+                await client.infer("table_lookup", [request_input])
             assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
         else:
-            assert (await client.infer("table_lookup", [given])).as_numpy("Y").tolist() == [[10 * (number % 5)]]
+            assert (await client.infer("table_lookup", [request_input])).as_numpy("Y").tolist() == [[10 * (number % 5)]]
 
-    async def everyone() -> None:
+    async def send_all() -> None:
         async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
             await asyncio.gather(*(one(client, number) for number in range(200)))
 
-    asyncio.run(everyone())
+    asyncio.run(send_all())
 
 
 def test_clients_on_threads(grpc_server: Server, reference: Reference) -> None:
@@ -133,8 +133,8 @@ def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
         answer = (await client.infer("identity_fp32", [over_grpc(x)])).as_numpy("Y")
         assert answer.tobytes() == x.tobytes()
 
-    async def everyone() -> None:
+    async def send_all() -> None:
         async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
             await asyncio.gather(*(one(client, number) for number in range(100)))
 
-    asyncio.run(everyone())
+    asyncio.run(send_all())

@@ -1,4 +1,4 @@
-"""Every control RPC with Triton's client, health and reflection as others ask for them; on both engines."""
+"""Every control RPC with Triton's client, health and reflection with standard clients; on both engines."""
 
 from __future__ import annotations
 
@@ -177,20 +177,20 @@ def test_system_shared_memory_both_ways(grpc_server: Server, grpc_client: triton
         status = grpc_client.get_system_shared_memory_status().regions[name]
         assert (status.name, status.byte_size, status.offset) == (name, 2 * x.nbytes, 0)
         assert refusal(grpc_client.register_system_shared_memory, name, f"/{name}", 8)[0] == "ALREADY_EXISTS"
-        given = triton.InferInput("X", [3, 100], "FP32")
-        given.set_shared_memory(name, x.nbytes)
-        wanted = triton.InferRequestedOutput("DOUBLE")
-        wanted.set_shared_memory(name, x.nbytes, offset=x.nbytes)
-        result = grpc_client.infer("row_sums", [given], outputs=[wanted])
+        request_input = triton.InferInput("X", [3, 100], "FP32")
+        request_input.set_shared_memory(name, x.nbytes)
+        output = triton.InferRequestedOutput("DOUBLE")
+        output.set_shared_memory(name, x.nbytes, offset=x.nbytes)
+        result = grpc_client.infer("row_sums", [request_input], outputs=[output])
         assert result.get_output("DOUBLE").parameters["shared_memory_region"].string_param == name
         assert shm.get_contents_as_numpy(region, np.float32, [6, 100])[3:].tolist() == (2 * x).tolist()
-        given.set_shared_memory(name, x.nbytes, offset=2 * x.nbytes)
-        assert refusal(grpc_client.infer, "row_sums", [given])[0] == "INVALID_ARGUMENT"
+        request_input.set_shared_memory(name, x.nbytes, offset=2 * x.nbytes)
+        assert refusal(grpc_client.infer, "row_sums", [request_input])[0] == "INVALID_ARGUMENT"
         grpc_client.unregister_system_shared_memory(name)
         assert refusal(grpc_client.get_system_shared_memory_status, name)[0] == "NOT_FOUND"
         assert name not in grpc_client.get_system_shared_memory_status().regions
-        given.set_shared_memory(name, x.nbytes)
-        assert refusal(grpc_client.infer, "row_sums", [given])[0] == "NOT_FOUND"
+        request_input.set_shared_memory(name, x.nbytes)
+        assert refusal(grpc_client.infer, "row_sums", [request_input])[0] == "NOT_FOUND"
     finally:
         shm.destroy_shared_memory_region(region)
     code, _ = refusal(grpc_client.register_system_shared_memory, "gone", "/no_such_key", 8)
@@ -277,8 +277,8 @@ def test_reflection_as_a_descriptor_database(grpc_channel: grpc.Channel) -> None
     }
     pool = DescriptorPool(database)
     for service in database.get_services():
-        found = pool.FindServiceByName(service)
-        assert all(method.input_type.full_name for method in found.methods)
+        descriptor = pool.FindServiceByName(service)
+        assert all(method.input_type.full_name for method in descriptor.methods)
     infer = pool.FindMessageTypeByName("inference.ModelInferRequest").fields_by_name
     assert infer["raw_input_contents"].number == 7
     assert pool.FindMessageTypeByName("inference.ModelConfig").full_name == "inference.ModelConfig"

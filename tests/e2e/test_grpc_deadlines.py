@@ -1,4 +1,4 @@
-"""Deadlines, cancellation and the drain reach the request in the queue; seen in the metrics. On both engines."""
+"""Deadlines, cancellation and the drain reach the request in the queue, as the metrics show. On both engines."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_cancelling_takes_the_request_out_of_the_queue(
 ) -> None:
     before, failed = executions(grpc_server, grpc_channel), fail_count(grpc_server, "busy")
     first = hold(grpc_server, grpc_channel)
-    told: list[Any] = []
-    call = grpc_client.async_infer("busy", [steps_tensor(1)], lambda result, error: told.append(error))
+    errors: list[Any] = []
+    call = grpc_client.async_infer("busy", [steps_tensor(1)], lambda result, error: errors.append(error))
     until(lambda: depth(grpc_server, "busy") == 1)
     call.cancel()
     until(lambda: depth(grpc_server, "busy") == 0, before=first)
@@ -79,8 +79,8 @@ def test_cancelling_takes_the_request_out_of_the_queue(
     until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
     assert executions(grpc_server, grpc_channel) - before == 2
     assert fail_count(grpc_server, "busy") - failed == 1
-    until(lambda: told)
-    assert "cancelled" in str(told[0]).lower()
+    until(lambda: errors)
+    assert "cancelled" in str(errors[0]).lower()
 
 
 def test_a_connection_that_breaks_takes_its_requests_along(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
@@ -119,11 +119,11 @@ def test_the_drain_answers_what_runs_and_ends_open_streams(engine: str, small: P
         with grpc.insecure_channel(server.grpc_address) as channel:
             hold_open = threading.Event()
 
-            def asked() -> Any:
+            def messages() -> Any:
                 yield message("row_sums", "s", np.ones((1, 2), np.float32))
                 hold_open.wait(90)
 
-            stream = channel.stream_stream(STREAM)(asked())
+            stream = channel.stream_stream(STREAM)(messages())
             assert pb.ModelStreamInferResponse.FromString(next(stream)).infer_response.id == "s"
             stream.add_callback(lambda: ended.append(stream.code()))
             running = hold(server, channel)
@@ -157,8 +157,8 @@ def test_whom_the_drain_leaves_behind(engine: str, small: Path, tmp_path: Path) 
 
 
 def test_a_port_in_use_is_told(engine: str, small: Path, tmp_path: Path) -> None:
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server((HOST, 0)) as occupied:
+        port = occupied.getsockname()[1]
         server = start(small, tmp_path / "log", "--grpc-engine", engine, "--grpc-port", str(port))
         assert server.wait() == 1
         assert "in use" in server.text

@@ -1,4 +1,4 @@
-"""Every bad gRPC request gets the right code and a text that tells what came and what was expected; none gets INTERNAL."""
+"""Every invalid gRPC request gets the right code and a text with the actual and the allowed value; none gets INTERNAL."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def typed(field: str, values: list[Any]) -> Callable[[Any], object]:
 
 def parameter(name: str, **value: Any) -> Callable[[Any], object]:
     def change(request: Any) -> None:
-        for field, given in value.items():
-            setattr(request.parameters[name], field, given)
+        for field, setting in value.items():
+            setattr(request.parameters[name], field, setting)
 
     return change
 

@@ -1,4 +1,4 @@
-"""Inference over gRPC with Triton's own client: every form of request and answer, every datatype; on both engines."""
+"""Inference over gRPC with Triton's client: every form of request and response, every datatype; on both engines."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_bytes_raw(grpc_client: triton.InferenceServerClient) -> None:
 def test_every_type_with_typed_contents(grpc_channel: grpc.Channel, datatype: str) -> None:
     array = np.array([[b"", b"\xc3\xa9", b"a" * 300]], object) if datatype == "BYTES" else values(datatype)
     request = pb.ModelInferRequest(model_name=f"identity_{datatype.lower()}")
-    given = request.inputs.add(name="X", datatype=datatype, shape=array.shape)
-    getattr(given.contents, TYPED[datatype]).extend(array.reshape(-1).tolist())
+    request_input = request.inputs.add(name="X", datatype=datatype, shape=array.shape)
+    getattr(request_input.contents, TYPED[datatype]).extend(array.reshape(-1).tolist())
     result = triton.InferResult(service_pb2_grpc.GRPCInferenceServiceStub(grpc_channel).ModelInfer(request))
     answer = result.as_numpy("Y")
     assert answer.shape == array.shape
@@ -86,8 +86,8 @@ def test_outputs_as_they_were_asked_for(grpc_client: triton.InferenceServerClien
     assert [output.name for output in result.get_response().outputs] == ["SUM", "DIFFERENCE"]
     assert result.as_numpy("SUM").tolist() == (a + b).astype(np.float32).tolist()
     assert result.as_numpy("DIFFERENCE").tolist() == (a - b).astype(np.float32).tolist()
-    wanted = [triton.InferRequestedOutput("DIFFERENCE")]
-    result = grpc_client.infer("sum_difference", inputs, outputs=wanted)
+    requested_outputs = [triton.InferRequestedOutput("DIFFERENCE")]
+    result = grpc_client.infer("sum_difference", inputs, outputs=requested_outputs)
     assert [output.name for output in result.get_response().outputs] == ["DIFFERENCE"]
     assert result.as_numpy("DIFFERENCE").tolist() == (a - b).astype(np.float32).tolist()
 

@@ -1,4 +1,4 @@
-"""ModelStreamInfer: many requests in flight on one stream; every answer with its id, errors end a request and not the stream."""
+"""ModelStreamInfer: many requests in flight on one stream; every response has its id, errors end a request and not the stream."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_an_error_ends_its_request_and_not_the_stream(grpc_client: triton.Infere
 
 def test_errors_carry_the_id(grpc_channel: grpc.Channel) -> None:
     x = np.ones((1, 4), np.float32)
-    asked = [message("nothing", "a", x), b"\xff no message", message("affine", "b", x), message("row_sums", "c", x)]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    messages = [message("nothing", "a", x), b"\xff no message", message("affine", "b", x), message("row_sums", "c", x)]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
     assert len(answers) == 4
     failed = {answer.infer_response.id for answer in answers if answer.error_message}
     assert failed == {"a", "b", ""}
@@ -84,14 +84,14 @@ def unordered(request: bytes) -> bytes:
 def test_answers_keep_the_order_of_their_requests(grpc_channel: grpc.Channel) -> None:
     """Errors keep their places too; half-closing the stream waits for all."""
     x = np.ones((1, 4), np.float32)
-    asked = [
+    messages = [
         steps("slow", STEPS_PER_S // 2),
         message("row_sums", "1", x),
         message("nothing", "2", x),
         *(message("row_sums", str(n), x) for n in range(3, 8)),
         message("affine", "8", x),
     ]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
     assert [answer.infer_response.id for answer in answers] == ["slow", *map(str, range(1, 9))]
     assert [answer.infer_response.id for answer in answers if answer.error_message] == ["2", "8"]
 
@@ -120,14 +120,14 @@ def test_unordered_answers_overtake(grpc_channel: grpc.Channel) -> None:
     """They neither wait for earlier answers nor delay later ones; the others keep their order."""
     x = np.ones((1, 4), np.float32)
     fast = [message("row_sums", str(n), x) for n in range(8)]
-    asked = [steps("slow", STEPS_PER_S // 2), *(unordered(each) if n % 2 else each for n, each in enumerate(fast))]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    messages = [steps("slow", STEPS_PER_S // 2), *(unordered(each) if n % 2 else each for n, each in enumerate(fast))]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
     ids = [answer.infer_response.id for answer in answers]
     assert sorted(ids[:4]) == ["1", "3", "5", "7"]
     assert ids[4:] == ["slow", "0", "2", "4", "6"]
 
-    asked = [unordered(steps("slow", STEPS_PER_S // 2)), *fast]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    messages = [unordered(steps("slow", STEPS_PER_S // 2)), *fast]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
     assert [answer.infer_response.id for answer in answers] == [*map(str, range(8)), "slow"]
 
 
@@ -135,26 +135,26 @@ def test_unordered_answers_overtake(grpc_channel: grpc.Channel) -> None:
 def test_an_error_ends_the_stream_where_that_is_asked_for(grpc_channel: grpc.Channel, bad: str) -> None:
     """Triton's metadata `triton_grpc_error`: what came before the error is answered first."""
     x = np.ones((1, 4), np.float32)
-    asked = [
+    messages = [
         steps("0", STEPS_PER_S // 4),
         message("row_sums", "1", x),
         message(bad, "2", x),
         message("row_sums", "3", x),
     ]
-    call = grpc_channel.stream_stream(STREAM)(iter(asked), metadata=(("triton_grpc_error", "true"),))
+    call = grpc_channel.stream_stream(STREAM)(iter(messages), metadata=(("triton_grpc_error", "true"),))
     ids: list[str] = []
     with pytest.raises(grpc.RpcError) as caught:
         ids.extend(pb.ModelStreamInferResponse.FromString(answer).infer_response.id for answer in call)
     expected = grpc.StatusCode.NOT_FOUND if bad == "nothing" else grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.code() is expected
-    answers = grpc_channel.stream_stream(STREAM)(iter(asked), metadata=(("triton_grpc_error", "false"),))
+    answers = grpc_channel.stream_stream(STREAM)(iter(messages), metadata=(("triton_grpc_error", "false"),))
     assert [pb.ModelStreamInferResponse.FromString(m).infer_response.id for m in answers] == ["0", "1", "2", "3"]
 
 
 def test_an_error_of_the_model_ends_the_stream_too(grpc_channel: grpc.Channel) -> None:
     spoilt = message("table_lookup", "1", np.array([[99]], np.int64), "INT64")
-    asked = [message("row_sums", "0", np.ones((1, 4), np.float32)), spoilt]
-    call = grpc_channel.stream_stream(STREAM)(iter(asked), metadata=(("triton_grpc_error", "true"),))
+    messages = [message("row_sums", "0", np.ones((1, 4), np.float32)), spoilt]
+    call = grpc_channel.stream_stream(STREAM)(iter(messages), metadata=(("triton_grpc_error", "true"),))
     assert pb.ModelStreamInferResponse.FromString(next(call)).infer_response.id == "0"
     with pytest.raises(grpc.RpcError, match="refused the values"):
         next(call)
@@ -167,8 +167,8 @@ def test_an_empty_stream(grpc_channel: grpc.Channel) -> None:
 def test_more_requests_than_may_be_in_flight(grpc_channel: grpc.Channel) -> None:
     """The first holds the instance, so that the others pile up beyond what one stream may have."""
     count = 600
-    asked = [steps("slow", STEPS_PER_S // 4), *(steps(str(n), 1) for n in range(count))]
-    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    messages = [steps("slow", STEPS_PER_S // 4), *(steps(str(n), 1) for n in range(count))]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(messages))]
     assert [answer.error_message for answer in answers if answer.error_message] == []
     assert [answer.infer_response.id for answer in answers] == ["slow", *map(str, range(count))]
 
@@ -178,13 +178,13 @@ def test_a_client_that_reads_late_is_not_read(grpc_channel: grpc.Channel) -> Non
     x = np.random.default_rng(3).standard_normal((1, 250_000), np.float32)
     sent = 0
 
-    def asked() -> Iterator[bytes]:
+    def messages() -> Iterator[bytes]:
         nonlocal sent
         for number in range(100):
             sent += 1
             yield message("row_sums", str(number), x)
 
-    call = grpc_channel.stream_stream(STREAM)(asked())
+    call = grpc_channel.stream_stream(STREAM)(messages())
     time.sleep(1.0)
     assert sent < 60  # windows and buffers take some
     answers = [pb.ModelStreamInferResponse.FromString(m) for m in call]
@@ -196,13 +196,13 @@ def test_cancelling_abandons_what_waits(grpc_server: Server, grpc_channel: grpc.
     before = fail_count(grpc_server, "busy")
     half_open = threading.Event()
 
-    def asked() -> Iterator[bytes]:
+    def messages() -> Iterator[bytes]:
         yield steps("slow", 8 * STEPS_PER_S)
         for number in range(20):
             yield steps(str(number), STEPS_PER_S)
         half_open.wait(20)
 
-    call = grpc_channel.stream_stream(STREAM)(asked())
+    call = grpc_channel.stream_stream(STREAM)(messages())
     until(lambda: depth(grpc_server, "busy") == 20)
     call.cancel()
     half_open.set()
@@ -237,12 +237,12 @@ def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
         rng = np.random.default_rng(number)
         sent = {f"{number}.{n}": rng.standard_normal((2, 16), np.float32) for n in range(20)}
 
-        async def asked() -> AsyncIterator[dict[str, Any]]:
+        async def messages() -> AsyncIterator[dict[str, Any]]:
             for request_id, x in sent.items():
                 yield {"model_name": "affine", "inputs": [tensor("X", x)], "request_id": request_id}
 
         seen = set()
-        async for result, error in client.stream_infer(asked()):
+        async for result, error in client.stream_infer(messages()):
             assert error is None
             request_id = result.get_response().id
             assert np.allclose(result.as_numpy("Y"), reference.affine(sent[request_id]), atol=1e-5)

@@ -51,8 +51,10 @@ def mutual_server(
 
 def double(client: triton.InferenceServerClient, length: int = 3) -> None:
     x = np.arange(length, dtype=np.float32).reshape(1, -1)
-    given = triton.InferInput("X", [1, length], "FP32").set_data_from_numpy(x)
-    assert client.infer("row_sums", [given], client_timeout=20).as_numpy("DOUBLE").tobytes() == (2 * x).tobytes()
+    request_input = triton.InferInput("X", [1, length], "FP32").set_data_from_numpy(x)
+    assert (
+        client.infer("row_sums", [request_input], client_timeout=20).as_numpy("DOUBLE").tobytes() == (2 * x).tobytes()
+    )
 
 
 def refused(client: triton.InferenceServerClient) -> None:

@@ -1,4 +1,4 @@
-"""Many clients at once: everyone gets the answer to the own question, and batches form."""
+"""Many clients at once: every client gets the response to its own request, and batches form."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_requests_of_different_shapes_at_once(server: Server) -> None:
         assert result.as_numpy("DOUBLE").tolist() == (2 * x).tolist()
         assert result.as_numpy("SUM").tolist() == x.sum(axis=1, keepdims=True).tolist()
 
-    async def everyone() -> None:
+    async def send_all() -> None:
         async with triton_aio.InferenceServerClient(server.address, conn_limit=40) as client:
             await asyncio.gather(*(one(client, number) for number in range(400)))
 
-    asyncio.run(everyone())
+    asyncio.run(send_all())
 
 
 def test_good_and_bad_requests_at_once(server: Server) -> None:
@@ -97,20 +97,20 @@ def test_good_and_bad_requests_at_once(server: Server) -> None:
 
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
         index = np.array([[number % 5]], np.int64)  # 4 is outside of the table
-        given = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(index)
+        request_input = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(index)
         if number % 5 == 4:
             with pytest.raises(InferenceServerException, match="refused the values") as caught:
-                await client.infer("table_lookup", [given])
+                await client.infer("table_lookup", [request_input])
             assert caught.value.status() == "400"
         else:
-            result = await client.infer("table_lookup", [given])
+            result = await client.infer("table_lookup", [request_input])
             assert result.as_numpy("Y").tolist() == [[10 * (number % 5)]]
 
-    async def everyone() -> None:
+    async def send_all() -> None:
         async with triton_aio.InferenceServerClient(server.address, conn_limit=50) as client:
             await asyncio.gather(*(one(client, number) for number in range(200)))
 
-    asyncio.run(everyone())
+    asyncio.run(send_all())
 
 
 def test_clients_on_threads(server: Server, reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""Health, metadata, configuration, repository index and statistics, asked for with Triton's own client."""
+"""Health, metadata, configuration, repository index and statistics with Triton's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every bad request gets the right 4xx and an {"error": text} that names what came and what was expected; none gets a 500."""
+"""Every invalid request gets the right 4xx and an {"error": text} with the actual and the allowed value; none gets a 500."""
 
 from __future__ import annotations
 
@@ -203,8 +203,8 @@ ENCODED: dict[str, tuple[bytes, str, int, str]] = {
 
 @pytest.mark.parametrize(("body", "encoding", "status", "pattern"), ENCODED.values(), ids=ENCODED)
 def test_bad_content_encodings(server: Server, body: bytes, encoding: str, status: int, pattern: str) -> None:
-    got, text, _ = post(server, body, headers={"Content-Encoding": encoding})
-    assert (got, lacks(text, pattern)) == (status, []), text
+    actual, text, _ = post(server, body, headers={"Content-Encoding": encoding})
+    assert (actual, lacks(text, pattern)) == (status, []), text
 
 
 NAMES_OF_NOTHING = {

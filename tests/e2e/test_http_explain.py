@@ -1,4 +1,4 @@
-"""What limits a model, asked of a real server that is under a real load."""
+"""Bottlenecks of a model, from a real server under a real load."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def explanation(server: Server, model: str, path: str = "") -> Any:
 def explanation_after(server: Server, model: str, batches: int) -> Any:
     """Once so many have been counted, which is a moment after they were answered."""
     deadline = time.monotonic() + 20
-    while sum((told := explanation(server, model))["numbers"]["closed"].values()) < batches:
-        assert time.monotonic() < deadline, told
-    return told
+    while sum((report := explanation(server, model))["numbers"]["closed"].values()) < batches:
+        assert time.monotonic() < deadline, report
+    return report
 
 
 def ask(server: Server, times: int) -> None:
@@ -46,12 +46,12 @@ def test_a_delay_too_long_for_the_arrivals_is_told_with_its_cure(tmp_path: Path)
         before = explanation(server, "affine")
         assert (before["limit"], before["numbers"]["requests_per_s"]) == ("idle", 0)
         ask(server, 20)
-        told = explanation_after(server, "affine", 20)
-        assert (told["name"], told["version"], told["limit"]) == ("affine", "1", "delay_too_long")
-        assert "for company, and then run 1.0 together" in told["summary"]
-        assert told["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"
-        assert told["numbers"]["queue_us"] > 15_000
-        assert told["numbers"]["closed"] == {"delay": 20}
+        report = explanation_after(server, "affine", 20)
+        assert (report["name"], report["version"], report["limit"]) == ("affine", "1", "delay_too_long")
+        assert "for company, and then run 1.0 together" in report["summary"]
+        assert report["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"
+        assert report["numbers"]["queue_us"] > 15_000
+        assert report["numbers"]["closed"] == {"delay": 20}
         command = [sys.executable, "-m", "headrace", "explain", "affine", "--url", server.url]
         printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert "delay_too_long" in printed

@@ -70,7 +70,7 @@ def vector(seed: int = 0, rows: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).random((rows, 16), np.float32)
 
 
-def asked(array: np.ndarray) -> triton.InferInput:
+def request_input(array: np.ndarray) -> triton.InferInput:
     return triton.InferInput("X", list(array.shape), "FP32").set_data_from_numpy(array)
 
 
@@ -135,13 +135,13 @@ def test_load_and_unload(extras: triton.InferenceServerClient) -> None:
 def test_load_with_a_configuration_and_files(extras: triton.InferenceServerClient) -> None:
     array = vector()
     extras.load_model("affine")
-    before = extras.infer("affine", [asked(array)]).as_numpy("Y")
+    before = extras.infer("affine", [request_input(array)]).as_numpy("Y")
     other = models.affine(seed=7).SerializeToString()
     extras.load_model("affine", config=RENAMED, files={"file:1/model.onnx": other})
     assert extras.get_model_config("affine")["max_batch_size"] == 2
-    assert not np.allclose(extras.infer("affine", [asked(array)]).as_numpy("Y"), before)
+    assert not np.allclose(extras.infer("affine", [request_input(array)]).as_numpy("Y"), before)
     extras.load_model("affine")
-    assert np.array_equal(extras.infer("affine", [asked(array)]).as_numpy("Y"), before)
+    assert np.array_equal(extras.infer("affine", [request_input(array)]).as_numpy("Y"), before)
 
 
 def test_what_cannot_be_loaded(extras: triton.InferenceServerClient) -> None:
@@ -179,7 +179,7 @@ def test_the_asyncio_client_controls_the_repository(extended: Server) -> None:
 
 def test_a_round_trip_through_shared_memory(extras: triton.InferenceServerClient) -> None:
     array = vector(3, rows=2)
-    expected = extras.infer("affine", [asked(array)]).as_numpy("Y")
+    expected = extras.infer("affine", [request_input(array)]).as_numpy("Y")
     with memory(extras, "in_out", array.nbytes + expected.nbytes) as region:
         shared_memory.set_shared_memory_region(region, [array])
         tensor = triton.InferInput("X", [2, 16], "FP32")
@@ -194,7 +194,7 @@ def test_a_round_trip_through_shared_memory(extras: triton.InferenceServerClient
         # The same request reads the memory anew.
         shared_memory.set_shared_memory_region(region, [array * 2])
         extras.infer("affine", [tensor], outputs=[output])
-        doubled = extras.infer("affine", [asked(array * 2)]).as_numpy("Y")
+        doubled = extras.infer("affine", [request_input(array * 2)]).as_numpy("Y")
         assert np.array_equal(
             shared_memory.get_contents_as_numpy(region, np.float32, [2, 4], offset=array.nbytes), doubled
         )
@@ -215,7 +215,7 @@ def test_the_asyncio_client_and_shared_memory(extended: Server) -> None:
                 tensor = triton_aio.InferInput("X", [1, 16], "FP32")
                 tensor.set_shared_memory("aio", array.nbytes)
                 shared = (await connected.infer("affine", [tensor])).as_numpy("Y")
-                sent = (await connected.infer("affine", [asked(array)])).as_numpy("Y")
+                sent = (await connected.infer("affine", [request_input(array)])).as_numpy("Y")
                 assert np.array_equal(shared, sent)
                 await connected.unregister_system_shared_memory("aio")
                 assert await connected.get_system_shared_memory_status() == []
@@ -254,13 +254,13 @@ def test_bounds_of_regions(extras: triton.InferenceServerClient) -> None:
         output = triton.InferRequestedOutput("Y")
         output.set_shared_memory("small", 16, offset=49)
         with refused(400, "'Y'", "offset 49", "64 bytes"):
-            extras.infer("affine", [asked(vector())], outputs=[output])
+            extras.infer("affine", [request_input(vector())], outputs=[output])
         output.set_shared_memory("small", 15)
         with refused(400, "Y"):
-            extras.infer("affine", [asked(vector())], outputs=[output])
+            extras.infer("affine", [request_input(vector())], outputs=[output])
         output.set_shared_memory("unknown", 16)
         with refused(404, "unknown"):
-            extras.infer("affine", [asked(vector())], outputs=[output])
+            extras.infer("affine", [request_input(vector())], outputs=[output])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_trace_settings(extras: triton.InferenceServerClient, extended: Server) 
     with refused(400, "trace_level 'TENSORS' is not recorded"):
         extras.update_trace_settings("affine", settings={"trace_level": ["TENSORS"]})
     for seed in range(4):
-        extras.infer("affine", [asked(vector(seed))], request_id=f"traced {seed}")
+        extras.infer("affine", [request_input(vector(seed))], request_id=f"traced {seed}")
     assert extras.get_trace_settings("affine")["trace_count"] == "0"
     extras.update_trace_settings(
         "affine", settings={"trace_level": None, "trace_rate": None, "trace_count": None, "log_frequency": None}

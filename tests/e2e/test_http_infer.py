@@ -1,4 +1,4 @@
-"""Inference over a real socket with Triton's own client: every form of request and answer, every datatype."""
+"""Inference over a real socket with Triton's client: every form of request and response, every datatype."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tensor(name: str, array: np.ndarray, datatype: str = "FP32", binary: bool = 
     return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array, binary_data=binary)
 
 
-def wanted(name: str, binary: bool = True, classes: int = 0) -> triton.InferRequestedOutput:
+def requested(name: str, binary: bool = True, classes: int = 0) -> triton.InferRequestedOutput:
     return triton.InferRequestedOutput(name, binary_data=binary, class_count=classes)
 
 
@@ -57,7 +57,7 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("datatype", [d.name for d in DATATYPES if d.name != "BYTES"])
 def test_every_number_type_in_binary(client: triton.InferenceServerClient, datatype: str) -> None:
     array = values(datatype)
-    result = client.infer(f"identity_{datatype.lower()}", [tensor("X", array, datatype)], outputs=[wanted("Y")])
+    result = client.infer(f"identity_{datatype.lower()}", [tensor("X", array, datatype)], outputs=[requested("Y")])
     answer = result.as_numpy("Y")
     assert (answer.dtype, answer.shape) == (array.dtype, array.shape)
     assert answer.tobytes() == array.tobytes()
@@ -68,7 +68,7 @@ def test_every_number_type_in_binary(client: triton.InferenceServerClient, datat
 @pytest.mark.parametrize("datatype", [d.name for d in DATATYPES if d.name not in ("BYTES", "FP16", "BF16")])
 def test_every_number_type_in_json(client: triton.InferenceServerClient, datatype: str) -> None:
     array = values(datatype)
-    inputs, outputs = [tensor("X", array, datatype, binary=False)], [wanted("Y", binary=False)]
+    inputs, outputs = [tensor("X", array, datatype, binary=False)], [requested("Y", binary=False)]
     answer = client.infer(f"identity_{datatype.lower()}", inputs, outputs=outputs).as_numpy("Y")
     assert (answer.dtype, answer.shape) == (array.dtype, array.shape)
     assert answer.tobytes() == array.tobytes()
@@ -106,7 +106,7 @@ TEXTS = np.array([["", "né 東京 \U0001f680", 'quote " \\ \n'], ["a" * 5_000, 
 @pytest.mark.parametrize("got", [True, False], ids=["binary out", "json out"])
 def test_bytes_both_ways(client: triton.InferenceServerClient, sent: bool, got: bool) -> None:
     array = np.array([[text.encode() for text in row] for row in TEXTS], dtype=object)
-    result = client.infer("identity_bytes", [tensor("X", array, "BYTES", sent)], outputs=[wanted("Y", got)])
+    result = client.infer("identity_bytes", [tensor("X", array, "BYTES", sent)], outputs=[requested("Y", got)])
     answer = result.as_numpy("Y")
     assert answer.shape == (2, 3)
     assert [item if isinstance(item, bytes) else item.encode() for item in answer.reshape(-1)] == list(
@@ -128,7 +128,7 @@ def test_mixed_forms(client: triton.InferenceServerClient, a_binary: bool, sum_b
     result = client.infer(
         "sum_difference",
         [tensor("A", a, "INT32", a_binary), tensor("B", b, binary=not a_binary)],
-        outputs=[wanted("DIFFERENCE", not sum_binary), wanted("SUM", sum_binary)],
+        outputs=[requested("DIFFERENCE", not sum_binary), requested("SUM", sum_binary)],
     )
     assert result.as_numpy("SUM").tolist() == (a + b).astype(np.float32).tolist()
     assert result.as_numpy("DIFFERENCE").tolist() == (a - b).astype(np.float32).tolist()
@@ -185,7 +185,7 @@ def test_versions(client: triton.InferenceServerClient, reference: Reference) ->
 def test_classification(client: triton.InferenceServerClient) -> None:
     x = np.array([[0.5, -1, 3, 2, 2], [9, 8, 7, 6, 5]], np.float32)
     for binary in (True, False):
-        result = client.infer("scores", [tensor("X", x)], outputs=[wanted("SCORES", binary, 3), wanted("BEST")])
+        result = client.infer("scores", [tensor("X", x)], outputs=[requested("SCORES", binary, 3), requested("BEST")])
         labels = result.as_numpy("SCORES")
         assert labels.shape == (2, 3)
         assert [item.decode() if isinstance(item, bytes) else item for item in labels.reshape(-1)] == [
@@ -202,13 +202,13 @@ def test_classification(client: triton.InferenceServerClient) -> None:
 def test_classification_of_what_are_no_numbers(client: triton.InferenceServerClient) -> None:
     text = np.array([[b"a"]], dtype=object)
     with pytest.raises(InferenceServerException, match="'Y' is BYTES, classification needs numbers") as caught:
-        client.infer("identity_bytes", [tensor("X", text, "BYTES")], outputs=[wanted("Y", classes=1)])
+        client.infer("identity_bytes", [tensor("X", text, "BYTES")], outputs=[requested("Y", classes=1)])
     assert caught.value.status() == "400"
 
 
 def test_classification_of_bf16(client: triton.InferenceServerClient) -> None:
     x = np.array([[-2, 1, 0.5]], ml_dtypes.bfloat16)
-    result = client.infer("identity_bf16", [tensor("X", x, "BF16")], outputs=[wanted("Y", classes=2)])
+    result = client.infer("identity_bf16", [tensor("X", x, "BF16")], outputs=[requested("Y", classes=2)])
     assert result.as_numpy("Y").tolist() == [[b"1.000000:1", b"0.500000:2"]]
 
 
@@ -241,7 +241,7 @@ def test_compression_both_ways(
     result = client.infer(
         "row_sums",
         [tensor("X", x, binary=binary)],
-        outputs=[wanted("DOUBLE", binary)],
+        outputs=[requested("DOUBLE", binary)],
         request_compression_algorithm=sent,
         response_compression_algorithm=got,
     )
@@ -288,7 +288,7 @@ def test_values_that_the_model_refuses_are_the_callers_fault(client: triton.Infe
 
 
 def test_a_body_that_the_client_builds_for_others_to_send(server: Server, client: triton.InferenceServerClient) -> None:
-    body, size = client.generate_request_body([tensor("X", np.array([[1, 2]], np.float32))], outputs=[wanted("SUM")])
+    body, size = client.generate_request_body([tensor("X", np.array([[1, 2]], np.float32))], outputs=[requested("SUM")])
     for _ in range(3):
         headers = {"Inference-Header-Content-Length": str(size), "Content-Type": "application/octet-stream"}
         status, headers, content = server.request("POST", "/v2/models/row_sums/infer", body, headers)

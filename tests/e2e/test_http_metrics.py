@@ -1,4 +1,4 @@
-"""The page for Prometheus: it parses, it agrees with the statistics, and Triton's names are there."""
+"""The metrics page: it parses, agrees with the statistics, and has Triton's names."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def samples(server: Server, model: str = MODEL) -> list[Sample]:
     return [sample for family in families for sample in family.samples if labels.items() <= sample.labels.items()]
 
 
-def value(found: list[Sample], name: str, **labels: str) -> float:
-    (sample,) = [s for s in found if s.name == name and labels.items() <= s.labels.items()]
+def value(all_samples: list[Sample], name: str, **labels: str) -> float:
+    (sample,) = [s for s in all_samples if s.name == name and labels.items() <= s.labels.items()]
     return sample.value
 
 
@@ -61,9 +61,9 @@ def counted(server: Server) -> list[Sample]:
     with triton.InferenceServerClient(server.address) as client:
         for rows, columns in ((1, 16), (1, 16), (5, 16), (8, 16), (20, 16), (1, 15), (1, 15)):
             array = np.zeros((rows, columns), np.float32)
-            given = triton.InferInput("X", [rows, columns], "FP32").set_data_from_numpy(array)
+            request_input = triton.InferInput("X", [rows, columns], "FP32").set_data_from_numpy(array)
             try:
-                client.infer(MODEL, [given])
+                client.infer(MODEL, [request_input])
             except InferenceServerException:
                 assert columns == 15
     return samples(server)
@@ -102,16 +102,16 @@ def test_what_precedes_the_queue_and_follows_the_outcome_is_measured_over_grpc(
     grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient
 ) -> None:
     """Calls and streams on either engine; a request that is refused has no answer to write, and counts for neither."""
-    given = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.zeros((1, 16), np.float32))
+    request_input = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.zeros((1, 16), np.float32))
     wrong = triton_grpc.InferInput("X", [1, 15], "FP32").set_data_from_numpy(np.zeros((1, 15), np.float32))
     before = samples(grpc_server)
     for _ in range(3):
-        grpc_client.infer(MODEL, [given])
+        grpc_client.infer(MODEL, [request_input])
     with pytest.raises(InferenceServerException):
         grpc_client.infer(MODEL, [wrong])
     answers: queue.Queue[InferenceServerException | None] = queue.Queue()
     grpc_client.start_stream(lambda result, error: answers.put(error))
-    for inputs in (given, wrong, given):
+    for inputs in (request_input, wrong, request_input):
         grpc_client.async_stream_infer(MODEL, [inputs])
     errors = [answers.get(timeout=30) for _ in range(3)]
     grpc_client.stop_stream()
@@ -161,10 +161,10 @@ def test_tritons_names_are_there_for_every_model(server: Server) -> None:
 def test_errors_are_counted_by_protocol(grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient) -> None:
     def errors() -> dict[str, float]:
         page = grpc_server.request("GET", "/metrics")[2].decode()
-        found = [s for family in read_page(page) for s in family.samples]
+        all_samples = [s for family in read_page(page) for s in family.samples]
         return {
             s.labels["protocol"]: s.value
-            for s in found
+            for s in all_samples
             if s.name == "headrace_errors_total" and s.labels["reason"] == "not_found"
         }
 

@@ -1,4 +1,4 @@
-"""The API page is what the server does: schemathesis asks every route for what the page allows, and for what it forbids."""
+"""The OpenAPI document matches the server: schemathesis sends what it allows and what it forbids to every route."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_what_is_not_described_is_not_served(described: Server, page: Any) -> No
         concrete = path.format(model="row_sums", version="1", region="registered")
         status, headers, _ = described.request("PATCH", concrete)
         assert status == 405, path
-        taken = {name.upper() for name in methods} | ({"HEAD"} if "get" in methods else set())
-        assert headers["allow"] == ", ".join(sorted(taken)), path
+        allowed = {name.upper() for name in methods} | ({"HEAD"} if "get" in methods else set())
+        assert headers["allow"] == ", ".join(sorted(allowed)), path
     for path in ("/redoc", "/docs/oauth2-redirect", "/v2/", "/v2/model", "/v2/repository", "/openapi.yaml"):
         assert described.request("GET", path)[0] == 404, path
 

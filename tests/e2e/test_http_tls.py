@@ -58,10 +58,10 @@ def mutual(repository: Path, certificates: Certificates, tmp_path_factory: pytes
 
 
 def context(certificates: Certificates, pair: Pair | None = None) -> ssl.SSLContext:
-    made = ssl.create_default_context(cafile=str(certificates.authority))
+    tls_context = ssl.create_default_context(cafile=str(certificates.authority))
     if pair is not None:
-        made.load_cert_chain(pair.certificate, pair.key)
-    return made
+        tls_context.load_cert_chain(pair.certificate, pair.key)
+    return tls_context
 
 
 def client(server: Server, certificates: Certificates, pair: Pair | None = None) -> triton.InferenceServerClient:

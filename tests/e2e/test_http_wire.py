@@ -1,4 +1,4 @@
-"""HTTP/1.1 as bytes on a socket: framing, pipelining, large bodies, and clients that leave or lie."""
+"""HTTP/1.1 as bytes on a socket: framing, pipelining, large bodies, disconnects and malformed requests."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ def test_a_large_body_that_nobody_wants_leaves_the_connection_good(server: Serve
     with connect(server) as wire:
         for _ in range(2):
             wire.send(request(body, size, path=path))
-            got, _, content = wire.answer()
-            assert got == status
+            actual, _, content = wire.answer()
+            assert actual == status
             assert json.loads(content)["error"]
             wire.send(request(SMALL))
             assert wire.sum() == 3

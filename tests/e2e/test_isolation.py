@@ -1,4 +1,4 @@
-"""`isolation: process` in a real server: a model's process is killed, and the server itself is."""
+"""`isolation: process` in a real server: the process of a model, and the server itself, are killed."""
 
 from __future__ import annotations
 

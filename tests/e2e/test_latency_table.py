@@ -1,4 +1,4 @@
-"""The latency profile over HTTP: there before the first request, corrected by requests, in the metrics, not in the statistics."""
+"""The latency table over HTTP: present before the first request, updated by requests, in the metrics, not in the statistics."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def profile_after(server: Server, model: str, batches: int) -> Any:
     """Once so many have been counted, which is a moment after they were answered."""
     deadline = time.monotonic() + 20
     while True:
-        told = profile(server, model)
-        if sum(row["observations"] for row in told["profile"]) >= batches:
-            return told
-        assert time.monotonic() < deadline, told
+        document = profile(server, model)
+        if sum(row["observations"] for row in document["profile"]) >= batches:
+            return document
+        assert time.monotonic() < deadline, document
 
 
 def infer(server: Server, model: str, rows: int) -> None:
@@ -65,14 +65,14 @@ def test_a_model_is_measured_before_it_serves_and_by_what_it_runs(folder: Path) 
         assert seen == {1: (1, "requests"), 2: (0, "load"), 3: (2, "requests"), 4: (0, "load"), 6: (0, "load")}
         _, _, page = server.request("GET", "/metrics")
         family = next(
-            found
-            for found in text_string_to_metric_families(page.decode())
-            if found.name == "headrace_profile_microseconds"
+            metric
+            for metric in text_string_to_metric_families(page.decode())
+            if metric.name == "headrace_profile_microseconds"
         )
-        told = {(sample.labels["rows"], sample.labels["quantile"]): sample.value for sample in family.samples}
-        assert set(told) == {(rows, quantile) for rows in "1246" for quantile in ("0.5", "0.95")}
+        values = {(sample.labels["rows"], sample.labels["quantile"]): sample.value for sample in family.samples}
+        assert set(values) == {(rows, quantile) for rows in "1246" for quantile in ("0.5", "0.95")}
         assert all(sample.labels["model"] == "affine" for sample in family.samples)
-        assert all(0 < told[rows, "0.5"] <= told[rows, "0.95"] for rows in "1246")
+        assert all(0 < values[rows, "0.5"] <= values[rows, "0.95"] for rows in "1246")
 
 
 def test_it_can_be_switched_off(folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_two_instances_are_measured_beside_each_other(tmp_path: Path) -> None:
     config = CONFIG + "instance_group [ { count: 2 kind: KIND_CPU } ]\n"
     models.add_model(tmp_path / "repository", "affine", models.affine(), config=config)
     with serving(tmp_path / "repository", tmp_path, "--profile-s", "1") as server:
-        found = profile(server, "affine")["profile"]
-        assert [(row["instances"], row["rows"]) for row in found] == [
+        table_rows = profile(server, "affine")["profile"]
+        assert [(row["instances"], row["rows"]) for row in table_rows] == [
             (instances, rows) for instances in (1, 2) for rows in (1, 2, 4, 6)
         ]

@@ -1,4 +1,4 @@
-"""`make load`: every mix of users runs against a real server with the demo models, and is judged."""
+"""`make load`: every mix of users runs against a real server with the demo models."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def k6(server: Server, folder: Path, *settings: str) -> tuple[int, dict[str, Any
     if program is None:
         pytest.skip("k6 is not installed, and Debian has no package of it (docs/loadtest.md says where it is)")
     summary = folder / "summary.json"
-    asked = (f"URL={server.url}", "RATE=50", "SECONDS=3", "P99_MS=5000", *settings)
-    words = [word for setting in asked for word in ("-e", setting)]
+    variables = (f"URL={server.url}", "RATE=50", "SECONDS=3", "P99_MS=5000", *settings)
+    words = [word for setting in variables for word in ("-e", setting)]
     done = subprocess.run(
         [program, "run", "--quiet", "--summary-export", summary, *words, ROOT / "loadtest" / "k6" / "infer.js"],
         env=os.environ | {"K6_NO_USAGE_REPORT": "true"},
@@ -111,16 +111,16 @@ def k6(server: Server, folder: Path, *settings: str) -> tuple[int, dict[str, Any
 
 
 def test_the_k6_example_runs(demo: Server, tmp_path: Path) -> None:
-    status, found = k6(demo, tmp_path, "MODEL=tiny")
-    assert status == 0, found
-    assert found["http_reqs"]["count"] > 100
-    assert found["checks"]["fails"] == 0
+    status, metrics = k6(demo, tmp_path, "MODEL=tiny")
+    assert status == 0, metrics
+    assert metrics["http_reqs"]["count"] > 100
+    assert metrics["checks"]["fails"] == 0
 
 
 def test_the_k6_example_notices_what_is_not_answered(demo: Server, tmp_path: Path) -> None:
-    status, found = k6(demo, tmp_path, "MODEL=nobody")
+    status, metrics = k6(demo, tmp_path, "MODEL=nobody")
     assert status == 99, "k6's status where a threshold is crossed"
-    assert found["checks"]["fails"] == found["http_reqs"]["count"] > 0
+    assert metrics["checks"]["fails"] == metrics["http_reqs"]["count"] > 0
 
 
 def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:

@@ -1,4 +1,4 @@
-"""How busy a model is: asked for, with every answer, with every refusal. And what is refused under load, over real sockets."""
+"""Load reports by route, header and parameter, and rejections under load, over real sockets."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def load(server: Server, model: str, version: str = "") -> Any:
 
 
 def test_a_model_at_rest(loaded: Server) -> None:
-    told = load(loaded, "levels")
-    assert (told["name"], told["version"], told["instances"]) == ("levels", "1", 1)
+    load_figures = load(loaded, "levels")
+    assert (load_figures["name"], load_figures["version"], load_figures["instances"]) == ("levels", "1", 1)
     for name in (
         "queue_depth",
         "queue_rows",
@@ -84,10 +84,10 @@ def test_a_model_at_rest(loaded: Server) -> None:
         "drain_us",
         "late_answers",
     ):
-        assert told[name] == 0, name
-    assert told["rows_per_s"] > 0  # by the profile measured at load
-    assert [level["level"] for level in told["levels"]] == [1, 2, 3]
-    assert load(loaded, "levels", "/versions/1") == told
+        assert load_figures[name] == 0, name
+    assert load_figures["rows_per_s"] > 0  # by the profile measured at load
+    assert [level["level"] for level in load_figures["levels"]] == [1, 2, 3]
+    assert load(loaded, "levels", "/versions/1") == load_figures
     assert loaded.request("GET", "/v2/models/nothing/load")[0] == 404
 
 
@@ -96,8 +96,8 @@ def test_a_model_at_work(loaded: Server, channel: grpc.Channel) -> None:
     running = [call.future(steps("", STEPS_PER_S)) for _ in range(4)]
     until(lambda: load(loaded, "busy")["in_flight"] == 4)
     until(lambda: load(loaded, "busy")["queue_depth"] == 3)
-    told = load(loaded, "busy")
-    assert (told["queue_rows"], told["running_rows"]) == (3, 1)
+    load_figures = load(loaded, "busy")
+    assert (load_figures["queue_rows"], load_figures["running_rows"]) == (3, 1)
     time.sleep(0.01)  # what was told before counts as fresh for 5 ms
     _, headers, _ = loaded.request("POST", "/v2/models/busy/infer", b"{", {"endpoint-load-metrics-format": "json"})
     assert headers["headrace-queue-depth"] == "3"
@@ -109,8 +109,8 @@ def test_a_model_at_work(loaded: Server, channel: grpc.Channel) -> None:
 
 def test_an_answer_tells_the_load(loaded: Server) -> None:
     body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": X[0].tolist()}]}).encode()
-    asked = {"endpoint-load-metrics-format": "json"}
-    status, headers, _ = loaded.request("POST", "/v2/models/levels/infer", body, asked)
+    request_headers = {"endpoint-load-metrics-format": "json"}
+    status, headers, _ = loaded.request("POST", "/v2/models/levels/infer", body, request_headers)
     assert (status, headers["headrace-queue-depth"], headers["headrace-predicted-wait-us"]) == (200, "0", "0")
     kind, _, report = headers["endpoint-load-metrics"].partition(" ")
     metrics = json.loads(report)["named_metrics"]
@@ -118,7 +118,7 @@ def test_an_answer_tells_the_load(loaded: Server) -> None:
     _, headers, _ = loaded.request("POST", "/v2/models/levels/infer", body, {"endpoint-load-metrics-format": "text"})
     assert headers["endpoint-load-metrics"].startswith("TEXT named_metrics.queue_depth=0, ")
     with triton_grpc.InferenceServerClient(loaded.grpc_address) as client:
-        answer = client.infer("levels", [tensor("X", X)], headers=asked).get_response()
+        answer = client.infer("levels", [tensor("X", X)], headers=request_headers).get_response()
     assert answer.parameters["headrace_queue_depth"].int64_param == 0
     assert "headrace_predicted_wait_us" in answer.parameters
 
@@ -155,13 +155,13 @@ def test_a_client_over_its_quota_is_refused_and_others_are_not(loaded: Server, c
     assert details["google.rpc.QuotaFailure"].violations[0].subject == "client:greedy"
     metadata = (("x-headrace-client", "greedy"),)
     (answer,) = channel.stream_stream(STREAM)(iter([message("limited", "", X)]), metadata=metadata)
-    told = pb.ModelStreamInferResponse.FromString(answer)
-    assert "greedy" in told.error_message
+    response = pb.ModelStreamInferResponse.FromString(answer)
+    assert "greedy" in response.error_message
     status, _, content = loaded.request("GET", "/v2/models/limited/explain")
     (finding,) = [each for each in json.loads(content)["findings"] if each["kind"] == "quota"]
     assert (status, finding["explanation"].endswith("because their client was over its quota")) == (200, True)
     assert "greedy" not in str(finding)
-    assert 90_000 < told.infer_response.parameters["headrace_retry_after_ms"].int64_param <= 100_000
+    assert 90_000 < response.infer_response.parameters["headrace_retry_after_ms"].int64_param <= 100_000
 
 
 def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Channel) -> None:
@@ -190,20 +190,20 @@ def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Cha
 def test_levels_have_bounds_of_their_own_and_the_higher_goes_first(loaded: Server, channel: grpc.Channel) -> None:
     call = channel.unary_unary(INFER)
 
-    def asked(steps_count: int, priority: int) -> grpc.Future:
+    def send(steps_count: int, priority: int) -> grpc.Future:
         request = pb.ModelInferRequest.FromString(message("bounded", "", np.array([steps_count]), "INT64", "STEPS"))
         request.parameters["priority"].int64_param = priority
         return call.future(request.SerializeToString())
 
     done: list[str] = []
-    first = asked(STEPS_PER_S, 0)
+    first = send(STEPS_PER_S, 0)
     until(lambda: load(loaded, "bounded")["running_rows"] == 1)
-    waiting = {"low": asked(1, 2)}
+    waiting = {"low": send(1, 2)}
     until(lambda: load(loaded, "bounded")["queue_depth"] == 1)
     with pytest.raises(grpc.RpcError) as caught:
-        asked(1, 0).result(20)
+        send(1, 0).result(20)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    waiting |= {f"high {number}": asked(1, 1) for number in range(2)}
+    waiting |= {f"high {number}": send(1, 1) for number in range(2)}
     for name, future in waiting.items():
         future.add_done_callback(lambda _, name=name: done.append(name))
     until(lambda: load(loaded, "bounded")["queue_depth"] == 3)
@@ -217,17 +217,17 @@ def test_levels_have_bounds_of_their_own_and_the_higher_goes_first(loaded: Serve
 def test_a_client_does_not_wait_behind_all_that_another_has_queued(loaded: Server, channel: grpc.Channel) -> None:
     call, done = channel.unary_unary(INFER), list[str]()
 
-    def asked(client: str, steps_count: int) -> grpc.Future:
+    def send(client: str, steps_count: int) -> grpc.Future:
         body = message("shared", "", np.array([steps_count]), "INT64", "STEPS")
         future = call.future(body, metadata=(("x-headrace-client", client),))
         future.add_done_callback(lambda _: done.append(client))
         return future
 
-    running = [asked("flood", STEPS_PER_S)]
+    running = [send("flood", STEPS_PER_S)]
     until(lambda: load(loaded, "shared")["running_rows"] == 1)
-    running += [asked("flood", STEPS_PER_S // 20) for _ in range(12)]
+    running += [send("flood", STEPS_PER_S // 20) for _ in range(12)]
     until(lambda: load(loaded, "shared")["queue_depth"] == 12)
-    running.append(asked("calm", STEPS_PER_S // 20))
+    running.append(send("calm", STEPS_PER_S // 20))
     for each in running:
         each.result(60)
     until(lambda: len(done) == 14)

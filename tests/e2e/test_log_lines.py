@@ -1,4 +1,4 @@
-"""The server's output line by line: one line an event in files, JSON without exception with `--log-format json`."""
+"""The server's output line by line: one line for each event in files, only JSON with `--log-format json`."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def test_every_line_of_a_servers_life_is_json(tmp_path: Path, engine: str) -> No
     assert listening["http"] == server.url
     assert listening["grpc"] == server.grpc_address
     assert listening["metrics"] == f"{server.url}/metrics"
-    said = "\n".join(line.get("message", "") for line in lines)
+    messages = "\n".join(line.get("message", "") for line in lines)
     for words in ("model good serves version 1", "wrong/config.pbtxt", "the process of apart has died"):
-        assert words in said
+        assert words in messages
     assert {line["status"] for line in lines if line["logger"] == "headrace.request"} >= {"200", "400", "404"}
 
 
@@ -141,10 +141,10 @@ def test_a_refusal_to_start_is_json(words: list[str], variables: Mapping[str, st
 
 
 def test_a_port_in_use_is_said_in_json(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as occupied:
+        occupied.bind((HOST, 0))
+        occupied.listen()
+        port = str(occupied.getsockname()[1])
         for option in ("--http-port", "--grpc-port"):
             words = [*COMMAND, "serve", "--model-repository", str(tmp_path), "--log-format", "json"]
             words += ["--http-port", "0", "--grpc-port", "0", option, port]

@@ -1,4 +1,4 @@
-"""docs/metrics.md says what a server shows: the same names, types and labels, no more and no less."""
+"""docs/metrics.md has exactly the metrics of a running server: the same names, types and labels."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def test_the_table_is_what_a_server_shows(server: Server) -> None:
     server.request("POST", "/v2/models/affine/infer", b"{}")  # an error to count
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}
     server.request("POST", "/v2/models/affine/infer", json.dumps({"inputs": [tensor]}).encode())
-    told = {family.name: family for family in families()}
+    documented = {family.name: family for family in families()}
     shown = {
         # The reader takes the suffix off; Triton's counters have none.
-        family.name + ("_total" if family.type == "counter" and family.name not in told else ""): family
+        family.name + ("_total" if family.type == "counter" and family.name not in documented else ""): family
         for family in read_page(server.request("GET", "/metrics")[2].decode())
     }
-    assert set(shown) == set(told)
+    assert set(shown) == set(documented)
     for name, family in shown.items():
-        assert (family.type, family.documentation) == (told[name].kind, told[name].text), name
+        assert (family.type, family.documentation) == (documented[name].kind, documented[name].text), name
         bounds = {"histogram": {"le"}, "summary": {"quantile"}}.get(family.type, set())
         labels = {frozenset(sample.labels) - bounds for sample in family.samples}
-        assert labels <= {frozenset(told[name].labels)}, name
-        assert family.samples or told[name].when, f"{name} has no series"
+        assert labels <= {frozenset(documented[name].labels)}, name
+        assert family.samples or documented[name].when, f"{name} has no series"

@@ -1,4 +1,4 @@
-"""What a server runs is its operator's business: no library under it may tell its maker."""
+"""The server sends no telemetry: libraries in it must not report to their makers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages compute by themselves, in a real Chromium, against the client's code: tensors, rates, percentiles."""
+"""Computations of the pages in a real Chromium against the Python client: tensors, rates, percentiles."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def in_browser(page: Page, content: bytes, recipe: ImageRecipe, datatype: str) -
     fields = {
         name: getattr(recipe, name) for name in ("color", "resize_short_side", "crop", "interpolation", "mean", "std")
     }
-    told: Mapping[str, object] = {**fields, "layout": recipe.layout, "by": recipe.by, "source": recipe.source}
-    parameters = {f"headrace.preprocess.{name}": {"string_value": json.dumps(value)} for name, value in told.items()}
+    settings: Mapping[str, object] = {**fields, "layout": recipe.layout, "by": recipe.by, "source": recipe.source}
+    parameters = {
+        f"headrace.preprocess.{name}": {"string_value": json.dumps(value)} for name, value in settings.items()
+    }
     config = {"max_batch_size": 4, "output": [], "parameters": parameters}
     metadata = {"inputs": [{"name": "i", "datatype": datatype, "shape": [-1]}], "outputs": [{"name": "o"}]}
     code = f"""(async () => {{
@@ -75,10 +77,10 @@ def test_pixels_are_those_of_the_client(page: Page, fields: dict[str, object], p
     recipe = ImageRecipe.from_mapping({"resize_short_side": 36, "crop": [32, 32], **fields})
     image = decode(picture)
     expected = to_pixels(image, recipe) if recipe.by == "server" else prepare(image, recipe)
-    found = in_browser(page, picture, recipe, "FP32")
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    actual = in_browser(page, picture, recipe, "FP32")
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     # One of 255 where Pillow begins with the other pass, a few where a bicubic one overshoots: see pipelines/recipe.py.
-    pixels = np.abs(found.astype(float) - expected.astype(float))
+    pixels = np.abs(actual.astype(float) - expected.astype(float))
     if recipe.by == "client":
         pixels *= recipe.std if recipe.layout == "nhwc" else np.reshape(recipe.std, (-1, 1, 1))
     assert pixels.max() <= (4.01 if recipe.interpolation == "bicubic" else 1.01)
@@ -90,7 +92,7 @@ def test_pixels_are_those_of_the_client(page: Page, fields: dict[str, object], p
         tables = Resampling(axis(height, top, bottom, recipe.crop[0], recipe.interpolation), across)
         mode = "RGB" if channels == 3 else "L"
         exact = resample(np.asarray(image.convert(mode)).reshape(height, width, channels), tables)
-        rows = found[0] if recipe.layout == "nhwc" or recipe.by == "server" else found[0].transpose(1, 2, 0)
+        rows = actual[0] if recipe.layout == "nhwc" or recipe.by == "server" else actual[0].transpose(1, 2, 0)
         if recipe.by == "client":
             rows = np.rint(rows.astype(float) * recipe.std + recipe.mean)
         assert np.array_equal(rows, exact)
@@ -105,9 +107,9 @@ def test_a_turned_photograph_stands_upright_and_halves_are_rounded(page: Page) -
     recipe = ImageRecipe.from_mapping({"color": "gray", "resize_short_side": 32, "crop": [32, 32], "std": [3]})
     expected = prepare(decode(stream.getvalue()), recipe)
     assert expected[0, 0, 0, 0] > expected[0, 0, 0, -1] + 30, "the test's own picture does not turn"
-    found = in_browser(page, stream.getvalue(), recipe, "FP16")
-    assert found.dtype == np.float16
-    assert np.abs(found - expected).max() < 1.5
+    actual = in_browser(page, stream.getvalue(), recipe, "FP16")
+    assert actual.dtype == np.float16
+    assert np.abs(actual - expected).max() < 1.5
     values = [0.0, -0.0, 1.0, -2.5, 1 / 3, 65504.0, 65519.0, 65520.0, 6e-8, 2.9e-8, 6.1e-5, 2049.0, 2051.0, 1e-30]
     bits = page.evaluate(
         f"import('/page/pictures.js').then((it) => {json.dumps(values)}.map((value) => it.half(value)))"

@@ -1,4 +1,4 @@
-"""The server's own pages in a real Chromium that can reach nothing but the server."""
+"""The server's pages in a real Chromium that can reach only the server."""
 
 from __future__ import annotations
 
@@ -72,17 +72,19 @@ def page(browser: Browser, server: Server) -> Iterator[Page]:
     yield opened
     # Whatever a test does: nothing is asked of anybody else, and nothing runs that is not the page's own.
     assert [url for url in opened.requested if not url.startswith(server.url)] == []
-    assert not [told for told in opened.complaints() if "/infer" not in told and "/layers" not in told]
+    assert not [
+        complaint for complaint in opened.complaints() if "/infer" not in complaint and "/layers" not in complaint
+    ]
     assert not [method for method, _ in opened.events if method == "Page.javascriptDialogOpening"]
     opened.close()
 
 
-def those(selector: str, wanted: str, given: str = "it.outerHTML.slice(0, 90)") -> str:
+def those(selector: str, condition: str, expression: str = "it.outerHTML.slice(0, 90)") -> str:
     """JavaScript for what is `given` of each visible element `it` that is `wanted`."""
     visible = (
-        f"[...document.querySelectorAll({json.dumps(selector)})].filter((it) => it.checkVisibility() && ({wanted}))"
+        f"[...document.querySelectorAll({json.dumps(selector)})].filter((it) => it.checkVisibility() && ({condition}))"
     )
-    return f"{visible}.map((it) => {given})"
+    return f"{visible}.map((it) => {expression})"
 
 
 def card(name: str) -> str:
@@ -126,7 +128,8 @@ def test_figures_follow_what_happens(page: Page, server: Server) -> None:
     percentiles = re.search(r"p50\n(.+)\np95\n(.+)\np99\n(.+)\n", text)
     assert percentiles is not None
     times_ms = [
-        float(value) * {"µs": 1e-3, "ms": 1}[unit] for value, unit in (told.split() for told in percentiles.groups())
+        float(value) * {"µs": 1e-3, "ms": 1}[unit]
+        for value, unit in (value_text.split() for value_text in percentiles.groups())
     ]
     assert 0 < times_ms[0] <= times_ms[1] <= times_ms[2] < 10_000
     assert "Rows a batch last minute\n1\n3\n" in text
@@ -146,14 +149,14 @@ def test_figures_follow_what_happens(page: Page, server: Server) -> None:
 
 def ranked_by_the_client(server: Server, model: str, picture: Path) -> list[tuple[str, float]]:
     words = [*COMMAND, "infer", model, str(picture), "--url", server.grpc_address, "--json"]
-    told = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
-    return [(found["label"], found["score"]) for found in json.loads(told)["results"][0]["classes"]]
+    output = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+    return [(ranking_row["label"], ranking_row["score"]) for ranking_row in json.loads(output)["results"][0]["classes"]]
 
 
 def labels(page: Page) -> list[list[str]]:
     page.wait("document.querySelector('#try-result .ranking')")
-    given = "[it.querySelector('.name').innerText, it.querySelector('b').innerText]"
-    return page.evaluate(those("#try-result li", "true", given))
+    expression = "[it.querySelector('.name').innerText, it.querySelector('b').innerText]"
+    return page.evaluate(those("#try-result li", "true", expression))
 
 
 @pytest.mark.parametrize("model", ["plain", "ranked"])
@@ -162,16 +165,16 @@ def test_a_dropped_picture_is_named_as_the_client_names_it(page: Page, server: S
     choose(page, model)
     page.wait("document.getElementById('try-drop').checkVisibility()")
     page.drop("#try-drop", [picture])
-    found = labels(page)
+    ranking = labels(page)
     expected = ranked_by_the_client(server, model, picture)
-    assert [label for label, _ in found] == [label for label, _ in expected]
-    assert len(found) == (5 if model == "plain" else 3)
+    assert [label for label, _ in ranking] == [label for label, _ in expected]
+    assert len(ranking) == (5 if model == "plain" else 3)
     if model == "plain":  # logits
-        assert [float(score) for _, score in found] == pytest.approx(
+        assert [float(score) for _, score in ranking] == pytest.approx(
             [score for _, score in expected], rel=2e-3, abs=2e-3
         )
     else:
-        assert [float(score.split()[0]) / 100 for _, score in found] == pytest.approx(
+        assert [float(score.split()[0]) / 100 for _, score in ranking] == pytest.approx(
             [score for _, score in expected], abs=0.006
         )
     assert page.evaluate("document.getElementById('try-preview').naturalWidth") == 451
@@ -188,11 +191,11 @@ def test_the_demo_models_name_pictures(browser: Browser, model: str, tmp_path: P
         page.wait(f"document.getElementById('try-model').value.startsWith('{model}')")
         page.wait("document.getElementById('try-drop').checkVisibility()")
         page.drop("#try-drop", [picture])
-        found = labels(page)
+        ranking = labels(page)
         expected = ranked_by_the_client(demo, model, picture)
         assert page.complaints() == []
         page.close()
-    assert [label for label, _ in found] == [label for label, _ in expected]
+    assert [label for label, _ in ranking] == [label for label, _ in expected]
 
 
 def test_a_picture_may_be_chosen_instead_and_what_is_none_is_refused(page: Page, tmp_path: Path) -> None:
@@ -220,20 +223,20 @@ def test_a_model_without_pictures_takes_json(page: Page) -> None:
 
 
 def test_compute_times_and_layers_come_when_they_are_asked_for(page: Page) -> None:
-    told = {}
+    texts = {}
     for name in ("plain", "ranked"):
         page.evaluate(f"{card(name)}.querySelector('summary').click()")
         page.wait(f"{card(name)}.querySelector('details .ranking')")
-        told[name] = page.evaluate(f"{card(name)}.querySelector('details').innerText")
-        assert "What limits it now" in told[name]
-        assert "4 rows" in told[name]
-    layers = told["plain"].partition("Layers\n")[2]
+        texts[name] = page.evaluate(f"{card(name)}.querySelector('details').innerText")
+        assert "What limits it now" in texts[name]
+        assert "4 rows" in texts[name]
+    layers = texts["plain"].partition("Layers\n")[2]
     assert "model.onnx, 4 rows" in layers
     shares = [float(share) for share in re.findall(r" ([0-9.]+) %", layers)]
     assert sum(shares) == pytest.approx(100, abs=2)
     assert shares == sorted(shares, reverse=True)
-    assert "Layers\n" not in told["ranked"]
-    assert "headrace inspect ranked --version 1 --publish" in told["ranked"]
+    assert "Layers\n" not in texts["ranked"]
+    assert "headrace inspect ranked --version 1 --publish" in texts["ranked"]
 
 
 def test_hostile_names_stay_text(page: Page) -> None:

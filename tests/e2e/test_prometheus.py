@@ -251,10 +251,10 @@ def test_both_servers_are_scraped(watched: Watched) -> None:
 
 def test_nothing_is_lost_between_the_server_and_prometheus(watched: Watched) -> None:
     for model in ("gpu", "apart", "engine"):
-        asked = watched.classic.value(f'headrace_requests_total{{model="{model}"}}')
-        assert asked == REQUESTS * CLIENTS
-        assert watched.classic.value(f'headrace_total_seconds_bucket{{model="{model}",le="+Inf"}}') == asked
-        assert watched.native.value(f'histogram_count(headrace_total_seconds{{model="{model}"}})') == asked
+        requests = watched.classic.value(f'headrace_requests_total{{model="{model}"}}')
+        assert requests == REQUESTS * CLIENTS
+        assert watched.classic.value(f'headrace_total_seconds_bucket{{model="{model}",le="+Inf"}}') == requests
+        assert watched.native.value(f'histogram_count(headrace_total_seconds{{model="{model}"}})') == requests
     assert watched.classic.value('headrace_errors_total{protocol="http",reason="not_found"}') == REQUESTS * CLIENTS
     loads = {
         labels["result"]: value
@@ -265,15 +265,15 @@ def test_nothing_is_lost_between_the_server_and_prometheus(watched: Watched) -> 
 
 @pytest.mark.parametrize("expr", PANELS)
 def test_every_panel_has_data(watched: Watched, expr: str) -> None:
-    found = watched.classic.query(filled(expr))
-    assert found, expr
-    assert any(is_number(value) for _, value in found), f"{expr} is {found[:3]}"
+    query_values = watched.classic.query(filled(expr))
+    assert query_values, expr
+    assert any(is_number(value) for _, value in query_values), f"{expr} is {query_values[:3]}"
 
 
 @pytest.mark.parametrize("panel", TRITON_PANELS)
 def test_every_panel_of_a_dashboard_for_triton_has_data(watched: Watched, panel: str) -> None:
-    found = watched.classic.query(TRITON_PANELS[panel])
-    assert any(is_number(value) for _, value in found), f"{TRITON_PANELS[panel]} is {found[:3]}"
+    query_values = watched.classic.query(TRITON_PANELS[panel])
+    assert any(is_number(value) for _, value in query_values), f"{TRITON_PANELS[panel]} is {query_values[:3]}"
 
 
 def test_metrics_have_tritons_types_and_labels(watched: Watched) -> None:
@@ -297,8 +297,8 @@ def test_prometheus_takes_counters_without_the_suffix(watched: Watched, name: st
 def test_every_variable_has_values(watched: Watched, series: str, label: str) -> None:
     """As Grafana asks for what its menus offer."""
     query = urllib.parse.urlencode({"match[]": filled(series)})
-    found = set(watched.classic.get(f"label/{label}/values?{query}"))
-    assert found == {"headrace"} if label == "job" else found >= set(MODELS), found
+    values = set(watched.classic.get(f"label/{label}/values?{query}"))
+    assert values == {"headrace"} if label == "job" else values >= set(MODELS), values
 
 
 def test_annotations_mark_what_happens(watched: Watched) -> None:
@@ -312,13 +312,13 @@ def test_annotations_mark_what_happens(watched: Watched) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("record") or rule["alert"])
 def test_every_rule_has_data(watched: Watched, rule: dict[str, Any]) -> None:
     """An alert has none while all is well; what it looks at has."""
-    found = watched.classic.query(rule["expr"])
+    query_values = watched.classic.query(rule["expr"])
     if "record" in rule:
-        assert any(is_number(value) for _, value in found)
+        assert any(is_number(value) for _, value in query_values)
         assert watched.classic.query(rule["record"])
-    asked = selectors(rule["expr"])
-    assert asked
-    for selector in asked:
+    selected = selectors(rule["expr"])
+    assert selected
+    for selector in selected:
         assert watched.classic.query(selector), selector
 
 

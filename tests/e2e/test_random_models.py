@@ -103,8 +103,10 @@ class HttpCaller:
         )
         if how != "shared memory":
             return [parsed.as_numpy(name) for name in sample.outputs]
-        found = [parsed.get_output(name) for name in sample.outputs]
-        return [self._region.read(index, output["datatype"], output["shape"]) for index, output in enumerate(found)]
+        raw_outputs = [parsed.get_output(name) for name in sample.outputs]
+        return [
+            self._region.read(index, output["datatype"], output["shape"]) for index, output in enumerate(raw_outputs)
+        ]
 
     def leave(self, sample: Sample, x: Array) -> None:
         """Send a request, or half of one, and close the connection."""
@@ -144,8 +146,8 @@ class GrpcCaller:
         answer = self._client.infer(sample.name, inputs, outputs=outputs, client_timeout=60)
         if how != "shared memory":
             return [answer.as_numpy(name) for name in sample.outputs]
-        found = [answer.get_output(name) for name in sample.outputs]
-        return [self._region.read(index, output.datatype, output.shape) for index, output in enumerate(found)]
+        raw_outputs = [answer.get_output(name) for name in sample.outputs]
+        return [self._region.read(index, output.datatype, output.shape) for index, output in enumerate(raw_outputs)]
 
     def leave(self, sample: Sample, x: Array) -> None:
         """Cancel a call."""
@@ -247,10 +249,10 @@ class Caller(threading.Thread):
 def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Reference]]:
     """A repository of random models, and the same models outside of any server."""
     repository = tmp_path_factory.mktemp("random") / "models"
-    made = [Reference(sample(seed)) for seed in range(FIRST_SEED, FIRST_SEED + MODELS)]
-    for reference in made:
+    model_references = [Reference(sample(seed)) for seed in range(FIRST_SEED, FIRST_SEED + MODELS)]
+    for reference in model_references:
         add_model(repository, reference.sample.name, reference.sample.model, config=reference.sample.config)
-    return repository, made
+    return repository, model_references
 
 
 @pytest.mark.timeout(3600 if REQUESTS > 2000 else 120)

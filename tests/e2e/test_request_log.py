@@ -1,4 +1,4 @@
-"""One line a request of a real server: over both protocols and all engines, for files and for people."""
+"""The request log of a real server: one line for each request, over both protocols and all engines, as JSON and text."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Log:
 
     def wait(self, count: int = 1) -> list[dict[str, Any]]:
         eventually(lambda: len(self._lines()) >= self._from + count)
-        found = [json.loads(line) for line in self._lines()[self._from :]]
-        assert len(found) == count, found
-        return found
+        log_lines = [json.loads(line) for line in self._lines()[self._from :]]
+        assert len(log_lines) == count, log_lines
+        return log_lines
 
     def clear_behind(self, request_id: str) -> None:
         """Forget everything up to this request, once it is there."""
@@ -207,15 +207,15 @@ def test_on_a_terminal_people_read_it(tmp_path: Path) -> None:
         server.wait_until_ready()
         headers = {"x-headrace-client": "me"}
         assert server.request("POST", "/v2/models/affine/infer", BODY, headers)[0] == 200
-        seen = b""
-        while b"http 200" not in seen or not seen.endswith(b"\n"):
-            seen += os.read(controller, 4096)
+        printed = b""
+        while b"http 200" not in printed or not printed.endswith(b"\n"):
+            printed += os.read(controller, 4096)
         server.stop()
     finally:
         process.kill()
         process.wait()
         os.close(controller)
-    (line,) = [line for line in seen.decode().splitlines() if "http 200" in line]
+    (line,) = [line for line in printed.decode().splitlines() if "http 200" in line]
     assert "  affine/1  " in line
     assert "rows 2  of 2 (idle)  client me  id an id" in line
     assert not line.startswith("{")

@@ -1,4 +1,4 @@
-"""What headers ask, over real sockets with Triton's own clients: a deadline, who asks, where the time of an answer has gone."""
+"""Request options in headers and metadata, with Triton's clients: deadline, client, timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = ("decode", "queue", "assemble", "compute", "split", "encode")
 X = np.ones((2, 16), np.float32)
 
 
-def told(parameters: Any) -> dict[str, int | str]:
+def plain_values(parameters: Any) -> dict[str, int | str]:
     """The parameters of a gRPC answer as plain values."""
     return {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()}
 
@@ -75,7 +75,7 @@ def test_a_deadline_in_the_metadata_of_a_stream(grpc_client: triton_grpc.Inferen
     ((result, error),) = collect.take(1)
     grpc_client.stop_stream()
     assert error is None
-    check(told(result.get_response().parameters))
+    check(plain_values(result.get_response().parameters))
 
 
 def test_an_answer_over_http_tells_its_timing(client: triton.InferenceServerClient, server: Server) -> None:
@@ -96,9 +96,9 @@ def test_an_answer_over_http_tells_its_timing(client: triton.InferenceServerClie
 
 def test_an_answer_over_grpc_tells_its_timing(grpc_client: triton_grpc.InferenceServerClient) -> None:
     result = grpc_client.infer("affine", [tensor("X", X)], headers={"headrace-timing": "1"})
-    check(told(result.get_response().parameters))
+    check(plain_values(result.get_response().parameters))
     again = grpc_client.infer("affine", [tensor("X", X)], parameters={"headrace_timing": True})
-    check(told(again.get_response().parameters))
+    check(plain_values(again.get_response().parameters))
     assert not grpc_client.infer("affine", [tensor("X", X)]).get_response().parameters
 
 

@@ -1,4 +1,4 @@
-"""Commands run nothing that lies in the current folder: neither themselves, nor their child processes and `exec`s."""
+"""Commands, their child processes and `exec`s import nothing from the current folder."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "PYTHON"))}
-    return {**kept, "HEADRACE_STATE_DIR": str(folder / "state"), "HOME": str(folder), "COLUMNS": "200"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "PYTHON"))}
+    return {**inherited, "HEADRACE_STATE_DIR": str(folder / "state"), "HOME": str(folder), "COLUMNS": "200"}
 
 
 def run(folder: Path, *words: str) -> str:

@@ -1,4 +1,4 @@
-"""Pictures that the server prepares and classes that it ranks, over real sockets, against the same model served as it is."""
+"""Image conversion and classification by the server, over real sockets, against the same model without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server as a process: options and variables, what it warns of, how it refuses to start, how it ends."""
+"""The server as a process: options and variables, warnings, refused starts, shutdown."""
 
 from __future__ import annotations
 
@@ -193,17 +193,17 @@ def test_metrics_can_be_turned_off(good: Path, tmp_path: Path) -> None:
     ],
 )
 def test_options_that_are_wrong(words: list[str], environment: dict[str, str], status: int, pattern: str) -> None:
-    got, text = refuses(*words, env=environment)
-    assert got == status, text
+    actual, text = refuses(*words, env=environment)
+    assert actual == status, text
     assert re.search(pattern, re.sub(r"\s+", " ", text)), text
     assert "Traceback" not in text
 
 
 def test_a_port_that_is_taken(good: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as occupied:
+        occupied.bind((HOST, 0))
+        occupied.listen()
+        port = occupied.getsockname()[1]
         status, text = refuses("--model-repository", str(good), "--http-port", str(port))
     assert status == 1
     assert re.search(rf"cannot listen: {HOST}:{port}: .*choose another", re.sub(r"\s+", " ", text)), text
@@ -260,13 +260,13 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
             wait_for(
                 lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2]
             )
-            asked = time.monotonic()
+            begin_s = time.monotonic()
             server.signal()
             answer = b"".join(iter(lambda: stalled.recv(10_000), b""))
             assert answer.startswith(b"HTTP/1.1 503")
             assert b'{"error":"the server is shutting down' in answer
         assert server.wait() == 0
-        assert time.monotonic() - asked < 60  # the body would never have come
+        assert time.monotonic() - begin_s < 60  # the body would never have come
     assert "Traceback" not in server.text
 
 
@@ -275,7 +275,7 @@ def test_an_idle_connection_is_kept_for_so_long_and_one_that_is_used_for_longer(
     live, infer = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n", post(steps(1))
     with serving(good, tmp_path, "--keep-alive-timeout-s", str(kept_s)) as server:
 
-        def asked(connection: socket.socket, *parts: bytes) -> None:
+        def send_parts(connection: socket.socket, *parts: bytes) -> None:
             """A request whose parts are as far apart as a connection is nearly kept, or longer."""
             for number, part in enumerate(parts):
                 if number:
@@ -290,9 +290,9 @@ def test_an_idle_connection_is_kept_for_so_long_and_one_that_is_used_for_longer(
 
         for whole in (live, infer):
             with socket.create_connection((HOST, server.port), timeout=30) as connection:
-                asked(connection, whole)
+                send_parts(connection, whole)
                 # The first part comes just in time; from then on the request takes as long as it takes.
-                asked(connection, b"", whole[:10], whole[10:-5], whole[-5:])
+                send_parts(connection, b"", whole[:10], whole[10:-5], whole[-5:])
                 answered = time.monotonic()
                 assert connection.recv(1) == b""
                 assert 0.9 * kept_s < time.monotonic() - answered < 60

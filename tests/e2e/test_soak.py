@@ -38,23 +38,23 @@ def soak(output: Path, *words: str) -> tuple[int, str, dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 def test_nothing_is_lost_or_wrong_and_nothing_grows(tmp_path: Path) -> None:
-    status, printed, found = soak(tmp_path, "--seconds", "25", "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, "--seconds", "25", "--p99-ratio", "4", "--p99-slack-ms", "250")
     assert status == 0, printed
-    assert found["passed"]
-    assert len(found["phases"]) == 5
-    asked = {(line["way"], line["model"]) for line in found["requests"]}
-    assert {(way, "steady") for way in ("HTTP", "gRPC", "stream", "HTTP, leaving", "gRPC, leaving")} <= asked
-    assert {(way, "apart") for way in ("HTTP", "gRPC", "stream")} <= asked
+    assert soak_report["passed"]
+    assert len(soak_report["phases"]) == 5
+    request_kinds = {(line["way"], line["model"]) for line in soak_report["requests"]}
+    assert {(way, "steady") for way in ("HTTP", "gRPC", "stream", "HTTP, leaving", "gRPC, leaving")} <= request_kinds
+    assert {(way, "apart") for way in ("HTTP", "gRPC", "stream")} <= request_kinds
     page = (tmp_path / "soak.html").read_text()
-    assert page.count(">PASS<") == len(found["verdicts"])
+    assert page.count(">PASS<") == len(soak_report["verdicts"])
 
 
 @pytest.mark.timeout(240)
 def test_a_server_with_faults_does_not_pass(tmp_path: Path) -> None:
     words = ("--seconds", "18", "--grpc-engine", "fast", "--command", FAULTY)
-    status, printed, found = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")
     assert status == 1, printed
-    failed = {verdict["name"] for verdict in found["verdicts"] if not verdict["passed"]}
+    failed = {verdict["name"] for verdict in soak_report["verdicts"] if not verdict["passed"]}
     assert failed == {"nothing wrong", "memory flat", "descriptors flat", "threads flat"}, printed
     assert "/dev/null" in printed, "what leaks is named"
     assert "another answer" in printed

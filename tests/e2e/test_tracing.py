@@ -91,10 +91,14 @@ def test_a_request_over_http(clean: tuple[Server, Receiver]) -> None:
     server, receiver = clean
     assert infer(server, headers={**SAMPLED, "x-headrace-client": "me"}, id="first") == 200
     (span,) = receiver.wait("infer affine")
-    told = check(span, receiver)
-    assert (told["headrace.model"], told["headrace.version"], told["headrace.rows"]) == ("affine", "1", 1)
-    assert (told["headrace.request_id"], told["headrace.client"]) == ("first", "me")
-    assert (told["http.response.status_code"], told["headrace.batch.closed"]) == (200, "idle")
+    span_attributes = check(span, receiver)
+    assert (
+        span_attributes["headrace.model"],
+        span_attributes["headrace.version"],
+        span_attributes["headrace.rows"],
+    ) == ("affine", "1", 1)
+    assert (span_attributes["headrace.request_id"], span_attributes["headrace.client"]) == ("first", "me")
+    assert (span_attributes["http.response.status_code"], span_attributes["headrace.batch.closed"]) == (200, "idle")
     assert receiver.resources[0]["service.name"] == "headrace"
     assert receiver.paths == [] or set(receiver.paths) == {"/v1/traces"}
 
@@ -104,9 +108,9 @@ def test_a_request_over_grpc(clean: tuple[Server, Receiver]) -> None:
     with triton_grpc.InferenceServerClient(server.grpc_address) as client:
         client.infer("affine", [tensor("X", X)], headers=SAMPLED, request_id="second")
     (span,) = receiver.wait("infer affine")
-    told = check(span, receiver)
-    assert (told["rpc.system"], told["rpc.response.status_code"]) == ("grpc", "OK")
-    assert told["headrace.request_id"] == "second"
+    span_attributes = check(span, receiver)
+    assert (span_attributes["rpc.system"], span_attributes["rpc.response.status_code"]) == ("grpc", "OK")
+    assert span_attributes["headrace.request_id"] == "second"
 
 
 def test_the_requests_of_a_stream(clean: tuple[Server, Receiver]) -> None:
@@ -130,11 +134,11 @@ def test_a_batch_is_linked_to_all_its_members(clean: tuple[Server, Receiver]) ->
     (batch,) = receiver.wait("batch merging")
     assert {link.span_id for link in batch.links} == {span.span_id for span in members}
     assert not batch.parent_span_id
-    told = attributes(batch)
-    assert (told["headrace.batch.rows"], told["headrace.batch.closed"]) == (3, "preferred")
+    span_attributes = attributes(batch)
+    assert (span_attributes["headrace.batch.rows"], span_attributes["headrace.batch.closed"]) == (3, "preferred")
     for span in members:
         assert [(link.trace_id, link.span_id) for link in span.links] == [(batch.trace_id, batch.span_id)]
-        assert attributes(span)["headrace.batch.id"] == told["headrace.batch.id"]
+        assert attributes(span)["headrace.batch.id"] == span_attributes["headrace.batch.id"]
 
 
 def test_a_caller_that_does_not_sample_is_followed(clean: tuple[Server, Receiver]) -> None:
@@ -211,9 +215,9 @@ def test_an_exemplar_leads_from_a_bucket_to_the_trace(clean: tuple[Server, Recei
 
 
 def test_a_receiver_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        port: int = occupied.getsockname()[1]
     options = ("--otlp-endpoint", f"http://127.0.0.1:{port}", "--trace-rate", "1")
     with serving(repository(tmp_path), tmp_path, *options) as server:
         assert infer(server, id="lost") == 200
@@ -222,11 +226,11 @@ def test_a_receiver_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
         receiver = Receiver()
         with over_grpc(receiver, port):
 
-            def found() -> bool:
+            def is_delivered() -> bool:
                 assert infer(server, id="found") == 200
                 return bool(receiver.named("infer affine"))
 
-            eventually(found)
+            eventually(is_delivered)
             eventually(lambda: "spans are delivered again" in server.text)
         assert server.text.count("spans are lost") == 1
         assert "Traceback" not in server.text

@@ -1,4 +1,4 @@
-"""What Triton's own example scripts do and check, with its clients, on models named as there; behind both gRPC engines.
+"""Triton's example scripts, repeated with its clients on models of the same names; on both gRPC engines.
 
 The scripts are in `src/python/examples` of the repository triton-inference-server/client. Each test names those whose requests
 and checks it makes. Not here: sequences, decoupled models and CUDA shared memory.
@@ -230,8 +230,8 @@ def test_strings(client: Any, module: ModuleType) -> None:
     ones = np.ones((1, 16), np.int32)
     inputs = inputs_of(module, [as_text(IN0), as_text(ones)], "BYTES", [True, False])
     result = client.infer("simple_string", inputs, outputs=outputs_of(module, [True, False]))
-    found = [[int(item) for item in result.as_numpy(name)[0]] for name in ("OUTPUT0", "OUTPUT1")]
-    np.testing.assert_array_equal(found, [(IN0 + ones)[0], (IN0 - ones)[0]])
+    actual = [[int(item) for item in result.as_numpy(name)[0]] for name in ("OUTPUT0", "OUTPUT1")]
+    np.testing.assert_array_equal(actual, [(IN0 + ones)[0], (IN0 - ones)[0]])
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -284,8 +284,8 @@ def test_shared_memory_with_objects_that_are_reused(client: Any, module: ModuleT
         for index, expected in ((0, IN0 + IN1), (1, IN0 - IN1)):
             output = result.get_output(f"OUTPUT{index}")
             dtype, shape = utils.triton_to_np_dtype(field(output, "datatype")), field(output, "shape")
-            found = shared_memory.get_contents_as_numpy(regions["output_data"], dtype, shape, offset=64 * index)
-            np.testing.assert_array_equal(found, expected)
+            actual = shared_memory.get_contents_as_numpy(regions["output_data"], dtype, shape, offset=64 * index)
+            np.testing.assert_array_equal(actual, expected)
     assert client.get_system_shared_memory_status()
 
 
@@ -320,8 +320,8 @@ def test_strings_through_shared_memory(client: Any, module: ModuleType) -> None:
         for name in ("output0", "output1"):
             output = result.get_output(name.upper())
             dtype, shape = utils.triton_to_np_dtype(field(output, "datatype")), field(output, "shape")
-            found = shared_memory.get_contents_as_numpy(handles[name], dtype, shape)
-            assert found.reshape(-1).tolist() == content[name].reshape(-1).tolist()
+            actual = shared_memory.get_contents_as_numpy(handles[name], dtype, shape)
+            assert actual.reshape(-1).tolist() == content[name].reshape(-1).tolist()
     finally:
         client.unregister_system_shared_memory()
         for handle in handles.values():
@@ -414,8 +414,8 @@ def test_explicit_contents(stock: Server, model: str, datatype: str, dtype: Any)
         for content, output, expected in zip(
             answer.raw_output_contents, answer.outputs, (IN0 + ones, IN0 - ones), strict=True
         ):
-            found = utils.deserialize_bytes_tensor(content) if dtype is object else np.frombuffer(content, dtype)
-            assert [int(item) for item in found.reshape(*output.shape)[0]] == expected[0].tolist()
+            actual = utils.deserialize_bytes_tensor(content) if dtype is object else np.frombuffer(content, dtype)
+            assert [int(item) for item in actual.reshape(*output.shape)[0]] == expected[0].tolist()
         request.model_version = "wrong_specification"
         with pytest.raises(grpc.RpcError) as caught:
             stub.ModelInfer(request, timeout=30)
@@ -437,8 +437,8 @@ def test_images_with_classes(client: Any, module: ModuleType) -> None:
     batch = np.random.default_rng(1).random((3, 3, 32, 32), np.float32)
     sent = module.InferInput(field(tensor, "name"), list(batch.shape), field(tensor, "datatype"))
     sent.set_data_from_numpy(batch)
-    wanted = module.InferRequestedOutput(field(output, "name"), class_count=2)
-    result = client.infer("densenet_onnx", [sent], request_id="1", outputs=[wanted]).as_numpy("fc6_1")
+    output_request = module.InferRequestedOutput(field(output, "name"), class_count=2)
+    result = client.infer("densenet_onnx", [sent], request_id="1", outputs=[output_request]).as_numpy("fc6_1")
     assert result.shape == (3, 2)
     for row in result:
         for item in row:
@@ -451,11 +451,11 @@ def test_images_over_a_stream(stock: Server) -> None:
     done: queue.Queue[Any] = queue.Queue()
     batch = np.random.default_rng(1).random((1, 3, 32, 32), np.float32)
     sent = triton_grpc.InferInput("data_0", [1, 3, 32, 32], "FP32").set_data_from_numpy(batch)
-    wanted = triton_grpc.InferRequestedOutput("fc6_1", class_count=1)
+    output_request = triton_grpc.InferRequestedOutput("fc6_1", class_count=1)
     with triton_grpc.InferenceServerClient(stock.grpc_address) as client:
         client.start_stream(lambda result, error: done.put(error or result))
         for number in range(4):
-            client.async_stream_infer("densenet_onnx", [sent], request_id=str(number), outputs=[wanted])
+            client.async_stream_infer("densenet_onnx", [sent], request_id=str(number), outputs=[output_request])
         client.stop_stream()
     results = [done.get(timeout=30) for _ in range(4)]
     assert [result.get_response().id for result in results] == ["0", "1", "2", "3"]

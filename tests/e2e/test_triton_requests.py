@@ -1,4 +1,4 @@
-"""Requests that stock clients send beyond the ordinary: raw binary bodies, tensors without elements, HEAD, health as JSON."""
+"""Less common requests of Triton's clients: raw binary bodies, empty tensors, HEAD, health as JSON."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ def test_a_dimension_of_zero_through_shared_memory(either: Any) -> None:
             tensor.set_shared_memory(name, 0, offset=offset)
             output.set_shared_memory(name, 0, offset=offset)
             result = client.infer("boxes", [tensor], outputs=[output])
-            found = result.get_output("Y")
-            shape = found["shape"] if module is triton_http else found.shape
+            response_output = result.get_output("Y")
+            shape = response_output["shape"] if module is triton_http else response_output.shape
             assert list(shape) == [1, 0, 4]
         tensor.set_shared_memory(name, 0, offset=65)
         with pytest.raises(InferenceServerException, match=r"'X': .*do not lie in the region"):

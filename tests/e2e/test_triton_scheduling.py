@@ -1,4 +1,4 @@
-"""Queue policies, timeouts, priorities and sequences as Triton treats them, with Triton's own clients on every protocol."""
+"""Queue policies, timeouts, priorities and sequences as in Triton, with Triton's clients on every protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace tune --apply` as a user runs it: what it writes is valid, and a server serves by it."""
+"""`headrace tune --apply` as a child process: the written configuration is valid, and a server uses it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_what_tune_writes_is_valid_and_served(tmp_path: Path) -> None:
     assert f"Inputs: of {tmp_path / 'rows.npz'}." in printed
     assert "+dynamic_batching: {}" in printed
     text = (folder / "config.yaml").read_text()
-    kept = [line for line in CONFIG.splitlines() if not line.startswith("max_batch_size")]
-    assert [line for line in text.splitlines() if line in kept] == kept
+    unchanged = [line for line in CONFIG.splitlines() if not line.startswith("max_batch_size")]
+    assert [line for line in text.splitlines() if line in unchanged] == unchanged
     assert "  # the most that callers send\n" in text
     assert "OK affine" in headrace("validate", repository)
 

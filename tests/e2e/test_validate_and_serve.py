@@ -1,4 +1,4 @@
-"""`headrace validate` and `headrace serve` over the same repository: same verdict, same states, same messages for every model."""
+"""`headrace validate` and `headrace serve` agree on every model of one repository: results, states, messages."""
 
 from __future__ import annotations
 
@@ -250,8 +250,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def inspections(repository: Path) -> dict[str, ModelCheck]:
     """What `validate` finds, by model."""
-    found = validate.inspect(repository)
-    return {name_of(inspection): inspection for inspection in found if inspection.skipped is None}
+    results = validate.inspect(repository)
+    return {name_of(inspection): inspection for inspection in results if inspection.skipped is None}
 
 
 def name_of(inspection: ModelCheck) -> str:
@@ -334,7 +334,7 @@ def test_strict_refuses_what_validate_refuses(repository: Path, tmp_path: Path) 
 
 def test_a_scikit_learn_classifier_serves_its_label(server: Server, inspections: dict[str, ModelCheck]) -> None:
     assert inspections["zipmap"].ready == ("1",)
-    warning = next(found for found in inspections["zipmap"].findings if "output_probability" in found.message)
+    warning = next(finding for finding in inspections["zipmap"].findings if "output_probability" in finding.message)
     assert 'output "output_probability"' in warning.message
     assert "zipmap" in warning.cure
     with triton.InferenceServerClient(server.address) as client:

@@ -1,4 +1,4 @@
-"""Models whose outputs are not those of the rows sent: right answers without a configuration, errors with a wrong one."""
+"""Models with a wrong number of output rows: right responses without a configuration, errors with a wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread behind a bounded queue: nothing is lost in silence, and nobody waits for it."""
+"""The background worker: dropped items are counted, and callers never wait."""
 
 from __future__ import annotations
 

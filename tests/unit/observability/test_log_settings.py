@@ -1,4 +1,4 @@
-"""Log settings act on what is really logged, and no client can forge a line of the log."""
+"""Log settings change what is logged, and clients cannot forge lines of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of the page: each is read by a reader of its own, and all say the same."""
+"""Formats of the metrics page: an independent parser reads each, and all have the same values."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ def read_protobuf(body: bytes) -> Iterator[Any]:
 
 def native_counts(histogram: Any) -> dict[int, int]:
     """Buckets by number, as Prometheus reads spans and deltas."""
-    found: dict[int, int] = {}
+    bucket_counts: dict[int, int] = {}
     number, count, deltas = 0, 0, iter(histogram.positive_delta)
     for span in histogram.positive_span:
         number += span.offset
         for _ in range(span.length):
             count += next(deltas)
-            found[number] = count
+            bucket_counts[number] = count
             number += 1
     assert next(deltas, None) is None
-    return {number: count for number, count in found.items() if count}
+    return {number: count for number, count in bucket_counts.items() if count}
 
 
 def page(totals_ns: list[int]) -> MetricsPage:

@@ -70,35 +70,35 @@ def test_every_reason_of_ours_has_one_of_tritons() -> None:
     assert set(REASONS) <= reasons, "a reason that no error has"
     for reason in reasons:
         page.recorder.failure(reason, 1)
-    found = {key[1]: value for key, value in page.scrape().items() if key[0] == "nv_inference_request_failure"}
-    assert found == {"REJECTED": 5, "CANCELED": 1, "BACKEND": 1, "OTHER": len(reasons) - 7}
+    scraped = {key[1]: value for key, value in page.scrape().items() if key[0] == "nv_inference_request_failure"}
+    assert scraped == {"REJECTED": 5, "CANCELED": 1, "BACKEND": 1, "OTHER": len(reasons) - 7}
 
 
 def test_counters_are_cumulative_microseconds() -> None:
     page = Page()
     page.count(2, requests=3)
-    found = page.scrape()
-    assert found["nv_inference_request_success",] == 3
-    assert found["nv_inference_exec_count",] == 1
-    assert found["nv_inference_request_duration_us",] == 6000
-    assert found["nv_inference_queue_duration_us",] == 1500
-    assert found["nv_inference_compute_infer_duration_us",] == 3 * 800
+    scraped = page.scrape()
+    assert scraped["nv_inference_request_success",] == 3
+    assert scraped["nv_inference_exec_count",] == 1
+    assert scraped["nv_inference_request_duration_us",] == 6000
+    assert scraped["nv_inference_queue_duration_us",] == 1500
+    assert scraped["nv_inference_compute_infer_duration_us",] == 3 * 800
 
 
 def test_summaries_say_what_the_counters_say() -> None:
     page = Page()
     for total_ms in range(1, 101):
         page.count(total_ms)
-    found = page.scrape()
+    scraped = page.scrape()
     for name in SUMMARIES:
-        assert found[f"nv_inference_{name}_summary_us_count",] == 100
-        assert found[f"nv_inference_{name}_summary_us_sum",] == found[f"nv_inference_{name}_duration_us",]
-        assert {key[1] for key in found if key[0] == f"nv_inference_{name}_summary_us"} == {
+        assert scraped[f"nv_inference_{name}_summary_us_count",] == 100
+        assert scraped[f"nv_inference_{name}_summary_us_sum",] == scraped[f"nv_inference_{name}_duration_us",]
+        assert {key[1] for key in scraped if key[0] == f"nv_inference_{name}_summary_us"} == {
             "0.5", "0.9", "0.95", "0.99", "0.999",
         }  # fmt: skip
-    assert found["nv_inference_request_summary_us", "0.5"] == pytest.approx(50_000, rel=0.09)
-    assert found["nv_inference_request_summary_us", "0.99"] == pytest.approx(99_000, rel=0.09)
-    assert found["nv_inference_queue_summary_us", "0.5"] == pytest.approx(12_500, rel=0.09)
+    assert scraped["nv_inference_request_summary_us", "0.5"] == pytest.approx(50_000, rel=0.09)
+    assert scraped["nv_inference_request_summary_us", "0.99"] == pytest.approx(99_000, rel=0.09)
+    assert scraped["nv_inference_queue_summary_us", "0.5"] == pytest.approx(12_500, rel=0.09)
 
 
 def test_quantiles_are_those_of_the_last_minute() -> None:
@@ -112,9 +112,9 @@ def test_quantiles_are_those_of_the_last_minute() -> None:
     assert page.scrape(15)[median] == pytest.approx(1000, rel=0.09)
     for _ in range(3):
         assert page.scrape(15)[median] == pytest.approx(1000, rel=0.09)
-    found = page.scrape(30)
-    assert math.isnan(found[median]), "nothing for a minute: Triton shows NaN too"
-    assert found["nv_inference_request_summary_us_count",] == 11, "the count is that of the whole life"
+    scraped = page.scrape(30)
+    assert math.isnan(scraped[median]), "nothing for a minute: Triton shows NaN too"
+    assert scraped["nv_inference_request_summary_us_count",] == 11, "the count is that of the whole life"
 
 
 def test_a_version_that_is_loaded_again_begins_anew() -> None:
@@ -130,8 +130,8 @@ def test_many_scrapes_keep_few_snapshots() -> None:
     page = Page()
     for _ in range(500):
         page.scrape(0.5)
-    (kept,) = page._models._windows._snapshots.values()
-    assert len(kept) <= 14
+    (snapshots,) = page._models._windows._snapshots.values()
+    assert len(snapshots) <= 14
 
 
 @pytest.mark.parametrize("share", [0.001, 0.25, 0.5, 0.75, 0.999])
@@ -146,12 +146,12 @@ def test_first_responses_are_counted_in_tritons_buckets() -> None:
     page = Page()
     for total_ms in (1, 100, 100.001, 2000, 4999, 6000):
         page.count(total_ms)
-    found = {
+    scraped = {
         key[1]: value
         for key, value in page.scrape().items()
         if key[0] == "nv_inference_first_response_histogram_ms_bucket"
     }
-    assert found == {"100.0": 2, "500.0": 3, "2000.0": 4, "5000.0": 5, "+Inf": 6}
+    assert scraped == {"100.0": 2, "500.0": 3, "2000.0": 4, "5000.0": 5, "+Inf": 6}
     assert page.scrape()["nv_inference_first_response_histogram_ms_sum",] == pytest.approx(13_200.001)
 
 
@@ -178,8 +178,8 @@ def test_each_kind_can_be_switched_off(options: TritonMetrics, absent: str, pres
 
 
 def test_quantiles_can_be_chosen() -> None:
-    found = Page(TritonMetrics(summary_quantiles=(0.25,))).scrape()
-    assert {key[1:] for key in found if key[0] == "nv_inference_queue_summary_us"} == {("0.25",)}
+    scraped = Page(TritonMetrics(summary_quantiles=(0.25,))).scrape()
+    assert {key[1:] for key in scraped if key[0] == "nv_inference_queue_summary_us"} == {("0.25",)}
 
 
 # --- The machine ------------------------------------------------------------------------------------------------------------
@@ -219,6 +219,6 @@ def test_where_nothing_is_known_nothing_is_shown(tmp_path: Path, text: str | Non
 
 
 def test_this_machine_is_read() -> None:
-    found = cpu(CpuCollector())
-    assert 0 <= found["nv_cpu_utilization"] <= 1
-    assert 0 < found["nv_cpu_memory_used_bytes"] < found["nv_cpu_memory_total_bytes"]
+    scraped = cpu(CpuCollector())
+    assert 0 <= scraped["nv_cpu_utilization"] <= 1
+    assert 0 < scraped["nv_cpu_memory_used_bytes"] < scraped["nv_cpu_memory_total_bytes"]

@@ -1,4 +1,4 @@
-"""What the server tells of itself: a loop that is late is seen to be, states are whole, counts carry their labels."""
+"""Metrics of the server: event loop lag, model states, labelled counters."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def test_the_page_tells_what_the_wiring_knows() -> None:
     http.connections = 7
     http.hit("max_chunks")
     facts = ServerFacts(States(), "1.2.3", LoopLag(), (http, grpc), 2e9)
-    found = samples(MetricsPage(list, facts=facts))
-    assert found["headrace_ready",] == 0
-    assert found["headrace_connections", "http"] == 7
-    assert ("headrace_connections", "grpc") not in found, "grpcio does not tell"
-    assert found["headrace_limit", "max_chunks"] == 5
-    hits = {key[1:]: value for key, value in found.items() if key[0] == "headrace_limit_hits_total"}
+    values = samples(MetricsPage(list, facts=facts))
+    assert values["headrace_ready",] == 0
+    assert values["headrace_connections", "http"] == 7
+    assert ("headrace_connections", "grpc") not in values, "grpcio does not tell"
+    assert values["headrace_limit", "max_chunks"] == 5
+    hits = {key[1:]: value for key, value in values.items() if key[0] == "headrace_limit_hits_total"}
     assert {key for key, value in hits.items() if value} == {("max_chunks", "http")}
     assert set(hits) == {(limit, protocol) for limit in http.limits.table() for protocol in ("grpc", "http")}
-    assert found["headrace_tls_certificate_expiry_timestamp_seconds",] == 2e9
-    assert found["headrace_model_loads_total", "a-model-of-this-test", "failed"] == 1
-    assert any(key[0] == "headrace_build_info" and "1.2.3" in key for key in found)
-    states = {key[1:]: value for key, value in found.items() if key[0] == "headrace_model_state"}
+    assert values["headrace_tls_certificate_expiry_timestamp_seconds",] == 2e9
+    assert values["headrace_model_loads_total", "a-model-of-this-test", "failed"] == 1
+    assert any(key[0] == "headrace_build_info" and "1.2.3" in key for key in values)
+    states = {key[1:]: value for key, value in values.items() if key[0] == "headrace_model_state"}
     assert len(states) == 2 * 6
     assert {key for key, value in states.items() if value} == {("broken", "UNAVAILABLE", ""), ("m", "READY", "3")}
 
 
 def test_without_tls_there_is_no_certificate() -> None:
-    found = samples(MetricsPage(list, facts=ServerFacts(States(), "1", LoopLag())))
-    assert not any(key[0].startswith("headrace_tls") for key in found)
+    values = samples(MetricsPage(list, facts=ServerFacts(States(), "1", LoopLag())))
+    assert not any(key[0].startswith("headrace_tls") for key in values)
 
 
 def test_a_loop_that_is_kept_is_late() -> None:
     lag = LoopLag()
 
-    async def kept() -> None:
+    async def observe() -> None:
         lag.start(asyncio.get_running_loop())
         time.sleep(0.6)  # noqa: ASYNC251 (what a handler must not do)
         await asyncio.sleep(0.05)
@@ -69,7 +69,7 @@ def test_a_loop_that_is_kept_is_late() -> None:
         await asyncio.sleep(0.4)
         assert lag.histogram().count == seen, "it looks no more"
 
-    asyncio.run(kept())
+    asyncio.run(observe())
     worst = lag.histogram().quantile_s(1.0)
     assert worst is not None
     assert 0.3 <= worst < 60

@@ -1,4 +1,4 @@
-"""The window of the last seconds: what happened in it and nothing else, whenever somebody asks."""
+"""Totals of the last seconds: exactly the events within the window, at any time of the call."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_what_was_long_ago_is_left_out() -> None:
     clock.now_ns += 100 * NS_PER_MS
     recent = recorder.recent()
     assert recent.seconds == pytest.approx(9.6)  # the second that began 9.6 s ago is the first within 10
-    found = recent.totals
-    assert (found.executions, found.requests, found.rows) == (10, 20, 5 * 4 + 5 * 8)
-    assert (found.queue_ns, found.request_ns) == (10 * 6 * NS_PER_MS, 10 * 30 * NS_PER_MS)
-    assert (found.busy_ns, found.failure_ns) == (10 * 12 * NS_PER_MS, 50)
-    assert {rows: size.count for rows, size in found.sizes.items()} == {4: 5, 8: 5}
-    assert found.sizes[8].compute_ns == 5 * 10 * NS_PER_MS
-    assert (found.reasons, found.failures) == ({"full": 10}, {"overloaded": 10})
-    assert found.phases["queue"].count == 20
-    assert found.phases["total"].quantile_s(0.99) == pytest.approx(0.016, rel=0.1)
+    recent_totals = recent.totals
+    assert (recent_totals.executions, recent_totals.requests, recent_totals.rows) == (10, 20, 5 * 4 + 5 * 8)
+    assert (recent_totals.queue_ns, recent_totals.request_ns) == (10 * 6 * NS_PER_MS, 10 * 30 * NS_PER_MS)
+    assert (recent_totals.busy_ns, recent_totals.failure_ns) == (10 * 12 * NS_PER_MS, 50)
+    assert {rows: size.count for rows, size in recent_totals.sizes.items()} == {4: 5, 8: 5}
+    assert recent_totals.sizes[8].compute_ns == 5 * 10 * NS_PER_MS
+    assert (recent_totals.reasons, recent_totals.failures) == ({"full": 10}, {"overloaded": 10})
+    assert recent_totals.phases["queue"].count == 20
+    assert recent_totals.phases["total"].quantile_s(0.99) == pytest.approx(0.016, rel=0.1)
     assert recorder.totals().requests == 60
 
 

@@ -164,7 +164,7 @@ def test_the_page_is_what_prometheus_reads() -> None:
     }
     assert profile == {("1", "0.5"): 2, ("1", "0.95"): 3.5, ("8", "0.5"): 9, ("8", "0.95"): 12}
     (engine,) = [sample for (name, _), sample in samples.items() if name == "headrace_engine_info"]
-    told = {"precision": "int8", "file": "model.0123456789ab.onnx", "below_accuracy_bar": "true"}
-    assert engine.labels == {"model": "m", "version": "1", **told}
+    engine_labels = {"precision": "int8", "file": "model.0123456789ab.onnx", "below_accuracy_bar": "true"}
+    assert engine.labels == {"model": "m", "version": "1", **engine_labels}
     assert samples["nv_inference_count", None].value == 3
     assert samples["nv_inference_request_success", None].labels == {"model": "m", "version": "1"}

@@ -1,4 +1,4 @@
-"""Secrets are taken out of what is written, and little else is."""
+"""Secrets are removed from log texts, and little else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen, and who is told of it."""
+"""Sampling decisions and their recipients: traces, exemplars, request log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accounts as spans: their times, parents, links and limits, with an exporter that keeps them."""
+"""Access records as spans: times, parents, links and limits, with an exporter that stores them."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def times() -> BatchTimes:
 
 
 def written(*accounts: AccessRecord, hold_s: float = 0.0) -> Kept:
-    kept = Kept()
-    writer = SpanWriter(kept, hold_s=hold_s)
+    exporter_stub = Kept()
+    writer = SpanWriter(exporter_stub, hold_s=hold_s)
     for number, each in enumerate(accounts, 1):
         writer.put(each, f"{number:032x}")
     writer.close()
-    assert kept.down
-    return kept
+    assert exporter_stub.down
+    return exporter_stub
 
 
 def test_members_of_a_batch_that_is_held_are_linked_to_it_and_no_others() -> None:
     shared = times()
-    kept = written(account(shared), account(times()), account(shared))
-    batches, members = kept.named("batch m"), kept.named("infer m")
+    exporter_stub = written(account(shared), account(times()), account(shared))
+    batches, members = exporter_stub.named("batch m"), exporter_stub.named("infer m")
     assert len(batches) == 2
     assert sorted(len(batch.links) for batch in batches) == [1, 2]
     by_id = {batch.context.span_id: batch for batch in batches}
@@ -92,22 +92,22 @@ def test_members_of_a_batch_that_is_held_are_linked_to_it_and_no_others() -> Non
 
 
 def test_a_batch_whose_time_is_over_is_sent_while_nothing_comes() -> None:
-    kept = Kept()
-    writer = SpanWriter(kept, hold_s=0.05)
+    exporter_stub = Kept()
+    writer = SpanWriter(exporter_stub, hold_s=0.05)
     writer.put(account(times()), TRACE)
-    eventually(lambda: kept.named("batch m"))
+    eventually(lambda: exporter_stub.named("batch m"))
     writer.close()
-    assert len(kept.named("batch m")) == 1
+    assert len(exporter_stub.named("batch m")) == 1
 
 
 def test_a_request_that_was_cut_has_no_batch() -> None:
-    kept = written(account(None))
-    assert [span.name for span in kept.spans] == ["decode", "queue_to_split", "encode", "infer m"]
+    exporter_stub = written(account(None))
+    assert [span.name for span in exporter_stub.spans] == ["decode", "queue_to_split", "encode", "infer m"]
 
 
 def test_the_callers_state_and_id_are_kept() -> None:
-    kept = written(account(None, context=TraceContext(TRACE, "b" * 16, True, "v=1")))
-    (span,) = kept.named("infer m")
+    exporter_stub = written(account(None, context=TraceContext(TRACE, "b" * 16, True, "v=1")))
+    (span,) = exporter_stub.named("infer m")
     assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, "b" * 16)
     assert span.context.trace_state.get("v") == "1"
 
@@ -116,10 +116,10 @@ def test_the_callers_state_and_id_are_kept() -> None:
 def test_what_clients_send_can_be_encoded(hostile: str) -> None:
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-    kept = written(account(times(), hostile)._replace(model=hostile, error=hostile, client=hostile))
-    message = encode_spans(kept.spans).SerializeToString()
+    exporter_stub = written(account(times(), hostile)._replace(model=hostile, error=hostile, client=hostile))
+    message = encode_spans(exporter_stub.spans).SerializeToString()
     assert len(message) < 6000
-    (span,) = [span for span in kept.spans if span.kind.name == "SERVER"]
+    (span,) = [span for span in exporter_stub.spans if span.kind.name == "SERVER"]
     assert "abc" not in str((span.attributes or {}).get("headrace.request_id"))
 
 
@@ -127,15 +127,15 @@ def test_what_clients_send_can_be_encoded(hostile: str) -> None:
 def test_what_cannot_be_delivered_is_counted_and_told_once(
     caplog: pytest.LogCaptureFixture, works: bool | Exception
 ) -> None:
-    kept = Kept()
-    kept.works = works
+    exporter_stub = Kept()
+    exporter_stub.works = works
     before = dict(DROPPED.items()).get(("spans",), 0)
-    writer = SpanWriter(kept, shown="http://h", hold_s=0)
+    writer = SpanWriter(exporter_stub, shown="http://h", hold_s=0)
     for number in range(1, 4):
         writer.put(account(None), TRACE)
-        eventually(lambda wanted=number: kept.exports >= wanted)
+        eventually(lambda expected=number: exporter_stub.exports >= expected)
     assert caplog.text.count("spans are lost") == 1
-    kept.works = True
+    exporter_stub.works = True
     with caplog.at_level("INFO"):
         writer.put(account(None), TRACE)
         writer.close()
@@ -144,16 +144,16 @@ def test_what_cannot_be_delivered_is_counted_and_told_once(
 
 
 def test_an_endpoint_over_http_without_a_path_gets_that_of_the_specification() -> None:
-    for given, used in (("http://h:1", "/v1/traces"), ("http://h:1/", "/v1/traces"), ("http://h:1/own", "/own")):
-        exporter: Any = otlp_exporter(given, "http")
+    for endpoint, used in (("http://h:1", "/v1/traces"), ("http://h:1/", "/v1/traces"), ("http://h:1/own", "/own")):
+        exporter: Any = otlp_exporter(endpoint, "http")
         assert exporter._endpoint == f"http://h:1{used}"
         exporter.shutdown()
 
 
 def test_phases_follow_one_another_whatever_the_stamps_say() -> None:
     odd = account(BatchTimes(NOW + 30, NOW + 25, NOW + 50, NOW + 90))
-    found = phases(odd)
-    assert all(phase.begin_ns <= phase.end_ns for phase in found)
+    result = phases(odd)
+    assert all(phase.begin_ns <= phase.end_ns for phase in result)
     assert phases(odd._replace(queued_ns=0)) == []
 
 

@@ -1,4 +1,4 @@
-"""Trace settings after Triton's extension, and trace files that its tools can read."""
+"""Trace settings of Triton's extension, and trace files that Triton's tools can read."""
 
 from __future__ import annotations
 
@@ -299,9 +299,9 @@ def test_files_rotate_by_their_number_of_traces(tracer: Tracer, path: Path) -> N
     for index in range(5):
         answer(tracer, request_id=str(index))
     tracer.close()
-    found = sorted(each.name for each in path.parent.iterdir())
-    assert found == ["trace.json.0", "trace.json.1", "trace.json.2"]
-    assert [ids(path.parent / name) for name in found] == [["0", "1"], ["2", "3"], ["4"]]
+    names = sorted(each.name for each in path.parent.iterdir())
+    assert names == ["trace.json.0", "trace.json.1", "trace.json.2"]
+    assert [ids(path.parent / name) for name in names] == [["0", "1"], ["2", "3"], ["4"]]
 
 
 def test_without_traces_there_is_no_file_and_no_thread(tracer: Tracer, path: Path) -> None:
