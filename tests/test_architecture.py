@@ -360,6 +360,8 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/config",
     "engines/headrace_engines",
     "server/headrace/backends",
+    "tests/unit/observability",
+    "tests/e2e",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
@@ -386,6 +388,8 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/tls.py",
     "server/headrace/commands",
     "engines/headrace_engines",
+    "tests/unit/observability",
+    "tests/e2e",
 )
 
 

@@ -109,7 +109,7 @@ class Reference:
         self._sessions: dict[str, ort.InferenceSession] = {}
 
     def affine(self, x: np.ndarray, seed: int = 0) -> np.ndarray:
-        """What `models.affine` gives for `x`, by ONNX Runtime."""
+        """Outputs of `models.affine` for `x`, computed by ONNX Runtime."""
         key = f"affine {seed}"
         if key not in self._sessions:
             content = models.affine(seed=seed).SerializeToString()

@@ -64,7 +64,7 @@ def stamp(folder: Path) -> dict[str, object]:
 
 
 def leftovers(folder: Path, cache: Path) -> list[str]:
-    """What a failed build may not leave: artefacts, stamps, entries."""
+    """Artefacts, stamps and store entries, none of which a failed build may leave."""
     files = [p.name for p in (folder / "1").iterdir() if p.name != "model.onnx" and not p.name.startswith(".")]
     return files + [str(p) for p in cache.rglob("*.onnx")]
 
@@ -99,7 +99,7 @@ def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
 
 
 def artefact_served(server: Server) -> str:
-    """Name of the file that serves "affine" now; "" where the server does not tell of an engine."""
+    """Name of the file that serves "affine" now; "" if the server reports no engine."""
     metadata = json.loads(server.request("GET", "/v2/models/affine")[2])
     return str(metadata.get("parameters", {}).get("engine.file", ""))
 
@@ -124,7 +124,7 @@ def test_a_running_server_takes_the_engine_as_the_command_says(tmp_path: Path, m
         until(lambda: artefact_served(server) == stamp(folder)["artefact"])
 
 
-def test_the_speed_is_told_against_fp32(tmp_path: Path) -> None:
+def test_the_speed_is_printed_against_fp32(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     folder = write_model(tmp_path, INT8 % "")
     for expected_text in ("int8", "stored"):
@@ -146,7 +146,7 @@ def test_a_precision_that_is_written_after_the_build_finds_its_engine(tmp_path: 
         assert artefact_served(server) == stamp(folder)["artefact"]
 
 
-def test_what_serves_after_the_build_is_told(tmp_path: Path) -> None:
+def test_the_file_that_serves_after_the_build_is_printed(tmp_path: Path) -> None:
     repository, cache = tmp_path / "models", tmp_path / "cache"
     folder = write_model(repository, INT8 % "")
     done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
@@ -254,7 +254,7 @@ def unsupported() -> onnx.ModelProto:
         ("{}", ["--version", "7"], ["version 7"]),
     ],
 )
-def test_what_cannot_be_built_is_told(
+def test_a_build_that_is_impossible_is_refused_with_the_reason(
     tmp_path: Path, optimization: str, words: Sequence[str], expected_text: list[str]
 ) -> None:
     cache = tmp_path / "cache"
@@ -270,7 +270,7 @@ def test_what_cannot_be_built_is_told(
     assert [name for name in leftovers(folder, cache) if name != "wrong.npz"] == []
 
 
-def test_an_operator_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "odd"
     (folder / "1").mkdir(parents=True)
     onnx.save_model(unsupported(), folder / "1" / "model.onnx")
@@ -283,7 +283,7 @@ def test_an_operator_that_nobody_knows_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_model_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused_with_the_names_of_the_others(tmp_path: Path) -> None:
     write_model(tmp_path / "models", "{}")
     done = headrace("build", "resnet51", "--model-repository", str(tmp_path / "models"), cache=tmp_path / "cache")
     assert done.returncode == 1

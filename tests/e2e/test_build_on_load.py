@@ -54,7 +54,7 @@ def write_model(repository: Path) -> Path:
 
 
 def answers_of(file: Path) -> Rows:
-    """What a file answers to all rows, in this process."""
+    """Outputs of a model file for all rows, computed in this process."""
     outputs: Rows = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"X": ROWS})[0]
     return outputs
 
@@ -65,7 +65,7 @@ def index(server: Server) -> tuple[str, str]:
 
 
 class Clients:
-    """HTTP and gRPC clients that ask for single rows without pause.
+    """HTTP and gRPC clients that send single rows without a pause.
 
     Attributes:
         answers: (number of the row, answer), in the order of their arrival.
@@ -150,7 +150,7 @@ def test_the_engine_takes_over_under_load(repository: Path, tmp_path: Path, mode
         assert "is being built" not in server.text
 
 
-def test_a_build_that_fails_is_told_and_an_engine_that_was_forced_is_marked(repository: Path, tmp_path: Path) -> None:
+def test_a_failed_build_is_reported_and_a_forced_engine_is_marked(repository: Path, tmp_path: Path) -> None:
     folder = write_model(repository)
     (folder / "calibration.npz").unlink()
     options = ["--model-control", "explicit", "--load-model", "*"]

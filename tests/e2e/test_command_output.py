@@ -54,7 +54,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def line_with(lines: list[str], *texts: str) -> str:
-    """The one line that has all the texts."""
+    """Return the only line with all the texts."""
     matches = [line for line in lines if all(text in line for text in texts)]
     assert len(matches) == 1, "\n".join([*texts, "in", *lines])
     return matches[0]

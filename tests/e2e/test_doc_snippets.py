@@ -1,4 +1,4 @@
-"""Runs what README.md and docs/ tell a reader to type, and reads the configurations that they show.
+"""Runs the commands in README.md and docs/, and reads the configurations that they show.
 
 Commands run in a folder that looks like the root of the repository after `make serve`, against one server on free ports.
 A command that cannot run here stands in `NOT_RUN`, with the reason.
@@ -128,7 +128,7 @@ COMMANDS = [(f"{snippet.page}:{snippet.line}", command) for snippet in ALL for c
 
 
 def not_run(command: str) -> str:
-    """Why a command is not run; "" if it is."""
+    """Reason why a command is not run; "" if it is run."""
     return next((why for pattern, why in NOT_RUN if re.match(pattern, command)), "")
 
 
@@ -245,7 +245,7 @@ def _has_headrace(folder: str) -> bool:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(where.startswith(f"{page}:") for where, _ in COMMANDS)])
 def test_the_commands_of_a_page_run_as_typed(page: str, shell: Shell) -> None:
-    # The README is read first, in a shell that knows no `headrace`; the other pages are read after it.
+    # The README is read first, in a shell without `headrace` on the path; the other pages are read after it.
     variables = environment(with_venv=page != "README.md")
     for where, command in COMMANDS:
         if not where.startswith(f"{page}:") or not_run(command):
@@ -263,7 +263,7 @@ def test_the_commands_of_a_page_run_as_typed(page: str, shell: Shell) -> None:
 
 
 def checked(command: str) -> list[str] | None:
-    """What is run in place of a command that takes minutes: a dry run of make, or a program's help; None for others."""
+    """Replacement for a command that takes minutes: a dry run of make, or the help of a program; None for others."""
     words = shlex.split(command, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words.pop(0)

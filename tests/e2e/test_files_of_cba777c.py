@@ -129,7 +129,7 @@ def test_the_builder_finds_the_stored_engine(files: Path) -> None:
     assert set(before) == set(after)
 
 
-def test_another_machine_is_told_apart(files: Path, tmp_path: Path) -> None:
+def test_another_machine_is_distinguished(files: Path, tmp_path: Path) -> None:
     """The test above would be worth nothing if any machine took the files."""
     machine = json.loads((files / "machine.json").read_text())
     (files / "machine.json").write_text(json.dumps({**machine, "cpuinfo": "flags\t\t: avx2\n"}))

@@ -107,7 +107,7 @@ def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tm
         assert f'headrace_gpu_memory_limit_bytes{{gpu="0"}} {2 * size}' in page
 
 
-def test_a_model_that_fits_in_no_way_is_told_of_and_the_others_are_served(repository: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_fit_is_reported_and_the_others_are_served(repository: Path, tmp_path: Path) -> None:
     (repository / "b" / "config.yaml").write_text(TENSORRT + "gpu_memory_budget: 1KiB\n")
     with serving(repository, tmp_path / "budget.log") as server:
         state, reason = index(server)["b"]
@@ -125,7 +125,7 @@ def test_a_model_that_fits_in_no_way_is_told_of_and_the_others_are_served(reposi
 
 @pytest.fixture
 def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with the model "r", which asks for FP16 and nothing else, and a builder's orders in `orders`."""
+    """A repository with the model "r", which has the precision FP16 and nothing else, and a builder's orders in `orders`."""
     install_gpu(monkeypatch)
     folder = add_model(tmp_path / "repository", "r", affine(seed=1))
     (folder / "config.yaml").write_text("max_batch_size: 8\noptimization: {precision: fp16}\n")
@@ -197,7 +197,7 @@ def test_a_model_is_served_by_the_cpu_until_the_gpu_takes_over_and_everything_sa
 
 
 @pytest.mark.parametrize(("config", "status"), [("", 1), ("fallback: onnxruntime\n", 0)])
-def test_strict_refuses_the_cpu_in_place_of_a_gpu_that_was_asked_for(tmp_path: Path, config: str, status: int) -> None:
+def test_strict_refuses_the_cpu_in_place_of_a_required_gpu(tmp_path: Path, config: str, status: int) -> None:
     folder = add_model(tmp_path / "repository", "r", affine(seed=1))
     (folder / "config.yaml").write_text("instance_group: [{kind: gpu}]\n" + config)
     server = start(tmp_path / "repository", tmp_path / "log", "--strict", env={"COLUMNS": "250"})

@@ -125,7 +125,7 @@ def test_clients_on_threads(grpc_server: Server, reference: Reference) -> None:
 
 
 def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
-    """Small answers overtake large ones on one connection; nobody's bytes are mixed up."""
+    """Small answers overtake large ones on one connection; bytes of responses are not mixed up."""
 
     async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
         rng = np.random.default_rng(number)

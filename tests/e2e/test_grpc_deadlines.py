@@ -30,7 +30,7 @@ def steps_tensor(count: int) -> triton.InferInput:
 
 
 def executions(server: Server, channel: grpc.Channel) -> int:
-    """Of `busy`, without what runs now for nobody; asking takes an execution of its own."""
+    """Counts of `busy` without running cancelled requests; reading them takes an execution of its own."""
     channel.unary_unary(INFER)(steps("", 0))
     with triton.InferenceServerClient(server.grpc_address) as client:
         (stats,) = client.get_inference_statistics("busy").model_stats
@@ -156,7 +156,7 @@ def test_whom_the_drain_leaves_behind(engine: str, small: Path, tmp_path: Path) 
         server.process.returncode = 0
 
 
-def test_a_port_in_use_is_told(engine: str, small: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(engine: str, small: Path, tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as occupied:
         port = occupied.getsockname()[1]
         server = start(small, tmp_path / "log", "--grpc-engine", engine, "--grpc-port", str(port))

@@ -79,7 +79,7 @@ def test_half_precision_has_no_typed_contents(grpc_channel: grpc.Channel, dataty
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_outputs_as_they_were_asked_for(grpc_client: triton.InferenceServerClient) -> None:
+def test_outputs_as_requested(grpc_client: triton.InferenceServerClient) -> None:
     a, b = np.arange(8, dtype=np.int32).reshape(2, 4), np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
     inputs = [tensor("A", a, "INT32"), tensor("B", b)]
     result = grpc_client.infer("sum_difference", inputs)

@@ -132,7 +132,7 @@ def test_unordered_answers_overtake(grpc_channel: grpc.Channel) -> None:
 
 
 @pytest.mark.parametrize("bad", ["nothing", "affine"])
-def test_an_error_ends_the_stream_where_that_is_asked_for(grpc_channel: grpc.Channel, bad: str) -> None:
+def test_an_error_ends_the_stream_on_request(grpc_channel: grpc.Channel, bad: str) -> None:
     """Triton's metadata `triton_grpc_error`: what came before the error is answered first."""
     x = np.ones((1, 4), np.float32)
     messages = [

@@ -119,7 +119,7 @@ def test_the_index_of_what_is_ready(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN))
-def test_a_quarantined_model_tells_why(client: triton.InferenceServerClient, name: str) -> None:
+def test_a_quarantined_model_has_its_reason(client: triton.InferenceServerClient, name: str) -> None:
     for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
         with pytest.raises(InferenceServerException, match=f"'{name}' cannot be served: {name}/") as caught:
             ask(name)

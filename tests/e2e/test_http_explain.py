@@ -39,7 +39,7 @@ def ask(server: Server, times: int) -> None:
             client.infer("affine", [triton.InferInput("X", [1, 16], "FP32").set_data_from_numpy(array)])
 
 
-def test_a_delay_too_long_for_the_arrivals_is_told_with_its_cure(tmp_path: Path) -> None:
+def test_a_delay_too_long_for_the_arrivals_is_reported_with_its_cure(tmp_path: Path) -> None:
     config = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"
     models.add_model(tmp_path / "repository", "affine", models.affine(), config=config)
     with serving(tmp_path / "repository", tmp_path) as server:
@@ -63,7 +63,7 @@ def test_a_delay_too_long_for_the_arrivals_is_told_with_its_cure(tmp_path: Path)
         assert explanation(server, "affine")["numbers"]["requests_per_batch"] > 1
 
 
-def test_a_version_can_be_asked_for(server: Server) -> None:
+def test_a_version_can_be_requested(server: Server) -> None:
     assert explanation(server, "versioned")["version"] == "20"
     assert explanation(server, "versioned", "/versions/3")["version"] == "3"
 

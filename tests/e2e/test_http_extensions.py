@@ -322,7 +322,7 @@ def test_trace_settings(extras: triton.InferenceServerClient, extended: Server) 
 
 
 def traces(path: Path) -> str:
-    """All trace files; what is in them is asked again until the last trace is there."""
+    """All trace files, read again until they have the last trace."""
     for _ in range(200):
         text = "".join(file.read_text() for file in path.parent.glob(f"{path.name}*"))
         if "traced 1" in text and "REQUEST_END" in text:

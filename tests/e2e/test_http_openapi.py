@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31
 from tests.support import models
 from tests.support.serving import Server, serving
 
-# A schema tells the form of a request, not what the client has allocated or what the model takes: for these it is no fault to
+# A schema has the form of a request, not the memory that the client has allocated or the inputs of the model: it is no fault to
 # refuse what the page allows, with 400. Everything else about them is checked as everywhere.
 FORM_IS_NOT_ENOUGH = """
 [[operations]]
@@ -45,7 +45,7 @@ REAL_NAMES = """
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own, with everything on that the page knows: models are unloaded and settings changed."""
+    """A server of its own, with every extension of the document on: models are unloaded and settings changed."""
     folder = tmp_path_factory.mktemp("openapi")
     models.add_model(folder / "repository", "row_sums", models.row_sums())
     options = ("--model-control", "explicit", "--load-model", "row_sums", "--allow-client-shm")

@@ -91,7 +91,7 @@ def test_triton_client_sends_and_gets_tensors_of_any_size(
             assert connected.is_model_ready("identity")
 
 
-def test_triton_asyncio_client_asks_many_things_at_once(secure: Server, certificates: Certificates) -> None:
+def test_triton_asyncio_client_sends_many_requests_at_once(secure: Server, certificates: Certificates) -> None:
     async def run() -> None:
         async with triton_aio.InferenceServerClient(
             secure.address, ssl=True, ssl_context=context(certificates)
@@ -165,7 +165,9 @@ def test_a_client_that_reads_slowly_gets_its_whole_answer(secure: Server, certif
             assert np.array_equal(read_answer(stream), array[0])
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_body_harms_nobody(secure: Server, certificates: Certificates) -> None:
+def test_a_disconnect_in_the_middle_of_a_body_affects_no_other_client(
+    secure: Server, certificates: Certificates
+) -> None:
     request = infer_request(picture(1 << 20))
     for size in (100, 66_000, 500_000):
         plain = socket.create_connection((HOST, secure.port), timeout=20)

@@ -194,7 +194,7 @@ def test_a_large_body_after_100_continue(server: Server) -> None:
     ("path", "status"),
     [("/v2/models/nothing/infer", 404), ("/v2/models/broken_file/infer", 503), ("/v2/repository/nothing", 404)],
 )
-def test_a_large_body_that_nobody_wants_leaves_the_connection_good(server: Server, path: str, status: int) -> None:
+def test_a_large_body_that_is_refused_leaves_the_connection_usable(server: Server, path: str, status: int) -> None:
     body, size = large()
     with connect(server) as wire:
         for _ in range(2):
@@ -289,7 +289,7 @@ def test_what_is_no_http(server: Server, data: bytes) -> None:
 
 
 def test_smuggled_requests_are_not_served(server: Server) -> None:
-    # Both lengths at once: whoever stands in front may have believed the other one.
+    # Both lengths at once: a proxy in front may have used the other one (request smuggling).
     data = (
         b"POST %s HTTP/1.1\r\nHost: test\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         % PATH.encode()

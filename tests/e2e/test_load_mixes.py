@@ -124,7 +124,7 @@ def test_the_k6_example_notices_what_is_not_answered(demo: Server, tmp_path: Pat
 
 
 def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:
-    """Where k6 is not at hand, at least what it sends is tried."""
+    """Without k6, at least its requests are sent."""
     script = (ROOT / "loadtest" / "k6" / "infer.js").read_text()
     assert "open('./request.json')" in script
     status, _, answer = demo.request(
@@ -134,6 +134,6 @@ def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:
     assert json.loads(answer)["outputs"][0]["shape"] == [1, 16]
 
 
-def test_locust_that_cannot_run_is_told(demo: Server) -> None:
+def test_locust_that_cannot_run_is_reported(demo: Server) -> None:
     done = load(demo, "--users", "none")
     assert done.returncode == 2

@@ -70,7 +70,7 @@ def page(browser: Browser, server: Server) -> Iterator[Page]:
     opened = browser.open(f"{server.url}/")
     opened.wait("document.querySelectorAll('#models .card').length === 5")
     yield opened
-    # Whatever a test does: nothing is asked of anybody else, and nothing runs that is not the page's own.
+    # In every test: no request leaves for another host, and no script runs that is not the page's own.
     assert [url for url in opened.requested if not url.startswith(server.url)] == []
     assert not [
         complaint for complaint in opened.complaints() if "/infer" not in complaint and "/layers" not in complaint
@@ -222,7 +222,7 @@ def test_a_model_without_pictures_takes_json(page: Page) -> None:
     assert "X" in page.text("#try-result")
 
 
-def test_compute_times_and_layers_come_when_they_are_asked_for(page: Page) -> None:
+def test_compute_times_and_layers_are_loaded_on_demand(page: Page) -> None:
     texts = {}
     for name in ("plain", "ranked"):
         page.evaluate(f"{card(name)}.querySelector('summary').click()")
@@ -248,7 +248,7 @@ def test_hostile_names_stay_text(page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('#models img, #try-result img, body script').length") == 0
 
 
-def test_the_browser_is_told_to_run_nothing_else(page: Page, server: Server) -> None:
+def test_the_content_security_policy_forbids_everything_else(page: Page, server: Server) -> None:
     for attack in (
         "document.body.innerHTML = '<img src=x onerror=alert(1)>'",
         "document.body.insertAdjacentHTML('beforeend', '<b>x</b>')",
@@ -300,7 +300,7 @@ def test_it_is_readable_on_a_phone(browser: Browser, server: Server, path: str) 
     page.close()
 
 
-def test_the_api_page_shows_every_route_and_asks_it(browser: Browser, server: Server) -> None:
+def test_the_api_page_shows_every_route_and_sends_requests(browser: Browser, server: Server) -> None:
     page = browser.open(f"{server.url}/docs")
     page.wait("document.querySelectorAll('.route').length")
     described = json.loads(server.request("GET", "/openapi.json")[2])["paths"]

@@ -65,7 +65,7 @@ ANNOTATIONS = {
     for annotation in dashboard.to_json()["annotations"]["list"]
 }
 
-# What the panels of public dashboards for Triton ask for, as queries of equal effect. NVIDIA's are in the folder deploy of
+# Queries of the panels of public dashboards for Triton, or queries of equal effect. NVIDIA's are in the folder deploy of
 # triton-inference-server/server. Left out: nv_inference_load_ratio_bucket and nv_inference_compute_duration_us of its
 # dashboards for fleetcommand, gcp and single_server, which Triton 2 does not have either.
 _PER_REQUEST = "nv_inference_request_success[1m]"
@@ -295,7 +295,7 @@ def test_prometheus_takes_counters_without_the_suffix(watched: Watched, name: st
 
 @pytest.mark.parametrize(("series", "label"), sorted(VARIABLES))
 def test_every_variable_has_values(watched: Watched, series: str, label: str) -> None:
-    """As Grafana asks for what its menus offer."""
+    """Values of Grafana's variables, read as Grafana does."""
     query = urllib.parse.urlencode({"match[]": filled(series)})
     values = set(watched.classic.get(f"label/{label}/values?{query}"))
     assert values == {"headrace"} if label == "job" else values >= set(MODELS), values

@@ -1,9 +1,9 @@
-"""Random models, random requests, all at once: every answer is that of ONNX Runtime for the request alone, or an error.
+"""Random models, random requests, all at once: every response is that of ONNX Runtime for the request alone, or an error.
 
 A longer run: HEADRACE_RANDOM_MODELS=200 HEADRACE_RANDOM_REQUESTS=20000 pytest tests/e2e/test_random_models.py
 
-A configuration that declares dynamic batching is given only to models that keep rows apart, or show by the number of their rows
-that they do not: merging the others is what such a configuration asks for.
+Only models with independent rows, or with a wrong number of output rows, get a configuration that declares dynamic batching:
+such a configuration would rightly merge the rows of the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TOGETHER = 6
 
 Array = np.ndarray[Any, Any]
 
-# What a model may be told of that cannot take the batches that its configuration declares.
+# Errors that are allowed for a model whose graph cannot process the batches that its configuration declares.
 _ERRORS = ("The model is at fault", "send fewer rows in one request", "no longer split")
 
 
@@ -186,7 +186,7 @@ class Region:
 
 
 class Caller(threading.Thread):
-    """One of many that ask at the same time, and compare.
+    """One of many concurrent clients that compare responses.
 
     Attributes:
         wrong: answers that are not right, in words.

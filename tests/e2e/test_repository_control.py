@@ -74,7 +74,7 @@ def expected(seed: int) -> np.ndarray:
     return session.run(None, {"X": X})[0]
 
 
-def test_the_index_has_all_models_and_only_those_asked_for_serve(client: Client) -> None:
+def test_the_index_has_all_models_and_only_requested_ones_serve(client: Client) -> None:
     rows = index(client)
     assert rows["started"] == ("READY", "")
     assert {"asleep", "labelled"} <= rows.keys()
@@ -153,7 +153,7 @@ def test_a_load_request_that_says_nonsense_changes_nothing(server: Server, param
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("mode", ["none", "poll"])
-def test_clients_are_told_the_option_that_would_let_them(tmp_path: Path, mode: str, protocol: str) -> None:
+def test_refusals_name_the_option_that_would_allow_the_request(tmp_path: Path, mode: str, protocol: str) -> None:
     models.add_model(tmp_path / "repository", "m", models.affine())
     repository = tmp_path / "repository"
     with serving(repository, tmp_path, "--model-control", mode) as server, connected(server, protocol) as client:

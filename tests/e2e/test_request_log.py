@@ -221,7 +221,7 @@ def test_on_a_terminal_people_read_it(tmp_path: Path) -> None:
     assert not line.startswith("{")
 
 
-def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_at_the_start(tmp_path: Path) -> None:
     server = start(repository(tmp_path), tmp_path / "log", "--request-log-file", str(tmp_path / "missing" / "r"))
     assert server.wait() == 1
     assert "--request-log-file" in server.text

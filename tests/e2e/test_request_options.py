@@ -78,7 +78,7 @@ def test_a_deadline_in_the_metadata_of_a_stream(grpc_client: triton_grpc.Inferen
     check(plain_values(result.get_response().parameters))
 
 
-def test_an_answer_over_http_tells_its_timing(client: triton.InferenceServerClient, server: Server) -> None:
+def test_a_response_over_http_has_its_timing(client: triton.InferenceServerClient, server: Server) -> None:
     result = client.infer("affine", http_inputs(X), headers={"headrace-timing": "1"})
     check(result.get_response()["parameters"])
     again = client.infer("affine", http_inputs(X), parameters={"headrace_timing": True})
@@ -94,7 +94,7 @@ def test_an_answer_over_http_tells_its_timing(client: triton.InferenceServerClie
     assert float(metrics["compute"].removeprefix("dur=")) * 1000 == pytest.approx(timing["headrace_compute_us"])
 
 
-def test_an_answer_over_grpc_tells_its_timing(grpc_client: triton_grpc.InferenceServerClient) -> None:
+def test_a_response_over_grpc_has_its_timing(grpc_client: triton_grpc.InferenceServerClient) -> None:
     result = grpc_client.infer("affine", [tensor("X", X)], headers={"headrace-timing": "1"})
     check(plain_values(result.get_response().parameters))
     again = grpc_client.infer("affine", [tensor("X", X)], parameters={"headrace_timing": True})

@@ -71,7 +71,7 @@ def sent(array: np.ndarray) -> triton.InferInput:
 
 @pytest.fixture
 def logits(client: triton.InferenceServerClient) -> np.ndarray:
-    """What the client's own preparation gets of the model as it is."""
+    """Outputs of the model without server-side conversion for an image that the client converts."""
     tensors = np.concatenate([prepare(decode(file.read_bytes()), recipe()) for file in FILES])
     answer = client.infer("plain", [sent(tensors)]).as_numpy("LOGITS")
     assert answer.shape == (4, 10)

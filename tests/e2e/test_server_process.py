@@ -73,7 +73,7 @@ def test_strict_serves_when_all_is_well(good: Path, tmp_path: Path) -> None:
 
 
 def probes(server: Server) -> set[object]:
-    """What every probe says of the server's readiness: HTTP, ServerReady, grpc.health.v1, the metric, the page's status."""
+    """Readiness by every probe: HTTP, ServerReady, grpc.health.v1, the metric, the page's status."""
     pb, kind = health_pb2, health_pb2.HealthCheckResponse
     with (
         grpc.insecure_channel(server.grpc_address) as channel,
@@ -89,13 +89,11 @@ def probes(server: Server) -> set[object]:
 
 @pytest.mark.parametrize("engine", ["grpcio", "fast"])
 @pytest.mark.parametrize("rule", ["any", "all"])
-def test_every_probe_says_what_ready_when_asks_for(
-    good: Path, mixed: Path, tmp_path: Path, rule: str, engine: str
-) -> None:
+def test_every_probe_follows_ready_when(good: Path, mixed: Path, tmp_path: Path, rule: str, engine: str) -> None:
     options = ("--ready-when", rule, "--grpc-engine", engine, "--model-control", "explicit")
     models_at_start = ("--load-model", "row_sums", "--load-model", "wrong")
     with serving(mixed, tmp_path, "--model-repository", str(good), *options, *models_at_start) as server:
-        # One serves, one is quarantined, one was never asked for.
+        # One serves, one is quarantined, one was never requested.
         assert probes(server) == {rule == "any"}
         status = json.loads(server.request("GET", "/v2/status")[2])
         assert (status["models_ready"], status["models_expected"]) == (1, 2)
@@ -243,7 +241,7 @@ def test_requests_in_flight_and_in_the_queue_are_answered_before_the_end(
                 assert more, answer
                 answer += more
             assert answer.startswith(b"HTTP/1.1 200")
-        # The idle connection kept nobody waiting.
+        # The idle connection delayed no request.
         assert server.wait() == 0
         with pytest.raises(ConnectionRefusedError):
             server.request("GET", "/v2/health/live")
@@ -325,7 +323,7 @@ def test_the_console_script_serves(good: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["on-the-port-of-http", "on-a-port-of-their-own"])
-def test_the_banner_tells_where_the_metrics_are(good: Path, tmp_path: Path, apart: bool) -> None:
+def test_the_banner_has_the_address_of_the_metrics(good: Path, tmp_path: Path, apart: bool) -> None:
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     with serving(good, tmp_path, *(("--metrics-port", str(port)) if apart else ())) as server:
@@ -348,7 +346,7 @@ def serve_paths(folder: Path, *words: str, cwd: Path = ROOT) -> Server:
 
 
 def tried(server: Server) -> str:
-    """What the line of the banner prints."""
+    """Output of the command in the banner."""
     (line,) = [line.removeprefix("Try:  ") for line in server.text.splitlines() if line.startswith("Try:  ")]
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=30, check=True)
     return done.stdout

@@ -60,7 +60,7 @@ def test_a_server_with_faults_does_not_pass(tmp_path: Path) -> None:
     assert "another answer" in printed
 
 
-def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
     command = shlex.join([sys.executable, "-c", "raise SystemExit('no licence')"])
     status, printed, _ = soak(tmp_path, "--seconds", "5", "--command", command)
     assert status == 2

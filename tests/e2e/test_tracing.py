@@ -214,7 +214,7 @@ def test_an_exemplar_leads_from_a_bucket_to_the_trace(clean: tuple[Server, Recei
     assert any(f'trace_id="{TRACE}"' in line for line in buckets)
 
 
-def test_a_receiver_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
+def test_an_unreachable_receiver_does_not_affect_requests(tmp_path: Path) -> None:
     with socket.socket() as occupied:
         occupied.bind(("127.0.0.1", 0))
         port: int = occupied.getsockname()[1]
@@ -237,7 +237,7 @@ def test_a_receiver_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "ftp://h", "http://", "http://h:99999"])
-def test_an_endpoint_that_is_none_is_told_at_the_start(tmp_path: Path, endpoint: str) -> None:
+def test_an_invalid_endpoint_is_reported_at_the_start(tmp_path: Path, endpoint: str) -> None:
     from tests.support.serving import start
 
     server = start(repository(tmp_path), tmp_path / "log", "--otlp-endpoint", endpoint)

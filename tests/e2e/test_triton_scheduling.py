@@ -23,7 +23,7 @@ Infer = Callable[..., Any]
 POLICY = "dynamic_batching {{ default_queue_policy {{ {} }} }}\n"
 BUSY = {
     "busy": "",
-    # No request here waits for a minute: what is refused was refused because it asked for less.
+    # No request here waits for a minute: a refused request was refused because of its own shorter timeout.
     "override": POLICY.format("default_timeout_microseconds: 60000000 allow_timeout_override: true"),
     "fixed": POLICY.format("default_timeout_microseconds: 60000000"),
     "short": POLICY.format("default_timeout_microseconds: 200000 allow_timeout_override: true"),

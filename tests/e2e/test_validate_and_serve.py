@@ -208,7 +208,7 @@ def add_ours(repository: Path) -> None:
 
 
 def unknown_operator_with_names() -> onnx.ModelProto:
-    """What `models.affine` takes and gives, by an operator that is not there."""
+    """The inputs and outputs of `models.affine` with an unknown operator."""
     graph = helper.make_graph(
         [helper.make_node("Mystery", ["X"], ["Y"], domain="com.example")],
         "graph",
@@ -220,7 +220,7 @@ def unknown_operator_with_names() -> onnx.ModelProto:
 
 
 def add_volume(repository: Path) -> None:
-    """What a Kubernetes volume has beside the models."""
+    """Adds the folders of a Kubernetes volume that are not models."""
     (repository / "lost+found").mkdir()
     (repository / ".git").mkdir()
     (repository / "empty").mkdir()
@@ -249,7 +249,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def inspections(repository: Path) -> dict[str, ModelCheck]:
-    """What `validate` finds, by model."""
+    """Results of `validate` by model."""
     results = validate.inspect(repository)
     return {name_of(inspection): inspection for inspection in results if inspection.skipped is None}
 

@@ -38,7 +38,7 @@ def test_without_items_there_is_no_thread() -> None:
     assert background.close(5)
 
 
-def test_what_does_not_fit_is_counted_and_holds_up_nobody() -> None:
+def test_items_over_capacity_are_counted_and_do_not_block() -> None:
     release, seen, before = threading.Event(), list[int](), dropped()
 
     def slow(items: list[int]) -> None:
@@ -75,7 +75,7 @@ def test_its_death_is_logged_and_ends_the_work(caplog: pytest.LogCaptureFixture,
     assert text in caplog.text
 
 
-def test_it_calls_again_when_it_was_asked_to() -> None:
+def test_work_is_called_again_after_the_returned_delay() -> None:
     calls: list[int] = []
 
     def work(items: list[int]) -> float | None:

@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from tests.support.prometheus import read_page
 
-# What a Prometheus asks with, before and after native histograms were switched on.
+# `Accept` headers of Prometheus without and with native histograms.
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -146,7 +146,7 @@ def test_the_form_is_the_one_that_is_liked_best(accept: str, form: str) -> None:
 
 
 def is_ours(name: str) -> bool:
-    """What the recorders say; the machine's own figures change meanwhile."""
+    """Samples from recorders; those of the machine change between scrapes."""
     return name.startswith(("headrace", "nv_")) and not name.startswith("nv_cpu")
 
 

@@ -30,7 +30,7 @@ def samples(page: MetricsPage) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_the_page_tells_what_the_wiring_knows() -> None:
+def test_the_page_has_the_facts_of_the_server() -> None:
     LOADS.count("a-model-of-this-test", "failed")
     http, grpc = ClientLimits(Limits(max_chunks=5)), ClientLimits(protocol="grpc")
     http.connections = 7

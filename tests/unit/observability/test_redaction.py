@@ -67,7 +67,7 @@ def test_headers_that_carry_secrets(header: str, secret: bool) -> None:
     assert is_secret(header) is secret
 
 
-def test_a_pseudonym_tells_one_secret_from_another_and_nothing_else() -> None:
+def test_a_pseudonym_distinguishes_secrets_and_reveals_nothing_else() -> None:
     names = Pseudonyms()
     assert names.name("") == ""
     assert names.name("a") == names.name("a") != names.name("b")

@@ -124,7 +124,7 @@ def test_what_clients_send_can_be_encoded(hostile: str) -> None:
 
 
 @pytest.mark.parametrize("works", [False, RuntimeError("boom")])
-def test_what_cannot_be_delivered_is_counted_and_told_once(
+def test_undelivered_spans_are_counted_and_logged_once(
     caplog: pytest.LogCaptureFixture, works: bool | Exception
 ) -> None:
     exporter_stub = Kept()

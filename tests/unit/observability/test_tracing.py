@@ -389,7 +389,7 @@ def test_no_client_can_fill_the_disk(path: Path, caplog: pytest.LogCaptureFixtur
     tracer.close()
 
 
-def test_a_slow_disk_drops_traces_and_holds_up_nobody(
+def test_a_slow_disk_drops_traces_and_does_not_block(
     monkeypatch: pytest.MonkeyPatch, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "_QUEUE_RECORDS", 10)
