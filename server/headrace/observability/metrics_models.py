@@ -15,7 +15,6 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.request import ModelLoad
@@ -136,7 +135,7 @@ class Windows:
         return now if before is None else {phase: fine - before[phase] for phase, fine in now.items()}
 
 
-class CpuCollector(Collector):
+class CpuCollector(table.ScrapeCollector):
     """Collects CPU and memory metrics of the machine from /proc; without /proc they have no series.
 
     Args:
@@ -150,10 +149,6 @@ class CpuCollector(Collector):
         self._ticks = self._read_ticks()
         self._read_ns = clock()
         self._utilization = 0.0
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry must not collect at registration."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -327,7 +322,7 @@ class ScrapedModel(HandleStatus, Protocol):
 ScrapedModels = Callable[[], Iterable[tuple[str, str, ScrapedModel]]]
 
 
-class ModelCollector(Collector):
+class ModelCollector(table.ScrapeCollector):
     """Collects the metrics of all loaded models.
 
     Args:
@@ -338,10 +333,6 @@ class ModelCollector(Collector):
     def __init__(self, sources: ScrapedModels, triton: TritonMetrics) -> None:
         self._sources = sources
         self._triton = TritonModels(triton)
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the models may change."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.ledger import HOST, Ledger
@@ -89,15 +88,11 @@ class ServerFacts:
     certificate_expiry_s: float | None = None
 
 
-class ServerCollector(Collector):
+class ServerCollector(table.ScrapeCollector):
     """Collects the metrics of the server."""
 
     def __init__(self, facts: ServerFacts) -> None:
         self._facts = facts
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the models may change."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -213,15 +208,11 @@ class GpuReader(Protocol):
         """Return a reading of every GPU, none without a driver. Takes some milliseconds."""
 
 
-class MemoryCollector(Collector):
+class MemoryCollector(table.ScrapeCollector):
     """Collects the metrics of GPU memory that models hold, from the ledger."""
 
     def __init__(self, memory: GpuMemory) -> None:
         self._memory = memory
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the GPUs are unknown before the first load."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -252,16 +243,12 @@ class MemoryCollector(Collector):
         yield from (seconds, on_demand, evictions, last)
 
 
-class GpuCollector(Collector):
+class GpuCollector(table.ScrapeCollector):
     """Collects the metrics of GPUs; reads the driver at each scrape."""
 
     def __init__(self, gpus: GpuReader) -> None:
         self._gpus = gpus
         self._first_j: dict[str, float] = {}  # energy at the first scrape, by UUID
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the driver is read at a scrape, not at registration."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families; without a driver they have no series."""

@@ -7,6 +7,7 @@ A family's name is the one that Prometheus stores: that of a counter ends in `_t
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 
 from headrace.core.clock import NS_PER_S
@@ -22,6 +24,14 @@ from headrace.observability.counters import BUCKETS_S, Exemplar, Histogram
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 MODEL = ("model", "version")
 _LE = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+
+
+class ScrapeCollector(Collector):
+    """A collector that runs at a scrape only, not at its registration: models and GPUs change, and reading them takes time."""
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that the registry does not collect."""
+        return ()
 
 
 class Durations(HistogramMetricFamily):
