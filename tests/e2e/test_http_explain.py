@@ -48,7 +48,7 @@ def test_a_delay_too_long_for_the_arrivals_is_reported_with_its_cure(tmp_path: P
         ask(server, 20)
         report = explanation_after(server, "affine", 20)
         assert (report["name"], report["version"], report["limit"]) == ("affine", "1", "delay_too_long")
-        assert "for company, and then run 1.0 together" in report["summary"]
+        assert "for others to share a batch, and a batch then holds 1.0" in report["summary"]
         assert report["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"
         assert report["numbers"]["queue_us"] > 15_000
         assert report["numbers"]["closed"] == {"delay": 20}

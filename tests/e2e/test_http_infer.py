@@ -274,7 +274,7 @@ def test_a_request_larger_than_a_batch_is_split_and_joined(
 
 def test_oversize_reject_refuses_it(client: triton.InferenceServerClient) -> None:
     client.infer("rejecting", [tensor("X", rows(8))])
-    with pytest.raises(InferenceServerException, match=r"9 rows, model 'rejecting' takes at most 8") as caught:
+    with pytest.raises(InferenceServerException, match=r"9 rows, model 'rejecting' accepts at most 8") as caught:
         client.infer("rejecting", [tensor("X", rows(9))])
     assert caught.value.status() == "400"
 

@@ -159,7 +159,7 @@ def test_a_client_over_its_quota_is_refused_and_others_are_not(loaded: Server, c
     assert "greedy" in response.error_message
     status, _, content = loaded.request("GET", "/v2/models/limited/explain")
     (finding,) = [each for each in json.loads(content)["findings"] if each["kind"] == "quota"]
-    assert (status, finding["explanation"].endswith("because their client was over its quota")) == (200, True)
+    assert (status, finding["explanation"].endswith("because their client exceeded its quota")) == (200, True)
     assert "greedy" not in str(finding)
     assert 90_000 < response.infer_response.parameters["headrace_retry_after_ms"].int64_param <= 100_000
 
