@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from headrace_engines.store import Store
 
+# Each of these starts processes of its own; together they take most of a minute.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 KEY = Store.key({"model": "a"})
 

@@ -22,6 +22,9 @@ from tests.support.control_thread import EXPLICIT, Check, ask, index, put, run, 
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
 
+# Each of these starts processes of its own; together they take most of a minute.
+pytestmark = pytest.mark.slow
+
 BUILT = "optimization: {precision: int8}\nbuild_on_load: true\n"
 POLL = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.2)
 ENGINE = affine(seed=2).SerializeToString()

@@ -22,6 +22,9 @@ from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
 from tests.support.processes import own_children
 
+# Each of these starts processes of its own; together they take most of a minute.
+pytestmark = pytest.mark.slow
+
 ALL = ControlPolicy("none")
 ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"
 

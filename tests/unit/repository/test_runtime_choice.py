@@ -20,6 +20,9 @@ from tests.support.fake_builder import command, publish
 from tests.support.models import affine
 from tests.unit.repository.test_tensorrt_models import plan_of
 
+# Each of these starts processes of its own; together they take most of a minute.
+pytestmark = pytest.mark.slow
+
 FP16 = "optimization: {precision: fp16}\n"
 BATCHES = "max_batch_size: 8\n"
 TRITON_FP16 = """

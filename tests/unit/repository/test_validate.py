@@ -13,6 +13,9 @@ from rich.console import Console
 
 from tests.support.onnx_models import write_model
 
+# Each of these starts processes of its own; together they take most of a minute.
+pytestmark = pytest.mark.slow
+
 
 def run(*paths: Path) -> tuple[int, list[str]]:
     out = io.StringIO()

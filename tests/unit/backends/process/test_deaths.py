@@ -20,6 +20,9 @@ from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
 from tests.support.processes import alive, eventually, own_children
 
+# Each of these starts processes of its own; together they take most of a minute.
+pytestmark = pytest.mark.slow
+
 Load = Callable[..., IsolatedModel]
 
 
