@@ -34,11 +34,14 @@ class GrpcInference:
         services: of the server.
         max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        service: runs the steps of each request.
     """
 
     def __init__(self, services: Services, max_shared_bytes: int, clock: Clock = monotonic_ns) -> None:
         regions = services.regions
-        self._service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes), clock)
+        self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes), clock)
 
     async def infer(self, message: bytes, call: GrpcCall) -> Message:
         """Serve ModelInfer: one ModelInferRequest in, one ModelInferResponse out.
@@ -56,14 +59,14 @@ class GrpcInference:
         try:
             await pending.completion
         except asyncio.CancelledError:
-            self._service.drop(pending)
+            self.service.drop(pending)
             raise
         except HeadraceError:
             pass  # `finish` counts and raises it
         finally:
             call.completion = None
         try:  # as in `finish`, without its call
-            return self._service.finish(pending)
+            return self.service.finish(pending)
         except Exception as error:
             self._raise(pending, error)
 
@@ -85,7 +88,7 @@ class GrpcInference:
             options: of the call's metadata.
 
         Returns:
-            The request. The caller must pass it to `finish` or `drop`, once.
+            The request. The caller must pass it to `finish` or `service.drop`, once.
 
         Raises:
             HeadraceError: the request cannot be served; the error is counted.
@@ -93,10 +96,10 @@ class GrpcInference:
         pending = PendingRequest(envelope.model_name, envelope.model_version, received_ns, options)
         pending.id = envelope.id
         try:
-            handle = self._service.lease(pending)
+            handle = self.service.lease(pending)
             if options.timeout_ns:
                 deadline_ns = options.deadline_ns(received_ns, deadline_ns)
-            self._service.enqueue(pending, handle, message, envelope, deadline_ns)
+            self.service.enqueue(pending, handle, message, envelope, deadline_ns)
         except Exception as error:
             self._raise(pending, error)
         return pending
@@ -108,20 +111,16 @@ class GrpcInference:
             HeadraceError: the request failed; the error is for the caller, and counted.
         """
         try:
-            return self._service.finish(pending)
+            return self.service.finish(pending)
         except Exception as error:
             self._raise(pending, error)
 
-    def drop(self, pending: PendingRequest) -> None:
-        """Drop a request whose caller disconnected."""
-        self._service.drop(pending)
-
     def record_unreadable(self, error: HeadraceError, received_ns: int) -> None:
         """Record a message that cannot be parsed."""
-        self._service.fail(PendingRequest("", "", received_ns), error)
+        self.service.fail(PendingRequest("", "", received_ns), error)
 
     def _raise(self, pending: PendingRequest, error: Exception) -> NoReturn:
-        failure = self._service.fail(pending, error)
+        failure = self.service.fail(pending, error)
         if failure is error:
             raise error
         raise failure from error
@@ -274,7 +273,7 @@ class _Stream:
     def close(self) -> None:
         """Abandon all requests in flight."""
         for pending in self._queued:
-            self._infer.drop(pending)
+            self._infer.service.drop(pending)
         self._queued.clear()
 
     def _begin(self, message: bytes) -> None:

@@ -278,8 +278,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._checked_cycle: RequestResponseCycle | None = None
         # The cycle whose application runs. With pipelined requests it is not the last one, which is `self.cycle`.
         self._active_cycle: RequestResponseCycle | None = None
-        self._endpoint: InferEndpoint | None = None  # of the requests whose heads are known
-        self._repeatable_head = b""  # of the request that was parsed last, if it came in one read and alone
+        self._endpoint: InferEndpoint | None = None  # serves requests with a cached head
+        self._repeatable_head = b""  # of the last parsed request, if one read had it and nothing else
         self._idle_since_s = 0.0  # event loop time at which the last repeated request was answered
         self._refusal = (0, "")
         self._has_received = False
@@ -473,7 +473,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             endpoint.keep_head(self._repeatable_head, head)
 
     def _read_head(self, data: bytes) -> bytes:
-        """The head in a read that began between two messages and ended with the first of them; b"" if none can be kept."""
+        """Return the head in a read that has exactly one request; b"" if the head cannot be cached."""
         head = data[: data.find(b"\r\n\r\n") + 4]
         cycle = self.cycle
         if (
@@ -491,7 +491,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         return head
 
     def _serve_repeated(self, data: bytes, endpoint: InferEndpoint) -> bool:
-        """Serve a read that is a known head and exactly its body; False if it is for the parser."""
+        """Serve a read that has a cached head and exactly its body; returns False if the parser must read it."""
         end = data.find(b"\r\n\r\n") + 4
         head = endpoint.heads.get(data[:end])
         if (
@@ -533,7 +533,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     async def drain(self) -> None:
-        """Wait until the client has read enough of what was written."""
+        """Wait until the write buffer has room again."""
         await self.flow.drain()
 
     def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
@@ -614,7 +614,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         if transport.is_closing() or self.stage is Stage.ENDING:
             return
         cycle = self.cycle
-        # If another response is due or was sent on the connection, the client would take this one for it.
+        # No response if another one is due or was sent on the connection: the client would assign it to the wrong request.
         if self.stage is Stage.BODY:
             is_silent = bool(self.pipeline) or cycle.response_started
         else:

@@ -53,7 +53,7 @@ _BINARY_HEAD = (
 )
 
 
-# Heads that are kept, and their largest size.
+# Limits of the cache of parsed heads: number of entries, bytes of one head.
 _MAX_HEADS = 256
 _MAX_HEAD_BYTES = 4096
 
@@ -118,7 +118,13 @@ class InferHeaders:
 
 
 class ParsedHead(NamedTuple):
-    """Result of parsing the request line and headers of an inference request."""
+    """Parsed request line and headers of an inference request.
+
+    Attributes:
+        model: name.
+        version: "" for the latest.
+        headers: parsed headers.
+    """
 
     model: str
     version: str
@@ -209,7 +215,7 @@ class InferEndpoint:
             Size of the JSON header in front of binary tensors, None if there are none; parts of the body; further headers.
 
         Raises:
-            HeadraceError: what the caller gets instead.
+            HeadraceError: the request failed; the error is for the caller.
         """
         size, parts = self.service.finish(pending)
         assert pending.handle is not None
@@ -226,7 +232,7 @@ class InferEndpoint:
         return failure, self._load_headers(pending.handle, self.clock()).pairs
 
     def keep_head(self, content: bytes, head: ParsedHead) -> None:
-        """Keep the result of parsing a head; the table is bounded, and emptied when it is full."""
+        """Cache the result of parsing a head; the cache is bounded and cleared when it is full."""
         if len(content) <= _MAX_HEAD_BYTES:
             if len(self.heads) >= _MAX_HEADS:
                 self.heads.clear()

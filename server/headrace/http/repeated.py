@@ -1,9 +1,9 @@
-"""Serves HTTP requests whose head repeats that of an earlier request, without the parser and without a task.
+"""Repeated HTTP requests: a request whose head equals that of an earlier one is served without parser and task.
 
-A client sends the same head with each request, byte for byte. Parsing it, the task and the steps of ASGI take half of the event
-loop's time of a small request. So results of parsing are kept by the bytes of the head, as HTTP/2 keeps header blocks.
-A read that holds a known head and exactly its body is decoded and queued at once, and the callback of its completion writes the
-response. uvicorn serves everything else.
+Clients repeat the same head with each request, byte for byte. Parsing, the task and the steps of ASGI take half of the event
+loop's time of a small request. So parsed heads are cached by their bytes, as HTTP/2 caches header blocks. A read that has a
+cached head and exactly its body is decoded and queued immediately, and the callback of its completion writes the response.
+uvicorn serves all other requests.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ class ResponseWriter(Protocol):
         """Continue with the next request of the connection."""
 
     def write(self, cycle: RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a whole response; False if the client reads slowly."""
+        """Write a complete response; returns False if the write buffer is full."""
 
     async def drain(self) -> None:
-        """Wait until the client has read enough."""
+        """Wait until the write buffer has room again."""
 
 
 class _NoEvent:
-    """Stands for the event of a uvicorn cycle: nothing waits for parts of a repeated request."""
+    """Replaces the event of a uvicorn cycle: nothing waits for parts of a repeated request."""
 
     def set(self) -> None:
         """A no-op."""
 
 
 class RepeatedRequest:
-    """One request: begun by `begin`, ended by the callback of its completion. Ownership: the event loop.
+    """One request: `begin` starts it, the callback of its completion ends it.
 
-    It stands for uvicorn's RequestResponseCycle in the connection, and for the task of the request in the server's set of tasks,
-    which a shutdown waits for and cancels at last.
+    It replaces uvicorn's RequestResponseCycle in the connection, and the task of the request in the server's set of tasks. A
+    shutdown waits for these tasks and cancels them after the drain timeout.
+
+    Ownership: the event loop.
 
     Args:
-        connection: that the request came on.
-        endpoint: serves it.
-        head: of the request.
-        reservation: of its body, ended with the request.
+        connection: of the request.
+        endpoint: serves the request.
+        head: of the request, cached.
+        reservation: of its body; released at the end of the request.
 
     Attributes:
         disconnected, keep_alive, response_started, response_complete: see uvicorn's RequestResponseCycle.
@@ -113,7 +115,7 @@ class RepeatedRequest:
         completion.then(self._finish)
 
     def cancel(self, msg: str | None = None) -> None:
-        """End the request with an error, as its time to drain is over; see `asyncio.Task.cancel`."""
+        """End the request with an error after the drain timeout; see `asyncio.Task.cancel`."""
         if self._writing is not None:
             self._writing.cancel()
             self._connection.transport.abort()
@@ -155,7 +157,7 @@ class RepeatedRequest:
             self._writing = self._connection.loop.create_task(self._write_later(head, parts))
 
     async def _write_later(self, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-        """Wait for a client that reads slowly."""
+        """Write the response after the write buffer has room again."""
         try:
             while not self._connection.write(self, head, parts):
                 await self._connection.drain()
@@ -165,4 +167,4 @@ class RepeatedRequest:
     def _end(self) -> None:
         self._reservation.end()
         self._connection.tasks.discard(self)
-        self._pending = self._writing = None  # an idle connection keeps no tensors
+        self._pending = self._writing = None  # an idle connection holds no tensors

@@ -88,7 +88,7 @@ def test_what_is_kept_of_a_version_goes_with_it() -> None:
         await until(lambda: models[0].waiting)
         models[0].answer()
         await asking
-        steps = service._service
+        steps = service.service
         assert len(steps._codecs) == 1
         steps._models = nothing
         del asking
