@@ -22,14 +22,14 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: '?(?P<word>[^']*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the word of `known` that is most similar to `word`; "" if none is similar."""
-    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)), "")
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the word of `names` that is most similar to `word`; "" if none is similar."""
+    return next(iter(difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.6)), "")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `did you mean NAME?` for the most similar word of `known`; "" if none is similar."""
-    match = nearest(word, known)
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return `did you mean NAME?` for the most similar word of `names`; "" if none is similar."""
+    match = nearest(word, names)
     return f"did you mean {match}?" if match else ""
 
 
@@ -80,8 +80,8 @@ class Parser(argparse.ArgumentParser):
         return "\n  ".join(f"unknown option {option}{self._answer(option)}" for option in options)
 
     def _answer(self, option: str) -> str:
-        known = self._options.get(self._command(), set()) | {"--help"}
-        answer = did_you_mean(option, known)
+        names = self._options.get(self._command(), set()) | {"--help"}
+        answer = did_you_mean(option, names)
         if hint := self.hint(option):
             return f" {hint}"
         return f": {answer}" if answer else f" ({self._command()} --help lists those there are)"

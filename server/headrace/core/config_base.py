@@ -103,12 +103,12 @@ _SIZE_UNITS = {"B": 1, **{f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)
 def _size_bytes(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    found = _SIZE.fullmatch(value)
-    if found is None:
+    match = _SIZE.fullmatch(value)
+    if match is None:
         raise Problems(
             [Problem((), f'"{value[:80]}" is not a size', 'write a number of bytes, or a size such as "2GiB"')]
         )
-    return int(float(found[1]) * _SIZE_UNITS[found[2]])
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 
 SizeBytes = Annotated[

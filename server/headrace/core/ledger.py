@@ -124,39 +124,41 @@ class Ledger:
                         f"the memory account of {account.name} is closed and cannot grow: open a new account"
                     )
                 return
-            more = size_bytes - was_bytes
-            if more > 0 and gpu != HOST:
-                self._check(account, gpu, kind, more)
-            account._held[gpu, kind] = account._held.get((gpu, kind), 0) + more
-            self._held[gpu] = self._held.get(gpu, 0) + more
+            added_bytes = size_bytes - was_bytes
+            if added_bytes > 0 and gpu != HOST:
+                self._check(account, gpu, kind, added_bytes)
+            account._held[gpu, kind] = account._held.get((gpu, kind), 0) + added_bytes
+            self._held[gpu] = self._held.get(gpu, 0) + added_bytes
 
-    def _check(self, account: MemoryAccount, gpu: int, kind: Kind, more: int) -> None:
-        own = account._holds(gpu)
+    def _check(self, account: MemoryAccount, gpu: int, kind: Kind, added_bytes: int) -> None:
+        account_bytes = account._holds(gpu)
         budget = account.budget_bytes
-        if budget is not None and own + more > budget:
+        if budget is not None and account_bytes + added_bytes > budget:
             message = (
-                f"needs {format_bytes(more)} more of GPU {gpu} for {kind}: it holds {format_bytes(own)}, "
+                f"needs {format_bytes(added_bytes)} more of GPU {gpu} for {kind}: it holds {format_bytes(account_bytes)}, "
                 f"its gpu_memory_budget is {format_bytes(budget)}"
             )
             cure = "raise gpu_memory_budget, or lower max_batch_size or the number of instances"
-            raise NoRoom(account.name, message, cure, gpu, own + more - budget, others=False)
+            raise NoRoom(account.name, message, cure, gpu, account_bytes + added_bytes - budget, others=False)
         limit = self._limits.get(gpu)
-        if limit is None or self._held.get(gpu, 0) + more <= limit:
+        if limit is None or self._held.get(gpu, 0) + added_bytes <= limit:
             return
-        free = max(limit - self._held.get(gpu, 0), 0)
+        free_bytes = max(limit - self._held.get(gpu, 0), 0)
         message = (
-            f"needs {format_bytes(more)} more of GPU {gpu} for {kind}: {format_bytes(free)} of {format_bytes(limit)} are free"
-            f" ({self._holders(account, gpu, own)})"
+            f"needs {format_bytes(added_bytes)} more of GPU {gpu} for {kind}: {format_bytes(free_bytes)} of "
+            f"{format_bytes(limit)} are free ({self._holders(account, gpu, account_bytes)})"
         )
         cure = "raise --gpu-memory-fraction, unload models, or lower max_batch_size or the number of instances"
-        raise NoRoom(account.name, message, cure, gpu, more - free, others=own + more <= limit)
+        raise NoRoom(
+            account.name, message, cure, gpu, added_bytes - free_bytes, others=account_bytes + added_bytes <= limit
+        )
 
-    def _holders(self, account: MemoryAccount, gpu: int, own: int) -> str:
+    def _holders(self, account: MemoryAccount, gpu: int, account_bytes: int) -> str:
         sizes = {other.name: 0 for other in self._accounts if other is not account}
         for other in self._accounts - {account}:
             sizes[other.name] += other._holds(gpu)
         largest = sorted(((size, name) for name, size in sizes.items() if size), key=lambda pair: (-pair[0], pair[1]))
-        usage = [f"it holds {format_bytes(own)}", *(f"{name} {format_bytes(size)}" for size, name in largest)]
+        usage = [f"it holds {format_bytes(account_bytes)}", *(f"{name} {format_bytes(size)}" for size, name in largest)]
         return ", ".join(usage)
 
     def _close(self, account: MemoryAccount) -> None:
@@ -235,7 +237,7 @@ class MemoryAccount:
         ]
 
     def _holds(self, gpu: int) -> int:
-        return sum(size_bytes for (place, _), size_bytes in self._held.items() if place == gpu)
+        return sum(size_bytes for (number, _), size_bytes in self._held.items() if number == gpu)
 
 
 class Reservation:

@@ -555,4 +555,4 @@ HEADRACE_FIELD_PATHS: tuple[Location, ...] = (
 
 def is_headrace_field(loc: Location) -> bool:
     """Return True for a field that Triton's message does not have, or a place inside one."""
-    return any(loc[: len(own)] == own for own in HEADRACE_FIELD_PATHS)
+    return any(loc[: len(path)] == path for path in HEADRACE_FIELD_PATHS)

@@ -157,8 +157,8 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
         y_title: title of the y axis, with the unit.
         log_y: True for a logarithmic y axis; values must be above 0.
     """
-    drawn = [one for one in series if one.points]
-    points = [point for one in drawn for point in one.points]
+    filled = [one for one in series if one.points]
+    points = [point for one in filled for point in one.points]
     parts = [text_element(title, _LEFT, 18, "t")]
     if not points:
         return "".join([*parts, text_element(_NO_DATA, WIDTH / 2, HEIGHT / 2, "s", "middle")])
@@ -169,7 +169,7 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
     up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, log_y)
     parts.append(_grid(y_ticks, up, x_title, y_title))
     parts += [text_element(short(x), across.at(x), HEIGHT - _BOTTOM + 16, "s", "middle") for x in _thinned(xs, across)]
-    for number, one in enumerate(drawn):
+    for number, one in enumerate(filled):
         parts.append(_line(number, one, across, up, y_title))
     return "".join(parts)
 
@@ -203,9 +203,11 @@ def curve_plot(panel: Panel, names: Sequence[str]) -> str:
         x = across.at(mark)
         parts.append(f'<path d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}" stroke="var(--ink)" stroke-dasharray="2 2"/>')
     for curve in panel.curves:
-        places = [(across.at(x), up.at(y)) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x]
-        if places:
-            parts.append(f'<path d="{_path(places, curve.step)}" fill="none" {_stroke(names.index(curve.name))}/>')
+        coordinates = [
+            (across.at(x), up.at(y)) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x
+        ]
+        if coordinates:
+            parts.append(f'<path d="{_path(coordinates, curve.step)}" fill="none" {_stroke(names.index(curve.name))}/>')
     return "".join(parts)
 
 
@@ -213,8 +215,8 @@ def curve_picture(panels: Sequence[Panel], title: str) -> str:
     """Return an SVG document with panels of curves in a row and one legend above."""
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
     legend_height = _CURVE_LEGEND_HEIGHT * len(names)
-    drawn = [(curve_plot(panel, names), HEIGHT) for panel in panels]
-    return _framed(drawn, curve_legend(names), legend_height, title) + "\n"
+    panels_drawn = [(curve_plot(panel, names), HEIGHT) for panel in panels]
+    return _framed(panels_drawn, curve_legend(names), legend_height, title) + "\n"
 
 
 def curve_legend(names: Sequence[str]) -> str:
@@ -333,8 +335,8 @@ class _Axis:
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         if high == low:
             return (self.start + self.end) / 2
-        place = (math.log(value) if self.log else value) - low
-        return self.start + (self.end - self.start) * place / (high - low)
+        offset = (math.log(value) if self.log else value) - low
+        return self.start + (self.end - self.start) * offset / (high - low)
 
 
 def _grid(y_ticks: Sequence[float], up: _Axis, x_title: str, y_title: str) -> str:
@@ -350,8 +352,8 @@ def _grid(y_ticks: Sequence[float], up: _Axis, x_title: str, y_title: str) -> st
     return "".join(parts)
 
 
-def _path(places: Sequence[tuple[float, float]], step: bool) -> str:
-    (x, y), *others = places
+def _path(coordinates: Sequence[tuple[float, float]], step: bool) -> str:
+    (x, y), *others = coordinates
     lines = (f"H{x:.1f}V{y:.1f}" if step else f"L{x:.1f} {y:.1f}" for x, y in others)
     return f"M{x:.1f} {y:.1f}" + "".join(lines)
 
@@ -365,10 +367,10 @@ def _stroke(number: int) -> str:
 
 def _line(number: int, series: Series, across: _Axis, up: _Axis, unit: str) -> str:
     ink = colour(series.name)
-    places = [(across.at(point.x), up.at(point.y)) for point in series.points]
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    coordinates = [(across.at(point.x), up.at(point.y)) for point in series.points]
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in coordinates)
     parts = [f'<path d="M{path}" fill="none" stroke="{ink}" stroke-width="2"/>']
-    for point, (x, y) in zip(series.points, places, strict=True):
+    for point, (x, y) in zip(series.points, coordinates, strict=True):
         label = f"{series.name}, {short(point.x)}: {short(point.y)} {unit}"
         if point.high is not None:
             top = up.at(point.high)
@@ -391,11 +393,11 @@ def _marker(number: int, x: float, y: float, ink: str) -> str:
 
 def _thinned(xs: Sequence[float], across: _Axis) -> list[float]:
     """Return the values whose labels do not overlap, always including the last."""
-    kept: list[float] = []
+    ticks: list[float] = []
     for x in reversed(xs):
-        if not kept or across.at(kept[-1]) - across.at(x) >= 26:
-            kept.append(x)
-    return kept
+        if not ticks or across.at(ticks[-1]) - across.at(x) >= 26:
+            ticks.append(x)
+    return ticks
 
 
 def text_element(text: str, x: float, y: float, style: str = "", anchor: str = "") -> str:

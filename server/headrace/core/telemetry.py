@@ -89,11 +89,11 @@ def trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None
         The context. None for invalid headers, which are ignored (W3C Trace Context, section 3.2): a request never fails
         because of its trace context.
     """
-    found = _TRACEPARENT.fullmatch(traceparent.strip(" \t"))
-    if found is None:
+    match = _TRACEPARENT.fullmatch(traceparent.strip(" \t"))
+    if match is None:
         return None
-    version, trace_id, span_id, flags, more = found.groups()
-    if version == "ff" or (version == "00" and more) or trace_id == _NO_TRACE or span_id == _NO_SPAN:
+    version, trace_id, span_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest) or trace_id == _NO_TRACE or span_id == _NO_SPAN:
         return None
     state = tracestate if len(tracestate) <= _MAX_STATE and tracestate.isascii() and tracestate.isprintable() else ""
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED), state)

@@ -222,8 +222,8 @@ class ResidentRows:
         """
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         # Applies NumPy's rules, to an array that uses no memory.
-        made = np.broadcast_to(np.empty((), np.bool_), self.shape).reshape(cast("tuple[int, ...]", sizes)).shape
-        return ResidentRows(self.address, self.device, self.dtype, made, self.owner, self._copy)
+        new_shape = np.broadcast_to(np.empty((), np.bool_), self.shape).reshape(cast("tuple[int, ...]", sizes)).shape
+        return ResidentRows(self.address, self.device, self.dtype, new_shape, self.owner, self._copy)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
         """Return a host copy.

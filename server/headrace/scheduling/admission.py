@@ -64,7 +64,7 @@ class QueueView(Protocol):
     def waiting_rows(self) -> int:
         """Rows in the queue."""
 
-    def place(self, entry: Entry) -> tuple[int, int, int]:
+    def locate(self, entry: Entry) -> tuple[int, int, int]:
         """Set the entry's sort key.
 
         Returns:
@@ -143,17 +143,17 @@ class AdmissionController:
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
             return
-        ahead, most, lag_ns = self._queue.place(last)
+        ahead, max_overtakers, lag_ns = self._queue.locate(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
             last.key = 0  # recomputed on push, after the keys of the other parts
         last.kind = kind = lag_ns.bit_length()
         rank = kind > 0 if self._shared else kind
         start = self._start(costs, free_ns, ahead, last.rows, now_ns)
-        if rank and most:
+        if rank and max_overtakers:
             overtakers = self._overtakers(costs, len(free_ns), rank, now_ns, start[0] - now_ns)
             if overtakers:
-                start = self._start(costs, free_ns, ahead + min(overtakers, most), last.rows, now_ns)
+                start = self._start(costs, free_ns, ahead + min(overtakers, max_overtakers), last.rows, now_ns)
         start_ns, done_ns = start[0], self._completion_ns(costs, start, last, now_ns)
         margin_ns = self._margins.ns(kind)
         if done_ns + margin_ns > due_ns:
@@ -162,7 +162,7 @@ class AdmissionController:
             refusal = "requests arrive faster than the model serves them (predicted: {0:.3g} ms); retry later"
         else:
             last.predicted_ns = done_ns
-            self._arrivals.came(rank, last.rows, now_ns)
+            self._arrivals.add(rank, last.rows, now_ns)
             return
         if self._should_probe(costs, free_ns, ahead, last, now_ns):
             last.predicted_ns = done_ns
@@ -252,12 +252,12 @@ class AdmissionController:
 
     def _overtakers(self, costs: BatchCosts, instances: int, kind: int, now_ns: int, wait_ns: int) -> int:
         """Bound the rows that will arrive during `wait_ns` and be served first, at the recent arrival rate."""
-        came = self._arrivals.below(kind, now_ns)
-        if not came:
+        arrived = self._arrivals.below(kind, now_ns)
+        if not arrived:
             return 0
         usual = self._usual_rows(costs)
-        served = usual * instances * LATELY_NS / costs.estimates_ns[usual]
-        rows = came * wait_ns / LATELY_NS / (1 - min(came / served, _MOST_OVERTAKING))
+        served_rows = usual * instances * LATELY_NS / costs.estimates_ns[usual]
+        rows = arrived * wait_ns / LATELY_NS / (1 - min(arrived / served_rows, _MOST_OVERTAKING))
         return int(rows + 2 * sqrt(rows))
 
     def _usual_rows(self, costs: BatchCosts) -> int:
@@ -322,11 +322,11 @@ class AdmissionController:
         if not self.changed and now_ns < self._free_until_ns:
             return self._free
         self.changed = False
-        free_ns, until_ns, most = [], FAR_NS, self._policy.max_rows
+        free_ns, until_ns, max_rows = [], FAR_NS, self._policy.max_rows
         for since_ns, batches in self.in_flight_work():
             end_ns = since_ns
             for taken_ns, rows in batches:
-                end_ns = max(end_ns, taken_ns) + costs.estimates_ns[min(rows, most)]
+                end_ns = max(end_ns, taken_ns) + costs.estimates_ns[min(rows, max_rows)]
                 if end_ns > now_ns:
                     until_ns = min(until_ns, end_ns)
                 else:  # the batch takes longer than predicted
@@ -399,7 +399,7 @@ class RecentArrivals:
     def __init__(self) -> None:
         self._recent: dict[int, tuple[float, int]] = {}  # decayed rows, time of the last arrival
 
-    def came(self, kind: int, rows: int, now_ns: int) -> None:
+    def add(self, kind: int, rows: int, now_ns: int) -> None:
         """Record rows that were queued."""
         before, last_ns = self._recent.get(kind, (0.0, now_ns))
         self._recent[kind] = _decayed(before, now_ns - last_ns) + rows, now_ns
@@ -407,9 +407,9 @@ class RecentArrivals:
     def below(self, kind: int, now_ns: int) -> float:
         """Return the rows of more urgent classes in about the last `LATELY_NS`."""
         rows = 0.0
-        for each, (came, last_ns) in list(self._recent.items()):
+        for each, (arrived, last_ns) in list(self._recent.items()):
             if each < kind:
-                rows += _decayed(came, now_ns - last_ns)
+                rows += _decayed(arrived, now_ns - last_ns)
         return rows
 
 
@@ -431,12 +431,12 @@ class Quotas:
 
     Args:
         limits: quotas by client.
-        most: number of buckets for clients without a configured quota.
+        max_clients: number of buckets for clients without a configured quota.
     """
 
-    def __init__(self, limits: RateLimits, most: int = MAX_CLIENTS) -> None:
+    def __init__(self, limits: RateLimits, max_clients: int = MAX_CLIENTS) -> None:
         self._limits = limits
-        self._most = most
+        self._max_clients = max_clients
         self._lock = threading.Lock()
         self._named: dict[str, int] = {}
         self._others: OrderedDict[str, int] = OrderedDict()  # the longest idle first
@@ -475,7 +475,7 @@ class Quotas:
         full_ns = others.get(client)
         if full_ns is None:
             full_ns = 0
-            if len(others) >= self._most:
+            if len(others) >= self._max_clients:
                 oldest, oldest_ns = next(iter(others.items()))
                 if oldest_ns > now_ns:  # not full yet: removing it would refill it early
                     wait_ns, self._shared_bucket_ns = _charge(quota, self._shared_bucket_ns, now_ns)

@@ -108,10 +108,10 @@ class Skip:
     """Decision to serve some requests last, since they miss their due time or would make others miss theirs. Decide again.
 
     Attributes:
-        places: their positions in the order of serving, from 0, ascending.
+        positions: their positions in the order of serving, from 0, ascending.
     """
 
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,30 +167,30 @@ def decide(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchC
 
 def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
     """Select the largest useful batch whose members, and the requests behind it, meet their due times."""
-    most, promises_ns = policy.max_rows, costs.promises_ns
-    wanted = costs.best[min(view.total_rows, most)] if policy.merge else 0
-    if view.total_rows > wanted > 0:  # the fast path, taken for most batches under load
+    max_rows, promises_ns = policy.max_rows, costs.promises_ns
+    target_rows = costs.best[min(view.total_rows, max_rows)] if policy.merge else 0
+    if view.total_rows > target_rows > 0:  # the fast path, taken for most batches under load
         first_rows = 1 if view.count == view.total_rows else next(iter(view.row_counts()))
-        size = max(wanted, min(first_rows, most))  # an entry is never split here
-        if now_ns + promises_ns[size] <= view.due_from_ns(wanted):
-            return Take(_fitting(view, wanted), CloseReason.FULL)
+        size = max(target_rows, min(first_rows, max_rows))  # an entry is never split here
+        if now_ns + promises_ns[size] <= view.due_from_ns(target_rows):
+            return Take(_fitting(view, target_rows), CloseReason.FULL)
     rows = count = 0
     due_ns = FAR_NS
     for member_rows, member_due_ns in view.members():
-        more = rows + member_rows
-        if count and more > wanted:
+        next_rows = rows + member_rows
+        if count and next_rows > target_rows:
             return Take(count, CloseReason.FULL if policy.merge else CloseReason.SINGLE)
         due_ns = min(due_ns, member_due_ns)
-        if now_ns + promises_ns[min(more, most)] > due_ns:
+        if now_ns + promises_ns[min(next_rows, max_rows)] > due_ns:
             break
-        rows, count = more, count + 1
+        rows, count = next_rows, count + 1
     else:
-        if rows >= costs.best[most]:
+        if rows >= costs.best[max_rows]:
             return Take(count, CloseReason.FULL)
         return _take_or_wait(view, now_ns, policy, due_ns - promises_ns[rows + 1])
     if count:  # a smaller batch meets its due times; check the requests behind it
-        behind = costs.best[min(view.total_rows - rows, most)]
-        if now_ns + promises_ns[min(rows, most)] // costs.instances + promises_ns[behind] <= member_due_ns:
+        behind = costs.best[min(view.total_rows - rows, max_rows)]
+        if now_ns + promises_ns[min(rows, max_rows)] // costs.instances + promises_ns[behind] <= member_due_ns:
             return Take(count, CloseReason.DEADLINE)
     return _skip_late(view, now_ns, policy, costs)
 
@@ -213,23 +213,23 @@ def _skip_late(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: Ba
     Small batches for the most urgent requests would cost throughput until all requests are late (early drop in Nexus: H. Shen
     and others, SOSP 2019). If enough other requests fill the batch, requests that may be late (95th percentile) are skipped too.
     """
-    most, left, rows = policy.max_rows, view.total_rows, 0
+    max_rows, remaining_rows, rows = policy.max_rows, view.total_rows, 0
     late: list[int] = []
-    wanted = costs.best[min(left, most)] if policy.merge else 1
-    for place, (member_rows, due_ns) in enumerate(view.members()):
-        if rows and rows + member_rows > wanted:
+    target_rows = costs.best[min(remaining_rows, max_rows)] if policy.merge else 1
+    for position, (member_rows, due_ns) in enumerate(view.members()):
+        if rows and rows + member_rows > target_rows:
             break
-        size = max(wanted, min(member_rows, most))
-        takes_ns = costs.estimates_ns if left - member_rows < wanted else costs.promises_ns
+        size = max(target_rows, min(member_rows, max_rows))
+        takes_ns = costs.estimates_ns if remaining_rows - member_rows < target_rows else costs.promises_ns
         if now_ns + takes_ns[size] <= due_ns:
             rows += member_rows
         else:
-            late.append(place)
-            left -= member_rows
-            wanted = costs.best[min(left, most)] if policy.merge else 1
+            late.append(position)
+            remaining_rows -= member_rows
+            target_rows = costs.best[min(remaining_rows, max_rows)] if policy.merge else 1
     if late:
         return Skip(tuple(late))
-    return Take(_fitting(view, wanted), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
+    return Take(_fitting(view, target_rows), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
 
 
 def _fitting(view: ShapeQueueView, max_rows: int) -> int:
@@ -334,8 +334,8 @@ def draw_costs(profile: LatencyTable, policy: BatchPolicy, instances: int = 1, o
         best.append(before if worse else rows)
     costs = BatchCosts(promises_ns, estimates_ns, best, instances)
     if policy.objective_ns:
-        most = _most_rows(costs, policy.objective_ns)
-        costs = costs._replace(best=[min(rows, most) for rows in best])
+        max_rows = _most_rows(costs, policy.objective_ns)
+        costs = costs._replace(best=[min(rows, max_rows) for rows in best])
     return _limited(costs, _NEARLY, costs.best[1:])
 
 
@@ -348,15 +348,15 @@ def _most_rows(costs: BatchCosts, objective_ns: int) -> int:
     all requests later.
     """
     affordable_ns = objective_ns * costs.instances / (costs.instances + 1) * _ROOM
-    most = max((rows for rows in costs.best[1:] if costs.promises_ns[rows] <= affordable_ns), default=1)
+    max_rows = max((rows for rows in costs.best[1:] if costs.promises_ns[rows] <= affordable_ns), default=1)
     possible = [rows for rows in costs.best[1:] if costs.promises_ns[rows] <= objective_ns] or costs.best[1:]
-    return max(most, _smallest(costs, possible, _LEAST))
+    return max(max_rows, _smallest(costs, possible, _LEAST))
 
 
 def _limited(costs: BatchCosts, share: float, sizes: Sequence[int]) -> BatchCosts:
     """Limit batches to the smallest of `sizes` that reaches `share` of the best rows per second."""
-    most = _smallest(costs, sizes, share)
-    return costs._replace(best=[min(rows, most) for rows in costs.best])
+    max_rows = _smallest(costs, sizes, share)
+    return costs._replace(best=[min(rows, max_rows) for rows in costs.best])
 
 
 def _smallest(costs: BatchCosts, sizes: Sequence[int], share: float) -> int:

@@ -117,8 +117,8 @@ class LoadSnapshot:
     @property
     def best_rows(self) -> int:
         """The smallest measured batch size with nearly the best throughput; 0 if none was measured."""
-        known = {known.rows for known in self.profile.known() if known.rows <= self.max_rows}
-        rates = {rows: self.throughput(rows) for rows in sorted(known)}
+        measured = {entry.rows for entry in self.profile.known() if entry.rows <= self.max_rows}
+        rates = {rows: self.throughput(rows) for rows in sorted(measured)}
         best = max(rates.values(), default=0.0)
         return next((rows for rows, rate in rates.items() if rate >= _NEARLY * best), 0)
 
@@ -195,8 +195,8 @@ class Bottleneck:
 
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
     """Return the bottlenecks of a version, the most important first; never empty."""
-    found = [limit for rule in _RULES if (limit := rule(load)) is not None]
-    return found or [_headroom(load)]
+    bottlenecks = [limit for rule in _RULES if (limit := rule(load)) is not None]
+    return bottlenecks or [_headroom(load)]
 
 
 def _percent(share: float) -> str:

@@ -542,13 +542,13 @@ def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
 
 def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
     """Record the parts that the batch's GPU reads by itself, and return one copy for each run of other parts."""
-    dtype, row_shape, places = buffer.dtype, buffer.shape[1:], (PINNED, in_flight.device)
+    dtype, row_shape, readable = buffer.dtype, buffer.shape[1:], (PINNED, in_flight.device)
     start = row = 0  # first row of the present run, next row
     copied: list[Array] = []
     copies: list[_Copy] = []
     for part in parts:
         stop = row + part.shape[0]
-        if is_resident(part) and part.device in places and part.dtype == dtype and part.shape[1:] == row_shape:
+        if is_resident(part) and part.device in readable and part.dtype == dtype and part.shape[1:] == row_shape:
             in_flight.resident_inputs.append((name, row, part))
             if copied:
                 copies.append((buffer[start:row], copied))
@@ -657,5 +657,5 @@ class LaunchPacing:
 
     def _estimate_ns(self, rows: int) -> int:
         """Return the device time of the largest measured batch of at most `rows`: an underestimate if `rows` is unmeasured."""
-        place = bisect_right(self._measured_rows, rows)
-        return self._service_ns[self._measured_rows[place - 1]] if place else 0
+        index = bisect_right(self._measured_rows, rows)
+        return self._service_ns[self._measured_rows[index - 1]] if index else 0

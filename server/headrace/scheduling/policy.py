@@ -140,5 +140,9 @@ class HandlePolicy:
     @property
     def queue_limits(self) -> QueueLimits:
         """`limits`, with the bounds of priority levels added."""
-        counts = {level - 1: own.max_count for level, own in self.level_policies.items() if own.max_count}
+        counts = {
+            level - 1: level_policy.max_count
+            for level, level_policy in self.level_policies.items()
+            if level_policy.max_count
+        }
         return replace(self.limits, level_counts=counts) if counts else self.limits

@@ -177,11 +177,11 @@ class QueueOrder:
         """True while several clients have queued requests."""
         return self.shares is not None and self.shares.several
 
-    def served(self, entries: Sequence[Entry]) -> None:
+    def advance(self, entries: Sequence[Entry]) -> None:
         """Advance the virtual time to the entries of a batch."""
         if self.shares is not None:
             tags = [entry.key - entry.level * self.handicap_ns for entry in entries if not entry.last]
-            self.shares.served(max(tags, default=0), sum([entry.rows for entry in entries]))
+            self.shares.advance(max(tags, default=0), sum([entry.rows for entry in entries]))
 
 
 class FairShares:
@@ -235,7 +235,7 @@ class FairShares:
             self._ends[client] -= cost
         return cost
 
-    def served(self, tag: int, rows: int) -> None:
+    def advance(self, tag: int, rows: int) -> None:
         """Record a batch by its greatest start tag and its rows."""
         if tag <= self.now:
             return
@@ -308,13 +308,13 @@ class SortedEntries:
             else:
                 runs.append([entry])
             return False
-        place = 0
+        index = 0
         if len(runs) > 1:
-            place = bisect_right(runs, key, key=_last_key)
-            run = runs[place]
+            index = bisect_right(runs, key, key=_last_key)
+            run = runs[index]
         insort_right(run, entry, key=_KEY)
         if len(run) >= 2 * MAX_RUN:
-            runs.insert(place + 1, run[MAX_RUN:])
+            runs.insert(index + 1, run[MAX_RUN:])
             del run[MAX_RUN:]
         return True
 
@@ -326,24 +326,24 @@ class SortedEntries:
     def before(self, key: int) -> int:
         """Return the number of entries before an entry of this key; requires that `is_at_end` is False."""
         runs, count = self.runs, 0
-        place = bisect_right(runs, key, key=_last_key) if len(runs) > 1 else 0
-        for run in runs[:place]:
+        index = bisect_right(runs, key, key=_last_key) if len(runs) > 1 else 0
+        for run in runs[:index]:
             count += len(run)
-        return count + bisect_right(runs[place], key, key=_KEY)
+        return count + bisect_right(runs[index], key, key=_KEY)
 
     def take(self, count: int) -> list[Entry]:
         """Remove and return the first `count` entries, or all if there are fewer."""
         runs = self.runs
         run = runs[0]
-        taken = run[:count]
+        removed = run[:count]
         del run[:count]
         while not run and len(runs) > 1:
             del runs[0]
             run = runs[0]
-            left = count - len(taken)
-            taken += run[:left]
-            del run[:left]
-        return taken
+            missing = count - len(removed)
+            removed += run[:missing]
+            del run[:missing]
+        return removed
 
     def put_back(self, entries: list[Entry]) -> None:
         """Insert entries at the front; no other entry may have a smaller key."""
@@ -354,15 +354,15 @@ class SortedEntries:
         runs, key = self.runs, entry.key
         number = bisect_left(runs, key, key=_last_key)
         run = runs[number]
-        place = bisect_left(run, key, key=_KEY)
+        index = bisect_left(run, key, key=_KEY)
         while (
-            place == len(run) or run[place] is not entry
+            index == len(run) or run[index] is not entry
         ):  # few keys are equal, except of requests that arrive together
-            place += 1
-            if place >= len(run):
-                number, place = number + 1, 0
+            index += 1
+            if index >= len(run):
+                number, index = number + 1, 0
                 run = runs[number]
-        del run[place]
+        del run[index]
         if not run and len(runs) > 1:
             del runs[number]
 
@@ -493,39 +493,39 @@ class ShapeQueue:
 
     def take(self, count: int) -> list[Entry]:
         """Remove and return the first `count` live entries."""
-        taken: list[Entry] = []
+        removed: list[Entry] = []
         entries = self._entries
-        while len(taken) < count and (slots := entries.take(count - len(taken))):
+        while len(removed) < count and (slots := entries.take(count - len(removed))):
             for entry in slots:
                 if entry.queued:
                     entry.queued = False
-                    taken.append(entry)
+                    removed.append(entry)
                 else:
                     self._dead -= 1
         if self.due_count:
-            self.due_count -= sum([entry.due_ns != FAR_NS for entry in taken])
-        if self._last and len(taken) < count:
-            self._take_last(count, taken)
-        self.count -= len(taken)
-        self.total_rows -= sum(map(_ROWS, taken))
+            self.due_count -= sum([entry.due_ns != FAR_NS for entry in removed])
+        if self._last and len(removed) < count:
+            self._take_last(count, removed)
+        self.count -= len(removed)
+        self.total_rows -= sum(map(_ROWS, removed))
         if not entries.runs[0]:
             self._out_of_order = False
         if self._dead:
             self._trim()
-        return taken
+        return removed
 
-    def remove_at(self, places: Sequence[int]) -> list[Entry]:
+    def remove_at(self, positions: Sequence[int]) -> list[Entry]:
         """Remove and return the live entries at these positions in the order of serving; none of them may be last."""
-        front = self.take(places[-1] + 1)
-        removed = [front[place] for place in places]
-        removed_places = set(places)
-        left = [entry for place, entry in enumerate(front) if place not in removed_places]
-        for entry in left:
+        front = self.take(positions[-1] + 1)
+        removed = [front[position] for position in positions]
+        removed_places = set(positions)
+        remaining = [entry for position, entry in enumerate(front) if position not in removed_places]
+        for entry in remaining:
             entry.queued = True
-        self._entries.put_back(left)
-        self.count += len(left)
-        self.total_rows += sum([entry.rows for entry in left])
-        self.due_count += sum([entry.due_ns != FAR_NS for entry in left])
+        self._entries.put_back(remaining)
+        self.count += len(remaining)
+        self.total_rows += sum([entry.rows for entry in remaining])
+        self.due_count += sum([entry.due_ns != FAR_NS for entry in remaining])
         self._out_of_order = True
         return removed
 
@@ -560,14 +560,14 @@ class ShapeQueue:
             entry.key -= gained.get(entry.client, 0)
         self._entries.refill(sorted(self._entries, key=_KEY))
 
-    def _take_last(self, count: int, taken: list[Entry]) -> None:
+    def _take_last(self, count: int, removed: list[Entry]) -> None:
         last = self._last
-        while last and len(taken) < count:
+        while last and len(removed) < count:
             entry = last.popleft()
             if entry.queued:
                 entry.queued = False
                 self.last_rows -= entry.rows
-                taken.append(entry)
+                removed.append(entry)
             else:
                 self._dead -= 1
 
@@ -634,7 +634,7 @@ class Queue:
         """Estimate the rows that would be served before such an entry, if it were queued now."""
         return self._rows_before(self.order.key(level, due_ns, enqueued_ns, client))
 
-    def place(self, entry: Entry) -> tuple[int, int, int]:
+    def locate(self, entry: Entry) -> tuple[int, int, int]:
         """Set an entry's key, and predict its position in the order of serving.
 
         Returns:
@@ -676,17 +676,17 @@ class Queue:
 
     def take(self, shape_queue: ShapeQueue, count: int) -> list[Entry]:
         """Remove and return the first `count` entries of a shape queue, for a batch."""
-        taken = shape_queue.take(count)
-        self._uncount(taken)
+        removed = shape_queue.take(count)
+        self._uncount(removed)
         if not self.order.plain:
-            self.order.served(taken)
+            self.order.advance(removed)
         if len(self.shape_queues) > 1:
-            self._close_if_empty(shape_queue, taken[0].shape_key)
-        return taken
+            self._close_if_empty(shape_queue, removed[0].shape_key)
+        return removed
 
-    def skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> list[Entry]:
+    def skip(self, shape_queue: ShapeQueue, positions: Sequence[int]) -> list[Entry]:
         """Remove and return entries at these positions in the order of serving, to be demoted or rejected."""
-        skipped = shape_queue.remove_at(places)
+        skipped = shape_queue.remove_at(positions)
         shares = self.order.shares
         if shares is not None:
             gained: dict[str, int] = {}
@@ -720,12 +720,14 @@ class Queue:
 
     def clear(self) -> list[Entry]:
         """Remove and return all entries."""
-        taken = [entry for shape_queue in self._shape_queues.values() for entry in shape_queue.take(shape_queue.count)]
-        for entry in taken:
+        removed = [
+            entry for shape_queue in self._shape_queues.values() for entry in shape_queue.take(shape_queue.count)
+        ]
+        for entry in removed:
             self._mark_unserved(entry)
-        self._uncount(taken)
+        self._uncount(removed)
         self._shape_queues.clear()
-        return taken
+        return removed
 
     def _rows_before(self, key: int) -> int:
         rows = 0

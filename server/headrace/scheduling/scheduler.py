@@ -114,7 +114,7 @@ class BatchSelector:
                     self._refuse_overdue(shape_queue, now_ns)
                 return batch
             if type(answer) is Skip:
-                self._skip(shape_queue, answer.places)
+                self._skip(shape_queue, answer.positions)
             elif type(answer) is WaitUntil:
                 return answer
         return IDLE
@@ -166,9 +166,9 @@ class BatchSelector:
             return min(ready, key=lambda each: each[0].rank)
         return min(answers, key=lambda each: each[1].time_ns if type(each[1]) is WaitUntil else 0)
 
-    def _skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> None:
+    def _skip(self, shape_queue: ShapeQueue, positions: Sequence[int]) -> None:
         """Serve entries of a shape queue last, or reject them if their deadline will have passed."""
-        for entry in self.queue.skip(shape_queue, places):
+        for entry in self.queue.skip(shape_queue, positions):
             if entry.deadline_ns > entry.due_ns:
                 entry.last = True
                 self.queue.push(entry)
@@ -214,11 +214,11 @@ class BatchSelector:
 
     def _check_level(self, entries: list[Entry]) -> None:
         level = entries[0].level
-        most = self.limits.level_counts.get(level, 0)
+        max_count = self.limits.level_counts.get(level, 0)
         count = self.queue.level(level)[0]
-        if most and count + len(entries) > most:
+        if max_count and count + len(entries) > max_count:
             raise Overloaded(
-                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} are allowed: retry later",
+                f"the queue of priority level {level + 1} is full: {count} requests wait, {max_count} are allowed: retry later",
                 self._retry_s(),
             )
 
@@ -499,10 +499,10 @@ class Scheduler:
         with self._lock:
             return self._queue.level(level)
 
-    def place(self, entry: Entry) -> tuple[int, int, int]:
+    def locate(self, entry: Entry) -> tuple[int, int, int]:
         """Call `Queue.place` under the lock."""
         with self._lock:
-            return self._queue.place(entry)
+            return self._queue.locate(entry)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """Estimate the queued rows that would be served before such a request.

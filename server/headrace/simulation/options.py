@@ -66,8 +66,8 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     """Declare the options of a setting."""
 
     # Without defaults: a setting of --compare starts from the values of the first setting.
-    def add(option: str, **more: object) -> None:
-        parser.add_argument(option, default=argparse.SUPPRESS, **more)  # type: ignore[arg-type]
+    def add(option: str, **options: object) -> None:
+        parser.add_argument(option, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
 
     add(
         "--profile",

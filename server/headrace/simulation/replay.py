@@ -238,9 +238,9 @@ def profile_of(document: object) -> LatencyProfile:
         return LatencyProfile(_latency(_medians(measured), "the profile"))
     if "compute" not in document:
         return LatencyProfile(_latency(document, "the profile"))
-    known = {"compute", "fill", "copy_in", "copy_out", "padded", "variation"}
-    if unknown := sorted(set(document) - known):
-        raise ValueError(f"unknown key '{unknown[0]}' in the profile: use {', '.join(sorted(known))}")
+    keys = {"compute", "fill", "copy_in", "copy_out", "padded", "variation"}
+    if unknown := sorted(set(document) - keys):
+        raise ValueError(f"unknown key '{unknown[0]}' in the profile: use {', '.join(sorted(keys))}")
     padded, variation = document.get("padded", False), document.get("variation", 0.0)
     if not isinstance(padded, bool):
         raise ValueError(f"padded is {padded!r:.40}: use true or false")
@@ -585,9 +585,9 @@ class _Handle(ModelHandle):
         batch = policy.batch
         self._scheduler.set_instances(policy.instances)
         times = StepTimes(model.profile, batch.max_rows, variation)
-        most = batch.max_rows
-        sizes = {most, *batch.preferred_rows, *(1 << power for power in range(most.bit_length()))}
-        self.profile.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= most})
+        max_rows = batch.max_rows
+        sizes = {max_rows, *batch.preferred_rows, *(1 << power for power in range(max_rows.bit_length()))}
+        self.profile.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= max_rows})
         instances = _Instances(loop, self._scheduler)
         paced = model.depth > 1 and batch.merge
         for device in devices:

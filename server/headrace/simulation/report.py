@@ -118,17 +118,19 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
 
     def figures(name: str, among: npt.NDArray[np.int64], slo_ms: float | None, models: Sequence[int]) -> Figures:
         counted_requests = among[counted[among]]
-        served = latency_ns[counted_requests[answered[counted_requests]]] / NS_PER_US
+        latencies = latency_ns[counted_requests[answered[counted_requests]]] / NS_PER_US
         failed = [replay.outcomes[number] for number in counted_requests[~answered[counted_requests]].tolist()]
         rows, reasons = _batches(replay, models, warm_up_ns)
         promised = any(slos_ms[model] is not None for model in models or all_models)
         return Figures(
             name=name,
             requests=len(counted_requests),
-            answered=len(served),
+            answered=len(latencies),
             errors=dict(sorted(Counter(failed).items())),
-            mean_us=float(served.mean()) if len(served) else float("nan"),
-            percentiles_us=tuple(np.percentile(served, PERCENTILES).tolist() if len(served) else [float("nan")] * 4),
+            mean_us=float(latencies.mean()) if len(latencies) else float("nan"),
+            percentiles_us=tuple(
+                np.percentile(latencies, PERCENTILES).tolist() if len(latencies) else [float("nan")] * 4
+            ),
             throughput_hz=float(in_time[among].sum() / window_s),
             goodput_hz=float(good[among].sum() / window_s) if promised else None,
             slo_ms=slo_ms,
@@ -268,10 +270,10 @@ def panels(
     for (name, replay), slo_ms in zip(done, slos_ms, strict=True):
         latency_ms = (np.array(replay.latency_ns) + overhead_ns) / NS_PER_MS
         answered = np.array([outcome == ANSWERED for outcome in replay.outcomes], dtype=bool)
-        served = np.sort(latency_ms[answered])
-        places = np.unique(np.linspace(0, len(served) - 1, 200).astype(int)) if len(served) else np.empty(0, int)
+        latencies = np.sort(latency_ms[answered])
+        indices = np.unique(np.linspace(0, len(latencies) - 1, 200).astype(int)) if len(latencies) else np.empty(0, int)
         within.append(
-            PlotCurve(name, served[places].tolist(), (100 * (places + 1) / max(len(trace), 1)).tolist(), step=True)
+            PlotCurve(name, latencies[indices].tolist(), (100 * (indices + 1) / max(len(trace), 1)).tolist(), step=True)
         )
         limits = np.array([math.inf if slo is None else slo for slo in slo_ms])[trace.models]
         done_s = trace.times_ns / NS_PER_S + latency_ms / 1000

@@ -158,8 +158,8 @@ def make_trace(load: Workload, names: Sequence[str], generator: np.random.Genera
     models = np.repeat(np.arange(len(names)), [len(each) for each in per_model])
     order = np.argsort(times, kind="stable")
     sizes = np.array([rows for rows, _ in load.rows], dtype=np.int64)
-    rows = sizes[_drawn([weight for _, weight in load.rows], len(times), generator)]
-    clients = _drawn([weight for _, weight in load.clients], len(times), generator) if load.clients else None
+    rows = sizes[_choose([weight for _, weight in load.rows], len(times), generator)]
+    clients = _choose([weight for _, weight in load.clients], len(times), generator) if load.clients else None
     return Trace(
         times_ns=(times[order] * NS_PER_S).astype(np.int64),
         models=models[order].astype(np.int64),
@@ -173,7 +173,7 @@ def make_trace(load: Workload, names: Sequence[str], generator: np.random.Genera
     )
 
 
-def _drawn(weights: Sequence[float], count: int, generator: np.random.Generator) -> Integers:
+def _choose(weights: Sequence[float], count: int, generator: np.random.Generator) -> Integers:
     """Draw `count` indices of `weights` in proportion to them; draws nothing if there is one weight."""
     if len(weights) == 1:
         return np.zeros(count, np.int64)

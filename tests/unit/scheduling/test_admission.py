@@ -30,7 +30,7 @@ class Line:
         self.urgent = False  # the request is served before all others
         self.lag_ns, self.overtakers = 1000, 1000  # of who does not
 
-    def place(self, entry: Entry) -> tuple[int, int, int]:
+    def locate(self, entry: Entry) -> tuple[int, int, int]:
         return (0, 0, 0) if self.urgent else (self.waiting_rows, self.overtakers, self.lag_ns)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:

@@ -160,8 +160,8 @@ def test_batches_by_due_times_are_as_promised(
     plan = draw_costs(profile, policy)
     answer = decide(View(rows, 0, tuple(dues)), 0, policy, plan)
     if isinstance(answer, Skip):
-        assert answer.places
-        assert all(dues[place] < plan.promises_ns[max(plan.best[8], *rows)] for place in answer.places)
+        assert answer.positions
+        assert all(dues[place] < plan.promises_ns[max(plan.best[8], *rows)] for place in answer.positions)
         return
     assert isinstance(answer, Take)
     taken, size = dues[: answer.count], sum(rows[: answer.count])

@@ -123,10 +123,10 @@ def test_what_is_ahead_reckons_with_those_who_will_go_on_asking(small: int) -> N
         for _ in range(small):
             queue.push(entry(number, client="small"))
         served(queue, 8)
-    waiting, (rows, overtakers, _) = queue.total_rows, queue.place(entry(1000, client="flood"))
+    waiting, (rows, overtakers, _) = queue.total_rows, queue.locate(entry(1000, client="flood"))
     assert rows == waiting
     assert overtakers == pytest.approx(waiting * small / (8 - small), rel=0.1)
-    rows, overtakers, _ = queue.place(entry(1000, client="small"))
+    rows, overtakers, _ = queue.locate(entry(1000, client="small"))
     assert rows + overtakers <= 8
 
 
@@ -208,5 +208,5 @@ def test_names_without_end_are_not_remembered() -> None:
     shares = FairShares(Sharing())
     for number in range(100_000):
         shares.queued(f"name {number}", 1)
-        shares.served(shares.start("nobody"), 1)
+        shares.advance(shares.start("nobody"), 1)
     assert len(shares._ends) < 20_000

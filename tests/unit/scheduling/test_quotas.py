@@ -70,7 +70,7 @@ def test_no_stretch_of_time_has_more_than_rate_and_burst_allow(steps_ns: list[in
 
 
 def test_names_made_up_by_the_thousand_share_one_bucket() -> None:
-    quotas = Quotas(RateLimits({"shop": Quota(1.0, 5)}, Quota(1.0, burst=2)), most=100)
+    quotas = Quotas(RateLimits({"shop": Quota(1.0, 5)}, Quota(1.0, burst=2)), max_clients=100)
     served = sum(charge(quotas, f"bot {number}", number) == 0 for number in range(10_000))
     assert served == 100 + 2, "a hundred are remembered, the crowd behind them is one client"
     assert [charge(quotas, "shop", 20_000) for _ in range(6)] == [0, 0, 0, 0, 0, pytest.approx(1.0)]
