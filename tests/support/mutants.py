@@ -57,8 +57,8 @@ SCHEDULING = (
     ),
     Mutant(
         "the last member of a batch does not count for its time",
-        "        if now_ns + promises_ns[min(more, most)] > due_ns:\n",
-        "        if now_ns + promises_ns[min(rows, most)] > due_ns:\n",
+        "        if now_ns + promises_ns[min(next_rows, max_rows)] > due_ns:\n",
+        "        if now_ns + promises_ns[min(rows, max_rows)] > due_ns:\n",
         ("test_decides_by_what_is_due", "test_batches_by_due_times_are_as_promised"),
     ),
     Mutant(
@@ -77,7 +77,7 @@ SCHEDULING = (
         "dead entries of a lane are not counted",
         "            self.due_count -= 1\n        self._dead += 1\n        self._trim()\n",
         "            self.due_count -= 1\n        self._trim()\n",
-        ("test_leavers_behind_a_stalled_head_do_not_pile_up", "test_counts_stay_exact"),
+        ("test_cancelled_entries_behind_a_stalled_front_do_not_accumulate", "test_counts_stay_exact"),
     ),
     Mutant(
         "admission forgets the batches that wait ahead",
@@ -90,10 +90,10 @@ SCHEDULING = (
 COMPLETION = (
     Mutant(
         "a settled completion is settled again with its batch",
-        "        if not completion._once.acquire(False):  # `claim` and `finish`, without the calls\n            continue\n",
+        "        if not completion._once.acquire(False):  # `claim` and `finish`, inlined\n            continue\n",
         "        completion._once.acquire(False)\n",
         (
-            "test_a_caller_who_leaves_in_the_air_takes_nobody_along",
+            "test_a_request_cancelled_in_flight_does_not_affect_the_others",
             "test_every_request_is_settled_once_with_its_own_rows",
         ),
     ),
@@ -117,8 +117,8 @@ COMPLETION = (
     ),
     Mutant(
         "rows of a batch are cut one too far",
-        "        results.append({name: array[start:stop] for name, array in named})\n        start = stop\n",
-        "        results.append({name: array[start:stop] for name, array in named})\n        start = stop - 1\n",
+        "            results.append(rows)\n            start = stop\n",
+        "            results.append(rows)\n            start = stop - 1\n",
         ("test_rows_return_to_their_callers_from_one_batch",),
     ),
 )
@@ -198,7 +198,7 @@ GPU_PIPELINE = (
     ),
     Mutant(
         "a discarded flight's memory is lost",
-        "        self._give_back(_batch_state(batch).slot)\n",
+        "        self._release_slot(_batch_state(batch).slot)\n",
         "        _batch_state(batch)\n",
         ("test_a_discarded_flight_is_free_again",),
     ),
