@@ -58,7 +58,7 @@ def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
             queued_ns = monotonic_ns()
         if choice:
             account = _pending(1, queued_ns, 6).access_record(WIRE, monotonic_ns(), response)
-            accounts.answered(choice, account, recorder)
+            accounts.record_success(choice, account, recorder)
 
     found = cpu_us(request, 20_000)
     accounts.close()

@@ -291,7 +291,7 @@ class Model:
             output_names = _output_names(handle.spec, outputs)
             response = handle.infer_blocking(request)
         except HeadraceError as error:
-            handle.failed(error, received_ns)
+            handle.record_failure(error, received_ns)
             raise
         finally:
             handle.release()
@@ -343,7 +343,7 @@ class Model:
                 completion.abandon()
                 raise
         except HeadraceError as error:
-            handle.failed(error, received_ns)
+            handle.record_failure(error, received_ns)
             raise
         finally:
             handle.release()

@@ -29,10 +29,10 @@ class KeptRecords:
         self.contexts.append((model, context))
         return SamplingDecision(TraceSelection("0" * 31 + "1"), True)
 
-    def answered(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
+    def record_success(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
         assert sampling.log
         self.answers.append(record)
 
-    def failed(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
+    def record_failure(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
         self.untraced += sampling is None
         self.failures.append(record)

@@ -47,7 +47,7 @@ class Handle(Protocol):
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return queue depth, running rows and predicted wait; also for each priority level if `by_level`."""
 
-    def failed(self, error: HeadraceError, received_ns: int) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
         """Count a failed request; `received_ns` is the monotonic time of its arrival."""
 
     def release(self) -> None:
@@ -188,10 +188,10 @@ class Observer(Protocol):
     def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
         """Decide whether to trace or log a request, before it is queued; None for neither. Called only while `active`."""
 
-    def answered(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
+    def record_success(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
         """Record a successful request that was sampled."""
 
-    def failed(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
+    def record_failure(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
         """Record a failed request, sampled or not."""
 
 

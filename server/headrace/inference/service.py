@@ -266,7 +266,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         encode_from_ns = done_ns if times is None else times.split_ns
         handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - encode_from_ns)
         if pending.sampling is not None:
-            self._observer.answered(
+            self._observer.record_success(
                 pending.sampling, pending.access_record(self._wire, ended_ns, response), handle.recorder
             )
         pending.leased = False
@@ -288,9 +288,9 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         handle = pending.handle
         if handle is not None and pending.leased:
             pending.leased = False
-            handle.failed(failure, pending.received_ns)
+            handle.record_failure(failure, pending.received_ns)
             handle.release()
-        self._observer.failed(pending.sampling, pending.access_record(self._wire, self._clock(), error=failure))
+        self._observer.record_failure(pending.sampling, pending.access_record(self._wire, self._clock(), error=failure))
         return failure
 
     def drop(self, pending: PendingRequest) -> None:

@@ -590,14 +590,14 @@ class RequestObserver:
         log = self._log.active and self._log.wants(trace is not None)
         return SamplingDecision(trace, log) if log or trace is not None else None
 
-    def answered(self, sampling: SamplingDecision, access_record: AccessRecord, exemplars: Exemplars) -> None:
+    def record_success(self, sampling: SamplingDecision, access_record: AccessRecord, exemplars: Exemplars) -> None:
         """Record a selected request that succeeded."""
         trace = sampling.trace
         if trace is not None and trace.trace_id and access_record.times is not None:
             exemplars.add_exemplar(access_record.times.split_ns - access_record.received_ns, trace.trace_id)
         self._record(sampling, access_record)
 
-    def failed(self, sampling: SamplingDecision | None, access_record: AccessRecord) -> None:
+    def record_failure(self, sampling: SamplingDecision | None, access_record: AccessRecord) -> None:
         """Record a request that failed, selected or not.
 
         A request that failed before the queue is traced if its caller's trace is sampled.

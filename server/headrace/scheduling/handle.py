@@ -1,7 +1,7 @@
 """One loaded model version as the rest of the server uses it: `ModelHandle`.
 
 The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to
-another process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop, `infer_blocking` and
+another process. Ownership: `admit`, `infer`, `record_failure` and `release` are called on the event loop, `infer_blocking` and
 `release` on any other thread of a program that holds a lease; the rest by the control thread.
 
 `RequestTimeouts` ends a request's wait at its deadline or at its queue's timeout.
@@ -227,7 +227,7 @@ class ModelHandle:
         self.used_ns = now_ns
         return entries
 
-    def failed(self, error: HeadraceError, received_ns: int) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
         """Count a request that was answered with an error."""
         self.recorder.failure(error.reason, max(self._clock() - received_ns, 0))
 

@@ -82,7 +82,7 @@ class Handle:
         self.loads += 1
         return LOAD
 
-    def failed(self, error: HeadraceError, received_ns: int) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
         assert received_ns > 0
         self.failures.append(error)
 

@@ -59,7 +59,7 @@ def test_it_is_active_only_where_an_answer_may_be_chosen(mode: RequestLogMode, s
 def test_a_traced_request_is_logged_with_its_trace_and_stands_as_an_example(traced: Kit) -> None:
     sampling = traced.observer.sample("m", CONTEXT)
     assert sampling is not None
-    traced.observer.answered(sampling, GOOD, traced.recorder)
+    traced.observer.record_success(sampling, GOOD, traced.recorder)
     assert traced.sink.traces == ["a" * 32]
     (line,) = traced.lines()
     assert line["trace_id"] == "a" * 32
@@ -72,13 +72,13 @@ def test_a_sample_of_the_rest_is_logged() -> None:
     for number in range(6):
         sampling = kit.observer.sample("m", None)
         if sampling is not None:
-            kit.observer.answered(sampling, GOOD._replace(request_id=str(number), context=None), kit.recorder)
+            kit.observer.record_success(sampling, GOOD._replace(request_id=str(number), context=None), kit.recorder)
     assert [line["id"] for line in kit.lines()] == ["1", "3", "5"]
 
 
 def test_what_failed_before_it_could_be_chosen_is_logged_and_traced(traced: Kit) -> None:
-    traced.observer.failed(None, BAD)
-    traced.observer.failed(None, BAD._replace(context=CONTEXT._replace(sampled=False)))
+    traced.observer.record_failure(None, BAD)
+    traced.observer.record_failure(None, BAD._replace(context=CONTEXT._replace(sampled=False)))
     assert traced.sink.traces == ["a" * 32]
     lines = traced.lines()
     assert [(line["level"], line["status"], line["error"]) for line in lines] == [("error", "INTERNAL", "broken")] * 2
@@ -89,22 +89,22 @@ def test_who_sends_nonsense_does_not_fill_the_disk(mode: RequestLogMode, lines: 
     kit = Kit(mode)
     before = dict(DROPPED.items())[("request_log",)]
     for _ in range(300):
-        kit.observer.failed(None, BAD)
+        kit.observer.record_failure(None, BAD)
     for _ in range(2):
-        kit.observer.failed(None, BAD._replace(ended_ns=1_000_000_000))
+        kit.observer.record_failure(None, BAD._replace(ended_ns=1_000_000_000))
     assert len(kit.lines()) == lines
     assert dict(DROPPED.items())[("request_log",)] - before == 302 - lines
 
 
 def test_off_is_off() -> None:
     kit = Kit("off")
-    kit.observer.failed(None, BAD)
+    kit.observer.record_failure(None, BAD)
     assert kit.lines() == []
 
 
 def test_clients_that_are_secrets_go_under_pseudonyms() -> None:
     kit = Kit("errors", secret=True)
-    kit.observer.failed(None, BAD._replace(client="hunter2"))
+    kit.observer.record_failure(None, BAD._replace(client="hunter2"))
     (line,) = kit.lines()
     assert str(line["client"]).startswith("secret-")
     assert "hunter2" not in str(line)

@@ -21,7 +21,7 @@ def test_a_quota_is_explained_without_naming_the_client() -> None:
         await served.infer(ask(1, client="hunter2"))
         with pytest.raises(QuotaExceeded) as refused:
             served.infer(ask(2, client="hunter2"))
-        served.failed(refused.value, 1)
+        served.record_failure(refused.value, 1)
         served.lease()
         registry: Any = SimpleNamespace(lease=lambda _model, _version: served)
         told = Explainer(registry)("fake", "1")
