@@ -23,8 +23,8 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.test_tensorrt_failures import full_gpu
 from tests.support.control_thread import EXPLICIT, ask, expected, index, run, until
+from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.models import add_model, affine
-from tests.support.own_memory import own_bytes
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -81,10 +81,10 @@ def needs(repository: Path) -> dict[str, int]:
 
 def test_own_bytes_are_those_of_this_process() -> None:
     with current():
-        before, block = own_bytes(), DeviceBuffer(64 << 20)
-        taken = own_bytes() - before
+        before, block = process_gpu_bytes(), DeviceBuffer(64 << 20)
+        taken = process_gpu_bytes() - before
         block.free()
-        left = own_bytes() - before
+        left = process_gpu_bytes() - before
     assert (64 << 20) <= taken < (80 << 20)
     assert left < 16 << 20
 
@@ -95,12 +95,12 @@ def room(size_bytes: int) -> float:
 
 def test_what_is_booked_is_what_is_taken(repository: Path, needs: dict[str, int]) -> None:
     booked = needs["a"]  # and what the driver loads once is there
-    before = own_bytes()
+    before = process_gpu_bytes()
     taken: list[int] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await ask(registry, "a"), 1)
-        taken.append(own_bytes() - before)
+        taken.append(process_gpu_bytes() - before)
 
     run(repository, check, names=frozenset({"a"}))
     print(f"booked {booked >> 10} KiB, taken {taken[0] >> 10} KiB", flush=True)
@@ -139,7 +139,7 @@ def test_parking_gives_all_memory_back(repository: Path, needs: dict[str, int]) 
             for seed, name in enumerate("abc", 1):
                 assert same(await ask(registry, name), seed)
             await until(lambda: index(registry)["c", "1"] == READY)
-            own.append(own_bytes())
+            own.append(process_gpu_bytes())
 
     run(repository, check, ALL, gpu_memory_fraction=room(max(needs.values())))
     print("MiB of this process", [size_bytes >> 20 for size_bytes in own], flush=True)

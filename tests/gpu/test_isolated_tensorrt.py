@@ -25,7 +25,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.support.processes import eventually, own_children
+from tests.support.processes import eventually, isolated_children_of_this_process
 from tests.support.tensorrt_networks import answers, convolutions, cosine, pictures
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
@@ -89,7 +89,7 @@ def test_flights_overlap_there_and_survive_its_death(plan: Path) -> None:
             for execution in executions:
                 flights = [fly(execution, x) for x in batches]
                 assert all(right(execution.finish(flight), x) for flight, x in zip(flights, batches, strict=True))
-            (child,) = own_children()
+            (child,) = isolated_children_of_this_process()
             os.kill(child, signal.SIGKILL)
             eventually(lambda: not model.process_status.up, 30)
         assert right(executions[0].run({"x": batches[1]}), batches[1])

@@ -20,7 +20,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import TargetSpec
 
 from tests.gpu.test_tensorrt_engines import ORDER, TARGET, built, refused, rows
-from tests.support.own_memory import own_bytes
+from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.tensorrt_networks import convolutions, pictures
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
@@ -92,7 +92,7 @@ def test_nothing_stays_on_the_gpu(tmp_path: Path) -> None:
         with refused("was not built for"):
             engine.run({"x": pictures(1 << 13)})
         engine.close()
-        taken_bytes.append(own_bytes())
+        taken_bytes.append(process_gpu_bytes())
     # The first one loads kernels, which stay; 4,096 rows take 128 MiB and more.
     assert taken_bytes[3] - taken_bytes[1] < 32 << 20, taken_bytes
 

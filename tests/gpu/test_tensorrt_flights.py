@@ -28,7 +28,7 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import kernel_reference as reference
-from tests.support.own_memory import own_bytes, processes
+from tests.support.gpu_process_memory import process_gpu_bytes, processes
 from tests.support.tensorrt_networks import answers, convolutions, cosine
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
@@ -118,11 +118,11 @@ def test_stages_leave_nothing_behind(plan: Path) -> None:
     for _ in range(2):
         with opened(plan) as execution:
             execution.run({"x": pictures(ROWS)})
-    before = own_bytes()
+    before = process_gpu_bytes()
     for _ in range(3):
         with opened(plan) as execution:
             execution.run({"x": pictures(ROWS)})
-    assert own_bytes() - before <= 32 << 20, (before, own_bytes())
+    assert process_gpu_bytes() - before <= 32 << 20, (before, process_gpu_bytes())
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.completions import RecordedCompletion, request
 from tests.support.examples import examples
-from tests.support.slots import Slot, request
 
 MS = 1_000_000
 ROWS = 32
@@ -80,7 +80,7 @@ class World:
         deadline_ns = arrival.at_ns + arrival.deadline_ns if arrival.deadline_ns else 0
         new_request = request(arrival.rows, client=arrival.client, deadline_ns=deadline_ns)
         new_request.received_ns = arrival.at_ns
-        new = Entry(new_request, Slot(), arrival.level, self.now_ns, self.objective_ns)
+        new = Entry(new_request, RecordedCompletion(), arrival.level, self.now_ns, self.objective_ns)
         new.remove = self.scheduler.discard
         new.completion.after = new.on_settled
         self.entries.append(new)

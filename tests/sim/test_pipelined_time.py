@@ -23,9 +23,9 @@ from headrace.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.completions import RecordedCompletion, request
 from tests.support.examples import examples
 from tests.support.fakes import SPEC
-from tests.support.slots import Slot, request
 from tests.support.virtual_pipeline import Cost, CostModel, VirtualPipeline
 
 US = 1_000
@@ -67,7 +67,7 @@ class World:
 
     def ask(self, rows: int = 1, then: Callable[[], None] = lambda: None) -> None:
         """A request now; `then` is called when it is answered."""
-        entry = Entry(request(rows, value=float(len(self.entries))), Slot(), 0, self.now_ns)
+        entry = Entry(request(rows, value=float(len(self.entries))), RecordedCompletion(), 0, self.now_ns)
         entry.completion.after = then
         self.entries.append(entry)
         self.scheduler.enqueue([entry])

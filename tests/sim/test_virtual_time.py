@@ -18,8 +18,8 @@ from headrace.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.completions import RecordedCompletion, request
 from tests.support.examples import examples
-from tests.support.slots import Slot, request
 
 
 @dataclass
@@ -67,7 +67,7 @@ class World:
             self.pull()
 
     def arrive(self, arrival: Arrival) -> None:
-        new = Entry(request(arrival.rows, arrival.shape), Slot(), arrival.level, self.now_ns)
+        new = Entry(request(arrival.rows, arrival.shape), RecordedCompletion(), arrival.level, self.now_ns)
         new.remove = self.scheduler.discard
         new.completion.after = new.on_settled
         try:
@@ -183,5 +183,5 @@ def test_queue_timeouts_reject_only_waiting_requests(coming: list[Arrival], time
         if id(each) in served:
             assert taken_at[id(each)] <= each.enqueued_ns + timeout_ns
         elif isinstance(each.completion.outcome, QueueTimeout):
-            assert isinstance(each.completion, Slot)
+            assert isinstance(each.completion, RecordedCompletion)
             assert len(each.completion.outcomes) == 1

@@ -15,7 +15,7 @@ from headrace.backends.base import ExecutionLost, InFlightBatch
 from headrace.core.tensor import PINNED, Array, is_resident
 
 from tests.support.fakes import InstanceKilledError
-from tests.support.residents import read
+from tests.support.resident_rows import read
 
 # A row that starts with one of these makes the call of that name do it.
 RAISES = {"begin": -11.0, "launch": -12.0, "finish": -13.0}

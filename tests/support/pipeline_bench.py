@@ -22,15 +22,15 @@ from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
 
+from tests.support.completions import RecordedCompletion
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC
-from tests.support.slots import Slot
 
 # Its requests have rows of different widths.
 _ANY_WIDTH = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, -1))})
 
 
-class Caller(Slot):
+class Caller(RecordedCompletion):
     """Waits for its answer."""
 
     __slots__ = ("notified",)

@@ -46,7 +46,7 @@ def processor_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def own_children() -> list[int]:
+def isolated_children_of_this_process() -> list[int]:
     """Of this process."""
     return isolated_children(os.getpid())
 

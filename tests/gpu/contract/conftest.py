@@ -106,11 +106,11 @@ def real_gpu() -> GpuUnderTest:
         pytest.skip("needs an NVIDIA GPU and PyCUDA")
     from headrace.cuda import devices
 
-    from tests.support.own_memory import own_bytes
+    from tests.support.gpu_process_memory import process_gpu_bytes
 
     if not devices.count():
         pytest.skip("needs an NVIDIA GPU")
-    return GpuUnderTest(None, exported_by_a_process, own_bytes, 32 << 20)
+    return GpuUnderTest(None, exported_by_a_process, process_gpu_bytes, 32 << 20)
 
 
 # Allocates memory with the content from standard input, prints the IPC handle, then answers commands.

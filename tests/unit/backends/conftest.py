@@ -16,7 +16,7 @@ from tests.support import fragile_backend as fragile
 from tests.support.fake_gpu import cuda as cuda
 from tests.support.fake_gpu import trt as trt
 from tests.support.fake_gpu import trt_version as trt_version
-from tests.support.processes import own_children
+from tests.support.processes import isolated_children_of_this_process
 
 Load = Callable[..., IsolatedModel]
 
@@ -41,7 +41,7 @@ def load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Load]:
     for model in models:
         model.close()
     models.clear()
-    assert own_children() == []
+    assert isolated_children_of_this_process() == []
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("supervisor")]
     caplog.clear()
     gc.collect()  # errors hold what they came through

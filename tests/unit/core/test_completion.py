@@ -10,16 +10,18 @@ from headrace.core.completion import LoopCompletion, Mailbox, settle_all
 from headrace.core.errors import Cancelled, ModelFailed
 from headrace.core.request import InferResponse
 
-from tests.support.slots import Slot
+from tests.support.completions import RecordedCompletion
 
 
 def test_the_first_wins_among_racing_threads() -> None:
     for _ in range(200):
-        slot = Slot()
+        slot = RecordedCompletion()
         barrier = threading.Barrier(4)
         wins: list[bool] = []
 
-        def race(slot: Slot = slot, barrier: threading.Barrier = barrier, wins: list[bool] = wins) -> None:
+        def race(
+            slot: RecordedCompletion = slot, barrier: threading.Barrier = barrier, wins: list[bool] = wins
+        ) -> None:
             barrier.wait()
             wins.append(slot.settle(InferResponse({})))
 

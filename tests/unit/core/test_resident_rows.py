@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from headrace.core.tensor import PINNED, as_input, is_resident
 
-from tests.support.residents import HostOwner, read, resident
+from tests.support.resident_rows import HostOwner, read, resident
 
 ARRAY = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
 

@@ -29,8 +29,8 @@ from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.observability.counters import ERRORS, Recorder
 from tritonclient.grpc import service_pb2
 
-from tests.support.kept_accounts import KeptRecords
-from tests.support.rings import left_frames
+from tests.support.access_recorder import AccessRecorder
+from tests.support.reference_cycles import leaked_frames
 
 pb: Any = service_pb2
 SPEC = ModelSpec(
@@ -56,7 +56,7 @@ class Model:
         self.leases = 0
         self.failures: list[HeadraceError] = []
         self.raises: Exception | None = None
-        self.observer = KeptRecords(active)
+        self.observer = AccessRecorder(active)
         self.recorder = Recorder()
 
     def lease(self, name: str, version: str) -> Model:
@@ -279,7 +279,7 @@ def test_requests_of_a_stream_that_failed_are_given_back_at_once() -> None:
         await serving
         assert [response.error_message != "" for response in call.got] == [True, True]
 
-    with left_frames() as left:
+    with leaked_frames() as left:
         run(test)
     assert not [name for name in left if name.startswith(("GrpcInference", "_Stream"))]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from headrace.core.tensor import NOWHERE, PINNED, is_resident
 
-from tests.support.residents import read
+from tests.support.resident_rows import read
 from tests.unit.http.test_codec_shared_memory import (
     N_WIRE,
     SPEC,

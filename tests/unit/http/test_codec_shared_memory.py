@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 from tritonclient.utils import serialize_byte_tensor
 
-from tests.support.residents import resident
+from tests.support.resident_rows import resident
 
 SPEC = ModelSpec(
     "m",

@@ -32,8 +32,8 @@ from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.models import Services
 from headrace.observability.counters import Recorder
 
-from tests.support.kept_accounts import KeptRecords
-from tests.support.rings import left_frames
+from tests.support.access_recorder import AccessRecorder
+from tests.support.reference_cycles import leaked_frames
 
 LIMIT = 4_000
 LOAD = ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
@@ -103,10 +103,10 @@ class Models:
         return self.handle
 
 
-def services(handle: Handle, observer: KeptRecords | None = None) -> Services:
+def services(handle: Handle, observer: AccessRecorder | None = None) -> Services:
     nothing: Any = None
     models: Any = Models(handle)
-    told = observer or KeptRecords()
+    told = observer or AccessRecorder()
     return Services(models, nothing, nothing, nothing, told, nothing, nothing, "0", (), nothing)
 
 
@@ -119,7 +119,7 @@ def call(
     headers: Sequence[tuple[bytes, bytes]] = (),
     then: Sequence[dict[str, Any]] = (),
     model: str = "twice",
-    observer: KeptRecords | None = None,
+    observer: AccessRecorder | None = None,
 ) -> Answer | None:
     """One request in as many parts as there are bodies; None if nothing was answered."""
     incoming: list[dict[str, Any]] = [
@@ -279,7 +279,7 @@ def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
 
 
 def test_every_request_that_is_chosen_is_told_of() -> None:
-    observer = KeptRecords(active=True)
+    observer = AccessRecorder(active=True)
     traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     headers = [(b"traceparent", traceparent.encode()), (b"x-headrace-client", b"me")]
     assert call(Handle(timed=True), request(), headers=headers, observer=observer) is not None
@@ -296,7 +296,7 @@ def test_every_request_that_is_chosen_is_told_of() -> None:
 
 
 def test_while_nobody_chooses_only_failures_are_told_of() -> None:
-    observer = KeptRecords()
+    observer = AccessRecorder()
     assert call(Handle(), request(), observer=observer) is not None
     assert observer.answers == observer.failures == []
     assert call(Handle(), request(), model="other", observer=observer) is not None
@@ -368,6 +368,6 @@ def test_header_lengths_that_are_none(value: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [DeadlineExceeded, Cancelled, ModelFailed])
 def test_the_body_of_a_request_that_failed_is_given_back_at_once(kind: type[HeadraceError]) -> None:
-    with left_frames() as left:
+    with leaked_frames() as left:
         call(Handle(kind("broken")), request())  # nobody else holds the error
     assert not [name for name in left if name.startswith(("InferEndpoint", "_wait"))]

@@ -19,7 +19,7 @@ from headrace.repository.registry import Registry
 from tests.support import fragile_backend as fragile
 from tests.support.control_thread import ask, index, put, run, same, until
 from tests.support.models import add_model, identity
-from tests.support.processes import own_children
+from tests.support.processes import isolated_children_of_this_process
 
 ALL = ControlPolicy("none")
 ISOLATED = "isolation: process\n"
@@ -32,11 +32,11 @@ def test_an_isolated_model_answers_as_another_does(tmp_path: Path) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
         for _number in range(4):
             assert same(await ask(registry), 1)
-        assert len(own_children()) == 1
+        assert len(isolated_children_of_this_process()) == 1
         assert registry.ready()
 
     run(repository, check, ALL)
-    assert own_children() == []
+    assert isolated_children_of_this_process() == []
 
 
 def test_readiness_tells_while_there_is_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,12 +44,12 @@ def test_readiness_tells_while_there_is_no_process(tmp_path: Path, monkeypatch: 
     put(repository, 1, config=ISOLATED)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        (child,) = own_children()
+        (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
         await until(lambda: not registry.ready())
         assert same(await ask(registry), 1), "it waits for the next process"
         assert registry.ready()
-        assert own_children() != [child]
+        assert isolated_children_of_this_process() != [child]
         assert index(registry)["m", "1"][0] == "READY"
 
     run(repository, check, ALL)
@@ -61,14 +61,14 @@ def test_a_reload_swaps_processes(tmp_path: Path) -> None:
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await reconciler.load("m", None, {})
-        before = own_children()
+        before = isolated_children_of_this_process()
         put(repository, 2)
         await reconciler.load("m", None, {})
         assert same(await ask(registry), 2)
-        await until(lambda: len(own_children()) == 1)
-        assert own_children() != before
+        await until(lambda: len(isolated_children_of_this_process()) == 1)
+        assert isolated_children_of_this_process() != before
         await reconciler.unload("m", False)
-        await until(lambda: own_children() == [])
+        await until(lambda: isolated_children_of_this_process() == [])
 
     run(repository, check)
 
@@ -139,7 +139,7 @@ def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
         asking = [asyncio.create_task(ask(registry)) for _ in range(200)]
         await asyncio.sleep(0)
-        (child,) = own_children()
+        (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
         answers = await asyncio.gather(*asking, return_exceptions=True)
         wrong = [answer for answer in answers if isinstance(answer, BaseException) or not same(answer, 1)]

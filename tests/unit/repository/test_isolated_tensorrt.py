@@ -20,7 +20,7 @@ from tests.support import fake_tensorrt_child
 from tests.support.control_thread import ask, index, put, run, same
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
-from tests.support.processes import own_children
+from tests.support.processes import isolated_children_of_this_process
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(loader_module.FACTORIES, "tensorrt", fake_tensorrt_child.FACTORY)
     yield
     assert not cuda.live
-    assert own_children() == []
+    assert isolated_children_of_this_process() == []
 
 
 def with_plan(tmp_path: Path, config: str = "", plan: bytes | None = None) -> Path:
@@ -59,7 +59,7 @@ def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
         for _round in range(2):
             answers = await asyncio.gather(*(ask(registry) for _ in range(20)))
             assert all(same(answer, 2) for answer in answers)
-            (child,) = own_children()
+            (child,) = isolated_children_of_this_process()
             os.kill(child, signal.SIGKILL)
         assert same(await ask(registry), 2)
         handle.release()
@@ -90,7 +90,7 @@ def test_a_plan_that_does_not_load_there_gives_way_to_the_onnx_file(tmp_path: Pa
         assert state == "READY"
         assert reason.startswith("model.onnx serves in place of model.plan, which cannot be loaded: ")
         assert why in reason
-        assert len(own_children()) == 1, "the ONNX file has a process of its own as well"
+        assert len(isolated_children_of_this_process()) == 1, "the ONNX file has a process of its own as well"
 
     run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
 

@@ -17,7 +17,7 @@ from headrace.core.errors import BadRequest
 from headrace.core.tensor import PINNED, Array
 from headrace.repository.shared_memory import SYSTEM, Pinned, SharedMemoryRegions
 
-from tests.support.residents import read
+from tests.support.resident_rows import read
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm")
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC
-from tests.support.residents import read, resident
+from tests.support.resident_rows import read, resident
 from tests.unit.scheduling.test_handle_pipeline import play, served
 
 MIB = 1 << 20

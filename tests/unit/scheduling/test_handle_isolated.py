@@ -23,7 +23,7 @@ from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support import fragile_backend as fragile
 from tests.support.fakes import SPEC, ask
-from tests.support.processes import eventually, own_children
+from tests.support.processes import eventually, isolated_children_of_this_process
 
 Scenario = Callable[[ModelHandle], Coroutine[Any, Any, None]]
 
@@ -42,7 +42,7 @@ def play(folder: Path, words: str, scenario: Scenario, limit_s: float = 20.0, **
             await scenario(handle)
         finally:
             assert await asyncio.to_thread(handle.close, 20)
-        assert own_children() == []
+        assert isolated_children_of_this_process() == []
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -74,7 +74,7 @@ def test_only_who_kills_the_process_gets_the_error(tmp_path: Path, words: str, i
 def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> None:
     async def scenario(handle: ModelHandle) -> None:
         assert y_of(await handle.infer(ask(1))) == 2
-        (child,) = own_children()
+        (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
         await asyncio.to_thread(eventually, lambda: handle.process_status is not None and not handle.process_status.up)
         handle.admit()

@@ -8,7 +8,7 @@ from headrace.scheduling.queue import FAR_NS, Entry, Queue, QueueOrder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.slots import entry
+from tests.support.completions import entry
 
 
 def test_shapes_wait_apart_and_levels_in_order() -> None:

@@ -11,14 +11,14 @@ from headrace.scheduling.queue import FAR_NS, HORIZON_NS, Entry, FairShares, Que
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.completions import RecordedCompletion, request
 from tests.support.examples import examples
-from tests.support.slots import Slot, request
 
 AGING_NS = 100 * NS_PER_MS
 
 
 def entry(enqueued_ns: int = 0, due_ns: int = FAR_NS, level: int = 0, client: str = "", rows: int = 1) -> Entry:
-    new = Entry(request(rows, client=client), Slot(), level, enqueued_ns)
+    new = Entry(request(rows, client=client), RecordedCompletion(), level, enqueued_ns)
     new.due_ns = due_ns
     return new
 

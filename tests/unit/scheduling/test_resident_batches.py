@@ -15,7 +15,7 @@ from headrace.scheduling.executor import Staging
 from headrace.scheduling.pipeline import Filler
 from headrace.scheduling.queue import Entry
 
-from tests.support.residents import HostOwner, read, resident
+from tests.support.resident_rows import HostOwner, read, resident
 
 NONE = np.float32(-1)
 

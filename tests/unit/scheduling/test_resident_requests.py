@@ -20,7 +20,7 @@ from headrace.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import RAISES, FakePipeline
 from tests.support.fakes import FakeModel, ask
-from tests.support.residents import HostOwner, resident
+from tests.support.resident_rows import HostOwner, resident
 from tests.unit.scheduling.test_handle_pipeline import error_of, play, served
 
 

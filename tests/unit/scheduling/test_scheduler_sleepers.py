@@ -7,7 +7,7 @@ import threading
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.scheduler import Batch, Scheduler
 
-from tests.support.slots import entry
+from tests.support.completions import entry
 
 
 class Puller:

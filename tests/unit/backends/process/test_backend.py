@@ -17,7 +17,7 @@ from headrace.core.tensor import Array
 
 from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
-from tests.support.processes import own_children
+from tests.support.processes import isolated_children_of_this_process
 
 Load = Callable[..., IsolatedModel]
 
@@ -51,7 +51,7 @@ def test_it_runs_in_one_process_that_is_not_ours_for_all_instances(load: Load) -
     model = load(instances=3)
     executions = [model.execution(index) for index in range(3)]
     found = {pid(execution.run(x_of(1))) for execution in executions}
-    assert found == set(own_children())
+    assert found == set(isolated_children_of_this_process())
     assert find_isolated_model(model) is model
     assert model.process_status == (True, "", 0)
     assert not is_pipelined(executions[0])
@@ -159,4 +159,4 @@ def test_what_the_process_has_no_room_for_is_refused_as_by_our_own_ledger(
         loaded_with(tmp_path, ledger.account("m", "1", budget), weights)
     assert (caught.value.gpu, caught.value.others, caught.value.lacking_bytes) == (0, others, lacking)
     assert caught.value.findings[0].path == "m/1"
-    assert own_children() == []
+    assert isolated_children_of_this_process() == []

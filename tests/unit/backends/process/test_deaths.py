@@ -18,7 +18,7 @@ from headrace.core.errors import ModelFailed, Unavailable
 
 from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
-from tests.support.processes import alive, eventually, own_children
+from tests.support.processes import alive, eventually, isolated_children_of_this_process
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_only_the_flight_that_kills_the_process_fails(load: Load, tmp_path: Path
 def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> None:
     model = load()
     execution = model.execution(0)
-    (child,) = own_children()
+    (child,) = isolated_children_of_this_process()
     os.kill(child, signal.SIGSTOP)
     answers: list[list[float]] = []
     asking = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
@@ -191,7 +191,7 @@ def test_a_keeper_that_dies_takes_the_model_with_it(
 def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_CLOSE_GRACE_S", 0.3)
     model = load()
-    (child,) = own_children()
+    (child,) = isolated_children_of_this_process()
     os.kill(child, signal.SIGSTOP)
     model.close()
     assert not alive(child)

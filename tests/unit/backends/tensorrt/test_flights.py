@@ -28,7 +28,7 @@ from onnx import helper
 from tests.support import kernel_reference as reference
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import HostKernels
-from tests.support.residents import HostOwner, resident
+from tests.support.resident_rows import HostOwner, resident
 from tests.support.tensorrt_case import build
 from tests.unit.backends.tensorrt.test_backend import opened, right, rows
 

@@ -8,7 +8,7 @@ from headrace.core.request import InferRequest
 from headrace.scheduling.queue import Entry
 
 
-class Slot(Completion):
+class RecordedCompletion(Completion):
     """Completion that records its notifications; a completion may notify only once."""
 
     __slots__ = ("outcomes",)
@@ -21,12 +21,12 @@ class Slot(Completion):
         self.outcomes.append(self.outcome)
 
 
-def request(rows: int = 1, shape_key: object = None, value: float = 0.0, **more: object) -> InferRequest:
+def request(rows: int = 1, shape_key: object = None, value: float = 0.0, **fields: object) -> InferRequest:
     """A request for a model with one input `x` of shape [-1, 2]."""
     inputs = {"x": np.full((rows, 2), value, np.float32)}
-    return InferRequest(inputs=inputs, rows=rows, shape_key=shape_key, received_ns=0, **more)  # type: ignore[arg-type]
+    return InferRequest(inputs=inputs, rows=rows, shape_key=shape_key, received_ns=0, **fields)  # type: ignore[arg-type]
 
 
 def entry(rows: int = 1, shape_key: object = None, level: int = 0, enqueued_ns: int = 0) -> Entry:
-    """A queue entry with a `Slot`."""
-    return Entry(request(rows, shape_key), Slot(), level, enqueued_ns)
+    """A queue entry with a `RecordedCompletion`."""
+    return Entry(request(rows, shape_key), RecordedCompletion(), level, enqueued_ns)

@@ -7,7 +7,7 @@ from headrace.observability.access_log import AccessRecord
 from headrace.observability.tracing import Exemplars, SamplingDecision, TraceSelection
 
 
-class KeptRecords:
+class AccessRecorder:
     """A `headrace.inference.models.Observer`; chooses every request while it is active.
 
     Attributes:

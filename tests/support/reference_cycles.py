@@ -9,7 +9,7 @@ from types import FrameType
 
 
 @contextmanager
-def left_frames() -> Iterator[list[str]]:
+def leaked_frames() -> Iterator[list[str]]:
     """Names of the functions whose frames were left behind in rings by what runs inside; told when it is over."""
     found: list[str] = []
     gc.collect()

@@ -8,7 +8,7 @@ from headrace.cuda import devices
 from headrace.cuda.driver import current, load
 
 
-def own_bytes(device: int = 0) -> int:
+def process_gpu_bytes(device: int = 0) -> int:
     """Bytes that this process has of a GPU's memory, its context and code included.
 
     Where NVML does not tell (in containers that hide processes), those of all processes: then the GPU must be the test's alone.
