@@ -1,4 +1,4 @@
-"""Keeps the observer that a front end gives, for tests of front ends."""
+"""Observer that records calls of front ends, for their tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AccessRecorder:
     Attributes:
         active: as the front ends see it.
         answers, failures: what they gave.
-        contexts: they asked about, with the model.
+        contexts: (model, trace context) of each sampling decision.
         untraced: failures of requests that were not chosen.
     """
 

@@ -23,12 +23,12 @@ pb: Any = service_pb2
 SERVICE = "/inference.GRPCInferenceService/"
 MAX_BODY_BYTES = 12 << 20
 OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--allow-model-override")
-# What the server's memory may grow by under an attack: allocators keep a little, and other tests have left their marks.
+# Allowed growth of the server's memory under an attack: allocators keep some memory, and other tests use the same server.
 FLAT_BYTES = 48 << 20
 
 
 def build(repository: Path) -> Path:
-    """The models: `affine` and `identity_bytes` answer, `row_sums` takes any width, `busy` computes as long as it is told."""
+    """The models: `affine` and `identity_bytes` answer, `row_sums` takes any width, `busy` computes for a given time."""
     add_model(repository, "affine", affine(), config="max_batch_size: 64\ndynamic_batching { }")
     add_model(repository, "identity_bytes", identity("BYTES"))
     add_model(repository, "row_sums", row_sums(), config="max_batch_size: 8\ndynamic_batching { }")
@@ -139,7 +139,7 @@ class Attacked:
         ]
 
     def reached(self, limit: str, protocol: str = "http") -> float:
-        """How often a limit was reached since the server was started."""
+        """Return the number of times that a limit was reached since the start of the server."""
         (count,) = self.samples("headrace_limit_hits_total", limit=limit, protocol=protocol)
         return count
 
@@ -153,24 +153,24 @@ class Attacked:
         assert met == (times if counts else 0), f"{limit} was met {met:g} times"
 
     def memory_bytes(self) -> int:
-        """What the process holds."""
+        """Return the resident memory of the process, in bytes."""
         return self._status("VmRSS") << 10
 
     def peak_bytes(self) -> int:
-        """The most that it has held since `forget_peak`."""
+        """Return the peak of the resident memory since `forget_peak`, in bytes."""
         return self._status("VmHWM") << 10
 
     def forget_peak(self) -> int:
-        """Begin to watch for the peak anew; what the process holds now."""
+        """Reset the peak and return the resident memory, in bytes."""
         Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")
         return self.memory_bytes()
 
     def threads(self) -> int:
-        """How many it has."""
+        """Return the number of threads."""
         return self._status("Threads")
 
     def descriptors(self) -> int:
-        """How many files and sockets are open."""
+        """Return the number of open files and sockets."""
         return len(list(Path(f"/proc/{self.server.process.pid}/fd").iterdir()))
 
     def _status(self, name: str) -> int:

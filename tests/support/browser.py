@@ -132,14 +132,14 @@ class Browser:
             rest = rest[os.write(self._to, rest) :]
         deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while True:
-            told = self._message(deadline - time.monotonic())
-            if told.get("id") == number:
-                if "error" in told:
-                    raise PageFailed(f"{method}: {told['error']}")
-                return told["result"]
-            page = self._pages.get(told.get("sessionId", ""))
-            if page is not None and "method" in told:
-                page.events.append((told["method"], told["params"]))
+            message = self._message(deadline - time.monotonic())
+            if message.get("id") == number:
+                if "error" in message:
+                    raise PageFailed(f"{method}: {message['error']}")
+                return message["result"]
+            page = self._pages.get(message.get("sessionId", ""))
+            if page is not None and "method" in message:
+                page.events.append((message["method"], message["params"]))
 
     def close(self) -> None:
         """End the process, and all that it has started."""
@@ -170,7 +170,7 @@ class Page:
     """A tab.
 
     Attributes:
-        events: (method, parameters) of all that the browser has told of it.
+        events: (method, parameters) of all events of the page.
     """
 
     def __init__(self, browser: Browser, session: str, target: str) -> None:
@@ -189,17 +189,17 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited; raises PageFailed with what it throws."""
-        told = self.call(
+        message = self.call(
             "Runtime.evaluate",
             expression=expression,
             awaitPromise=True,
             returnByValue=True,
             allowUnsafeEvalBlockedByCSP=False,
         )
-        if "exceptionDetails" in told:
-            details = told["exceptionDetails"]
+        if "exceptionDetails" in message:
+            details = message["exceptionDetails"]
             raise PageFailed(f"{expression}: {details.get('exception', {}).get('description', details['text'])}")
-        return told["result"].get("value")
+        return message["result"].get("value")
 
     def wait(self, expression: str, timeout_s: float = _WAIT_TIMEOUT_S) -> None:
         """Wait until an expression is true, as JavaScript has it; raises PageFailed with the page's text if it never is."""
@@ -213,11 +213,11 @@ class Page:
             time.sleep(0.05)
 
     def text(self, selector: str) -> str:
-        """What one element says."""
+        """Return the text of an element."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def fill(self, selector: str, value: str) -> None:
-        """Write into a field, as somebody who types."""
+        """Type text into a field."""
         field, text = json.dumps(selector), json.dumps(value)
         change = f"it.value = {text}; it.dispatchEvent(new Event('input'));"
         self.evaluate(f"(() => {{ const it = document.querySelector({field}); {change} }})()")
@@ -247,28 +247,28 @@ class Page:
                 f"(({{x, y, width, height}}) => ({{x: x + scrollX, y: y + scrollY, width, height, scale: 1}}))({box})"
             )
             clip = {"clip": self.evaluate(place), "captureBeyondViewport": True}
-        told = self.call("Page.captureScreenshot", format="png", **clip)
-        file.write_bytes(base64.b64decode(told["data"]))
+        message = self.call("Page.captureScreenshot", format="png", **clip)
+        file.write_bytes(base64.b64decode(message["data"]))
 
     @property
     def requested(self) -> list[str]:
-        """Every URL that the page has asked for, but those of its own memory."""
-        urls = [told["request"]["url"] for method, told in self._all() if method == "Network.requestWillBeSent"]
+        """Return every requested URL, without data and blob URLs."""
+        urls = [message["request"]["url"] for method, message in self._all() if method == "Network.requestWillBeSent"]
         return [url for url in urls if not url.startswith(("blob:", "data:"))]
 
     def complaints(self) -> list[str]:
-        """Exceptions that nobody caught, errors in the console, and what the page's policy has refused."""
+        """Return uncaught exceptions, errors in the console, and violations of the content security policy."""
         found = []
-        for method, told in self._all():
+        for method, message in self._all():
             if method == "Runtime.exceptionThrown":
-                details = told["exceptionDetails"]
+                details = message["exceptionDetails"]
                 found.append(details.get("exception", {}).get("description", details["text"]))
-            elif method == "Log.entryAdded" and told["entry"]["level"] == "error":
-                found.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
-            elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
-                found.append(str([argument.get("value") for argument in told["args"]]))
+            elif method == "Log.entryAdded" and message["entry"]["level"] == "error":
+                found.append(f"{message['entry']['text']} {message['entry'].get('url', '')}")
+            elif method == "Runtime.consoleAPICalled" and message["type"] in ("error", "warning"):
+                found.append(str([argument.get("value") for argument in message["args"]]))
         return found
 
     def _all(self) -> list[tuple[str, Any]]:
-        self.evaluate("0")  # what was told before this is here after it
+        self.evaluate("0")  # events before this call have arrived after it
         return self.events

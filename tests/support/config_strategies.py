@@ -70,7 +70,7 @@ clients = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_siz
 weights = st.floats(1e-3, 1e3)
 limits = st.fixed_dictionaries({"requests_per_s": st.floats(1e-6, 1e9)}, optional={"burst": st.integers(1, 2**31 - 1)})
 rate_limits = some(default=limits, clients=st.dictionaries(clients, limits, max_size=2)).filter(
-    lambda told: "default" in told or told.get("clients")
+    lambda block: "default" in block or block.get("clients")
 )
 
 accelerators = st.lists(st.fixed_dictionaries({"name": names}, optional={"parameters": text_maps}), max_size=2)

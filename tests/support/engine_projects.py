@@ -1,4 +1,4 @@
-"""Models in folders of their own, with a configuration and samples, as `headrace build` finds them."""
+"""Model folders with a configuration and samples, as inputs of `headrace build`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def write_project(
     calibration: dict[str, Any] | None = None,
     **optimization: Any,
 ) -> Project:
-    """A model's folder with its configuration.
+    """Write a model's folder with its configuration.
 
     Args:
-        repository: gets a folder `name`.
-        model: its first dimension is free.
-        samples: what it is calibrated with, the last quarter what it is compared on; by input, rows in front.
-        name: of the model.
+        repository: parent of the new folder `name`.
+        model: model with a free first dimension.
+        samples: samples by input, [N, ...]; the last quarter is held out for the comparison.
+        name: name of the model.
         rows: max_batch_size.
         calibration: fields besides `data`.
         optimization: fields besides `calibration`.
@@ -36,8 +36,8 @@ def write_project(
     (folder / "1").mkdir(parents=True)
     onnx.save(model, folder / "1" / "model.onnx")
     np.savez(folder / "calibration.npz", **samples)
-    told = {"calibration": {"data": "calibration.npz", **(calibration or {})}, **optimization}
-    config = {"name": name, "backend": "onnxruntime", "max_batch_size": rows, "optimization": told}
+    options = {"calibration": {"data": "calibration.npz", **(calibration or {})}, **optimization}
+    config = {"name": name, "backend": "onnxruntime", "max_batch_size": rows, "optimization": options}
     # JSON is YAML.
     (folder / "config.yaml").write_text(json.dumps(config))
     return open_project(str(folder), repository)

@@ -1,4 +1,4 @@
-"""How many examples property tests draw: all of them, or a share where a quick answer is wanted (`make check`)."""
+"""Number of examples of property tests: all, or a share in quick runs (`make check`)."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SHARE = float(os.environ.get("EXAMPLES_SHARE", "1"))
 
 
 def examples(count: int) -> int:
-    """The number of examples to draw where a whole run draws `count`."""
+    """Return the number of examples for a property test that draws `count` in a whole run."""
     return max(5, round(count * SHARE))

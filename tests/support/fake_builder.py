@@ -30,7 +30,7 @@ def command(orders: Path) -> tuple[str, ...]:
 
 
 def publish(
-    folder: Path, version: int, engine: bytes, suffix: str = ".onnx", place: Path | None = None, **told: object
+    folder: Path, version: int, engine: bytes, suffix: str = ".onnx", place: Path | None = None, **fields: object
 ) -> Path:
     """Put an engine beside a model as builders do: the file, then its stamp, each whole at once; the engine's path.
 
@@ -40,7 +40,7 @@ def publish(
         engine: the file's content.
         suffix: of its name.
         place: where it goes in place of the version's folder.
-        told: fields of the stamp that are not what they would be.
+        fields: fields of the stamp with other values.
     """
     from dataclasses import asdict
 
@@ -74,7 +74,7 @@ def publish(
         "machine": asdict(onnxruntime_machine()),
         "accuracy": {"top1_agreement": 0.9875, "cosine": 0.999, "max_abs": 0.1, "accuracy": None},
     }
-    write_stamp(place, Stamp.from_json({**stamp, **told}))
+    write_stamp(place, Stamp.from_json({**stamp, **fields}))
     return path
 
 
@@ -103,7 +103,7 @@ def main() -> int:
     while (orders / "hold").exists():
         time.sleep(0.01)
     if (orders / "fail").exists():
-        # As a builder's table of what it made: nobody who serves wants to read it.
+        # As a builder's table of built engines, which the server does not read.
         print("digits int8 refused")
         sys.stderr.write((orders / "fail").read_text())
         return 1
@@ -118,8 +118,8 @@ def main() -> int:
         place = engine_folder(options.state_dir, options.folder, options.version)
         place.mkdir(parents=True, exist_ok=True)
     if options.target == "tensorrt":
-        told = json.loads((orders / "tensorrt.json").read_text())
-        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", place, **told)
+        fields = json.loads((orders / "tensorrt.json").read_text())
+        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", place, **fields)
     else:
         publish(options.folder, options.version, (orders / "engine.onnx").read_bytes(), place=place)
     return 0

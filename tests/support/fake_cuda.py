@@ -24,19 +24,19 @@ class FakeCuda:
     """State of the fake GPU.
 
     Attributes:
-        depth: how many contexts are pushed.
+        depth: number of pushed contexts.
         live: addresses of allocated device and pinned memory.
         device_blocks: sizes of allocated device memory, by address.
-        room_bytes: device memory that is left.
+        room_bytes: free device memory.
         captured: work recorded while a graph is captured, None outside of that.
-        busy: True if something was queued on the stream that nobody has waited for.
+        busy: True if work is queued on the stream and not synchronised.
         refuse_capture: makes captures fail.
         now_us: the stream's clock.
-        work_us: what one launch takes.
-        registered: sizes of the host's memory that is pinned, by address.
-        refuse_pinning: makes that fail.
-        exported: arrays that stand for memory of another process, by IPC handle.
-        opened: how often each of them is open here, by address.
+        work_us: duration of one launch.
+        registered: sizes of pinned host memory, by address.
+        refuse_pinning: makes pinning fail.
+        exported: arrays in place of memory of another process, by IPC handle.
+        opened: number of times that each of them is open in this process, by address.
         broken_ipc: makes copies of such memory fail.
     """
 

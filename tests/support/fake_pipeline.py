@@ -1,4 +1,4 @@
-"""A pipelined model under the test's control: y = 2x, whose flights land when the test lets them.
+"""A pipelined model under the test's control: y = 2x; the test decides when batches in flight end.
 
 It holds the data plane to the contract of `headrace.backends.base.PipelinedExecution`: `depth`, threads, order, and ownership of
 memory at each step. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
@@ -35,17 +35,17 @@ class FakePipeline:
     """One execution (and its model).
 
     Attributes:
-        depth: flights that may be open.
-        device: of the GPU that it pretends to run on, which reads resident rows when it comes to the batch; None: it takes none.
-        manual: a flight lands only when `land` says so.
-        prompt: another thread may begin and launch in the instance's place, and finish in the finisher's.
-        finishers: which threads finished.
-        log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" as they happen; numbers count the `begin`s.
-        batches: the values of the flights finished or run, first column.
-        most_open: the most flights that were open at once.
+        depth: largest number of batches in flight.
+        device: number of the simulated GPU, which reads resident rows at the end of a batch; None for no resident rows.
+        manual: True if a batch ends only by a call of `land`.
+        prompt: another thread may begin and launch in place of the instance, and finish in place of the finisher.
+        finishers: threads that called finish.
+        log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" in order; the number is that of the `begin`.
+        batches: first column of the values of each batch.
+        most_open: largest number of batches in flight so far.
         during_fill: called at the end of `begin`.
-        hanging: the call that does not come back until `let_go`.
-        violations: of the contract, by whoever drives this.
+        hanging: name of the call that blocks until `let_go`.
+        violations: violations of the interface by the caller.
     """
 
     depth: int = 2
@@ -72,9 +72,9 @@ class FakePipeline:
 
     # What the test calls
 
-    def land(self, flights: int = 1) -> None:
-        """Let so many flights come back."""
-        self._permits.release(flights)
+    def land(self, count: int = 1) -> None:
+        """Let `count` batches in flight end."""
+        self._permits.release(count)
 
     def let_go(self) -> None:
         """Land everything from now on; what hangs goes on."""
@@ -95,7 +95,7 @@ class FakePipeline:
         return self
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        self._expect(not self._open, "run while flights are open")
+        self._expect(not self._open, "run with batches in flight")
         self._on("instance")
         self.note("run")
         self.batches.append(_firsts(inputs["x"]))
@@ -110,24 +110,24 @@ class FakePipeline:
         with self._changed:
             self._open.add(number)
             self.most_open = max(self.most_open, len(self._open))
-            self._expect(len(self._open) <= self.depth, "more flights open than depth")
+            self._expect(len(self._open) <= self.depth, "more batches in flight than depth")
         shape = (rows, *like["x"].shape[1:]) if rows else like["x"].shape  # 0: a model without a batch dimension
         buffer = np.full(shape, np.nan, like["x"].dtype)
         self.note(f"begin {number}")
         self.during_fill()
         return InFlightBatch({"x": buffer}, rows or 1, _Batch(number, buffer), self.device)
 
-    def launch(self, flight: InFlightBatch) -> None:
+    def launch(self, in_flight: InFlightBatch) -> None:
         self._on("instance")
-        batch = self._batch(flight)
+        batch = self._batch(in_flight)
         unread = np.isnan(batch.buffer)  # type: ignore[call-overload]
-        for name, row, rows in flight.resident_inputs:
+        for name, row, rows in in_flight.resident_inputs:
             self._expect(name == "x" and rows.device in (PINNED, self.device), "residents that this GPU cannot read")
             self._expect(bool(unread[row : row + len(rows)].all()), "residents that were copied too")
             unread[row : row + len(rows)] = False
         self._expect(not unread.any(), "launched before it was full")
         try:
-            self._misbehave("launch", _values(flight, batch))
+            self._misbehave("launch", _values(in_flight, batch))
         except BaseException:
             self._give_back(batch)
             raise
@@ -135,23 +135,23 @@ class FakePipeline:
         self._in_the_air.append(batch.number)
         self.note(f"launch {batch.number}")
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
         self.finishers.append(threading.current_thread())
         self._expect(self._finishing.acquire(blocking=False), "two finish at the same time")
         try:
-            return self._finish(flight)
+            return self._finish(in_flight)
         finally:
             self._finishing.release()
 
-    def _finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def _finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
         self._on("finisher")
-        batch = self._batch(flight)
+        batch = self._batch(in_flight)
         self._expect(batch.launched, "finished before it was launched")
         self.note(f"finishing {batch.number}")
         if self.manual:
             self._permits.acquire()
         self._expect(self._in_the_air.pop(0) == batch.number, "finished out of turn")
-        x = _values(flight, batch)  # only now: whoever touched the inputs after the launch is found out
+        x = _values(in_flight, batch)  # read at the end: detects changes of the inputs after the launch
         batch.buffer.fill(np.nan)
         self._give_back(batch)
         self.batches.append(_firsts(x))
@@ -159,9 +159,9 @@ class FakePipeline:
         self._misbehave("finish", x)
         return {"y": x * 2}
 
-    def discard(self, flight: InFlightBatch) -> None:
+    def discard(self, in_flight: InFlightBatch) -> None:
         self._on("instance")
-        batch = self._batch(flight)
+        batch = self._batch(in_flight)
         self._expect(not batch.launched, "discarded after the launch")
         self._give_back(batch)
         self.note(f"discard {batch.number}")
@@ -187,10 +187,10 @@ class FakePipeline:
         other = [thread for name, thread in self._threads.items() if name != role]
         self._expect(ident == threading.get_ident() and ident not in other, f"not on the {role}'s thread")
 
-    def _batch(self, flight: InFlightBatch) -> _Batch:
-        assert isinstance(flight.handle, _Batch)
-        self._expect(flight.handle.number in self._open, "a flight that is not open")
-        return flight.handle
+    def _batch(self, in_flight: InFlightBatch) -> _Batch:
+        assert isinstance(in_flight.handle, _Batch)
+        self._expect(in_flight.handle.number in self._open, "a batch that is not in flight")
+        return in_flight.handle
 
     def _give_back(self, batch: _Batch) -> None:
         with self._changed:
@@ -219,9 +219,9 @@ def _firsts(x: Array) -> list[float]:
     return [float(row) for row in (values.reshape(len(values), -1)[:, 0] if values.ndim > 1 else values.reshape(-1))]  # type: ignore[arg-type]
 
 
-def _values(flight: InFlightBatch, batch: _Batch) -> Array:
-    """What the GPU computes on."""
+def _values(in_flight: InFlightBatch, batch: _Batch) -> Array:
+    """Return the values that the GPU computes on."""
     x = np.array(batch.buffer)
-    for _, row, rows in flight.resident_inputs:
+    for _, row, rows in in_flight.resident_inputs:
         x[row : row + len(rows)] = read(rows).reshape(-1, *x.shape[1:])
     return x

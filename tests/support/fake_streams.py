@@ -1,4 +1,4 @@
-"""Streams that are late: work is done only when somebody waits for it, and then in the worst order that events allow.
+"""Late streams: work is done only when a caller waits for it, and then in the worst order that events allow.
 
 Whatever relies on work being done without having waited for it, or overwrites what is still to be read, gives wrong answers here.
 """
@@ -25,11 +25,11 @@ class LateCuda(FakeCuda):
     """A fake GPU with queues.
 
     Attributes:
-        queues: work that is still to be done, by stream.
-        broken: True makes everything that asks the GPU fail, as after an illegal access.
-        waits: how often a thread waited for an event.
-        row_us: what the engine takes for a row, besides `work_us` for each piece of work.
-        enqueue_us: what the host takes to queue the engine without a graph.
+        queues: pending work by stream.
+        broken: True makes all calls of the GPU fail, as after an illegal access.
+        waits: number of waits for an event.
+        row_us: duration of the engine for each row, besides `work_us` for each piece of work.
+        enqueue_us: time of the host to queue the engine without a graph.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class LateCuda(FakeCuda):
         self.queue(stream, step)
 
     def check(self) -> None:
-        """Ask the GPU for something."""
+        """Queue work on the GPU."""
         if self.broken:
             raise DriverError("an illegal memory access was encountered")
 

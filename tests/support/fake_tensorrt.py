@@ -23,20 +23,20 @@ from tests.support.fake_tensorrt_runtime import MAGIC, ONNX_TYPES, DataType, Fak
 
 
 class State:
-    """What a test sets and looks at.
+    """Settings and records of a test.
 
     Attributes:
         unsupported: operators without an importer.
         one_error: True if the parser stops at the first node it does not support.
-        failure: what the builder logs when it gives up; it builds if this is empty.
-        refuses: by model what the builder logs in vain, "" if it builds it.
+        failure: log of a failing builder; empty if the build succeeds.
+        refuses: returns the log of a failing build of a model; "" if the build succeeds.
         gpu: name of the GPU, which timing caches are for.
-        network_flags: what networks were created with.
+        network_flags: flags of created networks.
         config: the last builder configuration.
         broken: True if executions fail.
-        contexts, made: how many execution contexts were made, and these; as if somebody never let go of them.
-        late_shapes: True if outputs' shapes are known only once they are computed.
-        on_step, on_log: called in a callback of the builder's progress, of the logger: what they raise goes no further.
+        contexts, made: number of created execution contexts, and the contexts, which are never freed.
+        late_shapes: True if the shapes of outputs depend on data.
+        on_step, on_log: called in a callback of the builder's progress, of the logger; exceptions do not leave the callback.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class State:
         self.on_log: Callable[[str], None] = lambda text: None
 
     def log(self, text: str) -> None:
-        """A message on the way to Python's logger."""
-        # The real one lets no exception out of a callback.
+        """Send a message to Python's logger."""
+        # TensorRT discards exceptions of a callback.
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
             self.on_log(text)
 
@@ -105,10 +105,13 @@ class _Network:
     def read(self, model: onnx.ModelProto) -> None:
         self.model = model
         for value in model.graph.input:
-            told = value.type.tensor_type
-            shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in told.shape.dim)
+            tensor_type = value.type.tensor_type
+            shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor_type.shape.dim)
             tensor = SimpleNamespace(
-                name=value.name, shape=shape, dtype=ONNX_TYPES[told.elem_type], is_shape_tensor=value.name == "shape"
+                name=value.name,
+                shape=shape,
+                dtype=ONNX_TYPES[tensor_type.elem_type],
+                is_shape_tensor=value.name == "shape",
             )
             self.inputs.append(tensor)
 
@@ -300,12 +303,12 @@ class _Builder:
             config.cache.content["kernels"] = sorted(found)
         monitor.step_complete("Building Engine", 1)
         monitor.phase_finish("Building Engine")
-        told = {
+        document = {
             "version": self._trt.__version__,
             "onnx": base64.b64encode(model.SerializeToString()).decode(),
             "profiles": [profile.shapes for profile in config.profiles],
         }
-        return MAGIC + json.dumps(told).encode()
+        return MAGIC + json.dumps(document).encode()
 
 
 def affine(rows: int | None = None, name: str = "affine", *, operator: str = "Relu") -> onnx.ModelProto:

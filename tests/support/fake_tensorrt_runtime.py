@@ -41,25 +41,25 @@ class FakeRuntime:
             self._logger.log(1, "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed.")
             return None
         try:
-            told = json.loads(plan[len(MAGIC) :])
+            document = json.loads(plan[len(MAGIC) :])
         except ValueError:
             self._logger.log(1, "Serialization assertion failed: the plan is cut off.")
             return None
-        if told["version"] != self._trt.__version__:
+        if document["version"] != self._trt.__version__:
             text = "The engine plan file is not compatible with this version of TensorRT, expecting library version"
-            self._logger.log(1, f"{text} {self._trt.__version__} got {told['version']}")
+            self._logger.log(1, f"{text} {self._trt.__version__} got {document['version']}")
             return None
-        return _Engine(self._trt, self._cuda, self._logger, told)
+        return _Engine(self._trt, self._cuda, self._logger, document)
 
 
 class _Engine:
     device_memory_size_v2 = 4096
 
-    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, told: dict[str, Any]) -> None:
+    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, document: dict[str, Any]) -> None:
         self.trt, self.cuda, self.logger = trt, cuda, logger
-        self.model = onnx.ModelProto.FromString(base64.b64decode(told["onnx"]))
+        self.model = onnx.ModelProto.FromString(base64.b64decode(document["onnx"]))
         self.runner = OnnxRunner(self.model, optimize=False)
-        self.profiles = told["profiles"] or [{}]
+        self.profiles = document["profiles"] or [{}]
         self.num_optimization_profiles = len(self.profiles)
         graph = self.model.graph
         self.values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}

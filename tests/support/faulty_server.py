@@ -1,4 +1,4 @@
-"""`python -m tests.support.faulty_server serve ...`: a Headrace that answers wrongly now and then, and leaks: the soak must tell.
+"""`python -m tests.support.faulty_server serve ...`: a Headrace with wrong answers and a leak, which the soak must detect.
 
 Now and then one value of an answer is off by a little; every few seconds a descriptor stays open, a thread stays, and memory.
 """
@@ -26,7 +26,7 @@ _forever = threading.Event()
 
 
 def run(execution: OnnxRuntimeExecution, inputs: dict[str, Array]) -> dict[str, Array]:
-    """What it should be, but for one value of every so many batches."""
+    """Return correct values except for one value in some batches."""
     outputs = _RUN(execution, inputs)
     if next(_batches) % _WRONG_EVERY == 0:
         return {name: np.array(output) + np.asarray(0.5, output.dtype) for name, output in outputs.items()}

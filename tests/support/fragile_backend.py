@@ -99,14 +99,14 @@ class PipelinedFragile(FragileExecution):
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         return InFlightBatch({"x": np.zeros((rows, *like["x"].shape[1:]), like["x"].dtype)}, rows)
 
-    def launch(self, flight: InFlightBatch) -> None:
-        if RAISE - 0.5 in flight.inputs["x"]:
+    def launch(self, in_flight: InFlightBatch) -> None:
+        if RAISE - 0.5 in in_flight.inputs["x"]:
             raise RuntimeError("at the launch: /secret")
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
-        return self.run(flight.inputs)
+    def finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
+        return self.run(in_flight.inputs)
 
-    def discard(self, flight: InFlightBatch) -> None:
+    def discard(self, in_flight: InFlightBatch) -> None:
         return
 
 
@@ -130,7 +130,7 @@ def misbehave(value: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# What tests say to it and hear from it.
+# Commands of tests, and reports to them.
 
 
 def x_of(*values: float) -> dict[str, Array]:
@@ -152,7 +152,7 @@ def pid(outputs: dict[str, Array]) -> int:
 def fly(execution: PipelinedExecution, *rows: float) -> InFlightBatch:
     """Launch a batch of a row for each value."""
     like = x_of(rows[0])
-    flight = execution.begin(like, len(rows))
-    flight.inputs["x"][:] = x_of(*rows)["x"]  # type: ignore[index]
-    execution.launch(flight)
-    return flight
+    in_flight = execution.begin(like, len(rows))
+    in_flight.inputs["x"][:] = x_of(*rows)["x"]  # type: ignore[index]
+    execution.launch(in_flight)
+    return in_flight

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory this process has taken, whoever else uses the GPU at the same time."""
+"""GPU memory of this process, while other processes use the GPU."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from headrace.cuda.driver import current, load
 
 
 def process_gpu_bytes(device: int = 0) -> int:
-    """Bytes that this process has of a GPU's memory, its context and code included.
+    """Return the bytes of GPU memory of this process, its context and code included.
 
-    Where NVML does not tell (in containers that hide processes), those of all processes: then the GPU must be the test's alone.
+    Without NVML's report (in containers that hide processes) those of all processes: no other process may use the GPU then.
     """
-    told = processes(device).get(os.getpid(), 0)
-    if told:
-        return told
+    used_bytes = processes(device).get(os.getpid(), 0)
+    if used_bytes:
+        return used_bytes
     with current(device):
         free, total = load().mem_get_info()
     return int(total) - int(free)
 
 
 def processes(device: int = 0) -> dict[int, int]:
-    """By process what it has of a GPU's memory, in bytes, 0 where that is not told; empty where NVML does not tell at all."""
+    """Return GPU memory in bytes by process id, 0 if not reported; empty without a report of NVML."""
     pynvml = devices.load_nvml()
     if pynvml is None:
         return {}

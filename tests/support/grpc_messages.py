@@ -57,7 +57,7 @@ def request(
     request_id: str = "",
     **more: Any,
 ) -> pb.ModelInferRequest:
-    """What Triton's client sends."""
+    """Return a request as Triton's client sends it."""
     options = {
         "sequence_id": 0,
         "sequence_start": False,

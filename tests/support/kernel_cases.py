@@ -42,7 +42,7 @@ Launch = Callable[[driver.CudaStream, list[int], list[int]], None]
 def computed(
     inputs: list[np.ndarray], outputs: list[np.ndarray], launch: Launch, graph: bool = False
 ) -> list[np.ndarray]:
-    """What a launch leaves in device memory of the shapes of `outputs`, which is filled with 0xA5 before.
+    """Return the device memory after a launch, in the shapes of `outputs`; it is filled with 0xA5 before.
 
     Args:
         inputs: copied to the device.

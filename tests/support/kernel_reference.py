@@ -1,4 +1,4 @@
-"""What the kernels compute, in NumPy: the tests hold both against each other."""
+"""NumPy references of the kernels, which tests compare with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small networks of several families with seeded random weights, and what tests ask about them."""
+"""Small networks of several families with seeded random weights, and functions of tests on them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def measured_ranges(model: onnx.ModelProto, tensors: list[str]) -> dict[str, tup
 
 
 def logits(model: onnx.ModelProto) -> str:
-    """What goes into the last Softmax, or the output: there errors can be seen."""
+    """Return the input of the last Softmax, or the output, where errors are visible."""
     name = model.graph.output[0].name
     makers = {output: node for node in model.graph.node for output in node.output}
     while makers[name].op_type in ("Softmax", "Reshape"):
@@ -181,12 +181,12 @@ def as_optimised(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def operators(model: onnx.ModelProto) -> collections.Counter[str]:
-    """How many nodes of each operator."""
+    """Return the number of nodes by operator."""
     return collections.Counter(node.op_type for node in model.graph.node)
 
 
 def unknown_operator() -> onnx.ModelProto:
-    """A model with an operator that nobody has."""
+    """Return a model with an unknown operator."""
     node = helper.make_node("Frobnicate", ["x"], ["y"], name="the_odd_one", domain="example.org")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in ("x", "y")]
     graph = helper.make_graph([node], "g", values[:1], values[1:])

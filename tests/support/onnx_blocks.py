@@ -34,11 +34,13 @@ class Network:
     def weight(self, *shape: int) -> str:
         return self.constant(self.random.standard_normal(shape) / np.sqrt(np.prod(shape[1:] or (1,))))
 
-    def node(self, operator: str, *inputs: str, name: str = "", outputs: int = 1, domain: str = "", **told: Any) -> str:
+    def node(
+        self, operator: str, *inputs: str, name: str = "", outputs: int = 1, domain: str = "", **attributes: Any
+    ) -> str:
         name = name or f"{operator}{len(self._nodes)}"
-        made = [f"{name}_out{i or ''}" for i in range(outputs)]
-        self._nodes.append(helper.make_node(operator, list(inputs), made, name=name, domain=domain, **told))
-        return made[0]
+        names = [f"{name}_out{i or ''}" for i in range(outputs)]
+        self._nodes.append(helper.make_node(operator, list(inputs), names, name=name, domain=domain, **attributes))
+        return names[0]
 
     def conv(self, tensor: str, channels: tuple[int, int], name: str, size: int = 3) -> str:
         weight = self.weight(channels[1], channels[0], size, size)

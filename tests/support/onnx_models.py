@@ -14,7 +14,7 @@ Shape = Sequence[int | str | None] | None
 def identity_model(
     inputs: dict[str, tuple[int, Shape]] | None = None, outputs: dict[str, tuple[int, Shape]] | None = None
 ) -> onnx.ModelProto:
-    """A model whose outputs are copies of its inputs, in order; types and shapes as told."""
+    """Return a model whose outputs are copies of its inputs, in order, with the given types and shapes."""
     inputs = {"x": (TensorProto.FLOAT, ["batch", 16])} if inputs is None else inputs
     outputs = {"y": (TensorProto.FLOAT, ["batch", 16])} if outputs is None else outputs
     sources = list(inputs) or ["nothing"]
@@ -31,7 +31,7 @@ def identity_model(
 def write_model(
     folder: Path, model: onnx.ModelProto | None = None, version: int = 1, config: str = "", name: str = ""
 ) -> Path:
-    """Puts a model and its configuration into `folder`; the configuration's file is told by `name`, or by its first words."""
+    """Write a model and its configuration into `folder`; the configuration's file is `name`, or config.yaml."""
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
     onnx.save(model or identity_model(), folder / str(version) / "model.onnx")
     if config:

@@ -23,13 +23,13 @@ _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 @dataclass
 class Receiver:
-    """What came.
+    """Received spans and their origin.
 
     Attributes:
         endpoint: URL for `--otlp-endpoint`.
-        spans: in the order of arrival.
-        resources: attributes of who sent, by message.
-        paths: of HTTP, by message.
+        spans: spans in the order of arrival.
+        resources: resource attributes, by message.
+        paths: HTTP paths, by message.
     """
 
     endpoint: str = ""

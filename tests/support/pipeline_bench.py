@@ -54,10 +54,10 @@ class Bench:
     """One pipelined instance with its scheduler.
 
     Args:
-        model: its execution.
-        batch: how requests are merged.
-        last: nobody else serves the queue: when the instance dies, what waits is given up.
-        pace: when it pulls while flights are open.
+        model: execution of the instance.
+        batch: batch policy.
+        last: True if no other instance serves the queue: at its death waiting requests fail.
+        pace: launch pacing with batches in flight.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Bench:
         return [cast("Caller", entry.completion) for entry in entries]
 
     def log_pulls(self) -> None:
-        """From now on the model's log says when the instance asks for a batch: "pull", or "pull busy" with flights open."""
+        """Log each pull of the instance in the model's log: "pull", or "pull busy" with batches in flight."""
         next_batch = self.scheduler.next_batch
 
         def logged(sleeper: threading.Lock, interrupted: Callable[[], bool], busy: bool, *more: Any) -> Batch | None:

@@ -1,4 +1,4 @@
-"""Processes as Linux tells of them, for tests of what is started and must end."""
+"""Processes of Linux, for tests of child processes and their end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of a process's children that live."""
+    """Return the process ids of a process's live children."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     return sorted(number for number in numbers if _state(number)[1] == parent and alive(number))
 
 
 def alive(process: int) -> bool:
-    """False if it has ended, also while its status has not been asked for."""
+    """Return False if a process has ended, also before its parent waits for it."""
     return _state(process)[0] not in ("", "Z", "X")
 
 
 def words(process: int) -> list[str]:
-    """Its command line; nothing of a process that has gone meanwhile."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")[:-1]
     except (FileNotFoundError, ProcessLookupError):
@@ -28,7 +28,7 @@ def words(process: int) -> list[str]:
 
 
 def isolated_children(parent: int) -> list[int]:
-    """Those that run a model for it."""
+    """Return the live children that run a model for a process."""
     return [child for child in children(parent) if "headrace.backends.process.child" in words(child)]
 
 
@@ -47,7 +47,7 @@ def processor_s(process: int) -> float:
 
 
 def isolated_children_of_this_process() -> list[int]:
-    """Of this process."""
+    """Return the live children of this process that run a model."""
     return isolated_children(os.getpid())
 
 

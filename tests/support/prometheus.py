@@ -69,7 +69,7 @@ class Prometheus:
     targets: int
 
     def get(self, path: str, **parameters: str) -> Any:
-        """What the API answers; an error is an AssertionError with its text."""
+        """Return the response of the API; an error raises an AssertionError with its text."""
         body = urllib.parse.urlencode(parameters).encode() if parameters else None
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}", body, timeout=30) as answer:
@@ -90,7 +90,7 @@ class Prometheus:
         return value
 
     def scrapes(self) -> int:
-        """How often the target that answered least often has been scraped with success, since the start."""
+        """Return the smallest number of successful scrapes of a target since the start."""
         counts = [value for _, value in self.query('sum_over_time(up{job="headrace"}[1h])')]
         return int(min(counts)) if len(counts) == self.targets else 0
 

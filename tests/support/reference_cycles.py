@@ -1,4 +1,4 @@
-"""What is left for the garbage collector: rings of objects that hold each other, and what hangs on them."""
+"""Reference cycles that only the garbage collector frees, and objects that they hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def leaked_frames() -> Iterator[list[str]]:
-    """Names of the functions whose frames were left behind in rings by what runs inside; told when it is over."""
+    """Yield a list; at the end of the block it has the names of functions whose frames are in reference cycles."""
     found: list[str] = []
     gc.collect()
     gc.disable()

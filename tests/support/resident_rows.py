@@ -1,4 +1,4 @@
-"""Rows that pretend to lie where a GPU reads them: their memory is a NumPy array, addresses are its own."""
+"""Resident rows for tests without a GPU: their memory is a NumPy array with its addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.core.tensor import PINNED, Array, ResidentRows
 
 @dataclass(eq=False)
 class HostOwner:
-    """Owns an array; counts how often somebody took a host copy of it."""
+    """Owner of an array that counts its host copies."""
 
     array: Array
     copies: list[int] = field(default_factory=list)
@@ -36,5 +36,5 @@ def bytes_at(address: int, size_bytes: int) -> Array:
 
 
 def read(rows: ResidentRows) -> Array:
-    """What a GPU would read."""
+    """Return the values that a GPU would read."""
     return bytes_at(rows.address, rows.nbytes).view(rows.dtype).reshape(rows.shape)

@@ -57,6 +57,6 @@ def rich_status(content: bytes) -> tuple[int, str, dict[str, Any]]:
 
 
 def retry_delay_s(details: dict[str, Any]) -> float:
-    """When to come back, by the details of a status."""
+    """Return the retry delay in the details of a status."""
     delay = details["google.rpc.RetryInfo"].retry_delay
     return float(delay.seconds + delay.nanos / 1e9)

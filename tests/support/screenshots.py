@@ -75,7 +75,7 @@ def take(page: Page, folder: Path, server: Server) -> None:
 
 
 def call(server: Server, number: int, end: threading.Event) -> None:
-    """Small requests for all models, at times that nobody has agreed on; a few that are wrong."""
+    """Send small requests for all models at random times, a few of them invalid."""
     chance = random.Random(number)
     with triton.InferenceServerClient(server.address) as client:
         while not end.is_set():

@@ -55,10 +55,10 @@ class Server:
     """A server process.
 
     Attributes:
-        process: what was started.
+        process: the child process.
         log: the file with its standard output and standard error.
-        port: of HTTP; 0 until the banner tells.
-        grpc_port: of gRPC; 0 until the banner tells, and where gRPC is not served.
+        port: HTTP port; 0 before the banner is read.
+        grpc_port: gRPC port; 0 before the banner is read, and without gRPC.
     """
 
     process: subprocess.Popen[bytes]
@@ -78,12 +78,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where HTTP is served."""
+        """URL of the HTTP server."""
         return f"http://{self.address}"
 
     @property
     def text(self) -> str:
-        """All that the server has printed so far."""
+        """Output of the server so far."""
         return self.log.read_text(errors="replace")
 
     def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:

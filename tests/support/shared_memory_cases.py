@@ -30,7 +30,7 @@ ROW = (3, 16, 16)
 ROW_BYTES = 3 * 16 * 16 * 4
 OPTIONS = ("--allow-client-shm",)
 
-# What there is only a plan of cannot be asked for its tensors.
+# A model that has only a plan, without a description of its tensors.
 CONFIG = f"""
 backend: tensorrt
 max_batch_size: {ROWS}
@@ -87,21 +87,21 @@ def send(server: Server, x: Array) -> Array:
     )
 
 
-def answer(server: Server, asked: dict[str, Any]) -> Array:
-    asked["outputs"] = [{"name": "logits"}]
-    status, body = sent(server, asked)
+def answer(server: Server, document: dict[str, Any]) -> Array:
+    document["outputs"] = [{"name": "logits"}]
+    status, body = sent(server, document)
     assert status == 200, body
     output = json.loads(body)["outputs"][0]
     return np.array(output["data"], np.float32).reshape(output["shape"])
 
 
-def sent(server: Server, asked: dict[str, Any]) -> tuple[int, bytes]:
-    status, _, body = server.request("POST", "/v2/models/m/infer", json.dumps(asked).encode())
+def sent(server: Server, document: dict[str, Any]) -> tuple[int, bytes]:
+    status, _, body = server.request("POST", "/v2/models/m/infer", json.dumps(document).encode())
     return status, body
 
 
-def call(server: Server, path: str, told: dict[str, Any] | None = None) -> None:
-    status, _, body = server.request("POST", f"/v2/{path}", json.dumps(told or {}).encode())
+def call(server: Server, path: str, document: dict[str, Any] | None = None) -> None:
+    status, _, body = server.request("POST", f"/v2/{path}", json.dumps(document or {}).encode())
     assert status == 200, body
 
 
@@ -112,8 +112,8 @@ def system_region(server: Server, content: bytes) -> Iterator[Path]:
     path.write_bytes(content)
     try:
         size = len(content)
-        told = {"key": f"/{path.name}", "offset": 0, "byte_size": size}
-        call(server, "systemsharedmemory/region/r/register", told)
+        document = {"key": f"/{path.name}", "offset": 0, "byte_size": size}
+        call(server, "systemsharedmemory/region/r/register", document)
         yield path
     finally:
         call(server, "systemsharedmemory/region/r/unregister")
@@ -125,8 +125,8 @@ def cuda_region(server: Server, content: bytes, export: Export) -> Iterator[None
     """Registered as "g"."""
     with export(content) as handle:
         raw_handle = {"b64": base64.b64encode(handle).decode()}
-        told = {"raw_handle": raw_handle, "device_id": 0, "byte_size": len(content)}
-        call(server, "cudasharedmemory/region/g/register", told)
+        document = {"raw_handle": raw_handle, "device_id": 0, "byte_size": len(content)}
+        call(server, "cudasharedmemory/region/g/register", document)
         try:
             yield
         finally:

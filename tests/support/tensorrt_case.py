@@ -1,4 +1,4 @@
-"""What the tests of the TensorRT target share: an order, a model with known answers, a build."""
+"""Fixtures of the TensorRT target: a specification, a model with expected outputs, a build."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Sketch:
 
     def model(self, inputs: Sequence[tuple[str, int, Any]], outputs: Sequence[tuple[str, int, Any]]) -> onnx.ModelProto:
         """The network; inputs and outputs are (name, type, shape)."""
-        values = [[helper.make_tensor_value_info(*told) for told in side] for side in (inputs, outputs)]
+        values = [[helper.make_tensor_value_info(*spec) for spec in side] for side in (inputs, outputs)]
         graph = helper.make_graph(self.nodes, "sketch", values[0], values[1], self.constants)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
         onnx.checker.check_model(model)

@@ -9,7 +9,7 @@ import pytest
 
 
 def tool(name: str) -> str:
-    """Where a program is; the test is skipped where a user has none, and fails where CI has none."""
+    """Return the path of a program; without it skip the test, or fail it in CI."""
     path = shutil.which(name)
     if path is not None:
         return path

@@ -16,7 +16,7 @@ from headrace.core.tensor import Array
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step takes for a batch: so much, and so much a row."""
+    """Duration of a step: a constant for the batch, and a duration for each row."""
 
     fixed_ns: int = 0
     row_ns: int = 0
@@ -27,10 +27,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a batch takes on the way.
+    """Durations of the steps of a batch.
 
     Attributes:
-        fill: the host copies the rows into the flight, on the instance's thread.
+        fill: the host copies the rows into the batch, on the instance's thread.
         copy_in, compute, copy_out: on the device.
     """
 
@@ -48,8 +48,8 @@ class VirtualPipeline:
         costs: of each step.
         clock: virtual, nanoseconds.
         spend: called with the nanoseconds that the thread is about to spend.
-        depth: flights that may be open.
-        done_ns: of each flight that is open, in the order of launch.
+        depth: largest number of batches in flight.
+        done_ns: end of each batch in flight, in the order of launch.
         computing_ns: how long the compute engine was busy.
     """
 
@@ -68,19 +68,19 @@ class VirtualPipeline:
         self.spend(self.costs.fill.ns(rows))  # which comes next, and is over at the launch
         return InFlightBatch({name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()}, rows)
 
-    def launch(self, flight: InFlightBatch) -> None:
+    def launch(self, in_flight: InFlightBatch) -> None:
         at_ns = self.clock()
         steps = (self.costs.copy_in, self.costs.compute, self.costs.copy_out)
         for engine, cost in enumerate(steps):
-            at_ns = self._free_ns[engine] = max(at_ns, self._free_ns[engine]) + cost.ns(flight.rows)
-        self.computing_ns += self.costs.compute.ns(flight.rows)
+            at_ns = self._free_ns[engine] = max(at_ns, self._free_ns[engine]) + cost.ns(in_flight.rows)
+        self.computing_ns += self.costs.compute.ns(in_flight.rows)
         self.done_ns.append(at_ns)
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
         assert self.clock() >= self.done_ns.popleft(), "finished before the device was"
-        return {"y": flight.inputs["x"] * 2}
+        return {"y": in_flight.inputs["x"] * 2}
 
-    def discard(self, flight: InFlightBatch) -> None:
+    def discard(self, in_flight: InFlightBatch) -> None:
         pass
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does; the limit catches a hang and says nothing about speed."""
+"""Wait for a condition of another thread or process; the limit detects a hang and is no measure of speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0, *, before: H
     """Wait until a condition is true.
 
     Args:
-        condition: asked every 10 ms.
+        condition: called every 10 ms.
         timeout_s: the limit.
         before: a call that must not have ended by then.
 
