@@ -238,10 +238,10 @@ def test_what_is_to_be_built_is_said_alike_in_both_formats() -> None:
     assert [f for f in (*yaml_findings, *pbtxt_findings) if "priority" not in f.message] == []
     assert from_yaml is not None
     assert from_yaml == from_pbtxt
-    told = from_yaml.optimization
-    assert (told.precision, told.priority, told.workspace_mb) == ("int8", "PRIORITY_MAX", 512)
-    assert told.profiles[0].shapes["ids"] == ((1,), (64,), (512,))
-    assert told.calibration.keep == ("head*",)
+    parsed = from_yaml.optimization
+    assert (parsed.precision, parsed.priority, parsed.workspace_mb) == ("int8", "PRIORITY_MAX", 512)
+    assert parsed.profiles[0].shapes["ids"] == ((1,), (64,), (512,))
+    assert parsed.calibration.keep == ("head*",)
     assert from_yaml.build_on_load
 
 
@@ -304,14 +304,14 @@ def test_the_yaml_form_of_tritons_parameters_is_read() -> None:
 
 def test_who_prepares_pictures_and_ranks_classes_in_both_formats() -> None:
     yaml_text = "preprocess: {by: server, source: [480, 640]}\npostprocess: {top_k: 5, scores: chances}\n"
-    told = {
+    parsed = {
         "preprocess.by": "server",
         "preprocess.source": "[480, 640]",
         "postprocess.top_k": 5,
         "postprocess.scores": "chances",
     }
     text = "".join(
-        f'parameters {{ key: "headrace.{key}" value {{ string_value: "{value}" }} }}\n' for key, value in told.items()
+        f'parameters {{ key: "headrace.{key}" value {{ string_value: "{value}" }} }}\n' for key, value in parsed.items()
     )
     configs = [read_config_text(yaml_text, "m/config.yaml"), read_config_text(text, "m/config.pbtxt")]
     assert [findings for _, findings in configs] == [[], []]

@@ -56,7 +56,7 @@ def test_a_written_zero_is_not_a_missing_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "cannot be read as JSON"),
         ("[]", "not a JSON object"),
@@ -79,8 +79,8 @@ def test_a_written_zero_is_not_a_missing_field() -> None:
         ('{"name": "' + "x" * (1 << 20) + '"}', "larger than"),
     ],
 )
-def test_what_is_no_configuration_is_refused_in_few_words(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as refused:
+def test_what_is_no_configuration_is_refused_in_few_words(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
         read_config_json(text)
     assert str(refused.value).startswith("config:")
     assert len(str(refused.value)) < 700

@@ -24,7 +24,9 @@ def errors(repository: Path, name: str = "m") -> list[Finding]:
     return [finding for finding in caught.value.findings if finding.fatal]
 
 
-def told(repository: Path, config: str, model: onnx.ModelProto | None = None, name: str = "config.yaml") -> list[str]:
+def messages_of(
+    repository: Path, config: str, model: onnx.ModelProto | None = None, name: str = "config.yaml"
+) -> list[str]:
     write_model(repository / "m", model, config=config, name=name)
     return [str(finding) for finding in errors(repository)]
 
@@ -124,7 +126,7 @@ def test_outputs_may_be_chosen_inputs_may_not(tmp_path: Path) -> None:
     three = {"p": (FLOAT, ["b", 2]), "q": (FLOAT, ["b", 2]), "r": (FLOAT, ["b", 2])}
     write_model(tmp_path / "m", identity_model(two, three), config="output: [{name: r}, {name: p}]")
     assert [tensor.name for tensor in read(tmp_path).config.output] == ["r", "p"]
-    (error,) = told(tmp_path, "input: [{name: a}]", identity_model(two, three))
+    (error,) = messages_of(tmp_path, "input: [{name: a}]", identity_model(two, three))
     assert 'm/config.yaml:1: error: the model has the input "c" (FLOAT), the configuration does not list it' in error
 
 
@@ -161,18 +163,18 @@ def test_outputs_of_types_that_no_request_carries_are_left_out_with_a_warning(tm
 def test_what_contradicts_the_model_is_told_from_both_sides(
     tmp_path: Path, config: str, line: int, messages: list[str]
 ) -> None:
-    found = told(tmp_path, config)
-    assert len(found) == len(messages)
-    for text, message in zip(found, messages, strict=True):
+    findings = messages_of(tmp_path, config)
+    assert len(findings) == len(messages)
+    for text, message in zip(findings, messages, strict=True):
         assert text.startswith(f"m/config.yaml:{line}: error: ")
         assert message in text
 
 
 def test_a_batch_size_needs_a_free_first_dimension(tmp_path: Path) -> None:
     model = identity_model({"x": (FLOAT, [1, 3])}, {"y": (FLOAT, [1, 3])})
-    found = told(tmp_path, "max_batch_size: 8", model)
-    assert len(found) == 2
-    assert 'input "x" has the shape [1, 3] in the model (write max_batch_size: 0' in found[0]
+    findings = messages_of(tmp_path, "max_batch_size: 8", model)
+    assert len(findings) == 2
+    assert 'input "x" has the shape [1, 3] in the model (write max_batch_size: 0' in findings[0]
 
 
 def test_the_config_may_fix_what_the_model_leaves_free(tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ def test_the_config_may_fix_what_the_model_leaves_free(tmp_path: Path) -> None:
 
 def test_a_shape_that_the_model_does_not_tell_must_be_written(tmp_path: Path) -> None:
     model = identity_model({"x": (FLOAT, [3])}, {"y": (FLOAT, None)})
-    (error,) = told(tmp_path, "output: [{name: y}]", model)
+    (error,) = messages_of(tmp_path, "output: [{name: y}]", model)
     assert 'has no shape for output "y" (write its dims)' in error
     write_model(tmp_path / "m", model, config="output: [{name: y, dims: [3]}]")
     assert read(tmp_path).config.output[0].dims == (3,)
@@ -192,12 +194,12 @@ def test_a_shape_that_the_model_does_not_tell_must_be_written(tmp_path: Path) ->
 
 def test_both_formats_at_once_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "m", config='name: "m"', name="config.pbtxt")
-    assert "has both config.pbtxt and config.yaml" in told(tmp_path, "name: m")[0]
+    assert "has both config.pbtxt and config.yaml" in messages_of(tmp_path, "name: m")[0]
 
 
 @pytest.mark.parametrize("file", ["config.pbtxt", "config.yaml"])
 def test_the_name_must_be_the_folders(tmp_path: Path, file: str) -> None:
-    (error,) = told(tmp_path, '# here\nname: "other"', name=file)
+    (error,) = messages_of(tmp_path, '# here\nname: "other"', name=file)
     assert error.startswith(f'm/{file}:2: error: the name "other" is not the folder\'s')
 
 
@@ -248,10 +250,10 @@ def test_every_served_version_is_compared(tmp_path: Path) -> None:
     write_model(tmp_path / "m", identity_model({"x": (FLOAT, ["b", 5])}, {"y": (FLOAT, ["b", 5])}), version=1)
     write_model(tmp_path / "m", version=2)
     assert read(tmp_path).config.input[0].dims == (16,)
-    found = told(
+    findings = messages_of(
         tmp_path, "version_policy: {all: {}}", identity_model({"x": (FLOAT, ["b", 5])}, {"y": (FLOAT, ["b", 5])})
     )
-    assert [text.endswith("(m/1/model.onnx) (write [5])") for text in found] == [True, True]
+    assert [text.endswith("(m/1/model.onnx) (write [5])") for text in findings] == [True, True]
 
 
 def test_a_version_that_is_named_and_absent(tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def test_a_version_that_is_named_and_absent(tmp_path: Path) -> None:
     (finding,) = read(tmp_path).findings
     assert (finding.line, finding.fatal) == (1, False)
     assert "version 7" in finding.message
-    assert "version 7" in told(tmp_path, "version_policy: {specific: {versions: [7]}}")[0]
+    assert "version 7" in messages_of(tmp_path, "version_policy: {specific: {versions: [7]}}")[0]
 
 
 @pytest.mark.parametrize(
@@ -297,26 +299,26 @@ def test_labels_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../other.txt", "/etc/hostname", "a/../../x", "a\\b"])
 def test_file_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
-    (error,) = told(tmp_path, f"output:\n- name: y\n  label_filename: '{name}'")
+    (error,) = messages_of(tmp_path, f"output:\n- name: y\n  label_filename: '{name}'")
     assert error.startswith("m/config.yaml:3: error: ")
     assert "leads out of the model's folder" in error
-    (error,) = told(tmp_path, f"default_model_filename: '{name}'")
+    (error,) = messages_of(tmp_path, f"default_model_filename: '{name}'")
     assert "is not a file name" in error
 
 
-@pytest.mark.parametrize("place", ["m", "m/1", "m/1/model.onnx", "m/config.yaml", "m/labels.txt"])
-def test_links_that_lead_out_of_the_repository_are_refused(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("path", ["m", "m/1", "m/1/model.onnx", "m/config.yaml", "m/labels.txt"])
+def test_links_that_lead_out_of_the_repository_are_refused(tmp_path: Path, path: str) -> None:
     config = "output: [{name: y, label_filename: labels.txt}]"
     repository = tmp_path / "repository"
     for root in (repository, tmp_path / "elsewhere"):
         write_model(root / "m", config=config)
         (root / "m" / "labels.txt").write_text("a\n" * 16)
     assert read(repository).labels["y"][0] == "a"
-    target = repository / place
+    target = repository / path
     target.rename(tmp_path / "moved")
-    target.symlink_to(tmp_path / "elsewhere" / place)
+    target.symlink_to(tmp_path / "elsewhere" / path)
     (finding,) = errors(repository)
-    assert (finding.path, finding.message) == (place, "is a link that leads out of the repository")
+    assert (finding.path, finding.message) == (path, "is a link that leads out of the repository")
 
 
 def test_links_inside_of_the_repository_are_followed(tmp_path: Path) -> None:
@@ -333,7 +335,7 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_configuration_is_a_page_of_text(tmp_path: Path) -> None:
-    assert "is larger than" in told(tmp_path, "#" * (1024 * 1024 + 1))[0]
+    assert "is larger than" in messages_of(tmp_path, "#" * (1024 * 1024 + 1))[0]
     (tmp_path / "m" / "config.yaml").write_bytes(b"a: 1\nb: \xff")
     assert str(errors(tmp_path)[0]).startswith("m/config.yaml:2: error: is not UTF-8")
 
@@ -380,8 +382,8 @@ def test_an_engine_needs_a_full_configuration_or_the_onnx_file_beside_it(tmp_pat
 
 def test_samples_that_are_not_there_or_lie_elsewhere_are_warned_of(tmp_path: Path) -> None:
     def remarks(calibration: str, accuracy: str) -> list[str]:
-        told = f"optimization:\n  calibration: {{data: '{calibration}'}}\n  accuracy: {{data: '{accuracy}'}}\n"
-        write_model(tmp_path / "m", config=told)
+        config = f"optimization:\n  calibration: {{data: '{calibration}'}}\n  accuracy: {{data: '{accuracy}'}}\n"
+        write_model(tmp_path / "m", config=config)
         findings = read(tmp_path).findings
         assert not any(finding.fatal for finding in findings)
         return [f"{finding.line}: {finding.message}" for finding in findings]

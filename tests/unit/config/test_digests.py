@@ -53,7 +53,7 @@ def test_every_file_that_the_model_names_counts(tmp_path: Path, location: str) -
     (tmp_path / location).write_bytes(bytes(16))
     changed = onnx_digest(path)
     (tmp_path / location).unlink()
-    with pytest.raises(ConfigError, match="not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         onnx_digest(path)
     assert len({before, changed, hashlib.sha256(path.read_bytes()).hexdigest()}) == 3
 
@@ -64,8 +64,8 @@ def test_the_key_is_found_where_two_blocks_meet(tmp_path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
     # The documentation comes before the graph on the wire: it moves the key to the end of the first block.
     model.doc_string = "x" * (1 << 19)
-    place = model.SerializeToString().find(b"location")
-    model.doc_string += "x" * ((1 << 20) - 4 - place)
+    offset = model.SerializeToString().find(b"location")
+    model.doc_string += "x" * ((1 << 20) - 4 - offset)
     whole = model.SerializeToString()
     assert (1 << 20) - 8 < whole.find(b"location") < 1 << 20
     path.write_bytes(whole)
@@ -148,9 +148,9 @@ def test_how_a_model_is_served_does_not_change_the_digest(change: dict[str, Any]
 
 
 def test_who_prepares_the_pictures_does_not_change_the_digest() -> None:
-    told = {"crop": [8, 8], "mean": 127.0}
-    by_server = {**told, "by": "server", "source": [300, 300]}
-    assert config_digest(ModelConfig.model_validate({**BASE, "preprocess": told})) == config_digest(
+    options = {"crop": [8, 8], "mean": 127.0}
+    by_server = {**options, "by": "server", "source": [300, 300]}
+    assert config_digest(ModelConfig.model_validate({**BASE, "preprocess": options})) == config_digest(
         ModelConfig.model_validate({**BASE, "preprocess": by_server})
     )
 

@@ -27,7 +27,7 @@ def shapes(tensors: object) -> list[tuple[str, str, list[int]]]:
     return [(t.name, t.data_type, list(t.dims)) for t in tensors]  # type: ignore[attr-defined]
 
 
-OWN = ([("IMAGE", "TYPE_FP32", [3, 224, 224])], [("LOGITS", "TYPE_FP32", [7])])
+MODEL_TENSORS = ([("IMAGE", "TYPE_FP32", [3, 224, 224])], [("LOGITS", "TYPE_FP32", [7])])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ OWN = ([("IMAGE", "TYPE_FP32", [3, 224, 224])], [("LOGITS", "TYPE_FP32", [7])])
 )
 def test_however_it_is_written_the_model_and_its_callers_have_their_own_view(tmp_path: Path, more: str) -> None:
     config = read(tmp_path, WHOLE + more).config
-    assert (shapes(config.input), shapes(config.output)) == OWN
+    assert (shapes(config.input), shapes(config.output)) == MODEL_TENSORS
     assert shapes(config.served_input) == [("IMAGE", "TYPE_UINT8", [224, 224, 3])]
     assert shapes(config.served_output)[:2] == [("scores", "TYPE_FP32", [3]), ("classes", "TYPE_INT32", [3])]
     assert len(config.served_output) == (3 if "label" in more else 2)
@@ -53,7 +53,7 @@ def test_what_is_shown_reads_back_to_the_same(tmp_path: Path, labels: str) -> No
     shown = to_triton_json(folder.config)
     again = read_model_folder(tmp_path / "m", tmp_path, read_config_json(json.dumps(shown)))
     assert to_triton_json(again.config) == shown
-    assert (shapes(again.config.input), shapes(again.config.output)) == OWN
+    assert (shapes(again.config.input), shapes(again.config.output)) == MODEL_TENSORS
     assert again.labels == folder.labels
     assert again.findings == ()
 
@@ -92,8 +92,8 @@ def test_a_plan_alone_must_be_told_of_as_it_is(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text("preprocess: {by: server}\n" + output + served)
     with pytest.raises(ConfigError, match="write it as in the model"):
         read_model_folder(folder, tmp_path)
-    own = "input: [{name: IMAGE, data_type: fp16, dims: [3, 224, 224]}]\n"
-    (folder / "config.yaml").write_text(WHOLE + output + own)
+    input_block = "input: [{name: IMAGE, data_type: fp16, dims: [3, 224, 224]}]\n"
+    (folder / "config.yaml").write_text(WHOLE + output + input_block)
     config = read_model_folder(folder, tmp_path).config
     assert shapes(config.served_input) == [("IMAGE", "TYPE_UINT8", [224, 224, 3])]
     assert shapes(config.served_output) == [("scores", "TYPE_FP32", [3]), ("classes", "TYPE_INT32", [3])]

@@ -208,10 +208,10 @@ def test_a_stamp_with_a_wrong_field_is_refused(folder: Path, change: dict[str, A
 
 @pytest.mark.parametrize("missing", ["key", "artefact", "machine", "overridden"])
 def test_a_stamp_without_a_field_is_refused(folder: Path, missing: str) -> None:
-    told = _stamp(folder).to_json()
-    del told[missing]
+    document = _stamp(folder).to_json()
+    del document[missing]
     with pytest.raises(ConfigError, match=missing):
-        Stamp.from_json(told)
+        Stamp.from_json(document)
 
 
 def test_a_stamp_that_would_not_be_read_is_not_written(folder: Path) -> None:

@@ -218,13 +218,13 @@ def test_an_engine_reads_nothing_outside_of_its_folder(repository: Path, locatio
     """Attack 20: weights that lie elsewhere."""
     secret = repository.parent / "secret"
     secret.write_bytes(bytes(4096))
-    place = repository / "m" / "1"
-    (place / "link").symlink_to(secret)
-    own = publish(repository / "m", 1, ENGINE)
-    stamps = json.loads((place / "build.json").read_text())
-    own.write_bytes(external_data(location))
-    stamps["builds"][0] |= {"size_bytes": own.stat().st_size}
-    (place / "build.json").write_text(json.dumps(stamps))
+    folder = repository / "m" / "1"
+    (folder / "link").symlink_to(secret)
+    engine_file = publish(repository / "m", 1, ENGINE)
+    stamps = json.loads((folder / "build.json").read_text())
+    engine_file.write_bytes(external_data(location))
+    stamps["builds"][0] |= {"size_bytes": engine_file.stat().st_size}
+    (folder / "build.json").write_text(json.dumps(stamps))
     assert f'are stored in "{location}", which ' in serves(repository, 1)
 
 
@@ -258,34 +258,34 @@ def test_what_is_published_beside_a_model_is_taken_by_the_next_load_and_nothing_
 def test_a_model_that_is_called_like_an_engine_is_still_the_model(tmp_path: Path) -> None:
     name = "model.0123456789ab.onnx"
     put(tmp_path / "repository", 1, config=f"default_model_filename: {name}\n")
-    place = tmp_path / "repository" / "m" / "1"
-    (place / "model.onnx").rename(place / name)
+    folder = tmp_path / "repository" / "m" / "1"
+    (folder / "model.onnx").rename(folder / name)
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         assert same(await ask(registry), 1)
-        (place / name).write_bytes(ENGINE)
+        (folder / name).write_bytes(ENGINE)
         await reconciler.load("m", None, {})
         assert same(await ask(registry), 2)
 
     run(tmp_path / "repository", check, names=frozenset({"m"}))
 
 
-@pytest.mark.parametrize("told", ["fallback: onnxruntime\n", "build_on_load: true\n", "platform: tensorrt_plan\n"])
-def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("options", ["fallback: onnxruntime\n", "build_on_load: true\n", "platform: tensorrt_plan\n"])
+def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_path: Path, options: str) -> None:
     repository = tmp_path / "repository"
-    put(repository, 1, config="backend: tensorrt\n" + told)
+    put(repository, 1, config="backend: tensorrt\n" + options)
     (repository / "m" / "1" / "model.plan").write_bytes(b"for a GPU")
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await ask(registry), 1)
-        if "build" not in told:
+        if "build" not in options:
             assert reason_of(registry).startswith("model.onnx serves on the CPU: ")
 
     run(repository, check, ALL, builder=("false",))
 
 
 @pytest.mark.parametrize(
-    ("told", "precision"),
+    ("options", "precision"),
     [
         ({}, "fp32"),
         ({"precision": "best"}, "best"),
@@ -303,8 +303,8 @@ def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_
         ),
     ],
 )
-def test_the_precision_asked_for(told: dict[str, Any], precision: str) -> None:
-    assert requested_precision(ModelConfig.model_validate({"optimization": told}).optimization) == precision
+def test_the_precision_asked_for(options: dict[str, Any], precision: str) -> None:
+    assert requested_precision(ModelConfig.model_validate({"optimization": options}).optimization) == precision
 
 
 def test_every_version_has_its_own_engine(repository: Path) -> None:

@@ -77,7 +77,7 @@ def reason_of(registry: Registry) -> str:
 
 async def settled(registry: Registry) -> None:
     """Wait until nothing is being built."""
-    await until(lambda: "usually a minute" not in reason_of(registry) and "waits to be" not in reason_of(registry))
+    await until(lambda: "usually a minute" not in reason_of(registry) and "queued to be" not in reason_of(registry))
 
 
 @pytest.mark.parametrize("control", [EXPLICIT, POLL, ControlPolicy("none")], ids=lambda control: control.mode)
@@ -158,8 +158,8 @@ def test_a_model_that_is_loaded_anew_may_try_again(workshop: Workshop) -> None:
 
 def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
     (workshop.orders / "fail").write_text("no samples\n")
-    told = "optimization: {precision: int8, calibration: {data: samples.npz}}\nbuild_on_load: true\n"
-    (workshop.repository / "m" / "config.yaml").write_text(told)
+    config_text = "optimization: {precision: int8, calibration: {data: samples.npz}}\nbuild_on_load: true\n"
+    (workshop.repository / "m" / "config.yaml").write_text(config_text)
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await settled(registry)

@@ -43,13 +43,13 @@ Ends = queue.Queue[tuple[BuildOrder, str]]
 def building(words: tuple[str, ...]) -> Iterator[tuple[EngineBuilds, Ends]]:
     """A started `EngineBuilds` and what it tells; stopped at the end, when nothing of it may be left."""
     ends: Ends = queue.Queue()
-    made = EngineBuilds(words, lambda order, failure: ends.put((order, failure)))
-    made.start()
+    engine_builds = EngineBuilds(words, lambda order, failure: ends.put((order, failure)))
+    engine_builds.start()
     try:
-        yield made, ends
+        yield engine_builds, ends
     finally:
-        made.stop()
-        assert made.join()
+        engine_builds.stop()
+        assert engine_builds.join()
         assert "builds" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -63,39 +63,39 @@ def calls(orders: Path) -> list[str]:
 
 
 def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path) -> None:
-    wanted = order(repository)
-    with building(command(orders)) as (made, ends):
-        made.set_orders("a", [wanted])
-        assert made.failure(wanted) is None
-        assert ends.get(timeout=10) == (wanted, "")
-        assert made.failure(wanted) == ""
-        made.set_orders("a", [wanted])
+    requested = order(repository)
+    with building(command(orders)) as (engine_builds, ends):
+        engine_builds.set_orders("a", [requested])
+        assert engine_builds.failure(requested) is None
+        assert ends.get(timeout=10) == (requested, "")
+        assert engine_builds.failure(requested) == ""
+        engine_builds.set_orders("a", [requested])
         assert [path.suffix for path in (repository / "a" / "1").glob("model.*.onnx")] == [".onnx"]
         assert calls(orders) == ["started a 1 onnxruntime 10"]
-        made.set_orders("a", [])
-        made.set_orders("a", [wanted])
-        assert ends.get(timeout=10) == (wanted, ""), "a model that was forgotten may be tried again"
+        engine_builds.set_orders("a", [])
+        engine_builds.set_orders("a", [requested])
+        assert ends.get(timeout=10) == (requested, ""), "a model that was forgotten may be tried again"
 
 
 def test_nothing_is_built_before_the_start(orders: Path, repository: Path) -> None:
-    made = EngineBuilds(command(orders), lambda *_: None)
-    made.set_orders("a", [order(repository)])
+    engine_builds = EngineBuilds(command(orders), lambda *_: None)
+    engine_builds.set_orders("a", [order(repository)])
     assert calls(orders) == []
     assert "builds" not in [thread.name for thread in threading.enumerate()]
-    made.stop()
-    assert made.join()
+    engine_builds.stop()
+    assert engine_builds.join()
     assert calls(orders) == []
-    assert made.failure(order(repository)) is None
-    made.set_orders("b", [order(repository, "b")])
-    assert "not built any more" in (made.failure(order(repository, "b")) or "")
+    assert engine_builds.failure(order(repository)) is None
+    engine_builds.set_orders("b", [order(repository, "b")])
+    assert "not built any more" in (engine_builds.failure(order(repository, "b")) or "")
 
 
 def test_one_at_a_time(orders: Path, repository: Path) -> None:
     (orders / "hold").touch()
     first, second = order(repository), order(repository, "b")
-    with building(command(orders)) as (made, ends):
-        made.set_orders("a", [first])
-        made.set_orders("b", [second])
+    with building(command(orders)) as (engine_builds, ends):
+        engine_builds.set_orders("a", [first])
+        engine_builds.set_orders("b", [second])
         until(lambda: len(calls(orders)) == 1)
         assert ends.empty()
         (orders / "hold").unlink()
@@ -112,8 +112,8 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
         "remove it\x1b[31m",
     ]
     (orders / "fail").write_text("\n".join(said))
-    with building(command(orders)) as (made, ends):
-        made.set_orders("a", [order(repository)])
+    with building(command(orders)) as (engine_builds, ends):
+        engine_builds.set_orders("a", [order(repository)])
         _, failure = ends.get(timeout=10)
     assert failure.startswith("a: node '")
     assert failure.endswith(" remove it [31m")
@@ -121,8 +121,8 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
         assert word not in failure
     assert "3 rows/s" in failure
     (orders / "fail").write_text("x" * 5000)
-    with building(command(orders)) as (made, ends):
-        made.set_orders("a", [order(repository)])
+    with building(command(orders)) as (engine_builds, ends):
+        engine_builds.set_orders("a", [order(repository)])
         assert ends.get(timeout=10)[1] == "..." + "x" * 400
 
 
@@ -139,29 +139,29 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
     ],
 )
 def test_a_builder_that_says_nothing(repository: Path, words: tuple[str, ...], failure: str) -> None:
-    with building(words) as (made, ends):
-        wanted = order(repository)
-        made.set_orders("a", [wanted])
-        assert ends.get(timeout=10) == (wanted, failure)
-        assert made.failure(wanted) == failure
-        made.set_orders("a", [wanted])
+    with building(words) as (engine_builds, ends):
+        requested = order(repository)
+        engine_builds.set_orders("a", [requested])
+        assert ends.get(timeout=10) == (requested, failure)
+        assert engine_builds.failure(requested) == failure
+        engine_builds.set_orders("a", [requested])
         time.sleep(0.1)
         assert ends.empty(), "what has failed is not tried again"
         other = order(repository, digest="2")
-        made.set_orders("a", [other])
+        engine_builds.set_orders("a", [other])
         assert ends.get(timeout=10) == (other, failure), "but something else is"
-        assert made.failure(wanted) is None, "and the first one is forgotten"
+        assert engine_builds.failure(requested) is None, "and the first one is forgotten"
 
 
 def test_what_is_not_wanted_any_more_is_called_off(orders: Path, repository: Path) -> None:
     (orders / "hold").touch()
     first, second, other = order(repository), order(repository, digest="2"), order(repository, "b")
-    with building(command(orders)) as (made, ends):
-        made.set_orders("a", [first])
+    with building(command(orders)) as (engine_builds, ends):
+        engine_builds.set_orders("a", [first])
         until(lambda: len(calls(orders)) == 1)
-        made.set_orders("b", [other])
-        made.set_orders("b", [])
-        made.set_orders("a", [second])
+        engine_builds.set_orders("b", [other])
+        engine_builds.set_orders("b", [])
+        engine_builds.set_orders("a", [second])
         until(lambda: len(calls(orders)) == 3)
         assert [line.split()[0] for line in calls(orders)] == ["started", "stopped", "started"]
         (orders / "hold").unlink()
@@ -177,10 +177,10 @@ def test_the_end_of_the_server_is_the_end_of_the_builder(
     (orders / "hold").touch()
     if deaf:
         (orders / "deaf").touch()
-    with building(command(orders)) as (made, ends):
-        made.set_orders("a", [order(repository)])
+    with building(command(orders)) as (engine_builds, ends):
+        engine_builds.set_orders("a", [order(repository)])
         until(lambda: len(calls(orders)) == 1)
-        process = made._process
+        process = engine_builds._process
         assert process is not None
     assert process.returncode == (-9 if deaf else 128 + 15)
     assert ends.empty()
@@ -192,9 +192,9 @@ def test_the_end_of_the_thread_is_told(repository: Path, monkeypatch: pytest.Mon
         raise RuntimeError("no")
 
     monkeypatch.setattr(EngineBuilds, "_build", broken)
-    with building(("true",)) as (made, ends):
+    with building(("true",)) as (engine_builds, ends):
         first, second = order(repository), order(repository, "b")
-        made.set_orders("a", [first])
+        engine_builds.set_orders("a", [first])
         assert ends.get(timeout=10) == (first, builds._STOPPED)
-        made.set_orders("b", [second])
-        assert made.failure(second) == builds._STOPPED
+        engine_builds.set_orders("b", [second])
+        assert engine_builds.failure(second) == builds._STOPPED

@@ -67,18 +67,18 @@ def test_cuda_without_a_gpu() -> None:
 
 
 def test_cuda_goes_to_the_opener_and_shares_the_names(key: str) -> None:
-    asked: list[tuple[bytes, int, int]] = []
+    opened: list[tuple[bytes, int, int]] = []
     gpu = FakeGpu()
 
     def opener(handle: bytes, device: int, size_bytes: int) -> FakeGpu:
-        asked.append((handle, device, size_bytes))
+        opened.append((handle, device, size_bytes))
         if device == 9:
             raise BadRequest("device_id 9 is not there")
         return gpu
 
     regions = SharedMemoryRegions(allowed=True, cuda=opener)
     regions.register_cuda("r", b"h" * 64, 1, 4096)
-    assert asked == [(b"h" * 64, 1, 4096)]
+    assert opened == [(b"h" * 64, 1, 4096)]
     assert regions.find("r") is gpu
     assert list(regions.status(CUDA, "r")) == [{"name": "r", "device_id": 1, "byte_size": 4096}]
     with pytest.raises(Conflict):
@@ -87,5 +87,5 @@ def test_cuda_goes_to_the_opener_and_shares_the_names(key: str) -> None:
         regions.register_cuda("r", b"h" * 64, 1, 4096)
     with pytest.raises(BadRequest, match="device_id 9"):
         regions.register_cuda("s", b"h" * 64, 9, 1)
-    assert len(asked) == 2
+    assert len(opened) == 2
     assert len(regions.status(CUDA, "")) == 1

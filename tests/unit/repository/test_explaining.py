@@ -24,9 +24,9 @@ def test_a_quota_is_explained_without_naming_the_client() -> None:
         served.record_failure(refused.value, 1)
         served.lease()
         registry: Any = SimpleNamespace(lease=lambda _model, _version: served)
-        told = Explainer(registry)("fake", "1")
-        assert (told["limit"], "the access log names the clients" in str(told["summary"])) == ("quota", True)
-        assert "hunter2" not in str(told)
+        report = Explainer(registry)("fake", "1")
+        assert (report["limit"], "the access log names the clients" in str(report["summary"])) == ("quota", True)
+        assert "hunter2" not in str(report)
         assert served.close(5)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -25,7 +25,7 @@ from tests.unit.repository.test_tensorrt_models import plan_of
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
 pytestmark = pytest.mark.usefixtures("trt")
-READY, PARKED = ("READY", ""), ("READY", "evicted: loaded on demand")
+READY, EVICTED = ("READY", ""), ("READY", "evicted: loaded on demand")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def room(size_bytes: float) -> float:
     return (size_bytes + 0.5) / (1 << 30)
 
 
-async def asked(registry: Registry, name: str, seed: int) -> None:
+async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await ask(registry, name), seed)
 
 
@@ -69,15 +69,15 @@ def test_all_models_are_ready_and_those_without_room_come_when_they_are_asked(re
     gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert index(registry) == {("a", "1"): PARKED, ("b", "1"): READY, ("c", "1"): READY}
+        assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
         assert registry.ready()
         assert gpu_model_cache.ledger.held(0) == 2 * size
-        await asked(registry, "c", 3)
-        await asked(registry, "a", 1)
+        await infer_value(registry, "c", 3)
+        await infer_value(registry, "a", 1)
         # b had not been used for longest.
-        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY})
-        await asked(registry, "b", 2)
-        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY})
+        await infer_value(registry, "b", 2)
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
         await until(lambda: sum(loads.on_demand for _, _, loads in gpu_model_cache.loads()) == 2)
         assert gpu_model_cache.ledger.held(0) == 2 * size
         counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in gpu_model_cache.loads()}
@@ -97,7 +97,7 @@ def test_who_asks_waits_together_and_everybody_is_answered(repository: Path) -> 
         async def caller(name: str, seed: int) -> int:
             count, until = 0, time.monotonic() + 4
             while time.monotonic() < until:
-                await asked(registry, name, seed)
+                await infer_value(registry, name, seed)
                 count += 1
             return count
 
@@ -122,8 +122,8 @@ def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(reposi
         assert state == "UNAVAILABLE"
         assert "b/1: error: needs" in reason
         assert "--gpu-memory-fraction" in reason
-        await asked(registry, "a", 1)
-        await asked(registry, "c", 3)
+        await infer_value(registry, "a", 1)
+        await infer_value(registry, "c", 3)
         # Who made room for the attempt comes back by its first instance, which answers while the second opens.
         await until(lambda: gpu_model_cache.ledger.held(0) == 2 * size)
 
@@ -139,7 +139,7 @@ def test_a_budget_of_its_own_is_no_matter_for_others(repository: Path) -> None:
         states = index(registry)
         assert (states["a", "1"], states["c", "1"]) == (READY, READY)
         assert "its gpu_memory_budget is" in states["b", "1"][1]
-        await asked(registry, "c", 3)
+        await infer_value(registry, "c", 3)
 
     run(repository, check, ALL)
 
@@ -149,9 +149,9 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
     (repository / "a" / "config.yaml").write_text(TENSORRT + "keep_loaded: true\n")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY}
-        await asked(registry, "b", 2)
-        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
+        assert index(registry) == {("a", "1"): READY, ("b", "1"): EVICTED, ("c", "1"): READY}
+        await infer_value(registry, "b", 2)
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
 
     run(repository, check, ALL, gpu_memory_fraction=room(2 * size))
 
@@ -161,7 +161,7 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
         for name in "bc":
             assert states[name, "1"][0] == "UNAVAILABLE"
             assert "a/1" in states[name, "1"][1], "who holds it is told"
-        await asked(registry, "a", 1)
+        await infer_value(registry, "a", 1)
 
     run(repository, alone, ALL, gpu_memory_fraction=room(size))
 
@@ -173,14 +173,14 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         for name in "abc":
             await reconciler.load(name, None, {})
-        assert index(registry)["b", "1"] == PARKED
+        assert index(registry)["b", "1"] == EVICTED
         await reconciler.unload("c", False)
         await reconciler.load("b", None, {})  # as it was: it is loaded once it is asked
-        await asked(registry, "b", 2)
+        await infer_value(registry, "b", 2)
         await until(lambda: index(registry)["b", "1"] == READY)
         await reconciler.unload("b", False)
         await reconciler.load("a", None, {})
-        await asked(registry, "a", 1)
+        await infer_value(registry, "a", 1)
         await reconciler.unload("a", False)
         await until(lambda: gpu_model_cache.ledger.held(0) == 0)
         assert gpu_model_cache.loads() == []
@@ -192,8 +192,8 @@ def test_a_parked_model_with_requests_is_unloaded_once_they_are_answered(reposit
     size = need(repository)
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        assert index(registry)["a", "1"] == PARKED
-        answer = asyncio.create_task(asked(registry, "a", 1))
+        assert index(registry)["a", "1"] == EVICTED
+        answer = asyncio.create_task(infer_value(registry, "a", 1))
         await asyncio.sleep(0)
         await reconciler.unload("a", False)
         await answer
@@ -214,7 +214,7 @@ def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: P
         assert state == "READY"
         assert "evicted: loading on demand failed" in reason
         await reconciler.load("a", None, {})
-        await asked(registry, "a", 1)
+        await infer_value(registry, "a", 1)
         await until(lambda: index(registry)["a", "1"] == READY)
 
     run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
@@ -261,11 +261,11 @@ def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) 
         cuda.room_bytes = 4000  # less than the scratch memory of one
         with pytest.raises(ConfigError, match="the GPU's memory is full"):
             await reconciler.load("b", None, {})
-        assert index(registry)["a", "1"] == PARKED, "that it made room was not enough"
+        assert index(registry)["a", "1"] == EVICTED, "that it made room was not enough"
         cuda.room_bytes = 1 << 20
         await reconciler.load("b", None, {})
-        await asked(registry, "a", 1)
-        await asked(registry, "b", 2)
+        await infer_value(registry, "a", 1)
+        await infer_value(registry, "b", 2)
 
     run(repository, check, EXPLICIT, frozenset())
 
@@ -276,7 +276,7 @@ def test_metrics_tell_who_holds_what(repository: Path) -> None:
     pages: list[str] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        await asked(registry, "a", 1)
+        await infer_value(registry, "a", 1)
         await until(lambda: index(registry)["a", "1"] == READY)
         prometheus = CollectorRegistry()
         prometheus.register(MemoryCollector(gpu_model_cache))

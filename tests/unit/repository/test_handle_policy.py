@@ -15,27 +15,29 @@ def policy(**fields: Any) -> HandlePolicy:
 
 
 def test_nothing_is_promised_shared_or_limited_unasked() -> None:
-    told = policy(dynamic_batching={"max_queue_delay_microseconds": 5})
-    assert told.batch.objective_ns == 0
-    assert (told.level_policies, told.aging_ns, told.sharing, told.rate_limits) == ({}, 0, None, None)
-    assert told.limits == QueueLimits()
+    result = policy(dynamic_batching={"max_queue_delay_microseconds": 5})
+    assert result.batch.objective_ns == 0
+    assert (result.level_policies, result.aging_ns, result.sharing, result.rate_limits) == ({}, 0, None, None)
+    assert result.limits == QueueLimits()
 
 
 def test_an_objective_needs_no_batching() -> None:
-    told = policy(slo={"p99_ms": 2.5})
-    assert (told.batch.objective_ns, told.batch.merge) == (2_500_000, False)
+    result = policy(slo={"p99_ms": 2.5})
+    assert (result.batch.objective_ns, result.batch.merge) == (2_500_000, False)
 
 
 def test_each_level_has_its_own_queue_policy_or_the_default() -> None:
     default = {"default_timeout_microseconds": 7_000, "max_queue_size": 10, "allow_timeout_override": True}
-    own = {2: {"timeout_action": "DELAY", "max_queue_size": 3}}
+    level_queue_policies = {2: {"timeout_action": "DELAY", "max_queue_size": 3}}
     levels = {"priority_levels": 3, "default_priority_level": 2}
-    told = policy(dynamic_batching={**levels, "default_queue_policy": default, "priority_queue_policy": own})
+    result = policy(
+        dynamic_batching={**levels, "default_queue_policy": default, "priority_queue_policy": level_queue_policies}
+    )
     usual = LevelPolicy(max_count=10, queue_timeout_ns=7 * NS_PER_MS, timeout_override=True)
-    assert told.level_policies == {1: usual, 2: LevelPolicy(max_count=3, demote_on_timeout=True), 3: usual}
-    assert (told.levels, told.default_level, told.aging_ns) == (3, 2, 10 * NS_PER_S)
-    assert told.limits.max_count == 23
-    assert (told.limits.max_size_bytes, told.queue_timeout_ns) == (QueueLimits().max_size_bytes, 7 * NS_PER_MS)
+    assert result.level_policies == {1: usual, 2: LevelPolicy(max_count=3, demote_on_timeout=True), 3: usual}
+    assert (result.levels, result.default_level, result.aging_ns) == (3, 2, 10 * NS_PER_S)
+    assert result.limits.max_count == 23
+    assert (result.limits.max_size_bytes, result.queue_timeout_ns) == (QueueLimits().max_size_bytes, 7 * NS_PER_MS)
 
 
 def test_one_level_without_a_bound_has_room_beside_the_others() -> None:
@@ -47,8 +49,8 @@ def test_one_level_without_a_bound_has_room_beside_the_others() -> None:
 
 
 def test_a_single_queue_has_the_default_bound() -> None:
-    told = policy(dynamic_batching={"default_queue_policy": {"max_queue_size": 9}})
-    assert (told.limits.max_count, told.level_policies) == (9, {})
+    result = policy(dynamic_batching={"default_queue_policy": {"max_queue_size": 9}})
+    assert (result.limits.max_count, result.level_policies) == (9, {})
 
 
 def test_levels_age_as_told() -> None:
@@ -60,9 +62,9 @@ def test_levels_age_as_told() -> None:
 
 def test_clients_share_and_are_limited() -> None:
     limits = {"default": {"requests_per_s": 2.5}, "clients": {"shop": {"requests_per_s": 100, "burst": 5}}}
-    told = policy(fair_sharing={"weights": {"shop": 3}, "default_weight": 0.5}, rate_limits=limits)
-    assert told.sharing == Sharing({"shop": 3.0}, 0.5)
-    assert told.rate_limits == RateLimits({"shop": Quota(100.0, 5)}, Quota(2.5, 2))
+    result = policy(fair_sharing={"weights": {"shop": 3}, "default_weight": 0.5}, rate_limits=limits)
+    assert result.sharing == Sharing({"shop": 3.0}, 0.5)
+    assert result.rate_limits == RateLimits({"shop": Quota(100.0, 5)}, Quota(2.5, 2))
     assert policy(fair_sharing={}).sharing == Sharing({}, 1.0)
     assert policy(rate_limits={"clients": {"shop": {"requests_per_s": 1}}}).rate_limits == RateLimits(
         {"shop": Quota(1.0, 1)}, None

@@ -205,9 +205,9 @@ def test_several_instances_are_measured_alone_and_together(config: ModelConfig) 
     pairs = model.runs[16 : 16 + 2 * 12]
     assert [rows for _, rows, _ in pairs] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(2)]
     assert len({index for index, _, _ in pairs}) == 2, "the last and one other"
-    everybody = model.runs[40:]
-    assert [rows for _, rows, _ in everybody] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(3)]
-    assert max(busy_runners for _, _, busy_runners in everybody) == 3
+    all_instances = model.runs[40:]
+    assert [rows for _, rows, _ in all_instances] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(3)]
+    assert max(busy_runners for _, _, busy_runners in all_instances) == 3
     assert [(known.instances, known.rows) for known in profile.known()] == [
         (instances, rows) for instances in (1, 2, 4) for rows in (1, 2, 4, 8)
     ]
@@ -235,28 +235,28 @@ def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, b
         assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
 
 
-def kept_by(
-    model: Model, config: ModelConfig, kept: StoredLatencies, limit_ns: int = NS_PER_S
+def measure_with_stored(
+    model: Model, config: ModelConfig, stored: StoredLatencies, limit_ns: int = NS_PER_S
 ) -> tuple[LatencyTable, int]:
     """The profile, and how long the smallest batch took."""
     profile = LatencyTable()
-    measuring = LatencyMeasurement(config, model, 1, profile, limit_ns, model.clock, kept)
+    measuring = LatencyMeasurement(config, model, 1, profile, limit_ns, model.clock, stored)
     measuring(model)
     return profile, measuring.idle_ns
 
 
 def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
     times_ns = {1: {1: [9 * NS_PER_MS] * 3, 3: [12 * NS_PER_MS]}, 2: {1: [13 * NS_PER_MS]}}  # under load, as it was
-    kept = StoredLatencies(times_ns, 3 * NS_PER_MS)
+    stored = StoredLatencies(times_ns, 3 * NS_PER_MS)
     model = Model()
-    profile, idle_ns = kept_by(model, config, kept)
+    profile, idle_ns = measure_with_stored(model, config, stored)
     assert model.rows == [1] * 4
     assert {known.source for known in profile.known()} == {"stored"}
     assert profile.times() == times_ns
     assert idle_ns == 3 * NS_PER_MS, "as it was when the times were taken"
     for then_ms in (0, 0.9, 4.1):
         model = Model()
-        profile, idle_ns = kept_by(model, config, StoredLatencies(times_ns, int(then_ms * NS_PER_MS)))
+        profile, idle_ns = measure_with_stored(model, config, StoredLatencies(times_ns, int(then_ms * NS_PER_MS)))
         assert model.rows == [1] * 4 + [1, 2, 4, 8] * 4
         assert {known.source for known in profile.known()} == {"load"}
         assert idle_ns == 2 * NS_PER_MS
@@ -264,11 +264,11 @@ def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) 
 
 def test_what_was_kept_is_all_there_is_of_what_is_not_run(tmp_path: Path, config: ModelConfig) -> None:
     texts = read(tmp_path / "texts", identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
-    kept = StoredLatencies({1: {1: [100], 4: [300]}}, 0)
+    stored = StoredLatencies({1: {1: [100], 4: [300]}}, 0)
     for what, limit_ns in ((texts, NS_PER_S), (config, 0)):
         model = Model()
-        profile, idle_ns = kept_by(model, what, kept, limit_ns)
-        assert (model.rows, profile.times(), idle_ns) == ([], kept.times_ns, 0)
+        profile, idle_ns = measure_with_stored(model, what, stored, limit_ns)
+        assert (model.rows, profile.times(), idle_ns) == ([], stored.times_ns, 0)
 
 
 @pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (300, "load")])
@@ -276,7 +276,7 @@ def test_what_was_kept_is_held_against_the_backends_own_table(config: ModelConfi
     class Measured(Model):
         profile: ClassVar = {1: 100.0, 8: 200.5}
 
-    profile, _ = kept_by(Measured(), config, StoredLatencies({1: {1: [400_000]}}, then_us * 1000))
+    profile, _ = measure_with_stored(Measured(), config, StoredLatencies({1: {1: [400_000]}}, then_us * 1000))
     assert [(known.rows, known.source) for known in profile.known()] == [(1, source), (2, "load"), (8, "load")]
 
 

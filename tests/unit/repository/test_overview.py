@@ -57,9 +57,9 @@ def test_counts_and_gauges_of_what_serves() -> None:
         clock = Clock()
         overview = ServerOverview(registry, [], clock)
         clock.now_ns += 5
-        told = orjson.loads(orjson.dumps(runner.run(overview.status())))
-        assert (told["time_ns"], told["uptime_ns"], told["ready"]) == (1_005, 5, False)
-        broken, serving = told["models"]
+        document = orjson.loads(orjson.dumps(runner.run(overview.status())))
+        assert (document["time_ns"], document["uptime_ns"], document["ready"]) == (1_005, 5, False)
+        broken, serving = document["models"]
         assert broken == {
             "name": "broken", "version": "1", "state": "UNAVAILABLE", "reason": "no such file", "serving": None,
         }  # fmt: skip
@@ -69,7 +69,7 @@ def test_counts_and_gauges_of_what_serves() -> None:
         assert (figures["queued"], figures["wait_ns"], figures["late"]) == (0, 0, 0)
         assert sum(figures["batches"].values()) == 2
         assert sum(figures["latency"].values()) == 2
-        per_doubling = told["buckets_per_doubling"]
+        per_doubling = document["buckets_per_doubling"]
         bounds_ns = sorted(1e9 * 2 ** (int(number) / per_doubling) for number in figures["latency"])
         assert bounds_ns[-1] >= figures["total_ns"] / 2
         assert bounds_ns[0] / 2 ** (1 / per_doubling) <= figures["total_ns"] / 2
@@ -127,13 +127,13 @@ def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
         report = tmp_path / "m" / "1" / "layers.json"
         report.write_text("{}")
         assert "is not a layer report" in refused()
-        told = {
+        document = {
             "format": 1, "model": "m", "version": 1, "artefact": "model.0123456789ab.onnx", "precision": "int8",
             "machine": {"target": "onnxruntime", "version": "1.31", "device": "cpu", "capability": "avx2", "driver": 0},
             "reason": "",
             "shapes": {"x": [1, 2]}, "rows": 1, "median_us": 3, "p99_us": 4, "rows_per_s": 5, "total_us": 6, "layers": [],
         }  # fmt: skip
-        report.write_bytes(orjson.dumps(told))
+        report.write_bytes(orjson.dumps(document))
         assert "are those of model.0123456789ab.onnx, which does not serve" in refused()
         layer = {
             "name": "a",
@@ -144,7 +144,7 @@ def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
             "time_us": 1.5,
             "share": 1,
         }
-        report.write_bytes(orjson.dumps({**told, "artefact": "model.onnx", "layers": [layer]}))
+        report.write_bytes(orjson.dumps({**document, "artefact": "model.onnx", "layers": [layer]}))
         answer = runner.run(overview.layers("m", ""))
         assert answer["layers"] == (layer | {"nodes": ("n",)},)
         report.unlink()

@@ -41,19 +41,19 @@ class Pinning:
     """Pins when it is told, on no thread of its own.
 
     Attributes:
-        asked: (start, size_bytes, device) of every attempt.
+        attempts: (start, size_bytes, device) of every attempt.
         descriptors: of every attempt.
         waiting: ends the attempts that are under way, with success or without.
     """
 
-    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    attempts: list[tuple[int, int, int]] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     waiting: list[Callable[[bool], None]] = field(default_factory=list)
 
     def pin(
         self, descriptor: int, start: int, size_bytes: int, device: int, done: Callable[[Pinned | None], None]
     ) -> None:
-        self.asked.append((start, size_bytes, device))
+        self.attempts.append((start, size_bytes, device))
         self.descriptors.append(descriptor)
         self.waiting.append(lambda well: done(Copied(descriptor, start, size_bytes) if well else None))
 
@@ -63,10 +63,10 @@ class Pinning:
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    made = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
-    made.write_bytes(CONTENT.tobytes())
-    yield made
-    made.unlink()
+    path = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
+    path.write_bytes(CONTENT.tobytes())
+    yield path
+    path.unlink()
 
 
 @pytest.fixture
@@ -86,16 +86,16 @@ def test_it_is_pinned_for_the_first_who_has_a_gpu_and_located_from_then_on(
 ) -> None:
     region = regions.find("r")
     assert region.locate(0, 10, frozenset()) is None
-    assert not pinning.asked
+    assert not pinning.attempts
     assert region.locate(0, 10, GPUS) is None
     assert region.locate(0, 10, GPUS) is None
-    assert pinning.asked == [(1000, 2000, 1)]
+    assert pinning.attempts == [(1000, 2000, 1)]
     pinning.end()
     rows = region.locate(8, 16, GPUS)
     assert rows is not None
     assert rows.device == PINNED
     assert np.array_equal(read(rows), CONTENT[1008:1024])
-    assert len(pinning.asked) == 1
+    assert len(pinning.attempts) == 1
 
 
 def test_a_host_copy_is_read_from_the_file_and_not_through_the_mapping(

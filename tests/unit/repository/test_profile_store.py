@@ -32,10 +32,10 @@ def parameter(name: str, value: str) -> str:
 
 
 def profile(*tables: tuple[int, dict[int, list[int]]]) -> LatencyTable:
-    made = LatencyTable()
+    written = LatencyTable()
     for instances, times_ns in tables:
-        made.seed(times_ns, instances)
-    return made
+        written.seed(times_ns, instances)
+    return written
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def test_what_is_written_is_read(latency_file: LatencyFile) -> None:
     latency_file.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
     assert latency_file.read() == StoredLatencies({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
     seen = profile((1, {1: [100]}))
-    for place in range(100):
-        seen.observe(1, 1000 + place * 37 % 100)
+    for path in range(100):
+        seen.observe(1, 1000 + path * 37 % 100)
     latency_file.write(seen, 0)
     assert latency_file.read() == StoredLatencies(seen.times(32), 0)
     assert len(latency_file.read().times_ns[1][1]) == 32

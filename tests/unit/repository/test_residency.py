@@ -83,15 +83,15 @@ class World:
     def __init__(self, **limits: int) -> None:
         self.now_ns = 100 * NS_PER_S
         self.log: list[str] = []
-        self.told = 0
+        self.notifications = 0
         ledger = Ledger()
         for gpu, limit in limits.items():
             ledger.set_limit(int(gpu.removeprefix("gpu")), limit)
         self.gpu_model_cache = GpuModelCache(ledger, lambda: self.now_ns)
-        self.gpu_model_cache.on_request = self.tell
+        self.gpu_model_cache.on_request = self.count_notification
 
-    def tell(self) -> None:
-        self.told += 1
+    def count_notification(self) -> None:
+        self.notifications += 1
 
     def load(self, name: str, size: int | dict[int, int] = 10, load_ns: int = 0, keep: bool = False) -> FakeVersion:
         """As the loader does it."""
@@ -154,7 +154,7 @@ def test_a_request_brings_a_version_back_at_once_if_nobody_else_is_in_use() -> N
     b = world.load("b")
     assert world.log == ["park a"]
     a.ask()
-    assert world.told == 1
+    assert world.notifications == 1
     assert world.serve() is None
     assert world.log == ["park a", "park b", "load a"]
     assert (a.evicted, b.evicted) == (False, True)
@@ -186,10 +186,10 @@ def test_who_is_in_use_stays_as_long_as_its_loading_took_and_a_second_at_the_lea
     assert world.serve(10 * MS) == due_ns
     assert world.log == ["park a"]
     world.now_ns = due_ns
-    told = world.told
+    notifications = world.notifications
     assert world.serve() is None
     assert world.log == ["park a", "park b", "load a"]
-    assert world.told == told + 1, "requests wait for b"
+    assert world.notifications == notifications + 1, "requests wait for b"
     assert world.serve() == world.now_ns + stay_ms * MS, "and it is its turn again later"
 
 
@@ -318,7 +318,7 @@ def test_at_the_end_nobody_waits() -> None:
     assert a.refused == ["the server is stopping"]
     a.ask()
     assert len(a.refused) == 2
-    assert world.told == 1
+    assert world.notifications == 1
 
 
 def test_a_version_that_was_closed_is_not_brought_back() -> None:

@@ -52,9 +52,9 @@ class GpuWorkshop:
         (self.orders / "tensorrt.json").write_text(json.dumps(self.stamp))
         (self.orders / "engine.plan").write_bytes(plan_of(folder, 2))
 
-    def publish(self, **told: Any) -> None:
+    def publish(self, **fields: Any) -> None:
         engine = (self.orders / "engine.plan").read_bytes()
-        publish(self.repository / "m", 1, engine, ".plan", **{**self.stamp, **told})
+        publish(self.repository / "m", 1, engine, ".plan", **{**self.stamp, **fields})
 
     def calls(self) -> list[str]:
         path = self.orders / "calls"
@@ -158,11 +158,13 @@ def test_an_engine_that_was_built_by_hand_serves_whatever_the_backend(trt: Any, 
 
 
 @pytest.mark.parametrize(
-    ("kept", "reason"),
+    ("fallback", "reason"),
     [("instance_group: [{kind: cpu, count: 3}]\n", "KIND_CPU"), ("runtime: onnxruntime\n", "runtime: onnxruntime")],
 )
-def test_only_kind_cpu_and_runtime_keep_a_model_on_the_cpu(trt: Any, tmp_path: Path, kept: str, reason: str) -> None:
-    workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + kept)
+def test_only_kind_cpu_and_runtime_keep_a_model_on_the_cpu(
+    trt: Any, tmp_path: Path, fallback: str, reason: str
+) -> None:
+    workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + fallback)
     workshop.publish()
 
     async def check(_: Reconciler, registry: Registry) -> None:

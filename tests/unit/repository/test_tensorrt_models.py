@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
 
 def serves(repository: Path, seed: int) -> tuple[str, int]:
     """Load the repository, see that the answers are those of a seed; what the index says beside READY, and the instances."""
-    told: list[tuple[str, int]] = []
+    reasons: list[tuple[str, int]] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         for _number in range(5):
@@ -45,24 +45,24 @@ def serves(repository: Path, seed: int) -> tuple[str, int]:
         state, reason = index(registry)["m", "1"]
         assert state == "READY"
         handle = registry.lease("m", "")
-        told.append((reason, handle.policy.instances))
+        reasons.append((reason, handle.policy.instances))
         handle.release()
 
     run(repository, check, ALL)
-    return told[0]
+    return reasons[0]
 
 
 def refused(repository: Path) -> str:
     """Why the model is not served."""
-    told: list[str] = []
+    reasons: list[str] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         found = [said for (name, _version), said in index(registry).items() if name == "m"]
         assert [state for state, _reason in found] == ["UNAVAILABLE"], found
-        told.append(found[0][1])
+        reasons.append(found[0][1])
 
     run(repository, check, ALL)
-    return told[0]
+    return reasons[0]
 
 
 def test_a_plan_of_the_repository_s_own(trt: Any, tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_an_engine_of_another_machine(trt: Any, tmp_path: Path, config: str, rea
     put(repository, 1, config=TENSORRT + config + "build_on_load: false\n")
     other = {**machine(), "device": "NVIDIA A10", "capability": "8.6"}
     publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=other)
-    told = serves(repository, 1)[0] if config else refused(repository)
-    assert reason in told
-    assert "headrace build m --target tensorrt" in told
+    reasons = serves(repository, 1)[0] if config else refused(repository)
+    assert reason in reasons
+    assert "headrace build m --target tensorrt" in reasons
 
 
 def test_an_engine_that_does_not_load_gives_way_to_the_onnx_file(trt: Any, tmp_path: Path) -> None:
@@ -202,10 +202,10 @@ def test_a_plan_that_does_not_go_with_its_configuration(trt: Any, tmp_path: Path
     if "17" in config:
         (repository / "m" / "1" / "model.onnx").unlink()
     (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
-    told = refused(repository)
-    assert words in told
+    reasons = refused(repository)
+    assert words in reasons
     if "17" in config:
-        assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in told
+        assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in reasons
 
 
 def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
@@ -219,9 +219,9 @@ def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
     tensors = "input: [{name: X, data_type: fp32, dims: [16]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
     put(repository, 1, config=TENSORRT + tensors)
     (repository / "m" / "1" / "model.onnx").rename(repository / "m" / "1" / "model.plan")
-    told = refused(repository)
-    assert "backend 'tensorrt' is not available on this machine: this machine has no NVIDIA GPU" in told
-    assert "put model.onnx beside it, which the CPU can serve" in told
+    reasons = refused(repository)
+    assert "backend 'tensorrt' is not available on this machine: this machine has no NVIDIA GPU" in reasons
+    assert "put model.onnx beside it, which the CPU can serve" in reasons
 
 
 def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:
@@ -240,15 +240,15 @@ def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) ->
 
 def profiled(repository: Path, **loading: Any) -> list[dict[str, object]]:
     """The profile of the model before its first request."""
-    told: list[list[dict[str, object]]] = []
+    reasons: list[list[dict[str, object]]] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         handle = registry.lease("m", "")
-        told.append(handle.profile.table())
+        reasons.append(handle.profile.table())
         handle.release()
 
     run(repository, check, ALL, **loading)
-    return told[0]
+    return reasons[0]
 
 
 def test_the_profile_begins_with_what_the_tuner_has_measured(trt: Any, tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def test_every_pair_is_run_several_times(tmp_path: Path) -> None:
         affine(),
         config="max_batch_size: 4\ninstance_group [ { count: 2 kind: KIND_CPU } ]\ndynamic_batching { }\n",
     )
-    told: list[tuple[int, int, str]] = []
-    found = sweep(folder_of(path), Options([1], 0.01, repeats=3), lambda *args: told.append(args))
+    messages: list[tuple[int, int, str]] = []
+    found = sweep(folder_of(path), Options([1], 0.01, repeats=3), lambda *args: messages.append(args))
     assert [(point.instances, point.rows) for point in found.points] == [
         (n, rows) for n in (1, 2) for rows in (1, 2, 4)
     ]
     assert all(len(point.runs_hz) == 3 for point in found.points)
-    assert [(done, total) for done, total, _ in told] == [(done, 18) for done in range(1, 19)]
-    assert told[-1][2].startswith("1 instance, 4 rows: "), "the second pass goes the other way"
+    assert [(done, total) for done, total, _ in messages] == [(done, 18) for done in range(1, 19)]
+    assert messages[-1][2].startswith("1 instance, 4 rows: "), "the second pass goes the other way"
     assert all(0 < point.low_hz <= point.rows_hz <= point.high_hz for point in found.points)
     assert all(0 < point.median_ns <= point.p95_ns for point in found.points)
     assert found.current is not None
@@ -222,7 +222,7 @@ def test_text_is_run_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "messages"),
     [
         ({"Z": np.zeros((1, 16), np.float32)}, "has the array 'Z', the model has the inputs X (rename or remove it)"),
         ({}, "has no array for the input 'X' (add one; the model needs X)"),
@@ -235,12 +235,12 @@ def test_text_is_run_from_a_file(tmp_path: Path) -> None:
         ({"X": np.array([[b"a"]], dtype=object)}, "is not an .npz of plain arrays"),
     ],
 )
-def test_a_file_that_does_not_fit_is_told(arrays: dict[str, np.ndarray], told: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_a_file_that_does_not_fit_is_told(arrays: dict[str, np.ndarray], messages: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
     path = add_model(tmp_path, "m", affine(), config="max_batch_size: 2\n")
     np.savez(tmp_path / "in.npz", **arrays)
     with pytest.raises(ConfigError) as caught:
         tuning_inputs(folder_of(path), tmp_path / "in.npz")
-    assert told in str(caught.value)
+    assert messages in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,10 +254,10 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Capture
 
 def measured_as(monkeypatch: pytest.MonkeyPatch, rates: dict[tuple[int, int], Sequence[float]]) -> None:
     """Runs of each (instances, rows) as given, one after the other, in place of a clock that other tests disturb."""
-    left = {setting: list(runs) for setting, runs in rates.items()}
+    remaining_runs = {setting: list(runs) for setting, runs in rates.items()}
 
     def measured(handle: object, _inputs: object, rows: int, _seconds: float) -> tuple[float, int, int]:
-        runs = left[handle.alive, rows]  # type: ignore[attr-defined]
+        runs = remaining_runs[handle.alive, rows]  # type: ignore[attr-defined]
         runs.append(runs.pop(0))
         return runs[-1], 2 * MS, 3 * MS
 

@@ -34,8 +34,8 @@ def read(
 
 
 def arrays(folder: ModelFolder) -> Array:
-    (made,) = make_warmups(folder.config, folder.path)
-    return made.inputs["X"]
+    (warmup,) = make_warmups(folder.config, folder.path)
+    return warmup.inputs["X"]
 
 
 @pytest.mark.parametrize("kind", DATATYPES, ids=str)
@@ -91,7 +91,7 @@ def test_a_file_that_changed_after_the_check_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("feed", "told", "options"),
+    ("feed", "message", "options"),
     [
         ("zero_data: true dims: [4]", "do not match input X", {}),
         ("zero_data: true dims: [2, 3]", "do not match input X", {}),
@@ -108,9 +108,9 @@ def test_a_file_that_changed_after_the_check_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_run_is_told_with_the_configuration(
-    tmp_path: Path, feed: str, told: str, options: dict[str, object]
+    tmp_path: Path, feed: str, message: str, options: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         read(tmp_path, feed, **options)  # type: ignore[arg-type]
     assert "m/config.pbtxt:2" in str(refused.value)
 
