@@ -21,7 +21,7 @@ from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, start
 from tests.support.waiting import until
-from tests.unit.repository.test_tensorrt_models import plan_of
+from tests.unit.repository.test_gpu_backend import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"

@@ -28,7 +28,7 @@ from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, affine
 from tests.support.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
 from tests.support.serving import HOST, Server, free_port, serving, start
-from tests.unit.repository.test_tensorrt_models import plan_of
+from tests.unit.repository.test_gpu_backend import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 INT8 = "max_batch_size: 8\noptimization:\n  precision: int8\n  accuracy: {min_top1_agreement: 0.999}\n"

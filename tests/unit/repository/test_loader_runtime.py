@@ -18,7 +18,7 @@ from headrace.repository.registry import Registry
 from tests.support.control_thread import Check, ask, index, put, run, same, until
 from tests.support.fake_builder import command, publish
 from tests.support.models import affine
-from tests.unit.repository.test_tensorrt_models import plan_of
+from tests.unit.repository.test_gpu_backend import plan_of
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.control_thread import EXPLICIT, X, ask, index, run, same, until
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
-from tests.unit.repository.test_tensorrt_models import plan_of
+from tests.unit.repository.test_gpu_backend import plan_of
 
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
