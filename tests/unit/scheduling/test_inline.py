@@ -487,6 +487,39 @@ def test_the_end_waits_for_a_run_on_the_loop(end: str) -> None:
     play(scenario)
 
 
+def test_reloads_under_lone_requests_lose_none() -> None:
+    """As the registry does: new requests go to the new version, and the old one is closed on a thread of its own."""
+
+    async def scenario(stage: Stage) -> None:
+        serving, closings, models = stage, [], [stage.model]
+        answered = 0
+
+        async def client() -> None:
+            nonlocal answered
+            while len(closings) < 20:
+                stage.clock.now_ns += INLINE_QUIET_NS
+                assert await serving.one(answered) == [[2 * answered] * 2]
+                answered += 1
+                await asyncio.sleep(0)
+
+        asking = asyncio.create_task(client())
+        while len(closings) < 20:
+            goal = answered + 5
+            while answered < goal:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            before, serving = serving, Stage(Quick(stage.clock), stage.clock, 20 * NS_PER_US)
+            models.append(serving.model)
+            closings.append(asyncio.create_task(asyncio.to_thread(before.handle.close, 10)))
+        await asking
+        assert all(await asyncio.gather(*closings))
+        assert await asyncio.to_thread(serving.handle.close, 10)
+        assert all(model.closed for model in models)
+        assert sum(len(model.threads) for model in models) == answered, "each ran once"
+        assert any(any(model.inline) for model in models)
+
+    play(scenario)
+
+
 def test_a_deadline_that_passes_during_the_run_is_exceeded() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.asleep()
