@@ -22,8 +22,8 @@ from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
 from headrace.http.application import HttpApplication
-from headrace.inference.models import Services
 from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.services import Services
 from headrace.listen import (
     GrpcListener,
     UvicornServer,

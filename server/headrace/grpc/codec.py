@@ -21,7 +21,6 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
-from headrace.inference.models import Regions
 from headrace.inference.request_options import request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
@@ -31,6 +30,7 @@ from headrace.inference.request_template import (
     TemplateCache,
     TemplateFactory,
 )
+from headrace.inference.services import Regions
 
 # --- Typed contents: inputs of clients that send numbers in the message instead of raw bytes ---------------------------
 

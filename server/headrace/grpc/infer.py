@@ -18,9 +18,9 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable, forget_frames
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
-from headrace.inference.models import Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
+from headrace.inference.services import Services
 from headrace.inference.status import grpc_code, retry_after_ms
 from headrace.observability.counters import ERRORS
 

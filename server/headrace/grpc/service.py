@@ -18,8 +18,8 @@ from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
-from headrace.inference.models import Models, Regions, Services
 from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.services import Models, Regions, Services
 
 # The classes of these modules are created at import, where no type checker sees them.
 pb: Any = service_pb2

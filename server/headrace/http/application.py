@@ -34,9 +34,9 @@ from headrace.http.infer_endpoint import (
     send_method_not_allowed,
 )
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
-from headrace.inference.models import Services
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.service import internal_error
+from headrace.inference.services import Services
 
 logger = logging.getLogger("headrace.http")
 

@@ -22,7 +22,6 @@ from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BYTES, ModelSpec, TensorSpec, classify
 from headrace.inference import tensor_codec
-from headrace.inference.models import Regions
 from headrace.inference.request_options import flag, integer, request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
@@ -31,6 +30,7 @@ from headrace.inference.request_template import (
     TemplateCache,
     TemplateFactory,
 )
+from headrace.inference.services import Regions
 from headrace.inference.tensor_codec import BodyBytes
 
 # --- Limits on JSON texts before they are parsed: nesting depth, number of keys, duplicate keys ------------------------

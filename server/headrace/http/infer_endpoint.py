@@ -20,7 +20,6 @@ from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
 from headrace.http.codec import Body, ModelCodec
 from headrace.inference import compression
-from headrace.inference.models import Handle, Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
 from headrace.inference.response_metadata import (
     Header,
@@ -31,6 +30,7 @@ from headrace.inference.response_metadata import (
     timing_headers,
 )
 from headrace.inference.service import InferenceService, PendingRequest, Wire
+from headrace.inference.services import Handle, Services
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
 from headrace.inference.tensor_codec import BodyBytes
 from headrace.observability.counters import ERRORS

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
 from headrace.inference.control_plane import ControlPlane
-from headrace.inference.models import Services
+from headrace.inference.services import Services
 
 # Limit of a control request that carries no model files.
 MAX_CONTROL_BYTES = 65536

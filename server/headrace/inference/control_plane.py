@@ -10,8 +10,8 @@ from typing import Any
 
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
-from headrace.inference.models import Handle, Services
 from headrace.inference.response_metadata import describe_load
+from headrace.inference.services import Handle, Services
 
 _FILE = "file:"
 # Names in errors: a name that is longer than any model's is shortened.

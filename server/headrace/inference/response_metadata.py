@@ -10,7 +10,7 @@ import orjson
 from headrace.core.clock import NS_PER_MS, NS_PER_US
 from headrace.core.request import InferResponse, ModelLoad
 from headrace.core.telemetry import PHASES
-from headrace.inference.models import Handle
+from headrace.inference.services import Handle
 
 # --- Timing: the time of each phase, returned on demand ----------------------------------------------------------------
 #

@@ -19,10 +19,10 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import ModelSpec
-from headrace.inference.models import Handle, Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.request_template import RequestTemplate
 from headrace.inference.response_metadata import load_parameters, timing
+from headrace.inference.services import Handle, Services
 from headrace.observability.access_log import OK, AccessRecord
 from headrace.observability.tracing import SamplingDecision
 

@@ -47,7 +47,7 @@ RESERVED = ("headrace_", "triton_python_backend_shm_region_", "sem.")
 
 
 class OpenRegion(Protocol):
-    """Open memory of a client; see `headrace.inference.models.Region`."""
+    """Open memory of a client; see `headrace.inference.services.Region`."""
 
     def check(self, offset: int, size_bytes: int) -> None:
         """Raise BadRequest unless the range lies in the region; offset and size in bytes."""

@@ -24,8 +24,8 @@ from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.status import error_status
-from headrace.inference.models import Services
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
+from headrace.inference.services import Services
 from headrace.observability.counters import ERRORS, Recorder
 from tritonclient.grpc import service_pb2
 

@@ -14,7 +14,7 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.core.model_config import name_problem
 from headrace.http.application import HttpApplication
 from headrace.http.routes import MAX_CONTROL_BYTES
-from headrace.inference.models import Services
+from headrace.inference.services import Services
 from headrace.repository.registry import Registry
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -29,7 +29,7 @@ from headrace.core.request import BatchTimes, InferRequest, InferResponse, Level
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.http.infer_endpoint import InferEndpoint
-from headrace.inference.models import Services
+from headrace.inference.services import Services
 from headrace.observability.counters import Recorder
 
 from tests.support.access_recorder import AccessRecorder

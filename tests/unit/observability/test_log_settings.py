@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from headrace.core.errors import BadRequest, Forbidden
-from headrace.inference.models import LogControl
+from headrace.inference.services import LogControl
 from headrace.observability.logs import JsonFormatter, LogSettings, TextFormatter, escape
 from hypothesis import given
 from hypothesis import strategies as st

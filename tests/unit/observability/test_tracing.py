@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.request import BatchTimes
-from headrace.inference.models import TraceControl
+from headrace.inference.services import TraceControl
 from headrace.observability import tracing
 from headrace.observability.access_log import AccessRecord
 from headrace.observability.tracing import Tracer, TraceSelection
