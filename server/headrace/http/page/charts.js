@@ -31,7 +31,7 @@ export function sparkline(label) {
 export function columns(entries) {
   const top = Math.max(...entries.map(([, value]) => value), 1);
   const sum = entries.reduce((total, [, value]) => total + value, 0) || 1;
-  return element("div", { className: "columns", role: "img", "aria-label": told(entries, sum) }, ...entries.map(([label, value]) => {
+  return element("div", { className: "columns", role: "img", "aria-label": describe(entries, sum) }, ...entries.map(([label, value]) => {
     const bar = element("i");
     bar.style.height = `${Math.max((100 * value) / top, value ? 3 : 0)}%`;
     return element("div", { title: `${label}: ${count(value)}, ${share(value / sum)}` }, element("span", { className: "column" }, bar), element("small", {}, label));
@@ -48,7 +48,7 @@ export function stack(entries) {
   });
   const legend = entries.map(([label, value, written, number], place) =>
     element("li", {}, element("i", { className: `tone${(number ?? place) % 8}` }), `${label} `, element("b", {}, written ?? share(value / sum))));
-  return [element("div", { className: "stack", role: "img", "aria-label": told(entries, sum) }, ...parts), element("ul", { className: "legend" }, ...legend)];
+  return [element("div", { className: "stack", role: "img", "aria-label": describe(entries, sum) }, ...parts), element("ul", { className: "legend" }, ...legend)];
 }
 
 /** A list of bars, each with its name before and its value behind; `entries` are [label, share of the longest, written]. */
@@ -60,6 +60,6 @@ export function ranking(entries) {
   }));
 }
 
-function told(entries, sum) {
+function describe(entries, sum) {
   return entries.map(([label, value]) => `${label} ${share(value / sum)}`).join(", ");
 }

@@ -1,4 +1,4 @@
-// The page at "/docs": every route of /openapi.json, with what it takes and gives, and a form to ask it.
+// The page at "/docs": every route of /openapi.json, with its parameters and responses, and a form to send a request.
 
 import { get } from "./client.js";
 import { element } from "./dom.js";
@@ -60,12 +60,12 @@ function described(of) {
   ];
 }
 
-/** A form that asks the route, with a field for each name in its path. */
+/** A form that sends a request to the route, with a field for each name in its path. */
 function asking(path, verb, of) {
   const fields = (of.parameters ?? []).filter((each) => each.in === "path").map((each) => [each.name, element("input", { type: "search", placeholder: each.name, "aria-label": each.name })]);
   const body = of.requestBody ? element("textarea", { rows: 4, spellcheck: false, value: JSON.stringify(of.requestBody.content["application/json"].example ?? {}), "aria-label": "body" }) : null;
   const answer = element("pre", { hidden: true });
-  const ask = async () => {
+  const send = async () => {
     const target = fields.reduce((all, [name, field]) => all.replace(`{${name}}`, encodeURIComponent(field.value)), path).slice(1);
     answer.hidden = false;
     try {
@@ -76,7 +76,7 @@ function asking(path, verb, of) {
       answer.textContent = error.message;
     }
   };
-  const button = element("button", { type: "button", onclick: () => void ask() }, "Ask this server");
+  const button = element("button", { type: "button", onclick: () => void send() }, "Send request");
   return element("div", { className: "asking" }, ...fields.map(([, field]) => field), body, button, answer);
 }
 
@@ -90,11 +90,11 @@ function pretty(text) {
 }
 
 function filter() {
-  const wanted = at("filter").value.trim().toLowerCase();
+  const filterText = at("filter").value.trim().toLowerCase();
   for (const section of at("routes").children) {
     let found = 0;
     for (const route of section.querySelectorAll(".route")) {
-      route.hidden = !route.textContent.toLowerCase().includes(wanted);
+      route.hidden = !route.textContent.toLowerCase().includes(filterText);
       found += route.hidden ? 0 : 1;
     }
     section.hidden = found === 0;

@@ -69,12 +69,12 @@ export function since(before, now) {
 /** Milliseconds that the share `quantile` of the requests kept to, null if there were none. */
 export function percentile(latency, quantile, perDoubling) {
   const buckets = Object.entries(latency).map(([number, count]) => [Number(number), count]).sort((a, b) => a[0] - b[0]);
-  const wanted = quantile * buckets.reduce((sum, [, count]) => sum + count, 0);
+  const rank = quantile * buckets.reduce((sum, [, count]) => sum + count, 0);
   let counted = 0;
   for (const [number, count] of buckets) {
-    if (counted + count >= wanted) {
+    if (counted + count >= rank) {
       // Bounds grow by a factor, so within a bucket too it is the exponent that is taken to grow evenly.
-      return 1e3 * 2 ** ((number - 1 + (wanted - counted) / count) / perDoubling);
+      return 1e3 * 2 ** ((number - 1 + (rank - counted) / count) / perDoubling);
     }
     counted += count;
   }

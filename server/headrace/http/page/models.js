@@ -97,15 +97,15 @@ class Card {
     const engine = serving.engine ? `, ${serving.engine} engine` : "";
     const batches = serving.max_batch_size ? `, up to ${serving.max_batch_size} rows a batch` : ", no batches";
     say(this.what, `${runtime} on ${serving.device === "CPU" ? "the CPU" : serving.device}${engine}${batches}; ${several(serving.requests, "request")} since it was loaded`);
-    const told = {
+    const texts = {
       rate: rate(recent.seconds ? average(rates.slice(-5)) : 0),
       queued: count(serving.queued),
       wait: milliseconds(serving.wait_ns / 1e6),
       flight: count(serving.in_flight),
       living: `${serving.living}/${serving.instances}`,
     };
-    for (const [name, quantile] of [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]]) told[name] = milliseconds(percentile(recent.latency, quantile, perDoubling));
-    for (const [name, text] of Object.entries(told)) say(this.figures[name], text);
+    for (const [name, quantile] of [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]]) texts[name] = milliseconds(percentile(recent.latency, quantile, perDoubling));
+    for (const [name, text] of Object.entries(texts)) say(this.figures[name], text);
     this.figures.living.classList.toggle("alarm", serving.living < serving.instances && !serving.parked);
     this.spark.draw(rates);
     // What happened lately says more; where nothing did, what happened at all.
@@ -123,7 +123,7 @@ class Card {
     section(this.failures, "Errors", lately ? "last minute" : "since loaded", bars.length ? [ranking(bars)] : []);
   }
 
-  /** What is asked of the server only when somebody looks. */
+  /** Details that are loaded only when they are open. */
   details() {
     const inside = element("div");
     const details = element("details", {}, element("summary", {}, "What limits it, compute times, layers"), inside);
@@ -142,11 +142,11 @@ class Card {
 
 async function limit(path) {
   const { findings } = await get(`${path}/explain`);
-  const told = findings.flatMap((finding) => [
+  const items = findings.flatMap((finding) => [
     element("p", {}, sentence(finding.explanation)),
     ...(finding.cure ? [element("p", { className: "soft" }, sentence(`${finding.cure}${finding.setting ? ` (${finding.setting})` : ""}${finding.expected ? `: ${finding.expected}` : ""}`))] : []),
   ]);
-  return told.length ? [element("h4", {}, "What limits it now"), ...told] : [];
+  return items.length ? [element("h4", {}, "What limits it now"), ...items] : [];
 }
 
 async function profile(path) {

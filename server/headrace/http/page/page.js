@@ -1,4 +1,4 @@
-// The page at "/": asks the server once a second what its models do, and shows what has changed.
+// The page at "/": reads the status of all models once a second and shows the changes.
 
 import { get } from "./client.js";
 import { sparkline } from "./charts.js";
@@ -61,7 +61,7 @@ async function look() {
   }
 }
 
-/** One question after the other, none while nobody looks. */
+/** One request at a time, none while the page is hidden. */
 async function watch() {
   for (;;) {
     if (document.hidden) await new Promise((resume) => document.addEventListener("visibilitychange", resume, { once: true }));

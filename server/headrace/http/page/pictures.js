@@ -13,9 +13,9 @@ const RECIPE = {
 
 /** How a model takes pictures and gives classes, by its configuration and metadata; null if it takes none. */
 export function pictureTask(config, metadata) {
-  const told = section(config, "preprocess");
-  if (Object.keys(told).length === 0) return null;
-  const recipe = { ...RECIPE, ...told };
+  const settings = section(config, "preprocess");
+  if (Object.keys(settings).length === 0) return null;
+  const recipe = { ...RECIPE, ...settings };
   for (const name of ["mean", "std"]) recipe[name] = [recipe[name]].flat();
   recipe.channels = recipe.color === "gray" ? 1 : 3;
   const input = metadata.inputs.find((tensor) => tensor.name === String(recipe.input)) ?? metadata.inputs[0];

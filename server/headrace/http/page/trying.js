@@ -32,7 +32,7 @@ export function offer(models) {
   }
 }
 
-/** Choose a model, as its card asks. */
+/** Select the model of a card. */
 export function select(model) {
   PLACES["try-model"].value = `${model.name} · version ${model.version}`;
   void choose();
