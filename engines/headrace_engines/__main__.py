@@ -20,26 +20,26 @@ from headrace_engines.errors import BuildError, CallError
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("build",): (
         "headrace_engines.commands.build",
-        "build the engine of a model for this machine, compare it, publish it",
+        "build engines for this machine, compare them with FP32, publish them",
     ),
     ("inspect",): (
         "headrace_engines.commands.inspect",
-        "what a built engine consists of: layers, precisions, kernels, times",
+        "list the layers of a built engine with precision, kernel and time",
     ),
     ("compare",): (
         "headrace_engines.commands.compare",
-        "a model in several precisions side by side: accuracy, speed, size",
+        "compare a model in several precisions: accuracy, speed, size",
     ),
     ("engines", "ls"): (
         "headrace_engines.commands.engines",
-        "the engines in the store, and which of them are published",
+        "list stored and published engines",
     ),
-    ("engines", "gc"): ("headrace_engines.commands.engines", "remove engines that nothing publishes any more"),
+    ("engines", "gc"): ("headrace_engines.commands.engines", "remove stored engines that no model publishes"),
     ("engines", "verify"): (
         "headrace_engines.commands.engines",
         "check stored and published engines against their stamps",
     ),
-    ("models", "build"): ("headrace_engines.demo.command", "build the demo models that are missing or out of date"),
+    ("models", "build"): ("headrace_engines.demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
 

@@ -25,10 +25,10 @@ from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormat
 
 # Commands of `python -m headrace_engines`.
 ENGINES_COMMANDS = {
-    "build": "build the engine of a model for this machine",
-    "inspect": "what a built engine consists of, layer by layer",
-    "compare": "a model in several precisions side by side",
-    "engines": "engines ls | gc | verify: the store of built engines",
+    "build": "build engines for this machine, compare them with FP32, publish them",
+    "inspect": "list the layers of a built engine with precision, kernel and time",
+    "compare": "compare a model in several precisions",
+    "engines": "list, clean and check the store of built engines: ls, gc, verify",
     "models": "models build: build the demo models",
 }
 

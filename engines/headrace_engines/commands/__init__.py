@@ -11,7 +11,7 @@ from headrace_engines.targets import NAMES
 
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add `--version N`."""
-    parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
+    parser.add_argument("--version", type=int, metavar="N", help="version of the model (default: newest served one)")
 
 
 def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +21,19 @@ def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("model_repository"),
         metavar="DIR",
-        help="where names are looked up",
+        help="folder of the model repository",
     )
-    parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
+    parser.add_argument(
+        "--target",
+        choices=NAMES,
+        default="auto",
+        help="target; auto: TensorRT if it and a GPU are available, else ONNX Runtime",
+    )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add `MODEL`, `--version`, `--model-repository` and `--target`."""
-    parser.add_argument("model", metavar="MODEL", help="a model's name in the repository, or its folder")
+    parser.add_argument("model", metavar="MODEL", help="name of a model in the repository, or its folder")
     add_version(parser)
     add_repository_and_target(parser)
 
@@ -40,5 +45,5 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def add_state(parser: argparse.ArgumentParser) -> None:
     """Add `--state-dir DIR`, the same as the server's option."""
-    text = "where engines go if the model's folder cannot be written; the server's --state-dir"
+    text = "folder for engines of read-only models; the same as the server's --state-dir"
     parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE, metavar="DIR", help=text)

@@ -40,14 +40,14 @@ from headrace_engines.targets.base import Target
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `build`."""
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="a model's name in the repository, or its folder")
-    parser.add_argument("--all", action="store_true", help="every model of the repository")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="name of a model in the repository, or its folder")
+    parser.add_argument("--all", action="store_true", help="build every model of the repository")
     add_version(parser)
-    parser.add_argument("--precision", choices=PRECISIONS, help="instead of the configuration's")
+    parser.add_argument("--precision", choices=PRECISIONS, help="precision, in place of the configuration's")
     parser.add_argument(
-        "--force", action="store_true", help="publish with a mark what misses the accuracy it should have"
+        "--force", action="store_true", help="publish engines that miss the required accuracy, with a mark"
     )
-    parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
+    parser.add_argument("--rebuild", action="store_true", help="build again even if the engine is in the store")
     # The server starts builders with it and reads lines "progress SHARE PHASE" from standard output.
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
     add_repository_and_target(parser)

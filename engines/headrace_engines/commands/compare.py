@@ -474,11 +474,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precisions",
         metavar="P,P",
-        help=f"of {', '.join(_COMPARABLE)}; if left out {', '.join(DEFAULT_PRECISIONS)} as far as the machine has them",
+        help=f"precisions, of {', '.join(_COMPARABLE)} (default: {', '.join(DEFAULT_PRECISIONS)}, if supported)",
     )
-    parser.add_argument("--batch", metavar="N,N", help="batch sizes; from 1 to the largest if left out")
+    parser.add_argument("--batch", metavar="N,N", help="batch sizes (default: from 1 to the largest)")
     parser.add_argument(
-        "--seconds", type=float, default=2.0, metavar="S", help="to time a precision at a batch size (2)"
+        "--seconds", type=float, default=2.0, metavar="S", help="timing of each precision at each batch size (2)"
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="write compare.json, compare.html and compare.svg here"

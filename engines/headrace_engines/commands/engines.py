@@ -247,15 +247,17 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         type=Path,
         action="append",
         metavar="DIR",
-        help="whose models count; may be given again (default: model_repository, if there)",
+        help="model repository; may be repeated (default: model_repository, if it exists)",
     )
     add_cache(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     if action == "gc":
         parser.add_argument(
-            "--keep-days", type=_days, default=30.0, metavar="N", help="keep what was used in the last N days (30)"
+            "--keep-days", type=_days, default=30.0, metavar="N", help="keep engines used in the last N days (30)"
         )
-        parser.add_argument("--all", action="store_true", help="remove everything; what is published stays there")
+        parser.add_argument(
+            "--all", action="store_true", help="remove all stored engines; published ones stay published"
+        )
         parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     parser.set_defaults(store_action=action)
 

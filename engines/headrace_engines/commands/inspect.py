@@ -285,13 +285,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `inspect`."""
     add_model(parser)
     parser.add_argument(
-        "--batch", type=int, metavar="ROWS", help=f"the tuned batch if left out, on a CPU {_CPU_ROWS} at most"
+        "--batch", type=int, metavar="ROWS", help=f"batch size (default: the tuned one, on a CPU at most {_CPU_ROWS})"
     )
-    parser.add_argument("--top", type=int, metavar="N", help="the N longest layers; all, in order, if left out")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a bar a layer")
+    parser.add_argument("--top", type=int, metavar="N", help="list the N longest layers (default: all, in order)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument(
-        "--publish", action="store_true", help="lay it beside the model, where the server's page shows it"
+        "--publish", action="store_true", help="write the report beside the model, for the server's page"
     )
 
 
