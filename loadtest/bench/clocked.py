@@ -171,7 +171,7 @@ async def _play(trace: Trace, policy: HandlePolicy, device: Device) -> Played:
     handle = ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), recorder)
     await asyncio.to_thread(handle.start)
     sizes = {most, *policy.batch.preferred_rows, *(1 << power for power in range(most.bit_length()))}
-    handle.profile.seed({rows: [device.ns(rows)] for rows in sizes if rows <= most})  # as a server does at load
+    handle.latency_table.seed({rows: [device.ns(rows)] for rows in sizes if rows <= most})  # as a server does at load
     requests = [request for _, _, request in trace.requests()]
     rows = {size: np.zeros((size, 1), np.uint8) for size in set(trace.rows.tolist())}
     for request in requests:

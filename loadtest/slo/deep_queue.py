@@ -94,7 +94,7 @@ class Deep:
         spec = ModelSpec("deep", "1", "none", {}, {}, _ROWS)
         self.handle = ModelHandle(spec, case.policy, _NoModel(), mailbox, Recorder(False), clock=self.loop.clock)
         sizes = [1 << power for power in range(_ROWS.bit_length())]
-        self.handle.profile.seed({rows: [_BATCH_NS - (_ROWS - rows) * 10 * NS_PER_US] for rows in sizes})
+        self.handle.latency_table.seed({rows: [_BATCH_NS - (_ROWS - rows) * 10 * NS_PER_US] for rows in sizes})
         self.handle._admission.in_flight_work = lambda: [InFlightWork(self.loop.now_ns, [(self.loop.now_ns, _ROWS)])]
         self._random = np.random.default_rng(1)
         self._asked = 0

@@ -40,10 +40,10 @@ def test_the_profile_of_a_plan(tmp_path: Path, graphs: bool) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         handle = registry.lease("m", "")
-        before.extend(handle.profile.known())
+        before.extend(handle.latency_table.known())
         for _number in range(100):
             await ask(registry)
-        after.extend(handle.profile.known())
+        after.extend(handle.latency_table.known())
         handle.release()
 
     run(tmp_path / "models", check, ALL, profile_s=1.0)

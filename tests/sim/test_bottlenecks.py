@@ -151,7 +151,7 @@ def test_full_batches_on_a_busy_instance(explained) -> None:  # type: ignore[no-
 
 def test_instances_that_slow_each_other_down_are_reported(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(6000, policy(queue=300, instances=2), batch_us=10, row_us=1000)
-    now.profile.seed({rows: [(10 + rows * 1900) * 1000] for rows in (1, 2, 4, 8, 16)}, 2)
+    now.latency_table.seed({rows: [(10 + rows * 1900) * 1000] for rows in (1, 2, 4, 8, 16)}, 2)
     (limit,) = [limit for limit in find_bottlenecks(now) if limit.kind == "compute"]
     assert "2 instances have 1.1 times the throughput of one" in limit.explanation
     assert limit.cure.startswith("use one instance")

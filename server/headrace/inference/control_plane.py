@@ -86,7 +86,7 @@ class ControlPlane:
     def profile(self, model: str, version: str = "") -> dict[str, object]:
         """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
-            return {"name": model, "version": handle.spec.version, "profile": list(handle.profile.table())}
+            return {"name": model, "version": handle.spec.version, "profile": list(handle.latency_table.table())}
 
     def explain(self, model: str, version: str = "") -> Mapping[str, object]:
         """Report the current bottleneck of a version; raises NotFound or Unavailable."""

@@ -35,7 +35,7 @@ class Handle(Protocol):
     recorder: Recorder
 
     @property
-    def profile(self) -> Profile:
+    def latency_table(self) -> Profile:
         """Compute times by batch size."""
 
     def admit(self) -> None:

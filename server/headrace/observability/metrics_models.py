@@ -312,7 +312,7 @@ class ScrapedModel(HandleStatus, Protocol):
     spec: ModelSpec
 
     @property
-    def profile(self) -> LatencySummary:
+    def latency_table(self) -> LatencySummary:
         """Compute times by batch size."""
 
     def load(self) -> ModelLoad:
@@ -452,7 +452,7 @@ def _processes(sources: _Sources) -> Iterator[Metric]:
 def _profiles(sources: _Sources) -> Metric:
     family = table.PROFILE.gauge()
     for labels, source in sources:
-        for size, median_ns, p95_ns in source.profile.summary():
+        for size, median_ns, p95_ns in source.latency_table.summary():
             family.add_metric([*labels, str(size), "0.5"], median_ns / NS_PER_US)
             family.add_metric([*labels, str(size), "0.95"], p95_ns / NS_PER_US)
     return family

@@ -260,8 +260,8 @@ class Loader:
         measurement = self._measurement(config, model, handle, latency_file)
         handle.start(WarmupRunner(config.name, warmups, measurement))
         if latency_file is not None:
-            latency_file.write(handle.profile, measurement.idle_ns)
-            model.on_closed.append(partial(latency_file.write, handle.profile, measurement.idle_ns))
+            latency_file.write(handle.latency_table, measurement.idle_ns)
+            model.on_closed.append(partial(latency_file.write, handle.latency_table, measurement.idle_ns))
 
         def reopen() -> MemoryAccount:
             if _file_id(plan.file) != file_id:
@@ -273,7 +273,7 @@ class Loader:
                 model, WarmupRunner(config.name, new_warmups, self._measurement(config, model, handle, None))
             )
             if latency_file is not None:
-                model.on_closed.append(partial(latency_file.write, handle.profile, measurement.idle_ns))
+                model.on_closed.append(partial(latency_file.write, handle.latency_table, measurement.idle_ns))
             return model.account
 
         self.gpu_model_cache.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
@@ -291,7 +291,7 @@ class Loader:
         limit_ns, stored = int(self.profile_s * NS_PER_S), NO_LATENCIES if latency_file is None else latency_file.read()
         if not model.devices:
             config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
-        return LatencyMeasurement(config, model, model.instances, handle.profile, limit_ns, stored=stored)
+        return LatencyMeasurement(config, model, model.instances, handle.latency_table, limit_ns, stored=stored)
 
     def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> _AccountedModel:
         """Load the model into memory and charge it to its memory account."""

@@ -650,11 +650,11 @@ class Explainer:
             snapshot = LoadSnapshot(
                 handle.recorder.recent(),
                 handle.policy,
-                handle.profile,
+                handle.latency_table,
                 handle.alive,
                 handle.depth,
                 handle.spec.max_batch_size > 0,
-                handle.profile.buckets,
+                handle.latency_table.buckets,
                 handle.evicted,
             )
             load = handle.load(by_level=False)

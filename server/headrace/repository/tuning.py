@@ -539,8 +539,8 @@ def _measure(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: floa
             stop.set()
         batches = sum(future.result() for future in futures)
         elapsed_s = (monotonic_ns() - begun_ns) / NS_PER_S
-    profile = handle.profile
-    return batches * rows / elapsed_s, profile.estimate_ns(rows, instances), profile.promise_ns(rows, instances)
+    table = handle.latency_table
+    return batches * rows / elapsed_s, table.estimate_ns(rows, instances), table.promise_ns(rows, instances)
 
 
 def _peak_bytes() -> int:

@@ -265,17 +265,17 @@ class LatencyStore:
             profile_logger.info("the stored profile %s is not used: %s", path.name, error)
             return NO_LATENCIES
 
-    def write(self, key: str, name: str, machine: str, profile: LatencyTable, idle_ns: int) -> None:
+    def write(self, key: str, name: str, machine: str, latency_table: LatencyTable, idle_ns: int) -> None:
         """Write a latency table, unless it is empty; a write error is logged once.
 
         Args:
             key: key of the version.
             name: name of the model; for readers of the folder only.
             machine: description of the machine; for readers of the folder only.
-            profile: latency table.
+            latency_table: latency table.
             idle_ns: see `StoredLatencies`.
         """
-        times_ns = {instances: table for instances, table in profile.times(_TIMES).items() if table}
+        times_ns = {instances: table for instances, table in latency_table.times(_TIMES).items() if table}
         if not times_ns:
             return
         document = {"format": _FORMAT, "model": name, "machine": machine, "idle_ns": idle_ns, "times_ns": times_ns}
@@ -323,9 +323,9 @@ class LatencyFile:
         """Read the table; see `LatencyStore.read`."""
         return self.store.read(self.key)
 
-    def write(self, profile: LatencyTable, idle_ns: int) -> None:
+    def write(self, latency_table: LatencyTable, idle_ns: int) -> None:
         """Write a table; see `LatencyStore.write`."""
-        self.store.write(self.key, self.name, self.machine, profile, idle_ns)
+        self.store.write(self.key, self.name, self.machine, latency_table, idle_ns)
 
 
 def cores() -> int:
@@ -471,7 +471,7 @@ class LatencyMeasurement:
         config: complete configuration of the model.
         model: the loaded model.
         instances: number of instances that call.
-        profile: latency table to fill.
+        latency_table: latency table to fill.
         limit_ns: time limit in nanoseconds; no run starts that would probably end later.
         clock: monotonic nanoseconds.
         stored: times of an earlier process; accepted if the model is about as fast on load as it was then.
@@ -485,7 +485,7 @@ class LatencyMeasurement:
         config: ModelConfig,
         model: LoadedModel,
         instances: int,
-        profile: LatencyTable,
+        latency_table: LatencyTable,
         limit_ns: int,
         clock: Clock = monotonic_ns,
         stored: StoredLatencies = NO_LATENCIES,
@@ -493,7 +493,7 @@ class LatencyMeasurement:
         self._config = config
         self._model = model
         self._instances = self._remaining = instances
-        self._profile = profile
+        self._latency_table = latency_table
         self._limit_ns = limit_ns
         self._clock = clock
         self._stored = stored
@@ -515,7 +515,7 @@ class LatencyMeasurement:
         with self._condition:
             self._remaining -= 1
             position = self._remaining  # 0 for the last instance
-        if position < 0 or self._profile.known():  # restarted, or loaded again after an eviction
+        if position < 0 or self._latency_table.known():  # restarted, or loaded again after an eviction
             return
         bucket_seconds = backend_buckets(self._model)  # complete once the last instance is open
         if self._problem or bucket_seconds or not self._limit_ns:
@@ -531,10 +531,10 @@ class LatencyMeasurement:
             with self._condition:
                 self._stages = ()  # earlier instances may wait
                 self._condition.notify_all()
-            self._profile.buckets = tuple(sorted(bucket_seconds))
+            self._latency_table.buckets = tuple(sorted(bucket_seconds))
             table_ns = bucket_times(bucket_seconds)
             self._accept_stored(table_ns[min(table_ns)])
-            self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
+            self._latency_table.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
         if self._problem and self._limit_ns:
             profile_logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
@@ -559,11 +559,11 @@ class LatencyMeasurement:
             feed = feeds(self._config)
             if self._stored.times_ns:
                 self._accept_stored(self._measure_idle(execution, feed, end_ns))
-                if self._profile.known():
+                if self._latency_table.known():
                     return
             alone_ns = int(self._limit_ns * _ALONE_SHARE) if several else self._limit_ns
             self._measure_alone(execution, feed, begun_ns + alone_ns)
-            if several and self._profile.known():
+            if several and self._latency_table.known():
                 stages = self._plan_stages(feed, end_ns)
         finally:
             with self._condition:
@@ -573,7 +573,7 @@ class LatencyMeasurement:
         self._run_stages(execution, 0, stages)
         medians = ", ".join(
             f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} busy)"
-            for entry in self._profile.known()
+            for entry in self._latency_table.known()
         )
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
         profile_logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
@@ -591,7 +591,7 @@ class LatencyMeasurement:
                 if arrival < stage.instances:
                     self._run(partial(stage.run, execution))
                 if not arrival:
-                    self._profile.seed(_warm(stage.times_ns, stage.instances), stage.instances)
+                    self._latency_table.seed(_warm(stage.times_ns, stage.instances), stage.instances)
         except BaseException:  # no other instance may wait for this one
             for stage in stages:
                 stage.abort()
@@ -613,20 +613,20 @@ class LatencyMeasurement:
                     row_ns = times_ns[-1] / rows
 
         self._run(run)
-        self._profile.seed(_warm(times_by_rows, 1))
-        self.idle_ns = self._profile.estimate_ns(min(sizes(self._config)), 1)
+        self._latency_table.seed(_warm(times_by_rows, 1))
+        self.idle_ns = self._latency_table.estimate_ns(min(sizes(self._config)), 1)
 
     def _plan_stages(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
         """Return the stages with 2, 4, 8 ... and all instances; the remaining time is shared between them."""
         counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
         share_ns = max(end_ns - self._clock(), 0) // len(counts)
-        row_counts = [entry.rows for entry in self._profile.known()]
+        row_counts = [entry.rows for entry in self._latency_table.known()]
         stages = []
         for index, count in enumerate(counts):
             stop_ns = end_ns - share_ns * (len(counts) - 1 - index)
 
             def in_time(rows: int, count: int = count, stop_ns: int = stop_ns) -> bool:
-                return self._clock() + self._profile.estimate_ns(rows, count) <= stop_ns
+                return self._clock() + self._latency_table.estimate_ns(rows, count) <= stop_ns
 
             stages.append(ConcurrentRuns(count, row_counts * _ROUNDS_TOGETHER, feed, in_time, self._clock))
         return stages
@@ -664,8 +664,8 @@ class LatencyMeasurement:
         then_ns, self.idle_ns = self._stored.idle_ns, idle_ns
         if then_ns / _ACCEPTED_RATIO <= idle_ns <= then_ns * _ACCEPTED_RATIO:
             for instances, times_ns in sorted(self._stored.times_ns.items()):
-                self._profile.seed(times_ns, instances, "stored")
-            if self._profile.known():
+                self._latency_table.seed(times_ns, instances, "stored")
+            if self._latency_table.known():
                 self.idle_ns = then_ns  # a new value at each start could drift
 
 

@@ -276,7 +276,7 @@ class CostModel:
     """Rebuilds `BatchCosts` from the latency table at intervals. Any thread may call: two concurrent rebuilds are equal.
 
     Args:
-        profile: compute times by rows.
+        latency_table: compute times by rows.
         policy: batching rules.
 
     Attributes:
@@ -285,11 +285,11 @@ class CostModel:
         crowded: True while several clients share the model.
     """
 
-    def __init__(self, profile: LatencyTable, policy: BatchPolicy) -> None:
+    def __init__(self, latency_table: LatencyTable, policy: BatchPolicy) -> None:
         self.crowded = False
         self.instances = 1
         self.overhead_ns = 0
-        self._profile = profile
+        self._latency_table = latency_table
         self._policy = policy
         self._costs: tuple[BatchCosts, BatchCosts] | None = None  # for one client, for several clients
         self._batches = 0  # since the last rebuild
@@ -304,8 +304,8 @@ class CostModel:
     def _current(self) -> tuple[BatchCosts, BatchCosts] | None:
         if self._batches >= _REDRAW or self._busy_ns >= _REDRAW_NS or self._costs is None:
             self._batches = self._busy_ns = 0
-            if self._profile.estimate_ns(1):
-                costs = draw_costs(self._profile, self._policy, self.instances, self.overhead_ns)
+            if self._latency_table.estimate_ns(1):
+                costs = draw_costs(self._latency_table, self._policy, self.instances, self.overhead_ns)
                 self._costs = costs, _limited(costs, _NEARLY_SHARED, range(1, len(costs.best)))
         return self._costs
 
@@ -315,18 +315,20 @@ class CostModel:
         self._busy_ns += busy_ns
 
 
-def draw_costs(profile: LatencyTable, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> BatchCosts:
+def draw_costs(
+    latency_table: LatencyTable, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0
+) -> BatchCosts:
     """Build `BatchCosts` from a latency table with at least one measurement.
 
     Args:
-        profile: compute times by rows.
+        latency_table: compute times by rows.
         policy: batching rules.
         instances: number of instances that pull.
         overhead_ns: time from decision to responses of a batch, without its compute time.
     """
     sizes = range(policy.max_rows + 1)
-    promises_ns = [profile.promise_ns(rows) + overhead_ns for rows in sizes]
-    estimates_ns = [profile.estimate_ns(rows) + overhead_ns for rows in sizes]
+    promises_ns = [latency_table.promise_ns(rows) + overhead_ns for rows in sizes]
+    estimates_ns = [latency_table.estimate_ns(rows) + overhead_ns for rows in sizes]
     best = [0, 1]
     for rows in sizes[2:]:
         before = best[-1]

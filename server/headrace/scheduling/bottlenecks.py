@@ -30,7 +30,7 @@ class LoadSnapshot:
     Attributes:
         recent: counters of the last seconds.
         policy: the version's policy.
-        profile: compute times by rows.
+        latency_table: compute times by rows.
         instances: number of live instances.
         depth: number of queued requests.
         batched: True if the model has a batch dimension.
@@ -40,7 +40,7 @@ class LoadSnapshot:
 
     recent: RecentTotals
     policy: HandlePolicy
-    profile: LatencyTable
+    latency_table: LatencyTable
     instances: int
     depth: int = 0
     batched: bool = True
@@ -110,14 +110,14 @@ class LoadSnapshot:
         """
         count = instances or max(self.instances, 1)
         below = max(int(rows), 1)
-        low_ns, high_ns = (self.profile.estimate_ns(size, count) for size in (below, below + 1))
+        low_ns, high_ns = (self.latency_table.estimate_ns(size, count) for size in (below, below + 1))
         time_ns = low_ns + (high_ns - low_ns) * max(rows - below, 0.0)
         return count * rows * NS_PER_S / time_ns if time_ns else 0.0
 
     @property
     def best_rows(self) -> int:
         """The smallest measured batch size with nearly the best throughput; 0 if none was measured."""
-        measured = {entry.rows for entry in self.profile.known() if entry.rows <= self.max_rows}
+        measured = {entry.rows for entry in self.latency_table.known() if entry.rows <= self.max_rows}
         rates = {rows: self.throughput(rows) for rows in sorted(measured)}
         best = max(rates.values(), default=0.0)
         return next((rows for rows, rate in rates.items() if rate >= _NEARLY * best), 0)
@@ -277,7 +277,7 @@ def _late(load: LoadSnapshot) -> Bottleneck | None:
     explanation = (
         f"the 99th percentile of the latency is {_ms(reached_s * NS_PER_S)}, the objective {_ms(predicted_ns)}"
     )
-    alone_ns = load.profile.promise_ns(1, load.instances)
+    alone_ns = load.latency_table.promise_ns(1, load.instances)
     if alone_ns > predicted_ns:
         explanation += f": a single row takes {_ms(alone_ns)}"
     return Bottleneck("late", explanation, "raise the objective, or use a faster engine", "slo.p99_ms")
@@ -322,7 +322,9 @@ def _latency_objective(load: LoadSnapshot) -> Bottleneck | None:
     cure = "allow longer deadlines"
     if batch.objective_ns:
         explanation += f" (objective: {_ms(batch.objective_ns)})"
-        cure = f"raise the objective to {_ms(2 * load.profile.promise_ns(load.best_rows, load.instances))} or more"
+        cure = (
+            f"raise the objective to {_ms(2 * load.latency_table.promise_ns(load.best_rows, load.instances))} or more"
+        )
     return Bottleneck("promise", explanation, cure, "slo.p99_ms" if batch.objective_ns else "", load.expected_gain)
 
 

@@ -56,7 +56,7 @@ class ModelHandle:
 
     Attributes:
         used_ns: when the last request came, monotonic; 0 if none has.
-        profile: how long batches compute.
+        latency_table: measured compute times by rows.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class ModelHandle:
             policy.batch.objective_ns,
         )
         name, bound_ns = f"{spec.name}/{spec.version}", policy.inline_bound_ns
-        self.profile = LatencyTable(bound_ns)
-        self._inline_gate = InlineGate(name, bound_ns, self.profile, mailbox, recorder, bodies, clock)
-        cost_model = CostModel(self.profile, policy.batch)
+        self.latency_table = table = LatencyTable(bound_ns)
+        self._inline_gate = InlineGate(name, bound_ns, table, mailbox, recorder, bodies, clock)
+        cost_model = CostModel(table, policy.batch)
         self._scheduler.set_cost_model(cost_model)
         self._admission = AdmissionController(
             cost_model,
@@ -107,7 +107,7 @@ class ModelHandle:
         self._scheduler.on_dropped = self._admission.learn_dropped
         self._scheduler.retry_after_s = self._admission.retry_after_s
         self._batch_results = BatchResults(
-            recorder, deliver, cost_model.batch, OutputCheck(spec), self.profile, self._admission, self._stop_batching
+            recorder, deliver, cost_model.batch, OutputCheck(spec), table, self._admission, self._stop_batching
         )
         self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None

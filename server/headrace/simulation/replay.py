@@ -587,7 +587,7 @@ class _Handle(ModelHandle):
         times = StepTimes(model.profile, batch.max_rows, variation)
         max_rows = batch.max_rows
         sizes = {max_rows, *batch.preferred_rows, *(1 << power for power in range(max_rows.bit_length()))}
-        self.profile.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= max_rows})
+        self.latency_table.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= max_rows})
         instances = _Instances(loop, self._scheduler)
         paced = model.depth > 1 and batch.merge
         for device in devices:

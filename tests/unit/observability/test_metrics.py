@@ -116,7 +116,8 @@ def page(totals_ns: list[int]) -> MetricsPage:
         SimpleNamespace(
             recorder=recorder, load=lambda: ModelLoad(1, 1, 2, 0, 1, 0, 0, 0.0, 0, ()),
             alive=1, restarts=0, evicted=False, process_status=None,
-            policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)), profile=SimpleNamespace(summary=list),
+            policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)),
+            latency_table=SimpleNamespace(summary=list),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),
         )
         for name, recorder in zip(('hostile"\n\\näme', "second"), recorders, strict=True)

@@ -244,7 +244,7 @@ def profiled(repository: Path, **loading: Any) -> list[dict[str, object]]:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         handle = registry.lease("m", "")
-        reasons.append(handle.profile.table())
+        reasons.append(handle.latency_table.table())
         handle.release()
 
     run(repository, check, ALL, **loading)

@@ -51,11 +51,11 @@ class Case:
         self.line = Line()
         self.works = [IDLE] * instances
         self.objective_ns = objective_ms * MS
-        self.profile = LatencyTable()
+        self.latency_table = LatencyTable()
         if known:
-            self.profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
+            self.latency_table.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
-        self.planner = CostModel(self.profile, policy)
+        self.planner = CostModel(self.latency_table, policy)
         self.admission = AdmissionController(self.planner, policy, self.line, lambda: self.works, shared)
         self.admission.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
 
@@ -187,8 +187,8 @@ def test_no_request_is_rejected_while_latencies_are_unmeasured() -> None:
 def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
     case = Case()
     for _ in range(100):  # something is slow for a while, and what is refused teaches nothing
-        case.profile.observe(1, 45 * MS)
-        case.profile.observe(8, 70 * MS)
+        case.latency_table.observe(1, 45 * MS)
+        case.latency_table.observe(8, 70 * MS)
         case.planner.batch()
     assert case.ask() > 44
     case.busy((0, 1))
@@ -352,7 +352,7 @@ def test_what_is_known_of_slow_batches_counts_soon() -> None:
     case = Case()
     assert case.ask() == 10
     for _ in range(9):
-        case.profile.observe(1, 40 * MS)
+        case.latency_table.observe(1, 40 * MS)
     assert case.ask() == 10, "tables are drawn now and then"
     case.planner.batch(40 * MS)
     assert case.ask() == 10

@@ -28,7 +28,7 @@ def request() -> InferRequest:
 def seen(handle: ModelHandle) -> dict[int, int]:
     """Return batches by the number of busy instances, in the steps of the latency table (1, 2, up to 4)."""
     counts: Counter[int] = Counter()
-    for known in handle.profile.known():
+    for known in handle.latency_table.known():
         counts[known.instances] += known.observations
     return dict(counts)
 
@@ -94,7 +94,7 @@ def test_those_that_run_at_the_same_time_are_counted() -> None:
             Mailbox(asyncio.get_running_loop()),
             Recorder(),
         )
-        handle.profile.seed({1: [1000]})
+        handle.latency_table.seed({1: [1000]})
         handle.start()
         try:
             for _ in range(5):

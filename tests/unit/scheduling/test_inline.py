@@ -97,7 +97,7 @@ class Stage:
         )
         self.handle.start()
         if measured_ns:
-            self.handle.profile.seed({1: [measured_ns] * 20})
+            self.handle.latency_table.seed({1: [measured_ns] * 20})
 
     async def asleep(self, instances: int = 1) -> None:
         """Wait until the instances sleep, and the requests of before are long ago."""
@@ -163,7 +163,7 @@ def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
     )
     assert totals.reasons == {"idle": 50}
     assert totals.phases["compute"].count == totals.phases["queue"].count == totals.phases["total"].count == 50
-    assert stage.handle.profile.known()[0].observations == 50
+    assert stage.handle.latency_table.known()[0].observations == 50
 
 
 def test_it_has_run_when_infer_returns() -> None:
@@ -190,7 +190,7 @@ def test_inline_and_queued_requests_are_answered_and_counted_alike(script: list[
 
         async def scenario(stage: Stage, seen: list[object]) -> None:
             for rows in range(1, 9):
-                stage.handle.profile.seed({rows: [20 * NS_PER_US] * 20})
+                stage.handle.latency_table.seed({rows: [20 * NS_PER_US] * 20})
             for rows, has_deadline, value in script:
                 await stage.asleep()
                 deadline_ns = stage.clock.now_ns + NS_PER_S * 60 if has_deadline else 0
@@ -206,7 +206,7 @@ def test_inline_and_queued_requests_are_answered_and_counted_alike(script: list[
         totals = stage.recorder.totals()
         sizes = {rows: size.count for rows, size in totals.sizes.items()}
         counts = (totals.requests, totals.rows, totals.executions, dict(totals.reasons), sizes, totals.shape_changes)
-        known = [(entry.rows, entry.observations) for entry in stage.handle.profile.known()]
+        known = [(entry.rows, entry.observations) for entry in stage.handle.latency_table.known()]
         outcomes.append((seen, counts, known, {phase: each.count for phase, each in totals.phases.items()}))
         assert totals.inline_runs == (len(script) if bound_ns else 0)
     assert outcomes[0] == outcomes[1]

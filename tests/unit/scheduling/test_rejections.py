@@ -39,7 +39,7 @@ async def begun(model: FakeModel) -> None:
 def slow(mailbox: Mailbox, model: FakeModel, objective_ms: int = 120, **policy: object) -> ModelHandle:
     """A handle that believes that batches take 50 ms, and whose first batch is held."""
     served = handle(mailbox, model, batch=BatchPolicy(8, objective_ns=objective_ms * MS), **policy)
-    served.profile.seed(SLOW)
+    served.latency_table.seed(SLOW)
     model.gate.clear()
     return served
 
@@ -75,7 +75,7 @@ def test_what_would_miss_the_objective_is_refused_before_it_is_queued() -> None:
 def test_who_finds_the_queue_full_comes_back_when_what_is_there_is_done() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(8), limits=QueueLimits(max_count=16))
-        served.profile.seed(SLOW)
+        served.latency_table.seed(SLOW)
         model.gate.clear()
         first = served.infer(now(1))
         await begun(model)
