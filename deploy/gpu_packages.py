@@ -57,7 +57,7 @@ version = getattr(module, "__version__", None) or getattr(sys.modules[top], "VER
 print(json.dumps({"version": str(version), "places": places}))
 """
 
-# Prints where NVRTC is: a name that the loader knows, a toolkit, or NVIDIA's wheels.
+# Prints the location of NVRTC: a name that the loader finds, a toolkit, or NVIDIA's wheels.
 _NVRTC_PROBE = """
 import ctypes, glob, importlib.util, json, os
 places = {}
@@ -183,8 +183,8 @@ class Environment:
         done = subprocess.run([*self._pip, *words], capture_output=True, text=True, cwd=cwd)
         if done.returncode:
             lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            told = [line for line in lines if _REASON.match(line)] or lines[-1:] or ["pip failed"]
-            raise Missing(told[0].removeprefix("ERROR:").strip().rstrip("."), "")
+            reasons = [line for line in lines if _REASON.match(line)] or lines[-1:] or ["pip failed"]
+            raise Missing(reasons[0].removeprefix("ERROR:").strip().rstrip("."), "")
 
     def requirements(self, folder: Path, *patterns: str) -> Path:
         """A requirements file with those packages of the lock whose names match."""
@@ -214,7 +214,7 @@ def _matches(block: str, patterns: tuple[str, ...]) -> bool:
 
 
 def driver_error(library: str) -> str | None:
-    """Why the NVIDIA driver cannot be used; None where it can, an empty text where there is none.
+    """Return the reason why the NVIDIA driver cannot be used; None if it can, "" without a driver.
 
     Args:
         library: file or name of the driver's library.

@@ -1,4 +1,4 @@
-"""How the number of users changes while a load test runs; `loadtest/shapes.py` tells locust."""
+"""Number of users over the time of a load test; `loadtest/shapes.py` passes it to locust."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 
 
 def users_at(shape: str, time: float, peak: int) -> int:
-    """How many users there are, one at least, when this share (0 to 1) of the time is over."""
+    """Number of users, at least one, after this share (0 to 1) of the time."""
     return max(1, round(SHAPES[shape](time) * peak))

@@ -32,13 +32,13 @@ from loadtest.protocol import NAMES, Array, HttpRequest, binary_request, decode_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """A request and what its answer has to look like.
+    """A request and the checks of its answer.
 
     Attributes:
         name: how the statistics call it.
-        model: who is asked.
-        inputs: what is sent over gRPC.
-        request: what is sent over HTTP; made once, sent many times.
+        model: name of the model.
+        inputs: tensors sent over gRPC.
+        request: HTTP request; created once, sent many times.
         shapes: the shape of every output, by name.
         classes: where the largest value of the only output stands, row by row; empty if any will do.
     """
@@ -51,7 +51,7 @@ class Question:
     classes: tuple[int, ...] = ()
 
     def wrong_with(self, outputs: Mapping[str, Array]) -> str:
-        """What is wrong with an answer, empty if nothing."""
+        """Return the error in an answer, "" if it is right."""
         shapes = {name: output.shape for name, output in outputs.items()}
         if shapes != dict(self.shapes):
             return f"shapes {shapes}, expected {dict(self.shapes)}"
@@ -157,7 +157,7 @@ def _pause_s(user: User) -> float:
 
 
 class _AskingUser(FastHttpUser):
-    """A user who asks again once the answer is there."""
+    """A user that sends the next request after the answer."""
 
     abstract = True
     wait_time = _pause_s
@@ -238,7 +238,7 @@ class BatchUser(_AskingUser):
 
 
 class OnlookerUser(_AskingUser):
-    """What watches a server: probes, metrics, statistics."""
+    """Monitoring of a server: probes, metrics, statistics."""
 
     @task
     def look(self) -> None:
@@ -264,7 +264,7 @@ class _CallingUser(User):
         self._client.close()
 
     def ask(self, questions: list[Question]) -> None:
-        """Send the next of some questions, check the answer, and tell locust."""
+        """Send the next request, check the answer, and report it to locust."""
         self._turn += 1
         question = questions[self._turn % len(questions)]
         tensors = []

@@ -1,4 +1,4 @@
-"""Mixes of users, as real traffic has them: who asks for what, how long they pause, and what has to hold.
+"""Mixes of users, as in real traffic: their requests, pauses and thresholds.
 
 A class of users stands in `loadtest/locustfile.py`; its weight is its share of all users.
 """
@@ -15,14 +15,14 @@ ALL_MODELS = (*SMALL_MODELS, "efficientnet_lite0")
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One of them.
+    """A mix of users.
 
     Attributes:
-        text: what it stands for.
+        text: description.
         users: weight of each class of users, by the class's name.
-        models: that they ask, in the order in which they are looked for.
+        models: models of their requests, in the order in which they are looked up.
         think_s: how long a user pauses between an answer and the next question, on average; 0: not at all.
-        p99_ms: by pattern of the names of requests, what else than `P99_MS` has to hold; the first that matches counts.
+        p99_ms: limits that replace `P99_MS`, by pattern of request names; the first match counts.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Making ONNX models by hand; and one that computes for as long as it is told."""
+"""ONNX models built node by node; one computes for a requested time."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def send(host: str, port: int, request: HttpRequest, timeout_s: float = 30.0) ->
 
 
 def send_json(host: str, port: int, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
-    """What a control-plane path answers: GET without a body, POST with one; None for an empty answer.
+    """Return the answer of a control-plane path: GET without a body, POST with one; None if it is empty.
 
     Raises:
         Refused: the status is not 200.

@@ -38,7 +38,7 @@ RESULTS = ROOT / "loadtest" / "results"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What locust counted for one kind of request; latencies in milliseconds, as locust rounds them."""
+    """Locust's counts for one kind of request; latencies in milliseconds, as locust rounds them."""
 
     name: str
     requests: int
@@ -164,10 +164,10 @@ def percentile(times: Mapping[float, int], share: float) -> float:
 
 
 def verdicts(lines: Sequence[Line], allowed_ms: Callable[[str], float], failed_percent: float = 0.0) -> list[str]:
-    """What breaks a threshold, a sentence each.
+    """Return one sentence for each broken threshold.
 
     Args:
-        lines: what locust counted.
+        lines: locust's counts.
         allowed_ms: the highest p99 by a request's name.
         failed_percent: of each kind of request, how many may fail.
     """
@@ -188,8 +188,8 @@ def verdicts(lines: Sequence[Line], allowed_ms: Callable[[str], float], failed_p
 
 def allowed_p99_ms(options: argparse.Namespace, name: str) -> float:
     """The highest p99 of a kind of request: by the command line, else by the mix."""
-    asked: list[tuple[str, float]] = options.p99_ms_of
-    for pattern, allowed_ms in [*asked, *([] if options.p99_ms else MIXES[options.mix].p99_ms.items())]:
+    bounds: list[tuple[str, float]] = options.p99_ms_of
+    for pattern, allowed_ms in [*bounds, *([] if options.p99_ms else MIXES[options.mix].p99_ms.items())]:
         if fnmatchcase(name, pattern):
             return allowed_ms
     return float(options.p99_ms or P99_MS)

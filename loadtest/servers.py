@@ -41,16 +41,16 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Base URL."""
         return f"http://{HOST}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start one server.
+    """Command and checks to start one server.
 
     Attributes:
-        name: what reports and the log file are called.
+        name: of reports and of the log file.
         command: the words before the port option.
         port_option: e.g. "--http-port"; the free port found follows it.
         ready_path: answers 200 once the server can take load; "" for a server that is ready once it takes connections.

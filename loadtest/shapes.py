@@ -1,4 +1,4 @@
-"""How many users there are, and when: a file for locust beside `loadtest/locustfile.py`.
+"""Number of users over time: a file for locust beside `loadtest/locustfile.py`.
 
 python -m locust -f loadtest/locustfile.py,loadtest/shapes.py --headless --shape ramp --peak-users 50 --seconds 60
 """
@@ -20,10 +20,10 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 class Shape(LoadTestShape):
-    """What `--shape` says."""
+    """The shape of `--shape`."""
 
     def tick(self) -> tuple[int, float] | None:
-        """How many users there are to be now, and how many may come or go a second; None at the end."""
+        """Number of users now, and users started or stopped a second; None at the end."""
         assert self.runner is not None
         options = self.runner.environment.parsed_options
         time = self.get_run_time() / options.seconds

@@ -362,6 +362,11 @@ PLAIN_PROSE: tuple[str, ...] = (
     "server/headrace/backends",
     "tests/unit/observability",
     "tests/e2e",
+    "deploy",
+    "loadtest/bench",
+    "loadtest/gpu",
+    "loadtest/slo",
+    "loadtest/soak",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
@@ -390,6 +395,8 @@ PLAIN_WORDS: tuple[str, ...] = (
     "engines/headrace_engines",
     "tests/unit/observability",
     "tests/e2e",
+    "loadtest",
+    "deploy",
 )
 
 

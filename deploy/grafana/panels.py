@@ -1,4 +1,4 @@
-"""What the dashboards are made of: panels, rows and variables in Grafana's JSON, laid out from left to right."""
+"""Panels, rows and variables of the dashboards in Grafana's JSON, laid out from left to right."""
 
 from __future__ import annotations
 

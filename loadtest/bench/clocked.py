@@ -52,11 +52,11 @@ class Real:
 
     Attributes:
         requests: in the order of arrival, their times counted from the beginning.
-        handle: what is asked.
-        result: what became of them.
+        handle: the model.
+        result: outcome of each request.
         start_ns: when the trace begins.
         missing: requests that are not answered.
-        behind_ns: how much later than they should have been requests were asked: what this process lost by itself.
+        behind_ns: delay of each request after its due time, caused by this process.
         done: set once none is missing.
     """
 
@@ -89,16 +89,16 @@ class Real:
             completion = self.handle.infer(request)
         except HeadraceError as error:
             self.result.latency_ns[which] = monotonic_ns() - due_ns
-            self._told(which, error.reason)
+            self._record(which, error.reason)
         else:
             completion.then(partial(self._answered, which, due_ns, completion))
 
     def _answered(self, which: int, due_ns: int, completion: LoopCompletion) -> None:
         self.result.latency_ns[which] = monotonic_ns() - due_ns
         outcome = completion.outcome
-        self._told(which, outcome.reason if isinstance(outcome, HeadraceError) else ANSWERED)
+        self._record(which, outcome.reason if isinstance(outcome, HeadraceError) else ANSWERED)
 
-    def _told(self, which: int, outcome: str) -> None:
+    def _record(self, which: int, outcome: str) -> None:
         self.result.outcomes[which] = outcome
         self.missing -= 1
         if not self.missing:
@@ -135,12 +135,12 @@ class Timed(BatchRecorder):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What became of a trace.
+    """Result of a replayed trace.
 
     Attributes:
-        replay: as the simulator tells it.
+        replay: in the simulator's format.
         added_ns: what each batch took longer than its device, from being pulled to being answered.
-        behind_ns: how much later than it should have been each request was asked.
+        behind_ns: delay of each request after its due time.
     """
 
     replay: Replay
@@ -152,7 +152,7 @@ def play(trace: Trace, policy: HandlePolicy, device: Device) -> Played:
     """Replay a trace of one model by the clock, to its last answer.
 
     Args:
-        trace: what is asked.
+        trace: the requests.
         policy: how requests are treated.
         device: what the model runs on; with a depth of 1 each instance has one of its own, which is done when its thread wakes.
     """

@@ -1,11 +1,11 @@
-"""What Headrace's own Python costs a request: the data plane in one process, on a device that takes time and no processor.
+"""Cost of Headrace's Python code for each request: the data plane in one process, on a simulated device that uses no CPU.
 
     python -m loadtest.bench.dataplane --seconds 3
 
-Callers in a closed loop ask a `ModelHandle` for one row at a time and are called back. The model behind it is a pipelined
-execution whose batches take as long as a GPU of a given speed would, while its thread sleeps. What is left to measure is the
-scheduler: the share of the device's speed that comes out, processor time a request, and what a single caller waits longer than
-the device takes.
+Callers in a closed loop call a `ModelHandle` with one row at a time and receive a callback. The model behind it is a
+pipelined execution whose batches take as long as a GPU of a given speed would, while its thread sleeps. The
+measurement is therefore that of the scheduler: the share of the device's speed, CPU time for each request, and the
+latency of a single caller beyond that of the device.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PR_SET_TIMERSLACK = 29
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How fast the simulated device is.
+    """Speed of the simulated device.
 
     Attributes:
-        batch_ns: what each batch takes.
-        row_ns: what each of its rows takes more.
-        depth: flights that may be open.
+        batch_ns: duration of a batch without its rows.
+        row_ns: additional duration for each row.
+        depth: maximum number of batches in flight.
     """
 
     batch_ns: int
@@ -59,7 +59,7 @@ class Device:
     depth: int = 4
 
     def ns(self, rows: int) -> int:
-        """What a batch of `rows` rows takes."""
+        """Duration of a batch of `rows` rows."""
         return self.batch_ns + self.row_ns * rows
 
 
@@ -90,9 +90,9 @@ class Sleeper:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Begin, launch and finish in one."""
-        flight = self.begin(inputs, len(inputs["x"]))
-        self.launch(flight)
-        return self.finish(flight)
+        batch = self.begin(inputs, len(inputs["x"]))
+        self.launch(batch)
+        return self.finish(batch)
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Memory that is used again and again."""
@@ -100,23 +100,23 @@ class Sleeper:
         buffer = self._buffers.popleft() if self._buffers else np.empty((4096, *shape), np.uint8)
         return InFlightBatch({"x": buffer[:rows]}, rows, buffer)
 
-    def launch(self, flight: InFlightBatch) -> None:
+    def launch(self, batch: InFlightBatch) -> None:
         """Fix when it will be done."""
-        self._free_ns = max(monotonic_ns(), self._free_ns) + self.device.ns(flight.rows)
-        flight.handle = (self._free_ns, flight.handle)
+        self._free_ns = max(monotonic_ns(), self._free_ns) + self.device.ns(batch.rows)
+        batch.handle = (self._free_ns, batch.handle)
         self.batches += 1
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Sleep until then."""
-        done_ns, buffer = cast("tuple[int, Array]", flight.handle)
+        done_ns, buffer = cast("tuple[int, Array]", batch.handle)
         sleep_until(done_ns)
         self._buffers.append(buffer)
         return {
-            "scores": np.zeros((flight.rows, _OUTPUTS), np.float32),
-            "classes": np.zeros((flight.rows, 5), np.int32),
+            "scores": np.zeros((batch.rows, _OUTPUTS), np.float32),
+            "classes": np.zeros((batch.rows, 5), np.int32),
         }
 
-    def discard(self, flight: InFlightBatch) -> None:
+    def discard(self, batch: InFlightBatch) -> None:
         """Nothing was begun."""
 
     def close(self) -> None:
@@ -144,16 +144,16 @@ def _precise_timers() -> None:
 
 @dataclass
 class Callers:
-    """A closed loop: each caller asks again as soon as it is answered.
+    """A closed loop: each caller sends its next request when its last one is answered.
 
     Args:
-        handle: what is asked.
+        handle: the model.
         row_bytes: of one request's input.
         front_ns: what the event loop does besides for each request, as a front end would.
 
     Attributes:
         answered: requests.
-        latencies_ns: of each, from asking to the callback.
+        latencies_ns: of each, from the call to the callback.
         gone: set once `stopping` is and all are answered.
     """
 
@@ -178,10 +178,10 @@ class Callers:
             inputs={"x": self._row}, rows=1, shape_key=None, received_ns=now_ns, size_bytes=self.row_bytes
         )
         completion = self.handle.infer(request)
-        completion.then(partial(self._told, completion, now_ns))
+        completion.then(partial(self._record_latency, completion, now_ns))
         self.waiting += 1
 
-    def _told(self, completion: LoopCompletion, asked_ns: int) -> None:
+    def _record_latency(self, completion: LoopCompletion, start_ns: int) -> None:
         outcome = completion.outcome
         if outcome is None or isinstance(outcome, Exception):
             raise RuntimeError("a request failed") from outcome
@@ -189,7 +189,7 @@ class Callers:
             raise RuntimeError("a wrong answer")
         self.answered += 1
         self.waiting -= 1
-        self.latencies_ns.append(monotonic_ns() - asked_ns)
+        self.latencies_ns.append(monotonic_ns() - start_ns)
         if not self.stopping:
             self.ask()
         elif not self.waiting:
@@ -198,11 +198,11 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Who asks whom.
+    """Callers and instances of a measurement.
 
     Attributes:
-        callers: that ask at the same time.
-        blocking: the only caller asks by `infer_blocking`, on a thread of its own.
+        callers: number of concurrent callers.
+        blocking: the only caller uses `infer_blocking`, on a thread of its own.
         instances: of the model.
     """
 
@@ -213,14 +213,14 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one measurement found.
+    """Result of one measurement.
 
     Attributes:
         rate_per_s: requests answered.
         of_device: the same as a share of what the device can do with full batches.
         cpu_us: processor time a request, of all threads.
         rows: in a batch, on average.
-        p50_us, p99_us: from asking to the callback.
+        p50_us, p99_us: from the call to the callback.
     """
 
     rate_per_s: float
@@ -251,7 +251,7 @@ class Blocked(Callers):
     """One caller on a thread of its own, which waits for each answer."""
 
     def ask(self) -> None:
-        """Start asking; until `stopping`."""
+        """Start the callers; they run until `stopping`."""
         self.waiting = 1
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._ask_on, daemon=True).start()
@@ -273,7 +273,7 @@ class Blocked(Callers):
 
 
 async def measure(device: Device, crowd: Crowd, options: argparse.Namespace) -> Load:
-    """Ask with so many callers."""
+    """Measure with this number of callers."""
     model, max_rows = Sleeper(device), options.rows
     handle = _handle(model, max_rows, options.row_bytes, crowd.instances)
     await asyncio.to_thread(handle.start)
@@ -304,7 +304,7 @@ async def measure(device: Device, crowd: Crowd, options: argparse.Namespace) -> 
 
 
 def bare_p50_us(device_ns: int, seconds: float) -> float:
-    """What the device's time for one row takes on a thread that does nothing else."""
+    """Duration of a sleep for one row's time on a thread that does nothing else."""
     times_ns: list[int] = []
     end_ns = monotonic_ns() + int(seconds * NS_PER_S)
     while (start_ns := monotonic_ns()) < end_ns:

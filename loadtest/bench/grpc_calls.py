@@ -26,7 +26,7 @@ from loadtest.protocol import Array, send_json
 from loadtest.servers import HOST, Running, ServerCommand
 
 # A server may count a batch a moment after its answers have left.
-COUNT_PATIENCE_S = 2.0
+COUNT_TIMEOUT_S = 2.0
 WARM_UP_CALLS = 2000
 FAST, GRPCIO, ECHO = "headrace, fast engine", "headrace, grpcio engine", "bare grpc.aio echo"
 
@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """An inference and who knows its answer."""
+    """An inference and the oracle that checks its answer."""
 
     model: str
     inputs: Mapping[str, Array]
@@ -96,7 +96,7 @@ def headrace_target(server: Running, question: Question, *, stream: bool = False
 
 
 def echo_command(answer_bytes: int, cpus: tuple[int, ...]) -> ServerCommand:
-    """How the bare `grpc.aio` server is started."""
+    """Command of the bare `grpc.aio` server."""
     return servers.peer("grpc_echo", ECHO, "--answer-bytes", str(answer_bytes), cpus=cpus, ready_path="")
 
 
@@ -203,8 +203,8 @@ def counted(target: Target) -> Iterator[Callable[[int], None]]:
 
 
 def settled_count(target: Target, expected: int) -> int:
-    """The server's own count once it is what is expected, or what it still is after some patience."""
-    deadline = time.monotonic() + COUNT_PATIENCE_S
+    """The server's request count once it equals `expected`, or its value after a timeout."""
+    deadline = time.monotonic() + COUNT_TIMEOUT_S
     while (count := target.succeeded()) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
     return count

@@ -1,4 +1,4 @@
-"""The load client for gRPC: `h2load` of nghttp2, written in C++, which knows HTTP/2 and nothing of gRPC.
+"""The load client for gRPC: `h2load` of nghttp2, written in C++, which implements HTTP/2 but not gRPC.
 
 One client thread does ten times what a Python server can answer. What it cannot see (`grpc-status` stands in trailers that it
 skips) the cases check from outside: see `grpc_calls`.
@@ -52,10 +52,10 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
-    """What one run found.
+    """Result of one run.
 
     Attributes:
-        calls: asked for.
+        calls: number of calls requested.
         succeeded: ended with the HTTP status 200, whatever their gRPC status.
         calls_per_s: succeeded ones.
         data_bytes: of all answers' DATA frames, length prefixes included.

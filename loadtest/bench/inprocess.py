@@ -35,7 +35,7 @@ class WrongAnswer(RuntimeError):
 
 
 class Oracle:
-    """One model in process: makes inputs for it and knows the right outputs.
+    """One model in process: creates inputs for it and computes the expected outputs.
 
     Args:
         model_path: the ONNX file that the server serves.

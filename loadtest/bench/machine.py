@@ -1,4 +1,4 @@
-"""Where a figure was measured: without it the figure says little."""
+"""Description of the machine, reported with every figure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def python() -> str:
 
 
 def commit() -> str:
-    """What of this repository runs."""
+    """The commit of this repository."""
     return _first_line(["git", "describe", "--always", "--dirty"]) or "not a git checkout"
 
 
@@ -90,7 +90,7 @@ def package_version(package: str) -> str:
 
 
 def _first_line(command: list[str]) -> str:
-    """What a command says first, empty if it cannot be run; wrk exits with 1 after its version."""
+    """First line of a command's output, "" if it cannot be run; wrk exits with 1 after its version."""
     try:
         finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=10)
     except OSError:

@@ -1,10 +1,10 @@
-"""How far the simulator is right: the same requests through a real data plane and through `headrace.simulation`, side by side.
+"""Accuracy of the simulator: the same requests through a real data plane and through `headrace.simulation`, side by side.
 
     python -m loadtest.bench.replayed
 
-The real one is a `ModelHandle` with its threads and locks, in this process; its model sleeps as long as a device of a given speed
-would take. What a batch takes longer than that is measured on one trace before (the mean) and told to the simulator, which knows
-nothing else of this machine. A case is a trace and a policy; goodput counts answers within 20 ms.
+The real one is a `ModelHandle` with its threads and locks, in this process; its model sleeps as long as a device of a
+given speed would take. The mean overhead of a batch is measured on one trace before and passed to the simulator,
+which has no other data about this machine. A case is a trace and a policy; goodput counts answers within 20 ms.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CAPACITY_HZ = _ROWS / (_BATCH_US + _ROW_US * _ROWS) * 1e6
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked of whom.
+    """A trace and a policy.
 
     Attributes:
-        share: of the device's capacity that is asked for, on average.
+        share: offered load relative to the device's capacity, on average.
         shape: how the rate changes.
         delay_us: the policy's.
-        depth: flights; 1: one batch after the other.
+        depth: batches in flight; 1: one after the other.
         queue: requests that may wait.
     """
 
@@ -87,7 +87,7 @@ def compared(case: Case, seconds: float, seed: int, added_us: float) -> tuple[Fi
     return report(real, [_SLO_MS]).total, report(simulated, [_SLO_MS]).total
 
 
-def _told(figures: Figures) -> dict[str, float]:
+def _by_name(figures: Figures) -> dict[str, float]:
     p50_us, _, p99_us, _ = figures.percentiles_us
     return {
         "p50 ms": p50_us / 1000,
@@ -113,12 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only and name not in options.only:
             continue
         rounds = [compared(case, options.seconds, seed, added_us) for seed in range(options.rounds)]
-        real, simulated = ([_told(figures) for figures in column] for column in zip(*rounds, strict=True))
+        real, simulated = ([_by_name(figures) for figures in column] for column in zip(*rounds, strict=True))
         for what in real[0]:
             ours, theirs = [each[what] for each in simulated], [each[what] for each in real]
             ratio = ratios(ours, theirs)
-            told = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-            lines.append((name, what, number(Spread.of(theirs).median), number(Spread.of(ours).median), told))
+            ratio_text = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+            lines.append((name, what, number(Spread.of(theirs).median), number(Spread.of(ours).median), ratio_text))
     print(f"a batch takes {added_us:.0f} us longer than its device, on average\n")
     print("\n".join(markdown_table(("case", "", "real", "simulated", "simulated / real"), lines)))
     return 0

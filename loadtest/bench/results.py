@@ -1,4 +1,4 @@
-"""What a case finds: figures of each contender, and comparisons that may have a target."""
+"""Result of a case: figures of each contender, and comparisons that may have a target."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """PASS or MISS by the median; "-" where nothing is asked."""
+        """PASS or MISS by the median; "-" without a target."""
         if self.target is None:
             return "-"
         return "PASS" if self.target.met_by(self.spread.median) else "MISS"
@@ -63,14 +63,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Everything one case found.
+    """Result of one case.
 
     Attributes:
         name: the case, as `--only` takes it.
         title: what was measured, in a line.
         figures: one for each contender (and quantity).
         comparisons: with their targets.
-        notes: what a reader has to know beside the figures.
+        notes: remarks for the reader of the figures.
         failure: why there are no figures; empty if there are.
     """
 

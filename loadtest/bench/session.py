@@ -1,4 +1,4 @@
-"""What all cases share: the models, the cores, how long and how often to measure, and how servers are started and checked."""
+"""State shared by all cases: models, cores, durations and rounds, and how servers are started and checked."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Bench:
 
     Attributes:
         repository: the model repository with the demo models.
-        command: how Headrace is started.
+        command: starts Headrace.
         rounds: how often each contender is measured in a case.
         quick: short samples, to see that all works; the figures mean little.
         cores: where servers and clients run.
         scratch: a folder for logs, scripts and bodies.
-        progress: told the step that begins and how many seconds it takes.
+        progress: called with each step that begins and its duration in seconds.
     """
 
     repository: Path
@@ -140,7 +140,7 @@ class Case(Protocol):
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
 
     def planned_s(self, bench: Bench) -> float:
         """The seconds that its samples take, for the progress bar."""

@@ -1,4 +1,4 @@
-"""What is said of repeated rounds: the median, and how far the rounds lay apart."""
+"""Summary of repeated rounds: the median and the range."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ SILENCE_LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StreamSample:
-    """What one run found.
+    """Result of one run.
 
     Attributes:
         answers: messages answered, every one of those sent.
@@ -184,7 +184,7 @@ class Connection:
             self.socket.sendall(frame(PING, ACK, 0, payload))
         elif kind == HEADERS:
             self._headers(flags, payload)
-        # After the trailers a server may still reset the stream, so that nobody sends more (RFC 9113, 8.1).
+        # After the trailers a server may still reset the stream, to stop the client from sending more (RFC 9113, 8.1).
         elif kind in (RST_STREAM, GOAWAY) and self.status is None:
             raise LoadFailed(f"the server sent {'GOAWAY' if kind == GOAWAY else 'RST_STREAM'} {payload!r}")
 

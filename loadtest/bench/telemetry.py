@@ -1,4 +1,4 @@
-"""What traces and the request log cost: processor time of the event loop a request, and of the threads behind it.
+"""Cost of traces and the request log: processor time of the event loop a request, and of the threads behind it.
 
 python -m loadtest.bench.telemetry
 """
@@ -23,7 +23,7 @@ _TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class _Nowhere:
-    """Spans that nobody makes."""
+    """Spans that are never created."""
 
     failed = False
 
@@ -46,7 +46,7 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
 
 
 def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
-    """What a front end does of it for one request; traced one in `rate` if that is not 0."""
+    """The front end's part for one request; one in `rate` is traced if that is not 0."""
     log = RequestLog(mode, io.BytesIO(), capacity=1)
     accounts = RequestObserver(Tracer("", spans=_Nowhere() if rate else None, rate=rate), log)
     response, recorder = InferResponse({}, BatchTimes(2, 3, 4, 5), 8, "full"), Recorder()
@@ -73,7 +73,7 @@ def _pending(received_ns: int, queued_ns: int, done_ns: int) -> PendingRequest:
 
 
 def behind_it() -> list[tuple[str, float]]:
-    """What the threads do for a request that is logged, or traced."""
+    """The threads' part for a request that is logged, or traced."""
     now_ns = monotonic_ns()
     pending = _pending(now_ns, now_ns + 1_000, now_ns + 6_000)
     times = BatchTimes(*(now_ns + step * 1_000 for step in range(2, 6)))

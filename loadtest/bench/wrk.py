@@ -1,4 +1,4 @@
-"""The load client: `wrk`, written in C, told by a generated Lua script what to send and what to report.
+"""The load client: `wrk`, written in C, with a generated Lua script that sends requests and reports results.
 
 One client thread sends several hundred thousand requests a second, so a Python server is never waiting for it.
 """
@@ -55,7 +55,7 @@ class LoadFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send and how.
+    """Load of one run.
 
     Attributes:
         requests: sent in turn by every connection; one is the rule.
@@ -76,7 +76,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one run found.
+    """Result of one run.
 
     Latencies in microseconds, completion times in seconds on the monotonic clock, processor time of wrk itself in seconds.
     """

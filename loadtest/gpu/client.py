@@ -1,4 +1,4 @@
-"""A client process: `python -m loadtest.gpu.client`, told what to do line by line, see `Crowd`.
+"""A client process: `python -m loadtest.gpu.client` reads one command a line, see `Crowd`.
 
     {"do": "open", "key": k, ...}               connections, requests and shared memory, ready to be used
     {"do": "closed", "key": k, ...}             all slots under way, each begun again once it is answered
@@ -50,7 +50,7 @@ class _Opened:
 
 
 class Client:
-    """What is open in this process."""
+    """Connections and shared memory of this process."""
 
     def __init__(self) -> None:
         self._opened: dict[str, _Opened] = {}
@@ -100,9 +100,9 @@ def closed_loop(lines: Lines, start_s: float, warm_s: float, seconds: float) -> 
     while under_way:
         if time.monotonic() > end_s + _STRAGGLERS_S:
             raise TimeoutError(f"{under_way} requests were not answered within {_STRAGGLERS_S:.0f} s")
-        for slot, at_s, told in lines.poll(1.0):
-            if told:
-                wrong.append(told)
+        for slot, at_s, error in lines.poll(1.0):
+            if error:
+                wrong.append(error)
             elif first_s <= at_s < end_s:
                 times_s.append(at_s)
                 latencies_us.append((at_s - begun[slot]) * 1e6)
@@ -113,7 +113,7 @@ def closed_loop(lines: Lines, start_s: float, warm_s: float, seconds: float) -> 
                 under_way -= 1
     busy = (time.process_time() - cpu_s) / max(time.monotonic() - start_s, 1e-3)
     per_s = completion_rate(times_s) if len(set(times_s)) > 1 else len(times_s) / seconds
-    return {"per_s": per_s, "wrong": len(wrong), "told": wrong[:1], "busy": busy, "latencies": _packed(latencies_us)}
+    return {"per_s": per_s, "wrong": len(wrong), "errors": wrong[:1], "busy": busy, "latencies": _packed(latencies_us)}
 
 
 def open_loop(lines: Lines, start_s: float, seconds: float, rate: float, random: np.random.Generator) -> dict[str, Any]:
@@ -136,10 +136,10 @@ def open_loop(lines: Lines, start_s: float, seconds: float, rate: float, random:
         # What has not begun when the time is over was offered in vain.
         if now_s > end_s and (len(free) == lines.slots or now_s > end_s + _STRAGGLERS_S):
             break
-        for slot, at_s, told in lines.poll(_sleep_s(due, free, now_s, end_s)):
+        for slot, at_s, error in lines.poll(_sleep_s(due, free, now_s, end_s)):
             free.append(slot)
-            if told:
-                wrong.append(told)
+            if error:
+                wrong.append(error)
             else:
                 in_time += at_s <= end_s
                 latencies_us.append((at_s - intended[slot]) * 1e6)
@@ -148,7 +148,7 @@ def open_loop(lines: Lines, start_s: float, seconds: float, rate: float, random:
     if len(free) < lines.slots:
         raise TimeoutError(f"{lines.slots - len(free)} requests were not answered within {_STRAGGLERS_S:.0f} s")
     unanswered = count - len(latencies_us) - len(wrong)
-    found = {"offered": count, "in_time": in_time, "wrong": len(wrong), "told": wrong[:1], "late": late}
+    found = {"offered": count, "in_time": in_time, "wrong": len(wrong), "errors": wrong[:1], "late": late}
     return {**found, "unanswered": unanswered, "latencies": _packed(latencies_us)}
 
 
@@ -158,9 +158,9 @@ def lone_caller(lines: Lines, warm_s: float, seconds: float) -> dict[str, Any]:
     first_s = time.monotonic() + warm_s
     end_s = first_s + seconds
     while (begun_s := time.monotonic()) < end_s:
-        told = lines.ask(0)
-        if told:
-            raise ValueError(f"a request was answered with {told}")
+        error = lines.ask(0)
+        if error:
+            raise ValueError(f"a request was answered with {error}")
         if begun_s >= first_s:
             latencies_us.append((time.monotonic() - begun_s) * 1e6)
     return {"latencies": _packed(latencies_us)}
@@ -190,8 +190,8 @@ def _open(order: dict[str, Any]) -> _Opened:
             messages = [grpc_message(model, pixels, n, region) for n in range(different)]
             lines = GrpcLines(order["grpc_port"], [messages[slot % different] for slot in range(slots)])
         for slot in range(different):
-            if told := lines.ask(slot):
-                raise ValueError(f"the first request was answered with {told}")
+            if error := lines.ask(slot):
+                raise ValueError(f"the first request was answered with {error}")
     except BaseException:
         if region is not None:
             region.close()

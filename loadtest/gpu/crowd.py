@@ -1,4 +1,4 @@
-"""Client processes from the side of who orders: started once, told what to do, all at the same moment, and ended."""
+"""Starts client processes, sends the same command to all of them at the same moment, and ends them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _END_S = 5.0
 
 
 class CrowdFailed(RuntimeError):
-    """A client could not do what it was told, or said nothing in time."""
+    """A client's command failed, or it sent no reply in time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What all clients found together.
+    """Combined results of all clients.
 
     Attributes:
         per_s: requests a second; those answered until the end, in an open loop.
         latencies_us: of all requests that were answered.
         wrong: requests that were answered with an error.
-        told: the first of these errors.
-        unanswered: of an open loop, what was offered and never begun.
+        first_error: the first of these errors.
+        unanswered: of an open loop, requests offered and never begun.
         late: of an open loop, requests that began later than they should have.
         busy: cores that the busiest client used.
     """
@@ -47,7 +47,7 @@ class Taken:
     per_s: float
     latencies_us: Array
     wrong: int
-    told: str
+    first_error: str
     unanswered: int = 0
     late: int = 0
     busy: float = 0.0
@@ -176,7 +176,7 @@ class Crowd:
 
 
 def _replies(processes: list[subprocess.Popen[bytes]], order: int, limit_s: float) -> list[dict[str, Any]]:
-    """What each says to the order of this number; what comes late to an earlier one, which was given up, is passed over."""
+    """Return each client's reply to the command of this number; late replies to earlier commands are ignored."""
     deadline_s = time.monotonic() + limit_s
     buffers = [b""] * len(processes)
     found: dict[int, dict[str, Any]] = {}
@@ -203,12 +203,12 @@ def _replies(processes: list[subprocess.Popen[bytes]], order: int, limit_s: floa
 
 def _joined(replies: list[dict[str, Any]], per_s: float) -> Taken:
     latencies = [np.frombuffer(base64.b64decode(reply["latencies"]), dtype="<f4") for reply in replies]
-    told = [text for reply in replies for text in reply.get("told", ())]
+    first_error = [text for reply in replies for text in reply.get("errors", ())]
     return Taken(
         per_s=per_s,
         latencies_us=np.concatenate(latencies),
         wrong=sum(reply.get("wrong", 0) for reply in replies),
-        told=told[0] if told else "",
+        first_error=first_error[0] if first_error else "",
         unanswered=sum(reply.get("unanswered", 0) for reply in replies),
         late=sum(reply.get("late", 0) for reply in replies),
         busy=max(reply.get("busy", 0.0) for reply in replies),

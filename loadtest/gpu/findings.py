@@ -1,4 +1,4 @@
-"""What the parts have told so far, and what follows from it; good at any moment, however much is still missing."""
+"""Results of the parts so far, and conclusions from them; valid at any moment, however much is still missing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PartFindings:
         name: letter and precision, e.g. "b fp16".
         title: what is measured, in a line.
         samples: in the order in which they were taken.
-        compares: what is held against what.
-        notes: what a reader has to know.
-        failure: why there is nothing more, "" if it came to its end.
+        compares: comparisons between contenders.
+        notes: remarks for the reader.
+        failure: reason for an early end, "" if complete.
         seconds: that it took.
         command: of the run that it belongs to.
         date: of that run.
@@ -38,12 +38,12 @@ class PartFindings:
     date: str = ""
 
     @classmethod
-    def from_plain(cls, told: Mapping[str, Any]) -> PartFindings:
-        """What `asdict` has made of one."""
+    def from_plain(cls, document: Mapping[str, Any]) -> PartFindings:
+        """Read the result of `asdict`."""
         lists = ("samples", "compares")
-        part = cls(**{name: value for name, value in told.items() if name not in lists})
+        part = cls(**{name: value for name, value in document.items() if name not in lists})
         for kind, name in (("sample", "samples"), ("compare", "compares")):
-            for content in told[name]:
+            for content in document[name]:
                 part.take(kind, content)
         return part
 
@@ -70,7 +70,7 @@ class PartFindings:
         return {what: Spread.of(values).median for what, values in found.items()}
 
     def result(self) -> CaseResult:
-        """As the report prints it; a part that failed keeps the figures that it had told."""
+        """Result for the report; a failed part keeps the figures that it has reported."""
         values: dict[tuple[str, str], list[float]] = {}
         for sample in self.samples:
             values.setdefault((sample.what, sample.unit), []).append(sample.value)
@@ -82,7 +82,7 @@ class PartFindings:
         )
 
     def compared(self) -> list[tuple[Compare, Comparison]]:
-        """What has come of each of the compares; those whose contenders share no round are left out."""
+        """Result of each comparison; those whose contenders share no round are left out."""
         found = ((compare, self._compared(compare)) for compare in self.compares)
         return [(compare, comparison) for compare, comparison in found if comparison is not None]
 

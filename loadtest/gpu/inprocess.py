@@ -1,4 +1,4 @@
-"""The scheduler without any wire: `ModelHandle` in this process, callers that ask again as soon as they are answered."""
+"""The scheduler without a network: `ModelHandle` in this process, with callers in a closed loop."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class CallersFailed(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Answered:
-    """What came of one sample.
+    """Result of one sample.
 
     Attributes:
         images_per_s: by the slope of a line through the times of answers, see `completion_rate`.
-        latencies_us: of every request, only where they were asked for.
+        latencies_us: of every request, only if recorded.
         mean_rows: images in a batch.
         cpu_cores: that this process used, callers included.
     """
@@ -106,7 +106,7 @@ class InProcess:
         return self._loop.run_until_complete(crowd.run(seconds))
 
     def measure_blocking(self, handle: ModelHandle, requests: Sequence[Array], seconds: float) -> Answered:
-        """As `measure`, with one caller that waits on a thread of its own; only the latencies are told.
+        """As `measure`, with one caller that waits on a thread of its own; reports only the latencies.
 
         Raises:
             CallersFailed: it got an error.
@@ -151,7 +151,7 @@ def _call_blocking(handle: ModelHandle, requests: Sequence[Array], seconds: floa
 
 
 class _Callers:
-    """Callers that ask again in the callback of their answer. Everything happens on the loop."""
+    """Callers that send the next request in the callback of the last. Everything runs on the event loop."""
 
     def __init__(self, handle: ModelHandle, requests: Sequence[Array], callers: int) -> None:
         self._handle = handle
@@ -207,7 +207,7 @@ class _Callers:
 class _Caller:
     """One of them; its next request is made in the callback of the last one's answer."""
 
-    __slots__ = ("_asked_ns", "_completion", "_crowd", "_infer", "_inputs", "_rows")
+    __slots__ = ("_completion", "_crowd", "_infer", "_inputs", "_rows", "_started_ns")
 
     def __init__(self, crowd: _Callers, handle: ModelHandle, inputs: dict[str, Array], rows: int) -> None:
         self._crowd = crowd
@@ -216,7 +216,7 @@ class _Caller:
         self._rows = rows
 
     def ask(self) -> None:
-        now_ns = self._asked_ns = monotonic_ns()
+        now_ns = self._started_ns = monotonic_ns()
         request = InferRequest(inputs=self._inputs, rows=self._rows, shape_key=None, received_ns=now_ns)
         try:
             completion = self._completion = self._infer(request)
@@ -237,7 +237,7 @@ class _Caller:
                 crowd.done.set()
             return
         if crowd.keeps_latencies:
-            crowd.latencies_ns.append(monotonic_ns() - self._asked_ns)
+            crowd.latencies_ns.append(monotonic_ns() - self._started_ns)
         crowd.count()
         if not crowd.stopped:
             self.ask()
@@ -246,7 +246,7 @@ class _Caller:
 
 
 def requests_of(setup: Setup, pixels: Array, rows: int, *, in_pinned_memory: bool) -> list[Array]:
-    """Pictures as requests of so many rows each, pinned where there is a GPU and it is asked for."""
+    """Images as requests of `rows` rows each; pinned on a GPU if requested."""
     source = pinned(pixels, setup.on_gpu) if in_pinned_memory else pixels
     return [source[at : at + rows] for at in range(0, len(pixels) - rows + 1, rows)]
 

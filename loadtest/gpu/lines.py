@@ -36,7 +36,7 @@ class Answer(tuple[int, float, str]):
 
 
 class Lines(Protocol):
-    """What the clients' loops need."""
+    """Interface of a transport for the clients' loops."""
 
     slots: int
 
@@ -143,7 +143,7 @@ class HttpLines:
             self._selector.modify(sock, events, slot)
 
     def _receive(self, slot: int) -> str | None:
-        """What was wrong with the answer, "" if nothing was, None if it is not there as a whole."""
+        """Return the error of an answer, "" if it is right, None if it is not complete yet."""
         try:
             data = self._sockets[slot].recv(_CHUNK)
         except BlockingIOError:
@@ -194,7 +194,7 @@ class GrpcLines:
 
         def done(ended: grpc.Future[bytes], slot: int = slot) -> None:
             error = ended.exception()
-            self._answers.put(Answer((slot, time.monotonic(), "" if error is None else _told(error))))
+            self._answers.put(Answer((slot, time.monotonic(), "" if error is None else _error_text(error))))
 
         call.add_done_callback(done)
 
@@ -213,7 +213,7 @@ class GrpcLines:
         try:
             self._calls[slot % len(self._calls)](self._messages[slot], timeout=_SILENCE_S)
         except grpc.RpcError as error:
-            return _told(error)
+            return _error_text(error)
         return ""
 
     def renew(self) -> None:
@@ -231,5 +231,5 @@ def _wire(port: int, request: HttpRequest) -> bytes:
     return "\r\n".join(lines).encode() + _HEAD_END + request.body
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)

@@ -1,10 +1,10 @@
-"""What a part tells while it runs: one JSON object a line, on a pipe of its own, so that libraries may print what they like.
+"""Messages of a running part: one JSON object a line, on a pipe of its own, so that libraries may print anything.
 
 {"sample": {...}}     one measurement of one contender in one round
-{"compare": {...}}    which two contenders are held against each other, and what should come of it
-{"note": text}        what a reader has to know beside the figures
+{"compare": {...}}    two contenders to compare, and the target
+{"note": text}        remark for the reader of the figures
 {"machine": {...}}    label to text
-{"failure": text}     why there is nothing more
+{"failure": text}     reason for an early end
 """
 
 from __future__ import annotations
@@ -62,33 +62,33 @@ class Reporter:
     """The part's end of the pipe.
 
     Args:
-        descriptor: where to write; kept open by whoever opened it.
+        descriptor: where to write; stays open.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def sample(self, what: str, unit: str, value: float, number: int = 0, **detail: float | str) -> None:
-        """Tell a measurement of round `number`."""
-        self._tell("sample", asdict(Sample(what, unit, float(value), number, detail)))
+        """Report a measurement of round `number`."""
+        self._send("sample", asdict(Sample(what, unit, float(value), number, detail)))
 
     def compare(self, compare: Compare) -> None:
-        """Tell what is to be held against what; the samples may come later. One of the same label takes its place."""
-        self._tell("compare", asdict(compare))
+        """Report a comparison; the samples may come later. One of the same label replaces it."""
+        self._send("compare", asdict(compare))
 
     def note(self, text: str) -> None:
-        """Tell what a reader has to know."""
-        self._tell("note", text)
+        """Report a remark for the reader."""
+        self._send("note", text)
 
-    def machine(self, told: dict[str, str]) -> None:
-        """Tell where this runs."""
-        self._tell("machine", told)
+    def machine(self, properties: dict[str, str]) -> None:
+        """Report the machine's properties."""
+        self._send("machine", properties)
 
     def failure(self, text: str) -> None:
-        """Tell why the part ends here."""
-        self._tell("failure", text)
+        """Report the reason for an early end."""
+        self._send("failure", text)
 
-    def _tell(self, kind: str, content: object) -> None:
+    def _send(self, kind: str, content: object) -> None:
         data = json.dumps({kind: content}).encode() + b"\n"
         while data:
             data = data[os.write(self._descriptor, data) :]

@@ -1,4 +1,4 @@
-"""What the run leaves behind: log.txt line by line, results.json after every figure, report.md and sweep.svg after every part."""
+"""Output files of the run: log.txt line by line, results.json after every figure, report.md and sweep.svg after every part."""
 
 from __future__ import annotations
 

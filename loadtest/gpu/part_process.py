@@ -62,7 +62,7 @@ def end_with_parent() -> None:
 
 
 def name_package(work: Path) -> None:
-    """Give this process and its children the metadata of Headrace, where it runs from a checkout that nobody has installed."""
+    """Give this process and its children the metadata of Headrace, if it runs from a checkout that is not installed."""
     try:
         version("headrace")
         return

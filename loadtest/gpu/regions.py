@@ -15,7 +15,7 @@ FOLDER = "/dev/shm"
 
 
 class Region(Protocol):
-    """Memory that a server knows by a name.
+    """Memory that is registered with a server.
 
     Attributes:
         name: as requests name it.
@@ -24,7 +24,7 @@ class Region(Protocol):
     name: str
 
     def close(self) -> None:
-        """Tell the server that it ends, then free it."""
+        """Unregister it from the server, then free it."""
 
 
 class SystemRegion:
@@ -104,4 +104,4 @@ def _unregister(port: int, kind: str, name: str) -> None:
     try:
         send_json(HOST, port, f"/v2/{kind}sharedmemory/region/{name}/unregister", {})
     except (OSError, Refused):
-        return  # The server has gone before: nobody reads the memory any more.
+        return  # The server has ended and does not read the memory any more.

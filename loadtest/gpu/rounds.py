@@ -16,7 +16,7 @@ from loadtest.servers import ServerFailed
 
 FAILURES = (HeadraceError, CallersFailed, CrowdFailed, ServerFailed, Refused, grpc.RpcError, OSError)
 
-# Takes one sample in the round of a number, and tells it.
+# Takes and reports one sample of a round.
 Measure = Callable[[int], None]
 
 

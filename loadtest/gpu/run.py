@@ -34,14 +34,14 @@ class Step:
         return " ".join((self.part.letter, *self.precisions))
 
     def usual_s(self, gpus: int) -> float:
-        """How long it takes if nothing is wrong."""
+        """Usual duration in seconds."""
         if self.part is PREPARE:
             return self.part.usual_s * ceil(len(self.precisions) / gpus)
         return self.part.usual(self.precisions[0])
 
 
 def steps_of(only: Sequence[tuple[str, str]], precisions: Sequence[str], gpus: int) -> list[Step]:
-    """What to do, in order.
+    """Return the steps in order.
 
     Args:
         only: letters of parts, each with a precision or ""; empty: all but two-gpus. If any has a precision, their order is kept;
@@ -50,7 +50,11 @@ def steps_of(only: Sequence[tuple[str, str]], precisions: Sequence[str], gpus: i
         gpus: engines that can be built at the same time.
     """
     if any(precision for _, precision in only):
-        wanted = [(_BY_LETTER[letter], own) for letter, told in only for own in ([told] if told else precisions)]
+        wanted = [
+            (_BY_LETTER[letter], precision)
+            for letter, requested in only
+            for precision in ([requested] if requested else precisions)
+        ]
     else:
         letters = {letter for letter, _ in only} or {part.letter for part in PARTS}
         chosen = [part for part in _BY_LETTER.values() if part.letter in letters]
@@ -68,10 +72,10 @@ def steps_of(only: Sequence[tuple[str, str]], precisions: Sequence[str], gpus: i
 class Run:
     """The parts, as long as there is time.
 
-    A part that takes longer than usual takes what nobody needs, and never the usual time of those after it.
+    A part that takes longer than usual uses spare time, and never the usual time of the parts after it.
 
     Args:
-        output: where everything goes.
+        output: files of the run.
         setup: of all parts; the precision is theirs.
         deadline_s: on the clock, when the run must be over.
         run_part: as `watch`.
@@ -98,8 +102,8 @@ class Run:
         for number, step in enumerate(steps):
             later_s = sum(other.usual_s(len(self._setup.gpus)) for other in steps[number + 1 :])
             if step.part is PREPARE:
-                told = self._one(step, later_s).medians("s to build or find")
-                built |= {precision for precision in step.precisions if engine_name(precision) in told}
+                medians = self._one(step, later_s).medians("s to build or find")
+                built |= {precision for precision in step.precisions if engine_name(precision) in medians}
             elif step.precisions[0] not in built:
                 self._output.say(f"{step.name} is left out: its engine could not be built")
             else:

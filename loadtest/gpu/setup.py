@@ -1,4 +1,4 @@
-"""What a part is told: which model, where, how long and with how many clients. Travels as JSON from the bench to its parts."""
+"""Settings of a part: model, machine, duration and number of clients; passed as JSON to the part's process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Setup:
 
     @property
     def judged(self) -> bool:
-        """True where targets are asked for."""
+        """True if figures are compared with targets."""
         return self.on_gpu and not self.small
 
     @property
@@ -93,6 +93,6 @@ class Setup:
 
     @classmethod
     def from_json(cls, text: str) -> Setup:
-        """What `to_json` wrote."""
-        told = json.loads(text)
-        return cls(**{**told, "gpus": tuple(told["gpus"]), "precisions": tuple(told["precisions"])})
+        """Read the result of `to_json`."""
+        document = json.loads(text)
+        return cls(**{**document, "gpus": tuple(document["gpus"]), "precisions": tuple(document["precisions"])})

@@ -41,7 +41,7 @@ class NotBuilt(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a model's engine is run.
+    """Launch settings of a model's engine.
 
     Attributes:
         instances: on each GPU.
@@ -99,10 +99,10 @@ def prepare(setup: Setup, limit_s: float, environment: Mapping[str, str] | None 
         return
     # Of random weights no precision keeps many best classes: the bar is the demo model's own, and so the engine is the one that
     # `headrace build resnet50` makes.
-    told = {} if setup.small else _demo_optimization(demo)
+    optimization = {} if setup.small else _demo_optimization(demo)
     for name in _SAMPLES:
-        told.setdefault(name, {})["data"] = _samples(setup, name, demo / "resnet50", folder)
-    _write(folder, _config(setup, base_name(setup), Variant(setup.instances), told))
+        optimization.setdefault(name, {})["data"] = _samples(setup, name, demo / "resnet50", folder)
+    _write(folder, _config(setup, base_name(setup), Variant(setup.instances), optimization))
     words = ["build", base_name(setup), "--model-repository", str(setup.repository), "--target", "tensorrt"]
     _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force"], limit_s, environment)
 
@@ -158,8 +158,8 @@ def _config(setup: Setup, name: str, how: Variant, optimization: Mapping[str, An
 
 
 def _demo_optimization(demo: Path) -> dict[str, Any]:
-    asked = read_model_folder(demo / "resnet50", demo).config.optimization
-    return asked.model_dump(mode="json", exclude_unset=True)
+    section = read_model_folder(demo / "resnet50", demo).config.optimization
+    return section.model_dump(mode="json", exclude_unset=True)
 
 
 def _write(folder: Path, config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The report: what was asked and found, then a table a part with a line for each contender."""
+"""The report: targets and results, then a table for each part with a line for each contender."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def to_markdown(parts: Sequence[PartFindings], machine: Mapping[str, str]) -> st
         "",
     ]
     targets = [
-        (part.name, compare.label, str(found.target), _told(found.spread, found.unit), found.verdict)
+        (part.name, compare.label, str(found.target), _spread_text(found.spread, found.unit), found.verdict)
         for part in parts
         for compare, found in part.compared()
         if found.target
@@ -64,11 +64,11 @@ def _table(part: PartFindings) -> list[str]:
     if beside:
         columns += [_heading(compare for compare, _ in beside.values())]
     for what, by_unit in values.items():
-        cells = [_told(Spread.of(by_unit[unit])) if unit in by_unit else "" for unit in units]
+        cells = [_spread_text(Spread.of(by_unit[unit])) if unit in by_unit else "" for unit in units]
         fewer = min(len(found) for found in by_unit.values())
         name = what if fewer == most or most == 1 else f"{what} ({fewer} round{'s' * (fewer > 1)})"
         if beside:
-            cells.append(_told(beside[what][1].spread) if what in beside else "")
+            cells.append(_spread_text(beside[what][1].spread) if what in beside else "")
         rows.append((name, *cells))
     return markdown_table(columns, rows)
 
@@ -81,7 +81,7 @@ def _heading(compares: Iterable[Compare]) -> str:
     return f"/ {theirs}" if kind == "ratio" else f"{unit} above {theirs}"
 
 
-def _told(spread: Spread, unit: str = "") -> str:
+def _spread_text(spread: Spread, unit: str = "") -> str:
     text = number(spread.median)
     if spread.rounds > 1:
         text += f" ({number(spread.low)}-{number(spread.high)})"

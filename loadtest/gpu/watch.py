@@ -1,4 +1,4 @@
-"""Runs a part in a process of its own and never longer than it may: what it tells is handed on line by line."""
+"""Runs a part in a process of its own with a time limit, and forwards its messages line by line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from loadtest.servers import ROOT
 
-# Between SIGTERM and SIGKILL, and for an orderly end once everything has been told.
+# Between SIGTERM and SIGKILL, and for an orderly end after the last message.
 GRACE_S = 3.0
 END_S = 20.0
 _CHUNK = 1 << 16
@@ -35,11 +35,11 @@ def watch(
         words: the command; `--report-fd N` is added to it.
         limit_s: how long it may take.
         log: takes its output and that of its children.
-        on_message: called with kind and content of everything that it tells.
+        on_message: called with kind and content of each message.
         environment: of the command, beside this process's.
 
     Returns:
-        Why it did not end as it should, "" if it did.
+        The reason for a failure, "" on success.
     """
     read, write = os.pipe()
     try:
@@ -92,7 +92,7 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nobody of the group is left afterwards."""
+    """End the whole process group."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -101,6 +101,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     # Its children, should it have left some, are in its group still.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    # One that hangs in a driver does not die of it; whoever waited for it would hang too.
+    # A process that hangs in a driver ignores SIGKILL: waiting for it would hang too.
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)

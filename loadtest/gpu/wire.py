@@ -20,7 +20,7 @@ _READY_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How requests reach a server.
+    """Transport of requests to a server.
 
     Attributes:
         transport: "http" or "grpc".
@@ -34,7 +34,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What reports and clients call it."""
+        """Name in reports and for clients."""
         transport = "http" if self.transport == "http" else f"grpc {self.engine}"
         return f"{transport} {self.data}"
 
@@ -76,7 +76,7 @@ def servers(setup: Setup, model: str, engines: tuple[str, ...]) -> Iterator[dict
 def open_way(
     setup: Setup, crowd: Crowd, way: Way, served: Running, model: str, rows: int, slots: int, **more: Any
 ) -> str:
-    """Have the clients connect; the key that they know it by."""
+    """Make the clients connect; return the key of the connections."""
     key = str(more.pop("key", way.name))
     crowd.open(
         key,
@@ -118,8 +118,8 @@ def saturate(crowd: Crowd, key: str, served: Running, model: str, seconds: float
     taken = crowd.closed(key, seconds)
     after, cpu_end_s = _counts(served, model), cpu_seconds(served.pid)
     if taken.wrong:
-        raise CrowdFailed(f"{key}: {taken.wrong} requests failed, the first with {taken.told}")
-    # The whole sample, its warm-up and end included; only to tell how busy the server is.
+        raise CrowdFailed(f"{key}: {taken.wrong} requests failed, the first with {taken.first_error}")
+    # The whole sample, including its warm-up and end; only shows how busy the server is.
     batches = after[1] - before[1]
     return Watched(taken, (after[0] - before[0]) / max(1, batches), (cpu_end_s - cpu_s) / (seconds + 0.5))
 
@@ -136,7 +136,7 @@ def sample_way(
     *,
     rows: int = REQUEST_ROWS,
 ) -> float:
-    """One closed-loop sample of requests of so many rows, told under a name; images a second.
+    """Take and report one closed-loop sample of requests of `rows` rows; return images a second.
 
     Raises:
         CrowdFailed: as for `saturate`.
@@ -156,5 +156,5 @@ def sample_way(
 
 def _counts(served: Running, model: str) -> tuple[int, int]:
     """Images and batches so far."""
-    (told,) = send_json(HOST, served.port, f"/v2/models/{model}/stats")["model_stats"]
-    return int(told["inference_count"]), int(told["execution_count"])
+    (statistics,) = send_json(HOST, served.port, f"/v2/models/{model}/stats")["model_stats"]
+    return int(statistics["inference_count"]), int(statistics["execution_count"])

@@ -22,7 +22,7 @@ from loadtest.bench import machine
 from loadtest.bench.report import Report, print_report, replace_block, to_json
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Cores
-from loadtest.slo import curves, deep_queue, faithful, objectives, over_http, overload, tenants
+from loadtest.slo import curves, deep_queue, objectives, over_http, overload, simulator, tenants
 from loadtest.slo.page import written
 from loadtest.slo.plan import Plan
 
@@ -30,7 +30,7 @@ PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
     "overload": overload.run,
     "objectives": objectives.run,
     "tenants": tenants.run,
-    "simulator": faithful.run,
+    "simulator": simulator.run,
     "queue": deep_queue.run,
     "http": over_http.run,
 }

@@ -1,4 +1,4 @@
-"""Goodput and latency over the load that is asked for, from the simulator, as a picture."""
+"""Chart of goodput and latency over the offered load, from the simulator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.core.svg_plot import Panel, PlotCurve, curve_picture
 
-from loadtest.slo.subject import USUAL, Setting, Told, arrivals, fixed, judged, promising, simulated
+from loadtest.slo.subject import USUAL, LoadFigures, Setting, arrivals, fixed, judged, promising, simulated
 
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
 SLO_MS = 100.0
@@ -15,26 +15,29 @@ _SECONDS = 12.0
 
 def draw() -> str:
     """SVG: a promise beside two fixed settings."""
-    told = {setting.name: _swept(setting) for setting in (promising(SLO_MS), fixed(), fixed(delay_ms=20))}
+    by_setting = {setting.name: _swept(setting) for setting in (promising(SLO_MS), fixed(), fixed(delay_ms=20))}
     shown = [
         Panel(
             f"answered within {SLO_MS:g} ms",
             [
                 PlotCurve(name, LOADS, [each.goodput_hz / USUAL.capacity_hz for each in line])
-                for name, line in told.items()
+                for name, line in by_setting.items()
             ],
             "load over capacity",
             "of the capacity",
         ),
         Panel(
             "p99 of what is answered",
-            [PlotCurve(name, LOADS, [min(each.p99_ms, 4 * SLO_MS) for each in line]) for name, line in told.items()],
+            [
+                PlotCurve(name, LOADS, [min(each.p99_ms, 4 * SLO_MS) for each in line])
+                for name, line in by_setting.items()
+            ],
             "load over capacity",
             f"ms (above {4 * SLO_MS:g}: cut off)",
         ),
         Panel(
             "refused",
-            [PlotCurve(name, LOADS, [100 * each.refused for each in line]) for name, line in told.items()],
+            [PlotCurve(name, LOADS, [100 * each.refused for each in line]) for name, line in by_setting.items()],
             "load over capacity",
             "% of the requests",
         ),
@@ -42,5 +45,5 @@ def draw() -> str:
     return curve_picture(shown, "What a promise does under load (simulated)")
 
 
-def _swept(setting: Setting) -> Sequence[Told]:
+def _swept(setting: Setting) -> Sequence[LoadFigures]:
     return [judged(simulated(arrivals(load, _SECONDS, 3), setting), SLO_MS) for load in LOADS]

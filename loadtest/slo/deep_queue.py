@@ -1,4 +1,4 @@
-"""What one admission and one decision take while 10,000 requests wait, in processor time of the thread that does it."""
+"""CPU time of one admission and one decision while 10,000 requests wait."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _BATCH_NS = 520 * NS_PER_US
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What waits.
+    """The waiting requests.
 
     Attributes:
         policy: how requests are treated.
         spread_ns: deadlines of their own are drawn within it; 0: none has one.
-        clients: who ask, by turns.
-        levels: that requests ask for, by turns.
+        clients: number of clients, in turn.
+        levels: number of priority levels, in turn.
     """
 
     policy: HandlePolicy
@@ -75,7 +75,7 @@ CASES = {
 
 
 class _NoModel:
-    """A model that nobody runs."""
+    """A model that never runs."""
 
     def execution(self, index: int) -> Execution:
         raise AssertionError("it is never started")
@@ -97,7 +97,7 @@ class Deep:
         self.handle.latency_table.seed({rows: [_BATCH_NS - (_ROWS - rows) * 10 * NS_PER_US] for rows in sizes})
         self.handle._admission.in_flight_work = lambda: [InFlightWork(self.loop.now_ns, [(self.loop.now_ns, _ROWS)])]
         self._random = np.random.default_rng(1)
-        self._asked = 0
+        self._sent_count = 0
 
     def requests(self, count: int) -> list[InferRequest]:
         """As they would have been decoded."""
@@ -105,16 +105,16 @@ class Deep:
         apart = self._random.integers(0, max(case.spread_ns, 1), count).tolist()
         found = []
         for late_ns in apart:
-            self._asked += 1
+            self._sent_count += 1
             found.append(
                 InferRequest(
                     inputs={},
                     rows=1,
                     shape_key=None,
                     received_ns=now_ns,
-                    priority=self._asked % case.levels + 1 if case.levels > 1 else 0,
+                    priority=self._sent_count % case.levels + 1 if case.levels > 1 else 0,
                     deadline_ns=now_ns + _OBJECTIVE_NS // 2 + late_ns if case.spread_ns else 0,
-                    client=f"c{self._asked % case.clients}" if case.clients > 1 else "",
+                    client=f"c{self._sent_count % case.clients}" if case.clients > 1 else "",
                 )
             )
         return found
@@ -128,7 +128,7 @@ class Deep:
         return time.thread_time_ns() - begun_ns
 
     def refuse(self, count: int) -> int:
-        """Ask for so many with deadlines that pass before the batch under way is done; nanoseconds of this thread."""
+        """Send requests with deadlines before the end of the running batch; return nanoseconds of this thread."""
         requests, infer, refused = self.requests(count), self.handle.infer, 0
         for request in requests:
             request.deadline_ns = self.loop.now_ns + NS_PER_US

@@ -1,4 +1,4 @@
-"""Most of the capacity is asked for: three objectives, each against the fixed setting that a sweep finds best for it."""
+"""High load: three objectives, each against the fixed setting that a sweep finds best for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_
 from loadtest.bench.session import interleave
 from loadtest.bench.spread import Spread, ratios
 from loadtest.slo.plan import Plan, figures
-from loadtest.slo.subject import USUAL, Setting, Told, Way, arrivals, fixed, judged, promising, simulated
+from loadtest.slo.subject import USUAL, LoadFigures, Setting, Way, arrivals, fixed, judged, promising, simulated
 
 LOAD = 0.8
 SLOS_MS = (50.0, 100.0, 200.0)
@@ -18,9 +18,9 @@ SWEEP = tuple(fixed(rows, delay_ms) for rows in (16, 20, 24, 28, 32) for delay_m
 
 def run(plan: Plan) -> CaseResult:
     """Throughput and p99 for each objective."""
-    told: list[Figure] = []
+    case_figures: list[Figure] = []
     compared: list[Comparison] = []
-    notes = [USUAL.told, f"{len(SWEEP)} fixed settings were swept in virtual time: 16 to 32 rows, 0 to 160 ms"]
+    notes = [USUAL.description, f"{len(SWEEP)} fixed settings were swept in virtual time: 16 to 32 rows, 0 to 160 ms"]
     sweep = {setting.name: judged(simulated(arrivals(LOAD, 20, 7), setting), 0) for setting in SWEEP}
     for slo_ms in SLOS_MS:
         best = best_of(sweep, slo_ms)
@@ -29,52 +29,52 @@ def run(plan: Plan) -> CaseResult:
             contenders = [promising(slo_ms), *[setting for setting in SWEEP if setting.name in best]]
             found = measure(how, contenders, slo_ms, rounds, seconds)
             where = f"SLO {slo_ms:g} ms, {way}"
-            told += figures(
+            case_figures += figures(
                 {f"{name} ({where})": each for name, each in found.items()},
                 ("throughput_hz", "p99_ms", "rows", "busy"),
             )
             compared += _compared(where, found, slo_ms)
     title = f"three objectives at {LOAD:g} of the capacity, against the best of a sweep"
-    return CaseResult("objectives", title, tuple(told), tuple(compared), tuple(notes))
+    return CaseResult("objectives", title, tuple(case_figures), tuple(compared), tuple(notes))
 
 
-def best_of(sweep: Mapping[str, Told], slo_ms: float) -> list[str]:
+def best_of(sweep: Mapping[str, LoadFigures], slo_ms: float) -> list[str]:
     """The settings that answer most within the objective's p99: of those that answer as many, that with the shortest p99 and the
     one that computes least.
 
     Raises:
         ValueError: none keeps it.
     """
-    kept = {name: told for name, told in sweep.items() if told.p99_ms <= slo_ms}
-    if not kept:
+    within_slo = {name: figures for name, figures in sweep.items() if figures.p99_ms <= slo_ms}
+    if not within_slo:
         raise ValueError(f"no fixed setting answers 99 of 100 within {slo_ms:g} ms")
-    most_hz = max(told.throughput_hz for told in kept.values())
-    as_many = [name for name, told in kept.items() if told.throughput_hz >= 0.998 * most_hz]
-    shortest = min(as_many, key=lambda name: kept[name].p99_ms)
-    return list(dict.fromkeys((shortest, min(as_many, key=lambda name: kept[name].busy))))
+    max_hz = max(figures.throughput_hz for figures in within_slo.values())
+    as_many = [name for name, figures in within_slo.items() if figures.throughput_hz >= 0.998 * max_hz]
+    shortest = min(as_many, key=lambda name: within_slo[name].p99_ms)
+    return list(dict.fromkeys((shortest, min(as_many, key=lambda name: within_slo[name].busy))))
 
 
 def measure(
     how: Way, contenders: Sequence[Setting], slo_ms: float, rounds: int, seconds: float
-) -> dict[str, list[Told]]:
+) -> dict[str, list[LoadFigures]]:
     """Rounds by contender, interleaved; every round has a trace of its own, the same for all."""
     seeds = {setting.name: iter(range(rounds)) for setting in contenders}
 
-    def measured(setting: Setting) -> Told:
+    def measured(setting: Setting) -> LoadFigures:
         return judged(how(arrivals(LOAD, seconds, next(seeds[setting.name])), setting), slo_ms)
 
     return interleave({each.name: partial(measured, each) for each in contenders}, rounds)
 
 
-def _compared(where: str, found: dict[str, list[Told]], slo_ms: float) -> list[Comparison]:
-    ours, *others = found.values()
-    most_hz = [max(told.throughput_hz for told in each) for each in zip(*others, strict=True)]
+def _compared(where: str, runs_by_setting: dict[str, list[LoadFigures]], slo_ms: float) -> list[Comparison]:
+    ours, *others = runs_by_setting.values()
+    max_hz = [max(run.throughput_hz for run in each) for each in zip(*others, strict=True)]
     return [
         Comparison(
             f"slo: throughput / best fixed, {where}",
             "",
-            ratios([told.throughput_hz for told in ours], most_hz),
+            ratios([run.throughput_hz for run in ours], max_hz),
             at_least(0.98),
         ),
-        Comparison(f"slo: p99 / SLO, {where}", "", Spread.of([told.p99_ms / slo_ms for told in ours]), at_most(1.0)),
+        Comparison(f"slo: p99 / SLO, {where}", "", Spread.of([run.p99_ms / slo_ms for run in ours]), at_most(1.0)),
     ]

@@ -1,6 +1,6 @@
-"""The overload once more with everything that is real: a server process, ONNX Runtime, sockets.
+"""Overload with a real server process, ONNX Runtime and sockets.
 
-Two servers of the same model, one core for whichever is asked and one for the client: as its configuration is, and with a
+Two servers of the same model, one core for the measured one and one for the client: as its configuration is, and with a
 `slo { p99_ms: ... }` behind it. Requests come at random moments, whether or not the last ones are answered.
 """
 
@@ -49,7 +49,7 @@ _AWAKE_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of the requests of one sample.
+    """Outcome of the requests of one sample.
 
     Attributes:
         goodput_hz, throughput_hz: answers in time, and answers, a second, before the end of the arrivals.
@@ -68,7 +68,7 @@ class Answered:
 def run(plan: Plan) -> CaseResult:
     """Goodput of both servers at each load."""
     seconds = max(plan.seconds, 10.0)
-    told: list[Figure] = []
+    case_figures: list[Figure] = []
     compared: list[Comparison] = []
     server_core, client_core = usable_cores()[:2]
     before = os.sched_getaffinity(0)
@@ -86,13 +86,13 @@ def run(plan: Plan) -> CaseResult:
                 return open_loop(servers[name], load * capacity_hz, seconds, slo_ms, next(rounds[name]))
 
             found = interleave({name: partial(sampled, name) for name in servers}, plan.rounds)
-            told += _figures(found, f"{load:g} x capacity")
+            case_figures += _figures(found, f"{load:g} x capacity")
             compared += _compared(found, f"{load:g} x capacity")
     notes = (
         f"{MODEL} on ONNX Runtime, one instance on one core, batches of {_ROWS}: {capacity_hz:.1f} pictures/s in a closed loop",
         f"SLO {slo_ms:g} ms, {_SLO_BATCHES:g} full batches",
     )
-    return CaseResult("http", "the same over HTTP, with a real model", tuple(told), tuple(compared), notes)
+    return CaseResult("http", "the same over HTTP, with a real model", tuple(case_figures), tuple(compared), notes)
 
 
 def saturate(server: Running, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""What every part is told, and what they share in reporting."""
+"""Settings of the parts, and their shared reporting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loadtest.bench.results import Figure
 from loadtest.bench.spread import Spread
-from loadtest.slo.subject import Told, Way, by_the_clock, simulated
+from loadtest.slo.subject import LoadFigures, Way, by_the_clock, simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Plan:
 
     @property
     def ways(self) -> dict[str, tuple[Way, int, float]]:
-        """How traces are replayed, with rounds and seconds of each: virtual time costs little."""
+        """Ways to replay traces, with rounds and seconds of each: virtual time costs little."""
         return {
             "by the clock": (by_the_clock, self.rounds, self.seconds),
             "simulated": (simulated, 3, max(self.seconds, 20.0)),
         }
 
 
-def figures(found: Mapping[str, Sequence[Told]], quantities: Sequence[str]) -> list[Figure]:
+def figures(runs_by_setting: Mapping[str, Sequence[LoadFigures]], quantities: Sequence[str]) -> list[Figure]:
     """Some quantities of each contender.
 
     Args:
@@ -44,8 +44,8 @@ def figures(found: Mapping[str, Sequence[Told]], quantities: Sequence[str]) -> l
         quantities: of `_UNITS`.
     """
     return [
-        Figure(name, _UNITS[quantity], Spread.of([getattr(told, quantity) for told in rounds]))
-        for name, rounds in found.items()
+        Figure(name, _UNITS[quantity], Spread.of([getattr(run, quantity) for run in rounds]))
+        for name, rounds in runs_by_setting.items()
         for quantity in quantities
     ]
 

@@ -1,4 +1,4 @@
-"""Who is measured: a device of a given speed, policies, and a trace replayed by the clock or in virtual time."""
+"""A device of a given speed, policies, and traces replayed by the clock or in virtual time."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from loadtest.bench.dataplane import Device
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a device is.
+    """Speed of a device.
 
     Attributes:
-        batch_us: what each batch takes.
-        row_us: what each of its rows takes more.
+        batch_us: duration of a batch without its rows.
+        row_us: additional duration for each row.
         rows: in the largest batch.
-        told: for reports.
+        description: for reports.
     """
 
     batch_us: float
     row_us: float
     rows: int
-    told: str
+    description: str
 
     @property
     def capacity_hz(self) -> float:
@@ -98,7 +98,7 @@ def arrivals(
         seconds: how long.
         seed: of what is drawn.
         shape: how the rate changes; Poisson arrivals if absent.
-        clients: who asks, with weights.
+        clients: names and weights.
         speed: of the device.
     """
     load = Workload(share * speed.capacity_hz, seconds, shape or ArrivalPattern(), clients=clients)
@@ -110,9 +110,9 @@ class Done:
     """A trace that was replayed.
 
     Attributes:
-        replay: what became of it.
+        replay: outcome of the requests.
         setting: that did it.
-        behind_ns: how much later than it should have been each request was asked; empty in virtual time.
+        behind_ns: delay of each request after its due time; empty in virtual time.
     """
 
     replay: Replay
@@ -126,8 +126,8 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What became of a trace, or of one client's part of it.
+class LoadFigures:
+    """Figures of a trace, or of one client's part of it.
 
     Attributes:
         goodput_hz: requests answered within the SLO, a second.
@@ -136,7 +136,7 @@ class Told:
         refused: share of the requests that were not answered.
         rows: in a batch, on average.
         busy: share of the time in which the device computed.
-        late_ms: by how much requests were asked too late by this process, the 99th percentile; 0 in virtual time.
+        late_ms: delay of requests caused by this process, 99th percentile; 0 in virtual time.
     """
 
     goodput_hz: float
@@ -149,7 +149,7 @@ class Told:
     late_ms: float = 0.0
 
 
-def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 1.0) -> Told:
+def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 1.0) -> LoadFigures:
     """Count answers from the end of the warm-up to the end of the trace; latencies and refusals of requests that came in it."""
     done, speed = run.replay, run.setting.speed
     trace, begin_ns = done.trace, warm_up_s * NS_PER_S
@@ -167,7 +167,7 @@ def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 1.0) -
     p50_ms, p99_ms = np.percentile(served_ms, (50, 99)) if len(served_ms) else (np.nan, np.nan)
     rows = np.array(done.batches[0].rows)
     compute_ns = (speed.batch_us * len(rows) + speed.row_us * rows.sum()) * NS_PER_US
-    return Told(
+    return LoadFigures(
         goodput_hz=float((within & (latency_ns <= slo_ms * NS_PER_MS)).sum() / window_s),
         throughput_hz=float(within.sum() / window_s),
         p50_ms=float(p50_ms),
@@ -186,8 +186,8 @@ Way = Callable[[Trace, Setting], Done]
 def by_the_clock(trace: Trace, setting: Setting) -> Done:
     """Threads, locks, a device that sleeps.
 
-    A replay in which this process was kept from asking in time, by whatever else runs on the machine, is made again, twice at
-    most; the one that asked least late counts.
+    A replay in which other load on the machine delayed the requests is repeated, twice at
+    most; the one with the smallest delay counts.
     """
     best: Done | None = None
     for _ in range(_TRIES):
@@ -205,8 +205,8 @@ def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Done:
     """Virtual time.
 
     Args:
-        trace: what is asked.
-        setting: of whom.
+        trace: the requests.
+        setting: policy and device.
         added_us: what a batch takes besides its time on the device.
     """
     profile = LatencyProfile(
@@ -216,6 +216,6 @@ def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Done:
 
 
 def added_us(seconds: float = 2.0) -> float:
-    """What a batch takes longer on this machine than its device, on average: threads that wake, Python."""
+    """Mean overhead of a batch on this machine beyond its device: thread wake-ups, Python."""
     played = play(arrivals(0.5, seconds, seed=99), fixed().policy, USUAL.device(1))
     return statistics.fmean(played.added_ns) / NS_PER_US

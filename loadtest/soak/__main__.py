@@ -109,7 +109,7 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
 
 
 def _clients(server: Running, ledger: Ledger, repository: Repository, phase_s: float, phase: int) -> list[Client]:
-    """Everybody of one phase: some 250 requests a second, which leaves a small machine room to answer in."""
+    """Clients of one phase: some 250 requests a second, which leaves a small machine room to answer in."""
     cases = repository.cases
     small = [case for model in (STEADY, SWAPPED, STEADY, APART, GUEST) for case in cases[model]]
     streamed = [case for model in (STEADY, SWAPPED, APART) for case in cases[model]]
@@ -136,10 +136,10 @@ def _clients(server: Running, ledger: Ledger, repository: Repository, phase_s: f
 
 
 def _phase(clients: Sequence[Client], seconds: float) -> None:
-    """All at once, for so long; then everybody goes.
+    """Run the clients for `seconds`, then stop them.
 
     Raises:
-        ServerFailed: somebody still waits for an answer long after.
+        ServerFailed: a client still waits for an answer long after.
     """
     stop = threading.Event()
     threads = [

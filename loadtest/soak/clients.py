@@ -1,4 +1,4 @@
-"""Clients that ask as one should, on threads of their own: over HTTP, by gRPC calls, by a gRPC stream."""
+"""Well-behaved clients on threads of their own: over HTTP, by gRPC calls, by a gRPC stream."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from loadtest.soak.models import APART, GUEST, Case
 
 TIMEOUT_S = 30.0
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
-# What the server says of a model that has been unloaded, and is being loaded again; and of a process that was killed.
+# The server's messages for a model that is unloaded or being loaded again, and for a killed process.
 _UNLOADED = ("is not loaded", "is being loaded")
 _KILLED = "died while it ran the request: killed by SIGKILL"
 _BURST = 8
 
 
 class Client(ABC):
-    """Somebody who does something over and over, at a pace.
+    """A client that repeats an action at a given rate.
 
     Args:
-        server: who is asked.
-        ledger: where everything is written down.
+        server: the server under test.
+        ledger: record of all requests.
         per_s: turns a second, if the server keeps up.
         seed: of all that is random.
     """
@@ -45,7 +45,7 @@ class Client(ABC):
         self._pause_s = 1.0 / per_s
 
     def run(self, stop: threading.Event) -> None:
-        """Until told to stop; the turn that has begun is finished."""
+        """Run until `stop` is set; the current turn is finished."""
         due_s = time.monotonic() + self.random.uniform(0, self._pause_s)
         try:
             while not stop.wait(max(due_s - time.monotonic(), 0.0)):
@@ -59,7 +59,7 @@ class Client(ABC):
 
     @abstractmethod
     def turn(self) -> None:
-        """Ask once."""
+        """Send one request."""
 
     def close(self) -> None:
         """Let go of connections."""
@@ -72,8 +72,8 @@ class HttpClient(Client):
     def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
         super().__init__(server, ledger, per_s, seed)
         large = 1 << 14
-        self._asked = [(case, binary_request(case.model, case.inputs)) for case in cases]
-        self._asked += [
+        self._requests = [(case, binary_request(case.model, case.inputs)) for case in cases]
+        self._requests += [
             (case, json_request(case.model, case.inputs))
             for case in cases
             if sum(array.nbytes for array in case.inputs.values()) < large
@@ -82,7 +82,7 @@ class HttpClient(Client):
 
     def turn(self) -> None:
         """One request, and a look at every value of its answer."""
-        case, request = self.random.choice(self._asked)
+        case, request = self.random.choice(self._requests)
         start_s = time.perf_counter()
         try:
             status, headers, body = post(self._connection, request)
@@ -105,13 +105,13 @@ class GrpcClient(Client):
 
     def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
         super().__init__(server, ledger, per_s, seed)
-        self._asked = [(case, infer_message(case.model, case.inputs)) for case in cases]
+        self._requests = [(case, infer_message(case.model, case.inputs)) for case in cases]
         self._channel = channel(server)
         self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(MODEL_INFER)
 
     def turn(self) -> None:
         """One call, and a look at every value of its answer."""
-        case, message = self.random.choice(self._asked)
+        case, message = self.random.choice(self._requests)
         start_s = time.perf_counter()
         try:
             answer = self._call(message, timeout=TIMEOUT_S)
@@ -170,7 +170,7 @@ class StreamClient(Client):
 
 
 class Onlooker(Client):
-    """Whoever watches: the metrics, the load of a model, readiness, statistics, all over HTTP."""
+    """Monitoring client: metrics, load of a model, readiness, statistics, all over HTTP."""
 
     _PATHS = (
         "/metrics",
@@ -225,7 +225,7 @@ def post(
 
 
 def read_http(case: Case, status: int, headers: dict[str, str], body: bytes) -> tuple[Outcome, str]:
-    """What an answer over HTTP is worth."""
+    """Classify an answer over HTTP."""
     if status != 200:
         return read_error(case, body.decode(errors="replace")), f"status {status}: {body[:300]!r}"
     try:
@@ -236,7 +236,7 @@ def read_http(case: Case, status: int, headers: dict[str, str], body: bytes) -> 
 
 
 def read_grpc(case: Case, message: bytes) -> tuple[Outcome, str]:
-    """What an answer over gRPC is worth."""
+    """Classify an answer over gRPC."""
     try:
         wrong = case.wrong_with(decode_message(message))
     except (ValueError, KeyError) as error:
@@ -245,7 +245,7 @@ def read_grpc(case: Case, message: bytes) -> tuple[Outcome, str]:
 
 
 def read_failure(case: Case, error: grpc.RpcError) -> tuple[Outcome, float, str]:
-    """What a call that failed is worth."""
+    """Classify a failed call."""
     code, text = error.code(), f"{error.code().name}: {error.details()}"
     # grpcio's client says UNAVAILABLE where a connection breaks, too, but the server's own texts name the model.
     unanswered = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -255,7 +255,7 @@ def read_failure(case: Case, error: grpc.RpcError) -> tuple[Outcome, float, str]
 
 
 def read_error(case: Case, text: str) -> Outcome:
-    """What an error is worth that the server has answered with."""
+    """Classify an error message of the server."""
     if case.model == GUEST and any(word in text for word in _UNLOADED):
         return Outcome.REFUSED
     return Outcome.STRUCK if case.model == APART and _KILLED in text else Outcome.FAILED

@@ -1,4 +1,4 @@
-"""What the soak asserts: a verdict each. Pure: it looks at what was written down."""
+"""Assertions of the soak, one verdict each; pure functions of the record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_PHASES = 3
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may change from the end of the warm-up to the end.
+    """Limits of changes from the end of the warm-up to the end.
 
     Attributes:
         memory_bytes: resident memory of the quiet server; allocators keep a little.
@@ -49,7 +49,7 @@ class Run:
         events: what was done to the server.
         phases: the first is the warm-up.
         samples: what the server held all the time.
-        counted: what the server says at the end.
+        counted: the server's counters at the end.
         tracebacks: lines of the server's log in which it did not expect what happened.
     """
 
@@ -88,20 +88,20 @@ def verdicts(run: Run, bounds: Bounds) -> list[Verdict]:
 
 
 def phase_p99s(run: Run) -> list[float]:
-    """In seconds, of each phase, of all that nobody disturbs; nan for one without an answer."""
+    """In seconds, of each phase, of the undisturbed requests; nan for one without an answer."""
     lines = [line for line in run.lines if line.model in UNDISTURBED and line.way in ("HTTP", "gRPC", "stream")]
     times = [times_between(lines, phase.start_s, phase.end_s) for phase in run.phases]
     return [float(np.percentile(each, 99)) if len(each) else float("nan") for each in times]
 
 
 def _lost(run: Run) -> Verdict:
-    asked = total(run.lines, *Outcome)
+    sent = total(run.lines, *Outcome)
     lost = total(run.lines, Outcome.LOST)
-    return Verdict("nothing lost", lost == 0 < asked, f"{asked:,} requests, {lost:,} without an answer")
+    return Verdict("nothing lost", lost == 0 < sent, f"{sent:,} requests, {lost:,} without an answer")
 
 
 def _accounts(run: Run) -> Verdict:
-    """What the server counts as answered has been received, unless its client had gone."""
+    """Answers that the server counts have been received, unless the client had disconnected."""
     wrong, said = [], []
     for model in _ACCOUNTED:
         received = total(run.lines, Outcome.RIGHT, Outcome.WRONG, model=model)

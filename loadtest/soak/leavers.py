@@ -28,7 +28,7 @@ from loadtest.soak.clients import (
 from loadtest.soak.ledger import Ledger, Outcome
 from loadtest.soak.models import Case
 
-_PATIENCE_S = 0.015
+_MAX_WAIT_S = 0.015
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the connection is reset, not closed
 
 
@@ -37,11 +37,11 @@ class HttpLeaver(Client):
 
     def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
         super().__init__(server, ledger, per_s, seed)
-        self._asked = [(case, binary_request(case.model, case.inputs)) for case in cases]
+        self._requests = [(case, binary_request(case.model, case.inputs)) for case in cases]
 
     def turn(self) -> None:
         """One of the ways to leave."""
-        case, request = self.random.choice(self._asked)
+        case, request = self.random.choice(self._requests)
         self.random.choice((self._leave, self._leave, self._expire))(case, request)
 
     def _leave(self, case: Case, request: HttpRequest) -> None:
@@ -50,7 +50,7 @@ class HttpLeaver(Client):
         try:
             with socket.create_connection((HOST, self.server.port), timeout=TIMEOUT_S) as connection:
                 connection.sendall(content[:part])
-                time.sleep(self.random.uniform(0, _PATIENCE_S))
+                time.sleep(self.random.uniform(0, _MAX_WAIT_S))
                 if self.random.random() < 0.5:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         except OSError as error:
@@ -98,7 +98,7 @@ class GrpcLeaver(Client):
     def _cancel(self, case: Case) -> None:
         start_s = time.perf_counter()
         call = self._call.future(infer_message(case.model, case.inputs), timeout=TIMEOUT_S)
-        time.sleep(self.random.uniform(0, _PATIENCE_S))
+        time.sleep(self.random.uniform(0, _MAX_WAIT_S))
         call.cancel()
         try:
             self._read("gRPC, leaving", case, call.result(), time.perf_counter() - start_s)
@@ -126,7 +126,7 @@ class GrpcLeaver(Client):
             sent.put(named_message(case, str(number)))
         open_stream: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(MODEL_STREAM_INFER)
         answers = open_stream(until_none(sent), timeout=TIMEOUT_S)
-        time.sleep(self.random.uniform(0, _PATIENCE_S))
+        time.sleep(self.random.uniform(0, _MAX_WAIT_S))
         answers.cancel()
         sent.put(None)
         for _ in range(count):

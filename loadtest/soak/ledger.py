@@ -1,4 +1,4 @@
-"""What became of every request of the soak: one entry each, whoever sent it."""
+"""Outcome of every request of the soak: one entry each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DETAILS = 12
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
+    """Outcome of a request."""
 
     RIGHT = "right"
     """Answered, and as expected."""
@@ -40,12 +40,12 @@ BAD = (Outcome.WRONG, Outcome.FAILED, Outcome.LOST)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What was asked of a model in one way.
+    """Requests to a model over one transport.
 
     Attributes:
-        way: HTTP, gRPC, stream, or who asked.
-        model: who was asked.
-        counts: how many ended how.
+        way: HTTP, gRPC, stream, or the kind of client.
+        model: name of the model.
+        counts: number of requests by outcome.
         at_s: when each right answer came.
         took_s: how long it took, as long as `at_s`.
     """
@@ -98,7 +98,7 @@ class Ledger:
 
     @property
     def lines(self) -> list[Line]:
-        """All, by way and model; to be read once nobody asks any more."""
+        """All lines, by transport and model; read after all clients have stopped."""
         return [self._lines[key] for key in sorted(self._lines)]
 
     @property
@@ -108,12 +108,12 @@ class Ledger:
 
 
 def total(lines: Iterable[Line], *outcomes: Outcome, model: str = "") -> int:
-    """How many requests ended in one of these ways, of one model or of all."""
+    """Number of requests with one of these outcomes, of one model or of all."""
     return sum(line.counts[outcome] for line in lines for outcome in outcomes if model in ("", line.model))
 
 
 def times_between(lines: Iterable[Line], start_s: float, end_s: float) -> npt.NDArray[np.float64]:
-    """How long the right answers took that came within a span of time, in seconds."""
+    """Latencies in seconds of the right answers within a span of time."""
     found = [np.empty(0)]
     for line in lines:
         at_s = np.array(line.at_s)

@@ -43,7 +43,7 @@ class Case:
     """A request and its answers.
 
     Attributes:
-        model: who is asked.
+        model: name of the model.
         inputs: tensors by name.
         accepted: what the output `Y` may be; more than one while weights are exchanged.
     """
@@ -53,7 +53,7 @@ class Case:
     accepted: tuple[Array, ...]
 
     def wrong_with(self, outputs: Mapping[str, Array]) -> str:
-        """What is wrong with an answer, empty if nothing."""
+        """Return the error in an answer, "" if it is right."""
         if set(outputs) != {"Y"}:
             return f"outputs {sorted(outputs)}"
         answer = outputs["Y"]

@@ -1,4 +1,4 @@
-"""Whoever runs the server: exchanges a model under load, breaks it, unloads another, and kills a model's process."""
+"""Operations under load: replaces a model, breaks it, unloads another, and kills a model's process."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Operator(Client):
         self.ledger.note("operator", step, Outcome.FAILED if wrong else Outcome.RIGHT, 0.0, wrong)
 
     def close(self) -> None:
-        """What has not been done yet, then let go: a phase ends as it began, with everything loaded."""
+        """Run the remaining steps, then close: a phase ends as it began, with everything loaded."""
         for _ in range(len(self.STEPS)):
             self.turn()
         self._channel.close()
 
     def _do(self, step: str) -> str:
-        """What went wrong, empty if nothing."""
+        """Run a step; return the error, "" on success."""
         if step == KILL:
             return self._kill()
         if step == "broken":

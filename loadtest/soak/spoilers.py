@@ -1,4 +1,4 @@
-"""Requests that nobody should send, and the error that each must get: the server refuses them and goes on."""
+"""Invalid requests, and the error that each must get: the server refuses them and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's processes hold, looked at from outside while they work, and when all clients have gone."""
+"""Resources of the server's processes, read from outside under load and after all clients have disconnected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STILL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the server and the processes that it has started hold together.
+    """Resources of the server and its child processes.
 
     Attributes:
         at_s: when, of `time.monotonic`.
@@ -62,7 +62,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the server has counted: of each model, requests answered with success; and processes of models that died."""
+    """The server's counters: successful requests of each model, and model processes that died."""
 
     answered: dict[str, int]
     restarts: int
@@ -88,7 +88,7 @@ class Watch:
             try:
                 self.samples.append(look(self._server.pid))
             except (FileNotFoundError, ProcessLookupError):
-                return  # the server has died; who started it tells
+                return  # the server has died, which its starter reports
 
 
 def look(pid: int) -> Held:
@@ -114,7 +114,7 @@ def look(pid: int) -> Held:
 
 
 def settled(server: Running, start_s: float, end_s: float) -> Quiet:
-    """Wait until the server has let go of everything (what it holds has stopped to change), and tell what is left."""
+    """Wait until the server's resources stop changing, and return them."""
     deadline_s = time.monotonic() + _SETTLE_S
     since_s, last = time.monotonic(), look(server.pid)
     while True:

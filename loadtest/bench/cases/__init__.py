@@ -1,4 +1,4 @@
-"""All that is measured, in the order in which it is measured and reported."""
+"""The cases of the benchmark, in the order in which they run and are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the way from the socket to the model and back costs: `tiny` beside bare ASGI and a server written by hand."""
+"""Cost of the path from the socket to the model and back: `tiny` beside bare ASGI and a server written by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FrontEnd:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         plural = "s" if self.connections > 1 else ""
         return f"tiny, {self.encoding} bodies, {self.connections} connection{plural}, server on one core"
 
@@ -109,7 +109,7 @@ class FrontEnd:
 
 
 def predict_request(rows: Array) -> HttpRequest:
-    """What the naive server takes."""
+    """Request for the naive server."""
     body = json.dumps({"input": rows.tolist()}).encode()
     return HttpRequest("/predict", body, {"Content-Type": "application/json"})
 

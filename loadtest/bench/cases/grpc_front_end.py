@@ -1,4 +1,4 @@
-"""What gRPC costs: `tiny` through both engines, beside a `grpc.aio` server that does nothing."""
+"""Cost of gRPC: `tiny` through both engines, beside a `grpc.aio` server that does nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GrpcFrontEnd:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         total = self.connections * self.in_flight
         return f"tiny, unary gRPC, {total} in flight on {self.connections} connections, server on one core"
 

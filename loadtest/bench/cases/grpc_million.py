@@ -36,7 +36,7 @@ class GrpcMillion:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"unary calls on one connection of the fast engine, {self.in_flight} in flight: none may fail"
 
     def planned_s(self, bench: Bench) -> float:

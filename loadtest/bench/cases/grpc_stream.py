@@ -1,4 +1,4 @@
-"""What a stream saves: ModelStreamInfer against unary calls, the same server, the same number in flight."""
+"""Gain of a stream: ModelStreamInfer against unary calls, the same server, the same number in flight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GrpcStream:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         total = self.connections * self.in_flight
         return f"tiny, ModelStreamInfer against unary, {total} in flight on {self.connections} connections each"
 

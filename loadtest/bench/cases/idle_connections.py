@@ -34,7 +34,7 @@ class IdleConnections:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"p99 of tiny on {self.connections} connections, with and without {self.idle:,} idle connections"
 
     def planned_s(self, bench: Bench) -> float:

@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"resident memory of the server before and after {self.requests:,} requests to tiny"
 
     def planned_s(self, bench: Bench) -> float:
@@ -66,7 +66,7 @@ class Memory:
         return CaseResult(self.name, self.title, figures, (comparison,))
 
     def _send_at_least(self, bench: Bench, server: Running, load: Load, requests: int) -> int:
-        """wrk stops by the clock, so it is asked again until enough were answered; gives how many were."""
+        """Run wrk, which stops by the clock, until enough requests are answered; return their number."""
         sent = 0
         while sent < requests:
             bench.progress(f"{server.name}, {sent:,} of {requests:,} requests", 0.0)

@@ -1,4 +1,4 @@
-"""What it costs to measure oneself: Headrace with its metrics on against Headrace with its metrics off."""
+"""Cost of metrics: Headrace with its metrics on against Headrace with its metrics off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS_A_PAIR = 5
 
 @dataclass(frozen=True, slots=True)
 class MetricsCost:
-    """Pairs of fresh servers, each pair on one core; the one of the two that is not asked costs nothing.
+    """Pairs of fresh servers, each pair on one core; the idle one of the two costs nothing.
 
     The effect is smaller than what two processes that run the same code differ by (memory layout, hash seeds: 3 to 5 %), so
     one pair cannot show it however long it is measured. Many pairs can: each gives one ratio, and their median is judged.
@@ -38,7 +38,7 @@ class MetricsCost:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"metrics on against off: tiny, binary bodies, {self.connections} connections, pairs of fresh servers"
 
     def planned_s(self, bench: Bench) -> float:
@@ -68,7 +68,7 @@ class MetricsCost:
         figures += [Figure(f"metrics {name}", "CPU us/request", Spread.of(values)) for name, values in costs.items()]
         comparisons = (
             Comparison("metrics on / off, requests/s", "", ratios(rates["on"], rates["off"]), self.ratio),
-            # The same question asked of the kernel's clock, which a busy neighbour disturbs less.
+            # The same by the kernel's CPU time, which a busy neighbour disturbs less.
             Comparison("metrics off / on, CPU time a request", "", ratios(costs["off"], costs["on"])),
         )
         return CaseResult(self.name, self.title, tuple(figures), comparisons)

@@ -28,7 +28,7 @@ class Mixed:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"{', '.join(MODELS)} in turn, binary and JSON, {self.connections} connections, server on one core"
 
     def planned_s(self, bench: Bench) -> float:

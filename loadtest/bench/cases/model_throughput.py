@@ -1,4 +1,4 @@
-"""How much of a model's own speed is left when it is served: images a second against ONNX Runtime in process."""
+"""Throughput of a served model relative to ONNX Runtime in process, in images a second."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelThroughput:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"{self.model}, binary bodies, {self.connections} connections, everything on both cores"
 
     def planned_s(self, bench: Bench) -> float:

@@ -1,4 +1,4 @@
-"""What INT8 gains on a CPU, raw and served: the model as it is against the artefact that `headrace build` makes of it."""
+"""Gain of INT8 on a CPU, raw and served: the original model against the artefact of `headrace build`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Quantized:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return f"{self.model}, INT8 against FP32, in process and served to {self.connections} connections"
 
     def planned_s(self, bench: Bench) -> float:

@@ -1,4 +1,4 @@
-"""What a large tensor costs when it does not travel: inputs in system shared memory, one caller at a time."""
+"""Cost of a large tensor in system shared memory, one caller at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SharedMemoryInputs:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """One-line description of the measurement."""
         return (
             f"{_bytes(LARGE)} against {_bytes(SMALL)} as input, in system shared memory and in the body, 1 connection"
         )
@@ -153,7 +153,7 @@ def shared_memory_request(model: str, inputs: Mapping[str, Array], region: str) 
 
 @contextmanager
 def registered(server: Running, region: str, content: bytes) -> Iterator[SharedMemory]:
-    """Shared memory with this content that the server knows by a name."""
+    """Shared memory with this content, registered with the server under a name."""
     path = f"/v2/systemsharedmemory/region/{region}"
     memory = SharedMemory(create=True, size=len(content))
     try:

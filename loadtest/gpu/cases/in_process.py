@@ -15,7 +15,7 @@ from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.gpu.subject import Variant, pictures, variant
 from loadtest.protocol import Array
 
-ASKED = 0.95
+TARGET = 0.95
 _CHECKED = 16
 _LEAST_AGREEMENT = 0.5
 # What the part is about, then what it is to be seen beside: name, pictures a request, in pinned memory.
@@ -27,7 +27,7 @@ _CONTENDERS = (
 
 
 class WrongAnswers(RuntimeError):
-    """What is served has little in common with what the engine computes."""
+    """The served outputs differ from those of the engine."""
 
 
 def run(setup: Setup, reporter: Reporter) -> None:
@@ -39,7 +39,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
         _check(setup, reporter, engine, served, handle)
         contenders = {raw: partial(time_raw, setup, reporter, engine)}
         for number, (name, rows, in_pinned_memory) in enumerate(_CONTENDERS):
-            target = at_least(ASKED) if number == 0 and setup.judged else None
+            target = at_least(TARGET) if number == 0 and setup.judged else None
             reporter.compare(Compare(f"{name} / {raw}", name, raw, "images/s", target=target))
             requests = requests_of(setup, pixels, rows, in_pinned_memory=in_pinned_memory)
             contenders[name] = partial(saturate, setup, reporter, served, handle, name, requests)
@@ -61,7 +61,7 @@ def saturate(
     requests: list[Array],
     number: int,
 ) -> None:
-    """One sample at saturation, told under a name."""
+    """Take and report one sample at saturation."""
     callers = max(2, setup.in_flight // len(requests[0]))
     found = served.measure(handle, requests, callers, setup.seconds)
     detail = {"mean_batch": round(found.mean_rows, 1), "cores": round(found.cpu_cores, 2)}

@@ -20,12 +20,12 @@ from loadtest.protocol import Array
 
 RAW, PINNED, ORDINARY = "raw engine, n=1", "in process, pinned", "in process, ordinary memory"
 BLOCKING = "in process, pinned, blocking call"
-ASKED_US = {PINNED: 100.0, BLOCKING: 100.0, "http system": 400.0}
+TARGETS_US = {PINNED: 100.0, BLOCKING: 100.0, "http system": 400.0}
 _OVER_WIRE = ("http system", "http cuda", "http body", "grpc fast system", "grpc fast cuda")
 
 
 def run(setup: Setup, reporter: Reporter) -> None:
-    """Everybody in turns, one request after the other."""
+    """Measure the contenders in turn, one request after the other."""
     model = variant(setup, Variant(setup.instances))
     pixels = pictures(setup, 64)
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
                 contenders[BLOCKING] = partial(_blocking, setup, reporter, served, handle, requests)
         contenders |= _over_wire(setup, reporter, stack, model)
         for name in list(contenders)[1:]:
-            target = at_most(ASKED_US[name]) if name in ASKED_US and setup.judged else None
+            target = at_most(TARGETS_US[name]) if name in TARGETS_US and setup.judged else None
             reporter.compare(Compare(f"{name} - {RAW}, p50", name, RAW, "p50 us", "difference", target))
         in_turns(reporter, setup.rounds, contenders)
 

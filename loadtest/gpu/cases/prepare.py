@@ -48,5 +48,5 @@ def run(setup: Setup, reporter: Reporter) -> None:
 
 
 def engine_name(precision: str) -> str:
-    """What is told of it once it is there."""
+    """Name under which a built engine is reported."""
     return f"{precision} engine"

@@ -16,6 +16,6 @@ def run(setup: Setup, reporter: Reporter) -> None:
         for number in range(setup.rounds):
             for rows in setup.sizes:
                 timing = engine.time(rows, _SHARE * setup.seconds)
-                told = {"p50_us": round(timing.median_us, 1), "p99_us": round(timing.p99_us, 1)}
-                reporter.sample(f"n={rows}", "images/s", timing.rows_per_s, number, **told)
+                percentiles = {"p50_us": round(timing.median_us, 1), "p99_us": round(timing.p99_us, 1)}
+                reporter.sample(f"n={rows}", "images/s", timing.rows_per_s, number, **percentiles)
                 reporter.sample(f"n={rows}", "p50 us", timing.median_us, number)

@@ -35,14 +35,14 @@ def run(setup: Setup, reporter: Reporter) -> None:
         key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, slots, key="sweep")
         for share in SHARES:
             rate = capacity * share / 100
-            taken = crowd.open_loop(key, rate, _LONGER * setup.seconds)
+            outcome = crowd.open_loop(key, rate, _LONGER * setup.seconds)
             offered, name = round(rate * REQUEST_ROWS, 1), f"{share} % of capacity"
             reporter.sample(name, "images/s offered", offered)
-            lost = {"failed": taken.wrong, "never_begun": taken.unanswered, "begun_late": taken.late}
-            reporter.sample(name, "images/s", taken.per_s * REQUEST_ROWS, 0, share=share, offered=offered, **lost)
-            if taken.told:
-                reporter.note(f"{name}: {taken.wrong} requests failed, the first with {taken.told}")
+            lost = {"failed": outcome.wrong, "never_begun": outcome.unanswered, "begun_late": outcome.late}
+            reporter.sample(name, "images/s", outcome.per_s * REQUEST_ROWS, 0, share=share, offered=offered, **lost)
+            if outcome.first_error:
+                reporter.note(f"{name}: {outcome.wrong} requests failed, the first with {outcome.first_error}")
             for percent in (50, 95, 99):
-                value = taken.percentile_ms(percent)
+                value = outcome.percentile_ms(percent)
                 if math.isfinite(value):
                     reporter.sample(name, f"p{percent} ms", value, 0, share=share, offered=offered)

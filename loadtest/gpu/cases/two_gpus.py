@@ -19,7 +19,7 @@ from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.gpu.subject import Variant, pictures, variant
 from loadtest.gpu.wire import open_way, sample_way, server, way_called
 
-ASKED = 1.9
+TARGET = 1.9
 ONE, TWO = "one GPU", "two GPUs"
 # With 32 pictures in a request the interpreter is not what holds two GPUs back.
 _ROWS = (REQUEST_ROWS, 4 * REQUEST_ROWS)
@@ -54,7 +54,7 @@ def _in_process(setup: Setup, reporter: Reporter, models: dict[str, str]) -> Non
             for name, handle in handles.items():
                 what = f"{name}, in process, {rows} a request"
                 contenders[what] = partial(saturate, setup, reporter, served, handle, what, requests)
-            target = at_least(ASKED) if rows == REQUEST_ROWS and setup.judged else None
+            target = at_least(TARGET) if rows == REQUEST_ROWS and setup.judged else None
             ours, theirs = (f"{name}, in process, {rows} a request" for name in (TWO, ONE))
             reporter.compare(Compare(f"{ours} / one", ours, theirs, "images/s", target=target))
         in_turns(reporter, setup.rounds, contenders)

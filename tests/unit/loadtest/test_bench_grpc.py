@@ -126,7 +126,7 @@ def test_a_message_that_takes_more_than_a_frame_is_refused() -> None:
 
 
 def test_counts_that_differ_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_calls, "COUNT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(grpc_calls, "COUNT_TIMEOUT_S", 0.1)
     counts = iter([5, *[14] * 100])
     target = Target("a server", 0, lambda: 0, lambda: next(counts))
     with (

@@ -258,7 +258,7 @@ def test_a_closed_loop_counts_what_came_in_its_window(clock: VirtualTime) -> Non
 def test_a_closed_loop_stops_where_everything_is_refused(clock: VirtualTime) -> None:
     found = closed_loop(SlowLines(clock, 2, 0.001, "503"), clock.now_s, 0.0, 0.2)
     assert found["wrong"] == 3
-    assert found["told"] == ["503"]
+    assert found["errors"] == ["503"]
     assert found["per_s"] == 0
 
 

@@ -9,14 +9,14 @@ import pytest
 from headrace.simulation.replay import ANSWERED, BatchHistory, Replay
 from headrace.simulation.traces import Trace
 
-from loadtest.slo import deep_queue, faithful, objectives, overload, tenants
+from loadtest.slo import deep_queue, objectives, overload, simulator, tenants
 from loadtest.slo.__main__ import main
 from loadtest.slo.subject import (
     SLOWED_H200,
     USUAL,
     Done,
+    LoadFigures,
     Setting,
-    Told,
     arrivals,
     by_the_clock,
     fixed,
@@ -51,7 +51,7 @@ def test_both_ways_tell_the_same_of_a_device_that_is_hardly_asked() -> None:
 
 
 def test_a_quiet_client_asks_the_same_with_and_without_a_flood() -> None:
-    alone, beside = (tenants.asked(SLOWED_H200, 2, 3, flooded) for flooded in (False, True))
+    alone, beside = (tenants.client_trace(SLOWED_H200, 2, 3, flooded) for flooded in (False, True))
     assert beside.clients is not None
     assert alone.times_ns.tolist() == beside.times_ns[beside.clients == 0].tolist()
     assert len(alone) / 2 == pytest.approx(tenants.CALM * SLOWED_H200.capacity_hz, rel=0.1)
@@ -59,14 +59,14 @@ def test_a_quiet_client_asks_the_same_with_and_without_a_flood() -> None:
 
 
 def test_the_best_fixed_setting_keeps_the_objective() -> None:
-    def told(p99_ms: float, throughput_hz: float, busy: float) -> Told:
-        return Told(0, throughput_hz, 0, p99_ms, 0, 0, busy)
+    def figures(p99_ms: float, throughput_hz: float, busy: float) -> LoadFigures:
+        return LoadFigures(0, throughput_hz, 0, p99_ms, 0, 0, busy)
 
     sweep = {
-        "quick": told(20, 999, 1.0),
-        "idle": told(40, 1000, 0.8),
-        "late": told(60, 1005, 0.7),
-        "slow": told(9, 900, 0.5),
+        "quick": figures(20, 999, 1.0),
+        "idle": figures(40, 1000, 0.8),
+        "late": figures(60, 1005, 0.7),
+        "slow": figures(9, 900, 0.5),
     }
     assert objectives.best_of(sweep, 50) == ["quick", "idle"]
     assert objectives.best_of(sweep, 10) == ["slow"]
@@ -86,8 +86,8 @@ def test_a_deep_queue_stays_deep_while_it_is_measured(name: str, monkeypatch: py
 
 
 def test_the_simulator_is_held_against_the_clock() -> None:
-    load, shape, clients, setting = faithful.CASES["0.5 load"]
-    real, virtual = faithful.both(arrivals(load, 2.0, 1, shape, clients), setting, 100.0)
+    load, shape, clients, setting = simulator.CASES["0.5 load"]
+    real, virtual = simulator.both(arrivals(load, 2.0, 1, shape, clients), setting, 100.0)
     assert 0 < virtual.p50_ms < 10 * real.p50_ms
 
 

@@ -1,4 +1,4 @@
-"""How far the simulator is right where a latency is promised: the same trace, by the clock and in virtual time."""
+"""Accuracy of the simulator with a latency objective: the same trace, by the clock and in virtual time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from loadtest.bench.spread import Spread
 from loadtest.slo.plan import Plan, figures
 from loadtest.slo.subject import (
     USUAL,
+    LoadFigures,
     Setting,
-    Told,
     added_us,
     arrivals,
     by_the_clock,
@@ -39,14 +39,14 @@ CASES = {
 def run(plan: Plan) -> CaseResult:
     """p50, p99 and goodput of both, and how far they lie apart."""
     extra_us = added_us(plan.seconds)
-    told: list[Figure] = []
+    case_figures: list[Figure] = []
     compared: list[Comparison] = []
     for name, (load, shape, clients, setting) in CASES.items():
         pairs = [
             both(arrivals(load, plan.seconds, seed, shape, clients), setting, extra_us) for seed in range(plan.rounds)
         ]
         real, virtual = ([pair[which] for pair in pairs] for which in (0, 1))
-        told += figures({f"{name}, by the clock": real, f"{name}, simulated": virtual}, _QUANTITIES)
+        case_figures += figures({f"{name}, by the clock": real, f"{name}, simulated": virtual}, _QUANTITIES)
         for quantity in _QUANTITIES:
             apart = [abs(getattr(ours, quantity) / getattr(theirs, quantity) - 1) for theirs, ours in pairs]
             compared.append(
@@ -58,10 +58,10 @@ def run(plan: Plan) -> CaseResult:
         f"a batch takes {extra_us:.0f} us longer than its device on average, which the simulator is told",
     )
     return CaseResult(
-        "simulator", "the simulator against a real run of the same trace", tuple(told), tuple(compared), notes
+        "simulator", "the simulator against a real run of the same trace", tuple(case_figures), tuple(compared), notes
     )
 
 
-def both(trace: Trace, setting: Setting, extra_us: float) -> tuple[Told, Told]:
+def both(trace: Trace, setting: Setting, extra_us: float) -> tuple[LoadFigures, LoadFigures]:
     """By the clock, and in virtual time."""
     return judged(by_the_clock(trace, setting), SLO_MS), judged(simulated(trace, setting, extra_us), SLO_MS)
