@@ -43,7 +43,7 @@ _UNTIL_RELOADED = "Its requests run alone until it is loaded again"
 
 
 class OutputMismatch(ModelFailed):
-    """The model returned outputs that are not those of the rows it was given: no caller's rows can be cut out of them."""
+    """The shapes of the model's outputs do not match its inputs, so the rows of callers cannot be split out of them."""
 
 
 class OutputCheck:
@@ -52,10 +52,10 @@ class OutputCheck:
     A check compares a few whole numbers for each output of a batch. Its cost does not depend on the rows.
 
     Args:
-        spec: of the model, with the declared outputs.
+        spec: spec of the model, with the declared outputs.
 
     Attributes:
-        names: of the declared outputs, in the order of the configuration; callers get these and no others.
+        names: names of the declared outputs, in the order of the configuration; clients get only these.
     """
 
     __slots__ = ("_batched", "_declared", "_name", "names")
@@ -70,11 +70,11 @@ class OutputCheck:
         self.names = tuple(spec.outputs)
 
     def check(self, outputs: Mapping[str, Array], rows: int) -> None:
-        """Compare the shapes of all declared outputs with what was sent.
+        """Compare the shapes of all declared outputs with the batch.
 
         Args:
-            outputs: by name, as the execution returned them.
-            rows: sent to the model, of all requests of the batch together; not used for a model without a batch dimension.
+            outputs: arrays by name, as the execution returned them.
+            rows: rows of the batch; ignored for a model without a batch dimension.
 
         Raises:
             OutputMismatch: an output is missing, has another number of rows, or differs from its declared dimensions.
@@ -89,7 +89,7 @@ class OutputCheck:
                 )
             shape = array.shape
             if batched:
-                # As for nearly every batch: the rows sent, and fixed dimensions behind them.
+                # The fast path of nearly every batch: its rows, then fixed dimensions.
                 if shape and shape[0] == rows and (shape[1:] == row_dims or (not fixed and _fits(shape[1:], row_dims))):
                     continue
                 raise self._mismatch(name, shape, (rows, *row_dims), rows)
@@ -130,20 +130,20 @@ Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
 
 
 class BatchResults:
-    """Settles the members of batches and counts what was done; from any thread.
+    """Settles the members of batches and updates counters and latencies; any thread may call.
 
     Args:
-        recorder: counts.
-        deliver: settles answers; gives the number that still had a taker, if it knows.
-        report: told how long an instance was busy with a batch, nanoseconds.
-        check: of the model's outputs.
-        latency_table: learns how long batches compute; a new one if absent.
-        admission: learns what became of its predictions; None: there are none.
-        on_mismatch: called when the model returned outputs that are not those of the rows sent, before any answer.
+        recorder: counters of the version.
+        deliver: settles outcomes; returns the number that were not settled before, if known.
+        report: callback with the busy time of a batch, in nanoseconds.
+        check: check of the model's outputs.
+        latency_table: records compute times; a new table if None.
+        admission: records prediction errors; None without admission control.
+        on_mismatch: callback for an output mismatch, called before any request is settled.
 
     Attributes:
-        latency_table: as above.
-        busy_runners: the runners that have a batch under way; each takes itself out.
+        latency_table: compute times of the version.
+        busy_runners: runners with a batch in flight; each removes itself.
     """
 
     def __init__(
@@ -166,17 +166,17 @@ class BatchResults:
         self.busy_runners: set[object] = set()
 
     def begin(self, runner: object) -> None:
-        """A runner has taken a batch."""
+        """Record that a runner has pulled a batch."""
         self.busy_runners.add(runner)
         if self._admission is not None:
             self._admission.changed = True
 
     def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
-        """Check the outputs of a batch and cut them into every entry's rows, as views.
+        """Check the outputs of a batch and split them into views of each entry's rows.
 
         Args:
-            outputs: by name, as the execution returned them.
-            entries: the members of the batch, in the order of their rows; a batch of one entry is checked, too.
+            outputs: arrays by name, of shape (rows of the batch, ...), as the execution returned them.
+            entries: the members of the batch, in the order of their rows; a batch of one entry is checked too.
 
         Raises:
             OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
@@ -185,7 +185,7 @@ class BatchResults:
             self._check.check(outputs, entries[0].rows)
             return [outputs]
         self._check.check(outputs, sum(map(_ROWS, entries)))
-        # Only declared outputs: one that the configuration leaves out may have no batch dimension.
+        # Only declared outputs: an undeclared one may have no batch dimension.
         named = [(name, outputs[name]) for name in self._check.names]
         results: list[dict[str, Array]] = []
         start = 0
@@ -207,15 +207,15 @@ class BatchResults:
         busy_ns: int,
         instances: int = 1,
     ) -> None:
-        """A batch was run: give every member its rows.
+        """Settle the members of a batch with their rows, and record its times.
 
         Args:
             entries: the members.
-            reason: why the batch was closed.
-            times: its stations.
-            results: outputs by name for each member.
-            busy_ns: how long the instance was kept by it.
-            instances: at work when it was begun, its own included.
+            reason: close reason of the batch.
+            times: times of its phases.
+            results: outputs by name of each member.
+            busy_ns: time for which the batch occupied its instance.
+            instances: busy instances at its start, including its own.
         """
         batch_rows = rows = sum(map(_ROWS, entries))
         closed = reason.value
@@ -224,7 +224,7 @@ class BatchResults:
             pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
         taken = self._deliver(pairs)
         answered = entries
-        if taken != len(answered):  # some callers left while the batch ran: theirs is no success
+        if taken != len(answered):  # requests cancelled while the batch ran do not count as success
             answered = [
                 entry
                 for entry, (completion, outcome) in zip(answered, pairs, strict=True)
@@ -241,7 +241,7 @@ class BatchResults:
         shape_key = entries[0].shape_key
         self._recorder.batch(rows, batch_rows, closed, times, queue_ns, total_ns, busy_ns, shape_key)
         self._report(busy_ns)
-        # Behind another batch in the air it computed no longer than it kept the instance from the next.
+        # Behind another batch in flight the compute time is at most the busy time.
         compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
         self.latency_table.observe(batch_rows, compute_ns, instances)
         admission = self._admission
@@ -252,10 +252,10 @@ class BatchResults:
                 admission.learn(primary, times.split_ns)
 
     def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
-        """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.
+        """Settle the only member of a failed batch with the error; of several members, one may have failed all.
 
         Returns:
-            The members that should be run again, each on its own.
+            The members to run again one by one.
         """
         self._recorder.failed_batch(reason.value)
         if self._admission is not None:
@@ -263,7 +263,7 @@ class BatchResults:
         if isinstance(error, OutputMismatch):
             self._on_mismatch(error)
         if len(entries) > 1:
-            logger.debug("a batch of %d failed as a whole: running its members singly", len(entries))
+            logger.debug("a batch of %d requests failed: running them one by one", len(entries))
             return [entry for entry in entries if not entry.completion.done]
         if isinstance(error, HeadraceError):
             failure: HeadraceError = error
@@ -271,27 +271,27 @@ class BatchResults:
             reference = uuid.uuid4().hex[:12]
             logger.error("request failed in the model (reference %s)", reference, exc_info=error)
             failure = ModelFailed(
-                f"the model failed on this request; the server's log has the cause ({reference})", reference
+                f"the model failed on this request: see the server log for the cause (reference {reference})", reference
             )
         self.give_up(entries, failure)
         return []
 
     def give_up(self, entries: Iterable[Entry], error: Exception) -> None:
-        """Answer all of `entries` with an error."""
+        """Settle all entries with an error."""
         self._deliver([(entry.completion, error) for entry in entries])
 
 
-# Staging buffers for this many different row shapes are kept; a model with wilder inputs allocates.
+# Number of row shapes with a staging buffer; further shapes allocate for each batch.
 _MAX_BUFFERS = 16
 
 
 class Staging:
-    """Buffers in which an instance assembles its batches, allocated once and reused for ever.
+    """Reusable buffers in which an instance assembles its batches.
 
     Ownership: one instance, one batch at a time. An array that `stack` returns is valid until the next call.
 
     Args:
-        max_rows: rows in the largest batch.
+        max_rows: rows of the largest batch.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -299,10 +299,10 @@ class Staging:
         self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
 
     def stack(self, entries: list[Entry]) -> dict[str, Array]:
-        """Inputs of all entries, one below the other.
+        """Return the inputs of all entries, concatenated along the batch dimension.
 
-        A single entry's arrays are handed on without a copy if they are aligned (those cut out of a request's body behind a
-        header of any length may not be, and kernels may rely on it). Rows that are resident elsewhere are copied.
+        The arrays of a single entry are not copied if they are aligned. Views of a request's body may be unaligned, since the
+        header before them has any length, and kernels may rely on alignment. Resident rows are copied.
         """
         first = entries[0].inputs
         if len(entries) == 1:
@@ -332,7 +332,7 @@ class Staging:
         return buffer[:rows]
 
 
-_READY = 0x101  # NumPy's flags ALIGNED and C_CONTIGUOUS: one look at an array's flags instead of two
+_READY = 0x101  # NumPy's flags ALIGNED and C_CONTIGUOUS, to read an array's flags once instead of twice
 
 
 # A longer run on the event loop disables such runs for INLINE_PAUSE_NS.
@@ -439,11 +439,11 @@ class SerialRunner:
     """Runs an execution that takes one batch after the other; see `headrace.scheduling.instance.BatchRunner`.
 
     Args:
-        execution: what runs; used from the thread that calls `serve` (or `execute`).
-        scheduler: where batches come from.
-        max_rows: rows in the largest batch.
-        batch_results: settles what came of them.
-        clock: monotonic nanoseconds.
+        execution: the loaded model; used from the thread that calls `serve` (or `execute`).
+        scheduler: source of batches.
+        max_rows: rows of the largest batch.
+        batch_results: settles the requests of batches.
+        clock: returns monotonic nanoseconds.
         inline_gate: decides which requests run on the event loop; None for none.
 
     Attributes:
@@ -540,11 +540,11 @@ class SerialRunner:
         return self._inline_error is not None
 
     def give_up(self, error: Exception) -> None:
-        """From any thread: answer what is being run with an error."""
+        """Settle the running requests with an error; any thread may call."""
         self._batch_results.give_up(self._running, error)
 
     def in_flight_work(self) -> InFlightWork:
-        """From any thread: what is being run."""
+        """Return the running batch; any thread may call."""
         running = self._running
         return InFlightWork(0, [(self._taken_ns, sum([entry.rows for entry in running]))] if running else ())
 
@@ -555,7 +555,7 @@ class SerialRunner:
             times, results = self._run(batch.entries, batch.taken_ns)
         except ExecutionLost:
             raise
-        except Exception as error:  # whatever else a backend raises belongs to this batch alone
+        except Exception as error:  # every other error of a backend fails this batch only
             for entry in self._batch_results.failed(batch.entries, batch.reason, error):
                 if not entry.completion.done:
                     self.execute(Batch([entry], batch.reason, self._clock()))
@@ -563,9 +563,7 @@ class SerialRunner:
         if self._on_loop and batch.entries[0].deadline_ns <= times.split_ns:
             exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
         busy_ns = times.split_ns - times.taken_ns
-        self._batch_results.busy_runners.discard(
-            self
-        )  # first: who has the answer may ask again before this thread goes on
+        self._batch_results.busy_runners.discard(self)  # before `settle`: its caller may send the next request at once
         self._batch_results.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
 
     def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
@@ -584,16 +582,16 @@ def exceed_deadline(entry: Entry) -> None:
 
 
 class ReshapingExecution:
-    """An execution behind `reshape`, pipelined if that one is; see `headrace.backends.base`.
+    """Wraps an execution to apply `reshape`; pipelined if the wrapped one is. See `headrace.backends.base`.
 
     Args:
-        inner: the model's own execution.
-        inputs: by input name, the model's shape without the batch dimension, at most one size -1.
-        outputs: by output name, the shape callers see, likewise.
-        batched: True if there is a batch dimension in front.
+        inner: the wrapped execution.
+        inputs: shape in the model by input name, without the batch dimension, at most one size -1.
+        outputs: shape for clients by output name, without the batch dimension, at most one size -1.
+        batched: True if the first dimension is the batch.
 
     Attributes:
-        depth: the inner one's; 1 if it is not pipelined.
+        depth: depth of the wrapped execution; 1 if it is not pipelined.
     """
 
     def __init__(
@@ -608,11 +606,11 @@ class ReshapingExecution:
         self.any_thread = runs_on_any_thread(inner)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """All outputs in the callers' shape."""
+        """Run a batch; return all outputs in the clients' shapes."""
         return self._to_caller_shape(self._inner.run(self._to_model_shape(inputs)))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """A flight whose inputs are the inner one's memory in the callers' shape."""
+        """Begin a batch whose input buffers are views of the wrapped execution's, in the clients' shapes."""
         inner = self._pipelined().begin(self._to_model_shape(like), rows)
         inputs = {
             name: array.reshape((rows, *like[name].shape[1:]) if rows else like[name].shape)
@@ -622,24 +620,24 @@ class ReshapingExecution:
         return InFlightBatch(inputs, rows, inner, inner.device, inner.resident_inputs)
 
     def launch(self, in_flight: InFlightBatch) -> None:
-        """Launch the inner flight."""
+        """Launch the wrapped batch."""
         self._pipelined().launch(_inner(in_flight))
 
     def finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
-        """All outputs in the callers' shape."""
+        """Finish a batch; return all outputs in the clients' shapes."""
         return self._to_caller_shape(self._pipelined().finish(_inner(in_flight)))
 
     def discard(self, in_flight: InFlightBatch) -> None:
-        """Discard the inner flight."""
+        """Discard the wrapped batch."""
         self._pipelined().discard(_inner(in_flight))
 
     def close(self) -> None:
-        """Close the inner one."""
+        """Close the wrapped execution."""
         self._inner.close()
 
     def _pipelined(self) -> PipelinedExecution:
         if not is_pipelined(self._inner):
-            raise TypeError("the execution behind this one takes one batch at a time")
+            raise TypeError("the wrapped execution is not pipelined and runs one batch at a time: call run")
         return self._inner
 
     def _to_model_shape(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -662,5 +660,5 @@ class ReshapingExecution:
 
 
 def _inner(in_flight: InFlightBatch) -> InFlightBatch:
-    assert isinstance(in_flight.handle, InFlightBatch), "a flight of ours carries the inner one"
+    assert isinstance(in_flight.handle, InFlightBatch), "the handle is the wrapped batch"
     return in_flight.handle

@@ -1,6 +1,6 @@
-"""One loaded model version as the rest of the server uses it: `ModelHandle`.
+"""A loaded model version with its queue and instances: `ModelHandle`, the interface of the data plane.
 
-The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to
+The registry returns it as a lease; a leased version is not closed. It is also the seam at which the engine can move to
 another process. Ownership: `admit`, `infer`, `record_failure` and `release` are called on the event loop, `infer_blocking` and
 `release` on any other thread of a program that holds a lease; the rest by the control thread.
 
@@ -42,20 +42,20 @@ class ModelHandle:
     """A loaded version with its queue and its instances.
 
     Args:
-        spec: what callers may send and get.
-        policy: how requests are treated.
-        model: what runs; owned by the handle, closed with it.
-        mailbox: of the event loop on which callers wait.
-        recorder: counts.
-        on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
-        on_wanted: called with the handle, on any thread, when a request waits while it is parked; once for each parking, and
-            perhaps once more than needed.
-        on_back: called on a thread of its own with the number of instances that live, once one that had died serves again.
-        clock: monotonic nanoseconds.
+        spec: tensor specs of the model.
+        policy: serving policy.
+        model: the loaded model; owned by the handle, closed with it.
+        mailbox: mailbox of the event loop on which callers wait.
+        recorder: counters of the version.
+        on_dead: callback with the number of live instances after a failure; called from the thread that failed.
+        on_wanted: callback with the handle, on any thread, for a request that waits while the version is evicted; called once
+            for each eviction, or once more than needed.
+        on_back: callback with the number of live instances after a restart; called from a timer's thread.
+        clock: returns monotonic nanoseconds.
         bodies: counts requests in the front ends; None without front ends.
 
     Attributes:
-        used_ns: when the last request came, monotonic; 0 if none has.
+        used_ns: monotonic time of the latest request; 0 before the first.
         latency_table: measured compute times by rows.
     """
 
@@ -122,10 +122,10 @@ class ModelHandle:
         """Start the instances and wait until each is open and warm.
 
         Args:
-            warm_up: called with the execution of each instance, on the instance's own thread.
+            warm_up: called with the execution of each instance, on the instance's thread.
 
         Raises:
-            ConfigError: an instance failed; the others have ended and the model is closed.
+            ConfigError: an instance failed to start; the others have ended and the model is closed.
         """
         self._instance_group.start(warm_up)
 
@@ -147,10 +147,10 @@ class ModelHandle:
                 self._idle.set()
 
     def admit(self) -> None:
-        """Refuse early, before a request is decoded.
+        """Check that the version can serve, before a request is decoded.
 
         Raises:
-            Unavailable: no instance is left, or the model's process is not to be had for some time.
+            Unavailable: all instances have died, or the model's process does not run and will not restart soon.
         """
         instances = self._instance_group
         if instances.alive <= 0 and not instances.evicted:  # as `ready`, without its call
@@ -159,14 +159,14 @@ class ModelHandle:
             instances.admit()
 
     def infer(self, request: InferRequest) -> LoopCompletion:
-        """Queue a request; await what is returned for the answer.
+        """Queue a request and return its completion, to be awaited.
 
         Raises:
-            BadRequest: more rows than a batch holds, and the model does not split.
-            DeadlineExceeded: the deadline has passed already.
+            BadRequest: the request has more rows than a batch, and the model does not split.
+            DeadlineExceeded: the deadline has passed.
             Overloaded: the queue is full.
-            WouldMiss: it would be answered too late.
-            QuotaExceeded: its client asks for more than it may.
+            WouldMiss: the predicted completion is after the due time.
+            QuotaExceeded: the client exceeded its quota.
             Unavailable: the model is being unloaded or its instances have died.
         """
         now_ns = self._clock()
@@ -178,41 +178,41 @@ class ModelHandle:
         except Unavailable:
             _withdraw(completion, entries)
             raise
-        if self._instance_group.evicted:  # after the queueing: who parks it meanwhile sees what is queued
+        if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
             self._request_restore()
         if (request.deadline_ns or self._timeouts.has_queue_timeouts) and not completion.done:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
 
     def infer_blocking(self, request: InferRequest) -> InferResponse:
-        """Run a request and wait for its answer, on any thread that has nothing else to do (the event loop has).
+        """Run a request and block until its response; any thread but that of the event loop may call.
 
-        Where nothing else waits, an instance sleeps and its execution is `prompt`, the calling thread runs the request itself
-        from beginning to end: no other is woken for it. Everything else waits in the queue, as with `infer`; so does a request
-        with a deadline, since nobody could call this thread back from a device.
+        If the queue is empty, an instance sleeps and its execution is `prompt`, the calling thread runs the request itself and
+        wakes no other thread. Every other request is queued, as with `infer`. So is a request with a deadline, since this
+        thread cannot be interrupted in a device call.
 
         Raises:
-            HeadraceError: as `infer` raises, or as the request was answered.
+            HeadraceError: an error of `infer`, or the outcome of the request.
         """
         now_ns = self._clock()
         completion = ThreadCompletion()
         entries = self._admit(request, completion, now_ns)
         try:
             self._scheduler.run(entries, caller_waits=not request.deadline_ns and len(entries) == 1)
-            if self._instance_group.evicted:  # after the queueing, as in `infer`
+            if self._instance_group.evicted:  # after `run`, as in `infer`
                 self._request_restore()
             self._timeouts.wait(request, completion, entries, now_ns)
-        except BaseException:  # refused, or the caller is called off: nobody waits for an answer any more
+        except BaseException:  # rejected, or the caller is interrupted: nothing waits for the response
             _withdraw(completion, entries)
             raise
         outcome = completion.outcome
-        assert outcome is not None, "whoever is told has an outcome"
+        assert outcome is not None, "a completion that has notified has an outcome"
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     def _admit(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
-        """The entries of a request that is taken, for the queue; raises as `infer` does."""
+        """Check a request and return its entries for the queue; raises as `infer` does."""
         if request.deadline_ns and request.deadline_ns <= now_ns:
             raise DeadlineExceeded(_DEADLINE_PASSED)
         if self._quotas is not None:
@@ -228,29 +228,29 @@ class ModelHandle:
         return entries
 
     def record_failure(self, error: HeadraceError, received_ns: int) -> None:
-        """Count a request that was answered with an error."""
+        """Count a request that ended with an error."""
         self.recorder.failure(error.reason, max(self._clock() - received_ns, 0))
 
     # From any thread
 
     @property
     def ready(self) -> bool:
-        """True while at least one instance lives, or will once somebody asks."""
+        """True while an instance is live, or the version is evicted and restores on the next request."""
         return self._instance_group.alive > 0 or self._instance_group.evicted
 
     @property
     def process_status(self) -> ProcessStatus | None:
-        """How the model's own process fares; None if it has none (now)."""
+        """Status of the child process of the model; None without one, and while the model is evicted."""
         return self._instance_group.process_status
 
     @property
     def alive(self) -> int:
-        """Instances that live."""
+        """Number of live instances."""
         return self._instance_group.alive
 
     @property
     def restarts(self) -> int:
-        """Instances that died and were started anew."""
+        """Number of restarted instances."""
         return self._instance_group.restarts
 
     @property
@@ -260,24 +260,24 @@ class ModelHandle:
 
     @property
     def closing(self) -> bool:
-        """True once it is being closed: it takes no new leases."""
+        """True once the version is closing and accepts no leases."""
         return self._closing
 
     @property
     def in_flight(self) -> int:
-        """Requests between lease and release."""
+        """Number of requests between lease and release."""
         return self._leases
 
     @property
     def depth(self) -> int:
-        """Requests in the queue."""
+        """Number of queued requests."""
         return self._scheduler.depth
 
     def load(self, by_level: bool = True) -> ModelLoad:
-        """How busy it is.
+        """Return the load of the version.
 
         Args:
-            by_level: each priority level by itself, too, which takes as long as there are levels.
+            by_level: include each priority level; the cost grows with the number of levels.
         """
         now_ns, admission, scheduler = self._clock(), self._admission, self._scheduler
         in_flight_work = admission.in_flight_work()
@@ -301,15 +301,15 @@ class ModelHandle:
     # By the control thread
 
     def close(self, timeout_s: float | None) -> bool:
-        """Serve what is queued, end the instances, give the model back.
+        """Serve the queued requests, end the instances and close the model.
 
-        A second thread may call it to set an end to a call that waits for ever.
+        A second thread may call it with a limit, to end a call without one.
 
         Args:
-            timeout_s: how long all of it may take; None: as long as it does.
+            timeout_s: limit in seconds; None for no limit.
 
         Returns:
-            False if something still ran after `timeout_s`; its callers have got an error, and its memory is not freed.
+            False if a batch still ran after `timeout_s`: its requests got an error, and its memory is not freed.
         """
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         with self._lock:
@@ -320,19 +320,21 @@ class ModelHandle:
         self._idle.wait(timeout_s)
         self._scheduler.close()
         remaining_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
-        error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
+        error = Unavailable(
+            f"the model '{self.spec.name}' was unloaded while the request waited: retry once it is loaded"
+        )
         return self._instance_group.close(remaining_s, error)
 
     def evict(self, timeout_s: float) -> bool:
-        """Answer what is being run, end the instances and close the model; leases, queue and counts stay.
+        """Finish the running batches, end the instances and close the model; leases, queue and counters are kept.
 
-        From here on a request waits in the queue, under all its limits, and `on_wanted` is called.
+        Afterwards requests are queued under the usual limits, and the first one calls `on_wanted`.
 
         Args:
-            timeout_s: how long it may take.
+            timeout_s: limit in seconds.
 
         Returns:
-            False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
+            False if the version is closed, has died, or still ran a batch after `timeout_s`: it is served as before.
         """
         with self._lock:
             self._restore_requested = False
@@ -342,17 +344,17 @@ class ModelHandle:
         return evicted
 
     def restore(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
-        """Serve again.
+        """Start the instances again after `evict`.
 
         Args:
-            model: what runs from here on; owned by the handle, closed in any case.
+            model: the loaded model; owned by the handle, closed in any case.
             warm_up: as in `start`.
 
         Returns:
-            False if there was no need: it is closed or not parked.
+            False if the version is closed or not evicted.
 
         Raises:
-            ConfigError: an instance failed; it stays parked.
+            ConfigError: an instance failed to start; the version stays evicted.
         """
         with self._lock:
             self._restore_requested = False
@@ -363,13 +365,13 @@ class ModelHandle:
                 self._request_restore()
 
     def refuse(self, error: HeadraceError) -> None:
-        """Answer what waits with an error, and take more: parked, it cannot be loaded now."""
+        """Settle the queued requests with an error, because the evicted model cannot be loaded; new requests are accepted."""
         with self._lock:
             self._restore_requested = False
         settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
 
     def _stop_batching(self, mismatch: OutputMismatch) -> None:
-        """Neither merge nor split any more: the model's outputs are not those of the rows sent. From any thread."""
+        """Stop merging and splitting requests after an output mismatch; any thread may call."""
         with self._lock:
             is_repeated = self._entry_factory.mismatch is not None
             self._entry_factory.mismatch = mismatch
@@ -379,7 +381,7 @@ class ModelHandle:
         self._scheduler.stop_merging()
         self._admission.stop_merging()
         logger.error(
-            "model %s/%s runs every request alone until it is loaded again: %s",
+            "model %s/%s runs every request alone until it is reloaded: %s",
             self.spec.name,
             self.spec.version,
             mismatch,
@@ -392,7 +394,7 @@ class ModelHandle:
             self._on_wanted(self)
 
     def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> BatchRunner:
-        """Batches overlap if the execution can do it, and the inputs are rows of numbers that can be copied into its memory."""
+        """Create the runner of an instance: a pipeline if the execution supports it and no input is BYTES."""
         scheduler, batch_results, clock = self._scheduler, self._batch_results, self._clock
         gate = self._inline_gate
         serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock, gate)
@@ -409,14 +411,13 @@ class ModelHandle:
 
 
 def _withdraw(completion: Completion, entries: list[Entry]) -> None:
-    """Nobody waits for a request: it leaves the queue if it is there, a sequencer waits for none of its entries, and nothing
-    keeps its inputs."""
+    """Withdraw a request for which nothing waits: it leaves the queue and the sequencer, and its inputs are released."""
     completion.withdraw()
     for entry in entries:
         entry.completion.withdraw()
 
 
-# uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
+# uvloop and asyncio accept delays as floats of seconds; a deadline beyond a day counts as a day.
 _MAX_DELAY_NS = 86_400 * NS_PER_S
 
 
@@ -424,12 +425,12 @@ class RequestTimeouts:
     """Ends waiting requests: with timers of the event loop, or on the thread of a blocked caller.
 
     Args:
-        policy: with the timeouts of the levels.
-        scheduler: told of entries that have waited too long.
-        clock: monotonic nanoseconds.
+        policy: policy with the timeouts of the levels.
+        scheduler: the queue; its `expire` is called after a queue timeout.
+        clock: returns monotonic nanoseconds.
 
     Attributes:
-        has_queue_timeouts: False if no level has a timeout.
+        has_queue_timeouts: True if a level has a queue timeout.
     """
 
     def __init__(self, policy: HandlePolicy, scheduler: Scheduler, clock: Clock) -> None:
@@ -453,7 +454,7 @@ class RequestTimeouts:
                 completion.call_after(timeout_ns, self._scheduler.expire, entry, level.demote_on_timeout)
 
     def wait(self, request: InferRequest, completion: ThreadCompletion, entries: list[Entry], now_ns: int) -> None:
-        """The same for a thread that waits, which sees to them itself; returns once the completion is settled and told."""
+        """Block until the completion has notified, and apply its timeouts on the calling thread."""
         deadline_ns = request.deadline_ns
         level = self._levels[entries[0].level]
         timeout_ns = _timeout_ns(level, request, now_ns)
@@ -473,7 +474,7 @@ class RequestTimeouts:
 
 
 def _policies(policy: HandlePolicy) -> list[LevelPolicy]:
-    """Of each level, its own or the handle's."""
+    """Return the policy of each level, the handle's by default."""
     common = LevelPolicy(
         queue_timeout_ns=policy.queue_timeout_ns,
         demote_on_timeout=policy.demote_on_timeout,
@@ -483,10 +484,10 @@ def _policies(policy: HandlePolicy) -> list[LevelPolicy]:
 
 
 def _timeout_ns(level: LevelPolicy, request: InferRequest, now_ns: int) -> int:
-    """How long a request may wait in its queue, nanoseconds; 0 for no limit, or if its deadline passes before that.
+    """Return the queue timeout of a request in nanoseconds; 0 for no limit, or if its deadline is earlier.
 
-    As in Triton a request's own timeout can only shorten the policy's, so it has no effect where the policy has none. Deadlines
-    never replace the policy: they have timers of their own.
+    As in Triton the timeout of a request can only shorten that of the policy, so it has no effect without one. Deadlines have
+    separate timers.
     """
     timeout_ns = level.queue_timeout_ns
     if level.timeout_override and 0 < request.queue_timeout_ns < timeout_ns:
@@ -495,5 +496,5 @@ def _timeout_ns(level: LevelPolicy, request: InferRequest, now_ns: int) -> int:
 
 
 def _exceed(completion: Completion, after_ns: int) -> None:
-    """The request's deadline has passed, so long after the request arrived."""
+    """Settle a request whose deadline passed `after_ns` after its arrival."""
     completion.settle(DeadlineExceeded(f"the request's deadline passed after {after_ns // NS_PER_US} us"))
