@@ -1,4 +1,4 @@
-"""What goes wrong on a real GPU: no memory, damaged plans, spoilt captures, interrupts; and that nothing is left behind."""
+"""Failures on a real GPU: no memory, damaged plans, spoilt captures, interrupts; and that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our Q/DQ placement becomes in TensorRT on a real GPU, family by family: every quantised convolution must run in INT8.
+"""Result of our Q/DQ placement in TensorRT on a real GPU, family by family: every quantised convolution must run in INT8.
 
 `pytest -rP tests/gpu/test_tensorrt_placement.py` prints what was fused with what.
 """

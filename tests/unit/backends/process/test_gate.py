@@ -1,4 +1,4 @@
-"""Who may enter a process, and who is to blame for its death."""
+"""Admission of batches to a child process, and the batches suspected of its death."""
 
 from __future__ import annotations
 

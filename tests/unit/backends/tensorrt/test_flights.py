@@ -1,4 +1,4 @@
-"""How batches fly: whole in one graph or in three streams, with rows that the GPU reads where they lie, by a measured table."""
+"""Launching of batches: in one graph or in three streams, with rows that the GPU reads where they lie, by a measured table."""
 
 from __future__ import annotations
 

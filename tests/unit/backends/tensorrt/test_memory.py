@@ -1,4 +1,4 @@
-"""What a TensorRT model books in its account, on a GPU that is not there."""
+"""Memory that a TensorRT model books in its account, on a fake GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the times that are measured of a plan, and how they are measured."""
+"""Measured times of a plan, and the buckets and launches chosen from them."""
 
 from __future__ import annotations
 
