@@ -367,6 +367,7 @@ PLAIN_PROSE: tuple[str, ...] = (
     "loadtest/gpu",
     "loadtest/slo",
     "loadtest/soak",
+    "server/headrace/scheduling",
 )
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",

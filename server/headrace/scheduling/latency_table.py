@@ -1,26 +1,27 @@
 """Measured compute times of a model version, by rows of a batch and by the number of busy instances.
 
-For each number of rows a window of the last times is kept; its median is for planning, its 95th percentile for promises. Order
+Each number of rows has a window of recent times; estimates use its median, promises its 95th percentile. These are order
 statistics, because a disturbance (garbage collection, another process, a page fault) makes single times many times longer:
 close to half of a window may be disturbed without moving its median out of the range of the others (P. J. Huber, E. M.
 Ronchetti, Robust Statistics, 2nd ed. 2009: the breakdown point). Smoothed means follow every outlier. Clockwork (A. Gujarati
-and others, OSDI 2020) plans by a window of recent times for each model and batch size, too.
+and others, OSDI 2020) also uses a window of recent times for each model and batch size.
 
 A window alone is slow after a lasting change: its median follows once half of it is new. A run rule, as in control charts
 (Western Electric, Statistical Quality Control Handbook, 1956), detects the change: eight times in a row beyond the same
 quartile happen by chance once in 4^8 = 65,536. Then the times before the run are dropped. If the run spans several numbers of
 rows, the machine has changed, and numbers of rows that are not run are scaled with those that are.
 
-Between numbers of rows the estimate is linear. Above the largest it grows in proportion, below the smallest it is constant:
-rather too long than too short. Where a larger batch seems faster than a smaller one, both are taken for equal, weighted by the
-number of their times (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
+Between measured numbers of rows the estimate is linear. Above the largest it grows in proportion, below the smallest it is
+constant: it overestimates rather than underestimates. If a larger batch measures faster than a smaller one, both get their mean,
+weighted by the number of times (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order
+Restrictions, 1972).
 
-A number of rows that is not run keeps its measured times, or follows the others: if it were believed to take too long, it might
+A number of rows that is not run keeps its measured times, or follows the others: with an estimate that is too long it might
 never be run again.
 
-Instances disturb each other where they share a processor or its memory. So there is a table for 1, for 2, for up to 4, 8, 16
-... busy instances at the start of a batch, its own included, which is the number known when a batch is planned. A new table
-begins as a copy of the next smaller one. Times are measured at load, and every batch corrects them.
+Instances that share a processor or its memory slow each other down. So there is a table for 1, for 2, for up to 4, 8, 16 ...
+busy instances at the start of a batch, including its own. That number is available when a batch is planned. A new table starts
+as a copy of the next smaller one. Times are measured at load, and every batch updates them.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ RUN = 8
 _PROMISED = 0.95
 _SORT = 4  # a window is sorted anew once one in so many of its times is new
 _REDRAW = 8  # the curve is drawn anew once one in so many windows has been sorted
-_LATELY = 32  # batches, by which the pace of a table is told
+_LATELY = 32  # batches from which the pace of a table is computed
 _FOLLOWED = 1.25  # what is not run follows a pace that has changed so much
 _REQUESTS = "requests"
-COPIED = "copied"  # from another table: measured by nobody
+COPIED = "copied"  # from another table: not measured
 
 MeasuredTimes = Mapping[int, Sequence[int]]
 """By rows, nanoseconds."""
 
 
 class LatencyEntry(NamedTuple):
-    """What is known of one number of rows with so many instances at work.
+    """Measurements of one number of rows, for one number of busy instances.
 
     Attributes:
-        rows: in the batch.
-        median_ns, p95_ns: of the window.
-        observations: batches of it that were run for callers.
-        instances: at work, at the most.
-        source: "load", "stored" (by an earlier process) or, once there are observations, "requests".
+        rows: rows of the batch.
+        median_ns: median of the window.
+        p95_ns: 95th percentile of the window.
+        observations: number of batches that were run for requests.
+        instances: largest number of busy instances of the table.
+        source: "load", "stored" (by an earlier process) or, with observations, "requests".
     """
 
     rows: int
@@ -67,7 +69,7 @@ class LatencyEntry(NamedTuple):
 
 
 class LatencyCurve(NamedTuple):
-    """What estimates are read from; never changed. All ascending, of one length."""
+    """Points between which estimates are interpolated; immutable. The three lists are ascending, of equal length."""
 
     rows: list[int]
     medians_ns: list[float]
@@ -75,7 +77,7 @@ class LatencyCurve(NamedTuple):
 
 
 class Window:
-    """The last times of one number of rows, and what follows from them as of the last `sort`."""
+    """The recent times of one number of rows, with statistics as of the last `sort`."""
 
     __slots__ = (
         "anchor_ns",
@@ -101,17 +103,17 @@ class Window:
         self.anchor_ns = max(self.median_ns, 1) / pace  # what they would have been at pace 1
 
     def keep(self, times_ns: Iterable[int]) -> None:
-        """Forget all but these."""
+        """Replace all times by these."""
         self.times_ns = deque(times_ns, WINDOW)
         self.run = 0  # how many of the last times were beyond the same quartile; below zero: beneath the lower one
         self.sort()
 
     def scale(self, ratio: float) -> None:
-        """All takes `ratio` times as long: a few are kept for the shape, since what comes will soon outweigh them."""
+        """Multiply the recent times by `ratio`, and keep only a few: new times soon outweigh them."""
         self.keep([max(round(time_ns * ratio), 1) for time_ns in self.last(RUN)])
 
     def sort(self) -> None:
-        """Bring what follows up to date."""
+        """Update the statistics."""
         ordered = sorted(self.times_ns)
         count = len(ordered)
         if not self.run:  # else they stay what they were before it, or it would change what it is held against
@@ -122,13 +124,13 @@ class Window:
         self.fresh = 0
 
     def turn(self) -> None:
-        """Forget what was before the run, and those of the run that belong there: it may have begun by chance."""
+        """Remove times from before the run, and those of the run that are closer to them: its start may be chance."""
         times_ns = self.last(RUN)
         now_ns = sorted(times_ns)[RUN // 2]
         self.keep([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
 
     def last(self, count: int) -> list[int]:
-        """The newest last."""
+        """Return the latest `count` times, the newest last."""
         return list(self.times_ns)[-count:]
 
 
@@ -166,14 +168,14 @@ class LatencyWindows:
         self._ratios: deque[float] = deque(maxlen=_LATELY)  # of the last times to the first of their size
 
     def copy(self, instances: int) -> LatencyWindows:
-        """One that knows the same for now."""
+        """Return a copy for another number of busy instances."""
         other = LatencyWindows(instances)
         other.windows = {rows: Window(window.last(RUN), COPIED) for rows, window in self.windows.items()}
         other.curve, other._seeded = None, True
         return other
 
     def seed(self, times_ns: MeasuredTimes, source: str) -> None:
-        """Times of before any caller's batch: what was copied is replaced, the rest of it scaled with that."""
+        """Add times measured before any request: they replace copied times, and scale the other copied ones."""
         ratios = []
         for rows, measured_ns in times_ns.items():
             window = self.windows.get(rows)
@@ -192,7 +194,7 @@ class LatencyWindows:
         self.curve = None
 
     def observe(self, rows: int, time_ns: int) -> None:
-        """A batch was run."""
+        """Record the compute time of a batch."""
         window = self.windows.get(rows)
         self._batches += 1
         if window is None:
@@ -233,7 +235,7 @@ class LatencyWindows:
         window.anchor_ns = max(window.median_ns, 1) / self._pace
 
     def known(self) -> list[LatencyEntry]:
-        """What was measured, by rows, ascending."""
+        """Return the measurements by rows, ascending."""
         for window in self.windows.values():
             if window.fresh:
                 window.sort()
@@ -251,7 +253,7 @@ class LatencyWindows:
         ]
 
     def times(self, max_times: int) -> dict[int, list[int]]:
-        """By rows the last `max_times` times that were measured; of what was never run for callers, as it was measured."""
+        """Return the latest `max_times` measured times by rows; without the pace for rows that no request used."""
         return {
             rows: window.last(max_times)
             if window.observations
@@ -261,7 +263,7 @@ class LatencyWindows:
         }
 
     def draw(self) -> LatencyCurve:
-        """The curve as of now."""
+        """Rebuild and return the curve."""
         windows = sorted(self.windows.items())
         weights = [len(window.times_ns) for _, window in windows]
         medians_ns = _rising([window.median_ns for _, window in windows], weights)
@@ -272,7 +274,7 @@ class LatencyWindows:
         return curve
 
     def _extend_run(self, window: Window, rows: int, time_ns: int) -> None:
-        """A time beyond a quartile: is it the last of a run?"""
+        """Record a time beyond a quartile, and react if it completes a run."""
         above = time_ns > window.high_ns
         if above != self._above:
             self._above, self._run = above, []
@@ -285,7 +287,7 @@ class LatencyWindows:
             self._restart_windows()
 
     def _restart_windows(self) -> None:
-        """Several numbers of rows take longer, or less long, than they did: so will the others."""
+        """Restart the windows of a run over several numbers of rows, and scale the others with them."""
         for rows in dict.fromkeys(self._run):
             window = self.windows[rows]
             window.keep(window.last(self._run.count(rows)))
@@ -295,11 +297,7 @@ class LatencyWindows:
         self._follow(RUN)
 
     def _follow(self, batches: int) -> None:
-        """Bring what was not run in the last batches to the pace of what was.
-
-        Args:
-            batches: how many batches.
-        """
+        """Scale windows without a time in the latest `batches` batches to the pace of the others."""
         if self._ratios:
             self._pace = sorted(self._ratios)[len(self._ratios) // 2]
         pace = self._pace
@@ -313,7 +311,7 @@ class LatencyWindows:
 
 
 def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
-    """The rising numbers nearest to `values` by weighted squares."""
+    """Return the non-decreasing numbers closest to `values` by weighted least squares."""
     pools: list[tuple[float, int, int]] = []  # mean, weight, how many
     for value, weight in zip(values, weights, strict=True):
         mean, total, count = float(value), weight, 1
@@ -326,12 +324,12 @@ def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
 
 
 def interpolate(known: list[int], values: list[float], rows: int) -> int:
-    """The value at `rows`.
+    """Interpolate a value at `rows`.
 
     Args:
-        known: numbers of rows, ascending.
-        values: at those.
-        rows: anywhere.
+        known: measured numbers of rows, ascending.
+        values: values at `known`.
+        rows: any number of rows.
     """
     place = bisect_left(known, rows)
     if place == len(known):
@@ -388,18 +386,18 @@ class LatencyTable:
         self._crowd = 1.0  # instances at work of late, smoothed
 
     def seed(self, measured_ns: MeasuredTimes, instances: int = 1, source: str = "load") -> None:
-        """Times that were measured before any caller's batch; numbers of rows of which something is known stay as they are.
+        """Add times that were measured before any request; numbers of rows with measurements are not changed.
 
         Args:
-            measured_ns: by rows one time or more.
-            instances: at work.
-            source: of the times, for `LatencyEntry`.
+            measured_ns: one time or more by rows, in nanoseconds.
+            instances: busy instances during the measurement.
+            source: source of the times, for `LatencyEntry`.
         """
         with self._lock:
             self._table(instances).seed(measured_ns, source)
 
     def observe(self, rows: int, time_ns: int, instances: int = 1) -> None:
-        """A batch of `rows` was computed in `time_ns`, begun with so many instances at work, its own included."""
+        """Record that a batch of `rows` computed in `time_ns`, with `instances` busy at its start, including its own."""
         with self._lock:
             if instances > 1 or self._crowd > 1.0:
                 self._crowd += (instances - self._crowd) / _CROWD_SMOOTHING
@@ -416,21 +414,22 @@ class LatencyTable:
                 self._table(instances).observe(rows, time_ns)
 
     def estimate_ns(self, rows: int, instances: int = 0) -> int:
-        """How long a batch of `rows` computes as a rule: to plan with; 0 if nothing is known.
+        """Return the usual compute time of a batch in nanoseconds; 0 while unmeasured.
 
         Args:
-            rows: in the batch.
-            instances: at work, its own included; 0: as many as of late.
+            rows: rows of the batch.
+            instances: busy instances, including its own; 0 for the recent mean.
         """
         table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
         curve = table.curve or self._draw(table)
         return interpolate(curve.rows, curve.medians_ns, rows)
 
     def promise_ns(self, rows: int, instances: int = 0) -> int:
-        """What 95 of 100 batches keep to: to promise with; 0 if nothing is known. Never less than the estimate.
+        """Return the 95th percentile of the compute time in nanoseconds, at least the estimate; 0 while unmeasured.
 
         Args:
-            rows, instances: as of `estimate_ns`.
+            rows: rows of the batch.
+            instances: busy instances, including its own; 0 for the recent mean.
         """
         table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
         curve = table.curve or self._draw(table)
@@ -453,12 +452,12 @@ class LatencyTable:
             return tail
 
     def known(self) -> list[LatencyEntry]:
-        """What was measured, by instances and rows, ascending; without what `estimate_ns` does to it."""
+        """Return the measurements by instances and rows, ascending, without interpolation."""
         with self._lock:
             return [known for table in dict.fromkeys(self._tables) for known in table.known()]
 
     def table(self) -> list[dict[str, object]]:
-        """`known` in JSON."""
+        """Return `known` as JSON objects."""
         return [
             {
                 "instances": known.instances,
@@ -472,18 +471,18 @@ class LatencyTable:
         ]
 
     def times(self, max_times: int = WINDOW) -> dict[int, dict[int, list[int]]]:
-        """By instances and rows the last `max_times` times that were measured, nanoseconds: to be kept and seeded again."""
+        """Return the latest `max_times` measured times in nanoseconds by instances and rows, for storage and `seed`."""
         with self._lock:
             return {table.instances: table.times(max_times) for table in dict.fromkeys(self._tables)}
 
     def summary(self) -> list[tuple[int, int, int]]:
-        """Rows, estimate and promise in nanoseconds: of 1, 2, 4 ... and the largest number of rows known."""
+        """Return (rows, estimate, promise) in nanoseconds for 1, 2, 4 ... and the largest measured number of rows."""
         max_times = max((known.rows for known in self.known()), default=0)
         sizes = sorted({max_times, *(1 << power for power in range(max_times.bit_length()))} - {0})
         return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
 
     def _table(self, instances: int) -> LatencyWindows:
-        """To be written: the table of so many, made if there is none; while nothing is known the first one is everybody's."""
+        """Return the table to write for a number of busy instances; creates it once the first table has measurements."""
         place = _table_index(instances)
         tables = self._tables
         match = tables[place]
@@ -500,5 +499,5 @@ class LatencyTable:
 
 
 def _table_index(instances: int) -> int:
-    """0 of 1 instance, 1 of 2, 2 of up to 4, 3 of up to 8 ..."""
+    """Return the index of a table: 0 for 1 busy instance, 1 for 2, 2 for up to 4, 3 for up to 8 ..."""
     return min((instances - 1).bit_length(), _TABLES - 1) if instances > 1 else 0
