@@ -30,8 +30,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from headrace.config.files import locked_folder
-
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
 
@@ -345,6 +343,9 @@ def _rename_old_stamp(folder: Path) -> None:
     """Rename a stamp with the former name, or remove it if there is a new one."""
     if _old_stamp(folder) is None:
         return
+    # Imported here: it imports NumPy, and old stamps are rare.
+    from headrace.config.files import locked_folder
+
     # After a failed rename the former name is still read.
     with suppress(OSError), locked_folder(folder):
         if _old_stamp(folder) is None:  # a builder of engines has written its own stamp meanwhile and kept this one
