@@ -193,6 +193,7 @@ class _Request(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Request)
 # Characters of a parser's message in an error: the message may repeat the client's JSON.
 _MAX_MESSAGE_CHARS = 200
+_MAX_HEADERS = 256  # JSON headers of responses that are kept for a model version
 
 
 class ModelCodec:
@@ -218,6 +219,7 @@ class ModelCodec:
         self._regions = regions
         self._factory = TemplateFactory(spec, max_shared_bytes)
         self._templates = TemplateCache()
+        self._headers: dict[tuple[object, ...], bytes] = {}
         self._raw_templates = TemplateCache()
         self._client_limits = client_limits or ClientLimits()
 
@@ -299,6 +301,9 @@ class ModelCodec:
         Raises:
             BadRequest: an output cannot be encoded in the requested form, or is larger than its shared memory.
         """
+        all_binary = self._factory.all_binary
+        if all_binary and template.outputs is all_binary and not (parameters or request_id or template.request_id):
+            return self._encode_binary(response)
         outputs: list[dict[str, object]] = []
         body: Body = [b""]
         binary = False
@@ -330,6 +335,37 @@ class ModelCodec:
             header = {"id": request_id or template.request_id, **header}
         body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
         return (len(body[0]) if binary else None), body
+
+    def _encode_binary(self, response: InferResponse) -> tuple[int, Body]:
+        """Encode all outputs in binary. The JSON header repeats with their shapes and sizes, so it is kept by those."""
+        body: Body = [b""]
+        sizes: list[object] = []
+        outputs = response.outputs
+        for spec in self.spec.outputs.values():
+            array = outputs[spec.name]
+            data = tensor_codec.to_binary(array, spec.datatype)
+            body.append(data)
+            sizes += (array.shape, len(data))
+        key = tuple(sizes)
+        header = self._headers.get(key)
+        if header is None:
+            descriptions = [
+                {
+                    "name": spec.name,
+                    "datatype": spec.datatype.name,
+                    "shape": outputs[spec.name].shape,
+                    "parameters": {"binary_data_size": len(data)},
+                }
+                for spec, data in zip(self.spec.outputs.values(), body[1:], strict=True)
+            ]
+            header = orjson.dumps(
+                {"model_name": self.spec.name, "model_version": self.spec.version, "outputs": descriptions}
+            )
+            if len(self._headers) >= _MAX_HEADERS:
+                self._headers.clear()
+            self._headers[key] = header
+        body[0] = header
+        return len(header), body
 
     def _raw_template(self, body: bytes | BodyBytes) -> tuple[RequestTemplate, int]:
         """Return the template of a raw binary request, and the position in the body at which raw inputs begin.

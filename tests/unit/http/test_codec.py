@@ -349,3 +349,14 @@ def test_a_cut_of_header_is_not_read_as_another() -> None:
     content, _ = body(request())
     with pytest.raises(BadRequest, match="not valid JSON"):
         codec().decode(content, len(content) - 1, 0)
+
+
+def test_a_header_that_is_kept_is_that_of_a_response_with_an_id() -> None:
+    kept = codec()
+    header = {"inputs": [BINARY_A, BINARY_B], "parameters": {"binary_data_output": True}}
+    _, template = decode(header, A_WIRE, B_WIRE, of=kept)
+    for _ in range(2):
+        size, parts = kept.encode(answer(), template)
+        named_size, named = kept.encode(answer(), template, "r")
+        assert b"".join(named).replace(b'"id":"r",', b"", 1) == b"".join(parts)
+        assert size == len(parts[0]) == named_size - len(b'"id":"r",')
