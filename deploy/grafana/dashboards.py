@@ -158,6 +158,10 @@ MODEL = Dashboard(
                 Panel("What a batch takes", [
                     Query(f'max by (rows) (headrace_profile_microseconds{{{M},quantile="0.5"}})', "{{rows}} rows")], "µs",
                     "The profile that the scheduler plans with: measured at load, corrected by every batch."),
+                Panel("Runs on the event loop", [
+                    Query(f"sum(rate(headrace_inline_runs_total{{{M}}}{RATE}))", "lone requests"),
+                    Query(f"sum(increase(headrace_inline_disabled_total{{{M}}}{RATE}))", "too slow: off for 60 s")], "ops",
+                    "Lone requests of a fast CPU model run without a thread switch."),
             ],
         ),
         Row(

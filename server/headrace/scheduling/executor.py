@@ -376,6 +376,7 @@ class InlineGate:
         self._clock = clock
         self._supported = False
         self._iteration_open = False  # a request has run in this iteration of the loop
+        self._stalls = 0  # `latency_table.stalls` of which a pause is over or runs
         self._quiet_ns = self._enabled_ns = -FAR_NS
 
     def support(self, execution: Execution) -> None:
@@ -396,6 +397,9 @@ class InlineGate:
         if leases > 1:
             self._quiet_ns = now_ns + INLINE_QUIET_NS
             return False
+        stalls = self._latency_table.stalls
+        if stalls != self._stalls:  # a run on an instance was that slow: the time may depend on the values in the request
+            self._stalls, self._enabled_ns = stalls, now_ns + INLINE_PAUSE_NS
         bodies = self._bodies
         entry.inline = (
             self._supported
@@ -421,6 +425,7 @@ class InlineGate:
         self._mailbox.deliver()
         disables = run_ns > INLINE_MAX_RUN_NS
         self._recorder.record_inline_run(disables)
+        self._stalls = self._latency_table.stalls
         if disables:
             self._enabled_ns = begun_ns + run_ns + INLINE_PAUSE_NS
             logger.info(

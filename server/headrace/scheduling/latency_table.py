@@ -373,10 +373,12 @@ class LatencyTable:
 
     Attributes:
         buckets: rows to which the backend pads batches, ascending; empty if it does not, or if it does not say.
+        stalls: number of times beyond ten times the bound, of one row and of the rows that `is_fast` was called with.
     """
 
     def __init__(self, tail_bound_ns: int = 0) -> None:
         self._tail_bound_ns = tail_bound_ns
+        self.stalls = 0
         self._tails: dict[int, TailWindow] = {}  # by rows, of those that `is_fast` was called with
         self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
@@ -403,13 +405,17 @@ class LatencyTable:
                 self._crowd += (instances - self._crowd) / _CROWD_SMOOTHING
             if instances == 1:
                 self._first.observe(rows, time_ns)
-                tail = self._tails.get(rows)
+                tail, bound_ns = self._tails.get(rows), self._tail_bound_ns
+                if tail is None and rows == 1 and time_ns > 10 * bound_ns > 0:
+                    tail = self._tails[1] = TailWindow(bound_ns, ())  # the shorter windows would forget it sooner
                 if tail is not None:
-                    times_ns, bound_ns = tail.times_ns, self._tail_bound_ns
+                    times_ns = tail.times_ns
                     if len(times_ns) == TAIL:
                         tail.slow -= times_ns[0] > bound_ns
                     times_ns.append(time_ns)
-                    tail.slow += time_ns > bound_ns
+                    if time_ns > bound_ns:
+                        tail.slow += 1
+                        self.stalls += time_ns > 10 * bound_ns
             else:
                 self._table(instances).observe(rows, time_ns)
 

@@ -391,6 +391,27 @@ def test_a_model_that_turns_slow_goes_back_to_its_thread() -> None:
     play(scenario)
 
 
+def test_a_slow_run_on_an_instance_disables_them_for_a_minute() -> None:
+    """As of a model whose loops depend on the values of the request."""
+
+    async def scenario(stage: Stage) -> None:
+        for value in range(100):
+            assert await stage.alone(value)
+        stage.model.run_ns = 5 * NS_PER_MS
+        stage.handle._inline_gate._quiet_ns = stage.clock.now_ns + INLINE_PAUSE_NS
+        assert not await stage.alone(2), "on its instance"
+        stage.handle._inline_gate._quiet_ns = 0
+        stage.model.run_ns = 20 * NS_PER_US
+        assert not await stage.alone(3)
+        enabled_ns = stage.handle._inline_gate._enabled_ns
+        assert enabled_ns > stage.clock.now_ns + INLINE_PAUSE_NS - NS_PER_S
+        stage.clock.now_ns = enabled_ns
+        assert await stage.alone(4)
+        assert stage.recorder.totals().inline_disabled == 0
+
+    play(scenario)
+
+
 def test_a_model_that_stays_slow_is_tried_no_more() -> None:
     async def scenario(stage: Stage) -> None:
         for value in range(100):
