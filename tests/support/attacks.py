@@ -199,6 +199,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
+        self._read_ahead = b""  # of the next answer: two may arrive together
 
     def __enter__(self) -> Wire:
         return self
@@ -217,7 +218,7 @@ class Wire:
 
     def answer(self) -> tuple[int, str]:
         """Status and error text of an answer; (0, "") if the server closes instead."""
-        data = b""
+        data = self._read_ahead
         try:
             while b"\r\n\r\n" not in data or len(data) < _size(data):
                 more = self.socket.recv(65536)
@@ -228,6 +229,7 @@ class Wire:
             pass
         if not data:
             return 0, ""
+        data, self._read_ahead = data[: _size(data)], data[_size(data) :]
         head, _, body = data.partition(b"\r\n\r\n")
         return int(head.split()[1]), _error(body)
 
