@@ -398,7 +398,8 @@ class InlineGate:
             self._quiet_ns = now_ns + INLINE_QUIET_NS
             return False
         stalls = self._latency_table.stalls
-        if stalls != self._stalls:  # a run on an instance was that slow: the time may depend on the values in the request
+        if stalls != self._stalls:
+            # A run on an instance was that slow: the time may depend on the values in the request.
             self._stalls, self._enabled_ns = stalls, now_ns + INLINE_PAUSE_NS
         bodies = self._bodies
         entry.inline = (
