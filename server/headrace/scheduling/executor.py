@@ -473,9 +473,8 @@ class SerialRunner:
         self._batch_results = batch_results
         self._clock = clock
         self._inline_gate = inline_gate
-        self._inline_error: BaseException | None = (
-            None  # of a run on another thread; the instance's thread ends with it
-        )
+        # Error of a run on another thread; the instance's thread ends with it.
+        self._inline_error: BaseException | None = None
         self._on_loop = False  # a run blocks the event loop and its timers
         self._running: list[Entry] = []
         self._taken_ns = 0

@@ -13,7 +13,7 @@ from tests.support.onnx_models import write_model
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
 
 
-def told(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+def simulated(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     assert main([*QUICK, "--json", *options]) == 0
     document = json.loads(capsys.readouterr().out)
     assert isinstance(document, dict)
@@ -21,7 +21,7 @@ def told(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
 
 
 def test_json_is_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    first, again, other = (told(capsys, "--variation", "0.3", "--seed", seed) for seed in ("1", "1", "2"))
+    first, again, other = (simulated(capsys, "--variation", "0.3", "--seed", seed) for seed in ("1", "1", "2"))
     assert first == again
     assert first != other
     (setting,) = first["settings"]
@@ -31,7 +31,7 @@ def test_json_is_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) 
 
 def test_settings_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--scheduler", "fixed", "--delay-us", "5000", "--slo-ms", "3")
-    document = told(capsys, *fixed, "--compare", "delay-us=0", "--compare", "slo-ms=9")
+    document = simulated(capsys, *fixed, "--compare", "delay-us=0", "--compare", "slo-ms=9")
     given, prompt, lax = document["settings"]
     assert [each["setting"] for each in document["settings"]] == ["as given", "delay-us=0", "slo-ms=9"]
     assert given["all"]["requests"] == prompt["all"]["requests"] == lax["all"]["requests"]
@@ -45,7 +45,7 @@ def test_policy_and_objective_are_the_configurations(tmp_path: Path, capsys: pyt
     config = "max_batch_size: 4\ndynamic_batching: {max_queue_delay_microseconds: 20000}\nslo: {p99_ms: 30}\n"
     write_model(tmp_path / "calm", config=config)
     write_model(tmp_path / "plain")
-    document = told(capsys, str(tmp_path / "calm"), str(tmp_path / "plain"), "--profile", "plain=100,1000+10n")
+    document = simulated(capsys, str(tmp_path / "calm"), str(tmp_path / "plain"), "--profile", "plain=100,1000+10n")
     calm, plain = document["settings"][0]["models"]
     assert (calm["name"], calm["slo_ms"], plain["name"], plain["slo_ms"]) == ("calm", 30, "plain", None)
     assert calm["mean_batch"] > 3
@@ -55,7 +55,7 @@ def test_policy_and_objective_are_the_configurations(tmp_path: Path, capsys: pyt
 
 def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.csv").write_text("seconds,model\n0,model1\n0.0001,model1\n1,model0\n")
-    document = told(capsys, "--arrivals", str(tmp_path / "t.csv"), "--models", "2")
+    document = simulated(capsys, "--arrivals", str(tmp_path / "t.csv"), "--models", "2")
     nought, one = document["settings"][0]["models"]
     assert (nought["requests"], one["requests"]) == (1, 2)
     assert one["latency_us"]["mean"] == pytest.approx((470 + 470 + 370) / 2)
@@ -63,20 +63,20 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_promise_refuses_what_fixed_sizes_answer_too_late(capsys: pytest.CaptureFixture[str]) -> None:
     overloaded = ("--rate", "9000", "--profile", "1000+100n", "--slo-ms", "20")
-    promise, fixed = told(capsys, *overloaded, "--compare", "scheduler=fixed")["settings"]
+    promise, fixed = simulated(capsys, *overloaded, "--compare", "scheduler=fixed")["settings"]
     assert promise["all"]["goodput"] > 0.9 * fixed["all"]["throughput"]
     assert fixed["all"]["goodput"] < 0.2 * fixed["all"]["throughput"]
     assert set(promise["all"]["errors"]) == {"would_miss"}
 
 
 def test_promises_are_made_by_model(capsys: pytest.CaptureFixture[str]) -> None:
-    (setting,) = told(capsys, "--models", "3", "--slo-ms", "model1=5,8")["settings"]
+    (setting,) = simulated(capsys, "--models", "3", "--slo-ms", "model1=5,8")["settings"]
     assert [each["slo_ms"] for each in setting["models"]] == [8, 5, 8]
 
 
 def test_clients_are_told_apart_and_have_quotas(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--clients", "calm:1,loud:9", "--quota", "loud=100:10")
-    (setting,) = told(capsys, *asked)["settings"]
+    (setting,) = simulated(capsys, *asked)["settings"]
     calm, loud = setting["clients"]
     assert (calm["name"], loud["name"]) == ("calm", "loud")
     assert calm["requests"] == calm["answered"]
@@ -86,7 +86,7 @@ def test_clients_are_told_apart_and_have_quotas(capsys: pytest.CaptureFixture[st
 
 def test_levels_are_those_of_recorded_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.csv").write_text("seconds,priority\n0,2\n0.0001,2\n0.0002,1\n")
-    document = told(capsys, "--arrivals", str(tmp_path / "t.csv"), "--levels", "2", "--max-batch-size", "1")
+    document = simulated(capsys, "--arrivals", str(tmp_path / "t.csv"), "--levels", "2", "--max-batch-size", "1")
     assert document["settings"][0]["all"]["latency_us"]["p50"] == pytest.approx(2 * 470 - 200), (
         "the urgent one is second"
     )
@@ -125,9 +125,9 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_cannot_be_simulated_is_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, *options]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert message in told
-    assert "Traceback" not in told
+    stderr = " ".join(capsys.readouterr().err.split())
+    assert message in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_plot_shows_every_setting_and_the_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, "--slo-ms", "3", "--compare", "scheduler=fixed", "--plot", str(tmp_path / "p.svg"))
+    simulated(capsys, "--slo-ms", "3", "--compare", "scheduler=fixed", "--plot", str(tmp_path / "p.svg"))
     root = ElementTree.fromstring((tmp_path / "p.svg").read_text())
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"as given", "scheduler=fixed", "offered", "answered within", "answered in time"} <= set(texts)

@@ -26,7 +26,7 @@ def changed(**fields: Any) -> pb.ModelInferRequest:
     return message
 
 
-def told(**parameters: pb.InferParameter) -> pb.ModelInferRequest:
+def request_with(**parameters: pb.InferParameter) -> pb.ModelInferRequest:
     """The client's request with parameters that the client itself would not send so."""
     message = request()
     for name, parameter in parameters.items():
@@ -191,15 +191,15 @@ REFUSED: list[tuple[pb.ModelInferRequest, str]] = [
     (request(outputs=[triton.InferRequestedOutput("U")]), r"model 'm' has no output 'U'; its outputs are \['S', 'T'\]"),
     (request(outputs=[triton.InferRequestedOutput("S")] * 2), "output 'S' is requested twice: name it once"),
     (request(outputs=[triton.InferRequestedOutput("S", class_count=-1)]), "classification must be at least 1"),
-    (told(priority=pb.InferParameter(string_param="high")), "'priority' must be a whole number, not str"),
-    (told(timeout=pb.InferParameter(double_param=1.5)), "'timeout' must be a whole number, not float"),
-    (told(timeout=pb.InferParameter(bool_param=False)), "'timeout' must be a whole number, not bool"),
+    (request_with(priority=pb.InferParameter(string_param="high")), "'priority' must be a whole number, not str"),
+    (request_with(timeout=pb.InferParameter(double_param=1.5)), "'timeout' must be a whole number, not float"),
+    (request_with(timeout=pb.InferParameter(bool_param=False)), "'timeout' must be a whole number, not bool"),
     (request(parameters={"headrace.x": 1}), "'headrace.x' is reserved"),
-    (told(triton_x=pb.InferParameter(bool_param=True)), "'triton_x' is reserved"),
-    (told(p=pb.InferParameter()), "parameter 'p' has no value"),
+    (request_with(triton_x=pb.InferParameter(bool_param=True)), "'triton_x' is reserved"),
+    (request_with(p=pb.InferParameter()), "parameter 'p' has no value"),
     (request(parameters={str(n): n for n in range(2_000)}), "2000 parameters came, at most 1024 are allowed"),
     (
-        told(shared_memory_region=pb.InferParameter(string_param="r")),
+        request_with(shared_memory_region=pb.InferParameter(string_param="r")),
         "belongs to an input or an output, not to the request",
     ),
     (typed("B", "fp32_contents", []), r"0 elements came in fp32_contents for shape \[2, 1\], expected 2"),

@@ -46,7 +46,7 @@ def sample(what: str, value: float, number: int = 0, unit: str = "images/s", **d
     return "sample", {"what": what, "unit": unit, "value": value, "round": number, "detail": detail}
 
 
-def told(compare: Compare) -> tuple[str, Any]:
+def verdict(compare: Compare) -> tuple[str, Any]:
     """As it comes out of the pipe."""
     read, write = os.pipe()
     Reporter(write).compare(compare)
@@ -58,7 +58,7 @@ def told(compare: Compare) -> tuple[str, Any]:
 
 def test_ratios_are_taken_within_a_round() -> None:
     part = findings(
-        told(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))),
+        verdict(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))),
         sample("raw", 100.0, 0),
         sample("ours", 90.0, 0),
         sample("raw", 50.0, 1),
@@ -74,8 +74,8 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 def test_differences_and_a_comparison_that_takes_anothers_place() -> None:
     part = findings(
-        told(Compare("best", "a", "raw", "p50 us", "difference")),
-        told(Compare("best", "b", "raw", "p50 us", "difference")),
+        verdict(Compare("best", "a", "raw", "p50 us", "difference")),
+        verdict(Compare("best", "b", "raw", "p50 us", "difference")),
         *(sample(what, value, unit="p50 us") for what, value in (("a", 5.0), ("b", 12.0), ("raw", 4.0))),
     )
     (comparison,) = part.result().comparisons

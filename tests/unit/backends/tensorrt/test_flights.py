@@ -49,7 +49,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, compiled: Path) -> 
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 
 
-def told(one_graph_rows: str = "auto", most: int = 8, **parameters: str) -> dict[str, str]:
+def parameters_of(one_graph_rows: str = "auto", most: int = 8, **parameters: str) -> dict[str, str]:
     return {MAX_BATCH_SIZE: str(most), "one_graph_rows": one_graph_rows, **parameters}
 
 
@@ -78,7 +78,7 @@ def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.
 @pytest.mark.parametrize("parameters", [{}, {"cuda_graphs": "0"}])
 @pytest.mark.parametrize("one_graph_rows", ["0", "2", "8"])
 def test_rows_are_read_where_they_lie(tmp_path: Path, one_graph_rows: str, parameters: dict[str, str]) -> None:
-    with opened(build(tmp_path), told(one_graph_rows, **parameters)) as execution:
+    with opened(build(tmp_path), parameters_of(one_graph_rows, **parameters)) as execution:
         under_way: list[tuple[Any, Any, list[HostOwner]]] = []
         for number in range(40):
             x = rows(1 + number % 8, number)
@@ -102,7 +102,7 @@ def test_the_memory_is_kept_until_the_flight_has_landed(tmp_path: Path) -> None:
         execution.launch(flight)
         return flight, owner
 
-    with opened(build(tmp_path), told()) as execution:
+    with opened(build(tmp_path), parameters_of()) as execution:
         flight, owner = launched(execution)
         execution.finish(flight)
         del flight
@@ -124,7 +124,7 @@ def sums(element: int = onnx.TensorProto.FLOAT) -> onnx.ModelProto:
 @pytest.mark.parametrize("one_graph_rows", ["0", "8"])
 def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> None:
     order = TargetSpec("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 5), (8, 5), (8, 5)))),))
-    with opened(build(tmp_path, sums(), order), told(one_graph_rows)) as execution:
+    with opened(build(tmp_path, sums(), order), parameters_of(one_graph_rows)) as execution:
         for count in (1, 3, 8):
             a, b = np.random.default_rng(count).random((2, count, 5), np.float32)
             flight = execution.begin({"a": a, "b": b}, count)
@@ -136,7 +136,7 @@ def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> N
 
 @pytest.mark.usefixtures("trt")
 def test_without_the_kernel_flights_take_no_resident_rows(tmp_path: Path) -> None:
-    with closing(TensorRtBackend().load(build(tmp_path), 1, told())) as model:
+    with closing(TensorRtBackend().load(build(tmp_path), 1, parameters_of())) as model:
         assert model.resident_devices == frozenset()
         with closing(model.execution(0)) as execution:
             flight = execution.begin({"x": rows(1)}, 1)
@@ -157,7 +157,7 @@ def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch:
     for name in ("memcpy_htod_async", "memcpy_dtoh_async"):
         real = getattr(pycuda.driver, name)
         monkeypatch.setattr(pycuda.driver, name, lambda *a, real=real: calls.append("copy") or real(*a))
-    with opened(build(tmp_path), told("4")) as execution:
+    with opened(build(tmp_path), parameters_of("4")) as execution:
         calls.clear()
         execution.run({"x": rows(3)})
         assert calls == ["graph"]
@@ -171,7 +171,7 @@ def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch:
     ("wait", "spins"), [("auto", [True, False]), ("spin", [True, True]), ("sleep", [False, False])]
 )
 def test_who_waits_spins_or_sleeps(tmp_path: Path, wait: str, spins: list[bool]) -> None:
-    with opened(build(tmp_path), told("2", wait=wait)) as execution:
+    with opened(build(tmp_path), parameters_of("2", wait=wait)) as execution:
         found = []
         for count in (2, 8):
             x = rows(count)
@@ -192,7 +192,7 @@ def test_buckets_that_pay_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytes
     cuda.row_us = 0.1  # 8 rows take hardly longer than one
     with (
         caplog.at_level(logging.DEBUG, "headrace"),
-        closing(TensorRtBackend().load(build(tmp_path), 1, told())) as model,
+        closing(TensorRtBackend().load(build(tmp_path), 1, parameters_of())) as model,
     ):
         assert model.profile == {}
         with closing(model.execution(0)) as execution:
@@ -207,7 +207,7 @@ def test_buckets_that_pay_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytes
 @pytest.mark.usefixtures("trt")
 def test_batches_that_are_faster_as_they_are(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
     cuda.row_us, cuda.enqueue_us = 1000.0, 0.0  # padding is dear, a launch costs nothing
-    with opened(build(tmp_path), told()) as execution:
+    with opened(build(tmp_path), parameters_of()) as execution:
         assert execution._resources.tuning_result.exact == {3, 5, 6, 7}
         contexts, live, graphs = trt.state.contexts, set(cuda.live), set(cuda.graphs)
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 5, 3):
@@ -229,7 +229,7 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
         return len(asked) < 3
 
     monkeypatch.setattr(tensorrt_tuning, "costs_little_more", fair)
-    with opened(build(tmp_path), told(), instances=2) as executions:
+    with opened(build(tmp_path), parameters_of(), instances=2) as executions:
         for execution in executions:
             assert execution._resources.tuning_result.one_graph == {1, 2}
             for count in range(1, 9):
@@ -273,7 +273,7 @@ def test_few_pictures_are_prepared_where_they_lie(
     monkeypatch.setattr(launching.PictureScaler, "launch_each", launch_each)
     order = TargetSpec("fp32", (ShapeRange({"x": ((1, 3, 5, 7), (8, 3, 5, 7), (8, 3, 5, 7))}),))
     stages = [PictureStage("x", PICTURES, FLOAT), ClassStage("y", FLOAT, (105,), 105, False, 3, "best", "numbers")]
-    with closing(TensorRtBackend().load(build(tmp_path, flat(), order), 1, told(one_graph_rows))) as model:
+    with closing(TensorRtBackend().load(build(tmp_path, flat(), order), 1, parameters_of(one_graph_rows))) as model:
         assert model.attach_stages(stages) == ""
         with closing(model.execution(0)) as execution:
             few = [] if refused or one_graph_rows == "0" else [1, 2, 4]
@@ -306,7 +306,7 @@ def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         PreparedContext, "launch_batch_graph", lambda lane, gathered: flown.append(lane.rows) or fly(lane, gathered)
     )
-    with opened(build(tmp_path), told()) as execution:
+    with opened(build(tmp_path), parameters_of()) as execution:
         assert (
             execution._resources.tuning_result.one_graph,
             execution._resources.tuning_result.one_graph_when_idle,
@@ -348,7 +348,10 @@ def test_a_flight_that_cannot_be_captured_leaves_the_engine_s_graphs(
         raise DeviceError("copies cannot be captured")
 
     monkeypatch.setattr(PreparedContext, "_record_batch", refuse)
-    with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), told(one_graph_rows)) as execution:
+    with (
+        caplog.at_level(logging.WARNING, "headrace"),
+        opened(build(tmp_path), parameters_of(one_graph_rows)) as execution,
+    ):
         assert len(cuda.graphs) == 4 * execution.depth
         np.testing.assert_array_equal(execution.run({"x": rows(3)})["y"], right(rows(3)))
     assert not caplog.records
@@ -368,6 +371,6 @@ def test_a_capture_that_was_spoilt_is_tried_again(
         real(lane, stream)
 
     monkeypatch.setattr(PreparedContext, "capture", capture)
-    with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), told("0")) as execution:
+    with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), parameters_of("0")) as execution:
         assert execution._resources.graphs
     assert not caplog.records
