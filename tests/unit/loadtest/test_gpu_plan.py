@@ -25,7 +25,7 @@ from loadtest.gpu.output import Output
 from loadtest.gpu.run import Run, steps_of
 from loadtest.gpu.tables import to_markdown
 from loadtest.servers import ROOT
-from tests.unit.loadtest.test_gpu_bench import VirtualTime, findings, sample, told
+from tests.unit.loadtest.test_gpu_bench import VirtualTime, findings, sample, verdict
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def clock() -> VirtualTime:
 
 def test_the_report_has_a_table_a_part_and_the_targets() -> None:
     part = findings(
-        told(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))),
+        verdict(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))),
         *(
             sample(what, value, number)
             for number in (0, 1)
@@ -72,7 +72,7 @@ def test_a_run_adds_to_what_others_have_left(tmp_path: Path) -> None:
         output = Output(tmp_path, f"command {number}", add=add)
         part = PartFindings(name, "title", notes=[f"note {number}"])
         output.begin(part)
-        part.take(*told(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))))
+        part.take(*verdict(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))))
         for what in ("ours", "raw"):
             part.take(*sample(what, 7.0))
         output.part_ended(part)
