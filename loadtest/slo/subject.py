@@ -186,8 +186,8 @@ Way = Callable[[Trace, Setting], Done]
 def by_the_clock(trace: Trace, setting: Setting) -> Done:
     """Threads, locks, a device that sleeps.
 
-    A replay in which other load on the machine delayed the requests is repeated, twice at
-    most; the one with the smallest delay counts.
+    A replay in which other load on the machine delayed the requests is repeated, twice at most; the one with the
+    smallest delay counts.
     """
     best: Done | None = None
     for _ in range(_TRIES):

@@ -261,10 +261,8 @@ class Model:
 
         Args:
             inputs: arrays by input name, with the batch dimension in front if the model batches. An array must have the
-                input's dtype;
-                lists and scalars are converted. BF16 is `ml_dtypes.bfloat16` or its bit pattern in uint16, BYTES an object
-                array of
-                bytes or str.
+                input's dtype; lists and scalars are converted. BF16 is `ml_dtypes.bfloat16` or its bit pattern in
+                uint16, BYTES an object array of bytes or str.
             outputs: names of the outputs to return; empty for all.
             deadline_s: time in seconds after which the response is of no use; 0 for none.
             priority: priority level, 1 is the highest; 0 for the model's default.

@@ -1,8 +1,7 @@
 """Settings of the server from the command line and the environment. The only reader of the environment.
 
-The tables `TRITON_...` have the command-line flags of tritonserver: those that `headrace serve` accepts, and an explanation
-of each of
-the others. `docs/from-triton.md` has the same explanations, which a test compares.
+The tables `TRITON_...` have the command-line flags of tritonserver: those that `headrace serve` accepts, and an
+explanation of each of the others. `docs/from-triton.md` has the same explanations, which a test compares.
 """
 
 from __future__ import annotations
@@ -192,8 +191,7 @@ class Settings:
         grpc: serve gRPC.
         metrics_port: port of /metrics; None for the HTTP port.
         model_control: "none" loads all models at start, "explicit" only `load_model` and those that clients load, "poll"
-            watches the
-            folders.
+            watches the folders.
         poll_interval_s: time between two scans with model control "poll", in seconds.
         load_model: models to load at start; "*" is all.
         strict: refuse to start if a model cannot be served.

@@ -5,11 +5,9 @@ All readers return a `Document`, so that the later steps (screening, validation,
 YAML: nodes are composed, not constructed, so that every value has a line. Only values that JSON can express are accepted: no
 aliases (nothing grows beyond the file), no custom tags, no duplicate keys, no empty values.
 
-Protobuf text format of Triton's published `ModelConfig` message, and its JSON form, which accepts every field under both
-names
-(`max_batch_size` and `maxBatchSize`): protobuf's own parser checks syntax, fields and types. It has no lines and, for plain
-numbers,
-no difference between absent and zero; a second, lenient pass over the text adds both.
+Protobuf text format of Triton's published `ModelConfig` message, and its JSON form, which accepts every field under
+both names (`max_batch_size` and `maxBatchSize`): protobuf's own parser checks syntax, fields and types. It has no lines
+and, for plain numbers, no difference between absent and zero; a second, lenient pass over the text adds both.
 """
 
 from __future__ import annotations
@@ -535,9 +533,8 @@ _GROUP_DEFAULTS: dict[str, object] = {"secondary_devices": [], "profile": [], "p
 def to_triton_json(config: ModelConfig) -> dict[str, object]:
     """Return the configuration as plain JSON values.
 
-    Names and nesting are those of Triton's published message, which can parse the result. 64-bit numbers are numbers, as
-    Triton writes
-    them. Headrace's own fields are `parameters` named "headrace.".
+    Names and nesting are those of Triton's published message, which can parse the result. 64-bit numbers are numbers,
+    as Triton writes them. Headrace's own fields are `parameters` named "headrace.".
     """
     document: dict[str, object] = {
         "name": config.name,

@@ -2,10 +2,9 @@
 
 Locks are flock(2)'s: between processes and between threads, released with the descriptor.
 
-An edit changes the batch size and the number of instances; all other text stays as it is. The file is edited as text, at the
-positions that its parser reports: comments, order, quotes and blank lines survive. The new text is parsed again and compared
-with
-the expected data before anything is written.
+An edit changes the batch size and the number of instances; all other text stays as it is. The file is edited as text,
+at the positions that its parser reports: comments, order, quotes and blank lines survive. The new text is parsed again
+and compared with the expected data before anything is written.
 """
 
 from __future__ import annotations

@@ -160,8 +160,7 @@ class Machine:
         version: version of the library, as far as artefacts depend on it: "1.31" of ONNX Runtime, "10.6.0" of TensorRT.
         device: "cpu", or the GPU's name, e.g. "NVIDIA H200".
         capability: the CPU's best instructions for INT8 ("avx512_vnni", "avx_vnni", "avx2", "neon_dot", ...), or the GPU's
-            compute
-            capability, e.g. "9.0".
+            compute capability, e.g. "9.0".
         driver: major version of NVIDIA's driver; 0 on a CPU.
     """
 
@@ -185,9 +184,8 @@ def cpu_capability() -> str:
     """Return this CPU's best instructions for INT8; of a mixed CPU, those of all its cores.
 
     Returns:
-        "amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "i8mm", "neon_dot" or "neon"; otherwise, or if the system
-        does not
-        list the CPU's features, the architecture ("x86_64").
+        "amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "i8mm", "neon_dot" or "neon"; otherwise, or if the
+        system does not list the CPU's features, the architecture ("x86_64").
     """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

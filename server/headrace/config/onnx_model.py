@@ -1,12 +1,10 @@
 """Reads inputs and outputs of an ONNX file and decides whether each row of a batch is computed from itself only.
 
-Nothing is run or checked. Requests may share a batch, and a large one may be split, only if rows are independent. A softmax
-over
-axis 0 or a dynamic quantisation gives each caller values that depend on other callers, and no shape shows it. The analysis
-runs the
-graph on shapes: the number of rows is a large prime, `row_rules` follows the axis that holds it, and whole numbers computed
-from
-shapes are folded. An operator that the analysis does not cover is not treated as independent.
+Nothing is run or checked. Requests may share a batch, and a large one may be split, only if rows are independent. A
+softmax over axis 0 or a dynamic quantisation gives each caller values that depend on other callers, and no shape shows
+it. The analysis runs the graph on shapes: the number of rows is a large prime, `row_rules` follows the axis that holds
+it, and whole numbers computed from shapes are folded. An operator that the analysis does not cover is not treated as
+independent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Rules for single ONNX operators: location of the rows of a batch in an output, given their location in the inputs.
 
-A tensor that depends on the rows has one axis that counts them. The axis may hold more than rows: a reshape of (rows, heads,
-d)
-to (rows * heads, d) keeps every row's elements together. `Rows` has the location of a row on the axis. An operator that
-computes
-across that axis raises `RowsMixed`; one that is not proven to keep rows apart raises `RowsUnproven`.
+A tensor that depends on the rows has one axis that counts them. The axis may hold more than rows: a reshape of (rows,
+heads, d) to (rows * heads, d) keeps every row's elements together. `Rows` has the location of a row on the axis. An
+operator that computes across that axis raises `RowsMixed`; one that is not proven to keep rows apart raises
+`RowsUnproven`.
 """
 
 from __future__ import annotations

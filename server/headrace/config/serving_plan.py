@@ -1,8 +1,7 @@
 """Chooses the file and the runtime of a version on this machine, with the reason if the GPU does not run it.
 
-docs/gpu.md has the rule as a table. Nothing here loads a model: `GpuRuntime` reports whether TensorRT can run, and is only
-probed if
-a version could use it. The server, `headrace build` and `headrace validate` call the same function.
+docs/gpu.md has the rule as a table. Nothing here loads a model: `GpuRuntime` reports whether TensorRT can run, and is
+only probed if a version could use it. The server, `headrace build` and `headrace validate` call the same function.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class GpuRuntime:
 
     Args:
         describe: returns the machine for TensorRT; raises `Unsupported` or `ConfigError` without a GPU or TensorRT. Starts
-            the CUDA
-            driver.
+            the CUDA driver.
         is_visible: returns True if a GPU exists, whether or not TensorRT can use it; starts nothing.
     """
 
@@ -91,8 +89,7 @@ class ServingPlan:
         artefact: engine that is loaded instead, or None.
         stamp: stamp of the artefact.
         remark: text shown beside READY: why a requested engine does not serve, or that it is below its accuracy bar; "" if
-            there is
-            none.
+            there is none.
         cure: what the user can do about the remark; "" if there is nothing.
         build: digest of the inputs of the engine to build; "" if none is built.
         target: runtime of the engine to build.
@@ -370,9 +367,8 @@ class _PlanChooser:
     def _plan_of_model_file(self, choice: ArtefactMatch) -> ServingPlan | None:
         """Plan for the TensorRT plan that the model consists of; None if there is none.
 
-        If it does not load, the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load: true`.
-        An automatic
-        build does not replace a plan that the user has provided.
+        If it does not load, the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load:
+        true`. An automatic build does not replace a plan that the user has provided.
         """
         if self._config.backend != "tensorrt" or not self._model_file.is_file() or self._model_file == self._source:
             return None

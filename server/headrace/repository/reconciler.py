@@ -152,8 +152,7 @@ class Reconciler:
         loader: creates handles.
         registry: publishes handles.
         on_loaded: called from the control thread after the initial load, with an error if it failed as a whole. Called again
-            with the
-            error that ends the control thread, if there is one.
+            with the error that ends the control thread, if there is one.
         control: policy for changes while the server runs.
         builder: command that builds engines, without the model's folder.
     """

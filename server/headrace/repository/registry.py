@@ -4,9 +4,9 @@ The event loop reads and the control thread writes. Shared data is replaced as a
 
 Ownership of `Registry`: `_serving` is replaced under `_lock` and read without it; `_records` is read and written under it.
 
-All figures of reports are totals since the version was loaded. The reader computes rates, percentiles of the last minute and
-curves
-from the difference of two responses: the server keeps no history, and requests pay nothing for being observed.
+All figures of reports are totals since the version was loaded. The reader computes rates, percentiles of the last
+minute and curves from the difference of two responses: the server keeps no history, and requests pay nothing for being
+observed.
 """
 
 from __future__ import annotations
@@ -262,14 +262,11 @@ class Registry:
     def ready(self) -> bool:
         """Return whether the server is ready for traffic.
 
-        Never ready: before the initial load has ended, while the server drains, and while a serving version has lost all its
-        instances or
-        its process. Such a loss is a fault of this replica, which another one may not have. A version that cannot be loaded
-        is broken in
-        every replica: with "all" it makes the server not ready, with "any" only if no model serves. Versions that should not
-        serve (never
-        loaded, unloaded) do not count. A version that is loaded later counts when its load has ended. A server without models
-        is ready.
+        Never ready: before the initial load has ended, while the server drains, and while a serving version has lost
+        all its instances or its process. Such a loss is a fault of this replica, which another one may not have. A
+        version that cannot be loaded is broken in every replica: with "all" it makes the server not ready, with "any"
+        only if no model serves. Versions that should not serve (never loaded, unloaded) do not count. A version that is
+        loaded later counts when its load has ended. A server without models is ready.
         """
         serving = self._serving
         if not self._complete or not all(
@@ -638,9 +635,8 @@ class Explainer:
             version: version number or label; "" is the latest.
 
         Returns:
-            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and expected of
-            each) and
-            numbers.
+            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and
+            expected of each) and numbers.
 
         Raises:
             NotFound, Unavailable: see `Registry.lease`.

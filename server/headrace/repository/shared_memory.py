@@ -1,21 +1,17 @@
 """Memory that clients share with the server: POSIX shared memory, and GPU memory by a function that `app` passes in.
 
-System regions are deliberately not mapped. A client may truncate its memory at any time, and a process that touches a mapping
-past the end of the file is killed by SIGBUS. `pread` and `pwrite` return a short count or an error instead. A client cannot
-stall
-the server either: a page that is missing in the file reads as zeros, whatever fault handlers the client has on its own
-mapping.
-The cost is one memory copy, as with a mapping, because a tensor must not change while a model computes on it.
+System regions are deliberately not mapped. A client may truncate its memory at any time, and a process that touches a
+mapping past the end of the file is killed by SIGBUS. `pread` and `pwrite` return a short count or an error instead. A
+client cannot stall the server either: a page that is missing in the file reads as zeros, whatever fault handlers the
+client has on its own mapping. The cost is one memory copy, as with a mapping, because a tensor must not change while a
+model computes on it.
 
-For models on a GPU a region is also mapped and pinned, by a function that `app` passes in: the GPU reads rows itself, and
-nothing
-else touches that mapping. Until it is pinned, or if pinning fails, rows are read as for other models.
+For models on a GPU a region is also mapped and pinned, by a function that `app` passes in: the GPU reads rows itself,
+and nothing else touches that mapping. Until it is pinned, or if pinning fails, rows are read as for other models.
 
-Registration is off unless the operator allows it (`--allow-client-shm`). A client that may register regions can read and
-write all
-shared memory of the server's user, including that of other clients: so is Triton's protocol ("shared memory extension").
-Names
-that servers use for themselves are refused, and no error shows which other names exist.
+Registration is off unless the operator allows it (`--allow-client-shm`). A client that may register regions can read
+and write all shared memory of the server's user, including that of other clients: so is Triton's protocol ("shared
+memory extension"). Names that servers use for themselves are refused, and no error shows which other names exist.
 """
 
 from __future__ import annotations
@@ -118,9 +114,8 @@ class SystemRegion:
     def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
         """Return a range in pinned memory, uint8[size_bytes]; None if it has to be read because it is not pinned (yet).
 
-        The first call starts pinning. After a failure pinning is tried again when the number of calls has doubled: memory
-        that a client
-        has not filled yet cannot be pinned, and may be pinned later.
+        The first call starts pinning. After a failure pinning is tried again when the number of calls has doubled:
+        memory that a client has not filled yet cannot be pinned, and may be pinned later.
 
         Args:
             offset: start of the range in bytes.

@@ -211,9 +211,8 @@ class MeasuredSetting:
     def meets(self, slo_ns: int) -> bool:
         """Return True if responses meet a latency objective in nanoseconds; 0 is no objective.
 
-        A request that arrives just after a batch has started waits until one of n instances is free, and for its own batch.
-        With n
-        instances that start in turn, that is (n + 1) / n of a batch's time.
+        A request that arrives just after a batch has started waits until one of n instances is free, and for its own
+        batch. With n instances that start in turn, that is (n + 1) / n of a batch's time.
         """
         return not slo_ns or self.p95_ns * (self.instances + 1) <= slo_ns * self.instances
 

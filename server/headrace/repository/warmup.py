@@ -1,10 +1,8 @@
 """Prepares the instances of a version before it serves: runs warm-up requests, then measures the latency table.
 
-Warm-up requests are `model_warmup` of the configuration. The fields are those of Triton's published message `ModelWarmup`. A
-data
-file has the values of one row, which is repeated for every row of the batch; here it may also have all rows. A BYTES element
-is its
-length in four bytes, little-endian, and its bytes.
+Warm-up requests are `model_warmup` of the configuration. The fields are those of Triton's published message
+`ModelWarmup`. A data file has the values of one row, which is repeated for every row of the batch; here it may also
+have all rows. A BYTES element is its length in four bytes, little-endian, and its bytes.
 
 Latency tables are stored in the state folder across restarts.
 """
@@ -463,9 +461,8 @@ _ARRIVAL_TIMEOUT_FACTOR = 4
 class LatencyMeasurement:
     """Fills an empty latency table; called by each instance on its own thread with its own execution, after the warm-up.
 
-    The last instance measures alone while the others wait. Then 2, 4, 8 ... and all instances run at the same time. A model
-    whose
-    backend has measured itself is not run. An error of the model on random inputs does not prevent serving.
+    The last instance measures alone while the others wait. Then 2, 4, 8 ... and all instances run at the same time. A
+    model whose backend has measured itself is not run. An error of the model on random inputs does not prevent serving.
 
     Args:
         config: complete configuration of the model.
