@@ -105,7 +105,7 @@ def artefact_served(server: Server) -> str:
 
 
 @pytest.mark.parametrize("mode", ["poll", "explicit"])
-def test_a_running_server_takes_the_engine_as_the_command_says(tmp_path: Path, mode: str) -> None:
+def test_a_running_server_swaps_in_the_engine_as_the_command_prints(tmp_path: Path, mode: str) -> None:
     repository, cache = tmp_path / "models", tmp_path / "cache"
     folder = write_model(repository, INT8 % "")
     load = ("--load-model", "affine") if mode == "explicit" else ("--poll-interval-s", "0.2")
@@ -181,7 +181,7 @@ def test_the_second_build_comes_from_the_store(tmp_path: Path) -> None:
     assert (folder / "1" / str(stamp(folder)["artefact"])).stat().st_mtime_ns == first
 
 
-def test_what_loses_too_much_is_refused_and_forced_with_a_mark(tmp_path: Path) -> None:
+def test_an_inaccurate_engine_is_refused_and_marked_when_forced(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     folder = write_model(tmp_path, "{precision: fp16, accuracy: {data: accuracy.npz, min_cosine: 1.0}}")
     done = headrace("build", str(folder), cache=cache)
@@ -213,7 +213,7 @@ def test_every_model_of_a_repository(tmp_path: Path) -> None:
     assert leftovers(repository / "unsampled", tmp_path / "nothing") == []
 
 
-def test_best_takes_the_fastest_that_holds(tmp_path: Path) -> None:
+def test_best_selects_the_fastest_accurate_precision(tmp_path: Path) -> None:
     folder = write_model(tmp_path, INT8.replace("int8", "best") % "")
     done = headrace("build", str(folder), cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr

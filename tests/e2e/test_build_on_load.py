@@ -169,7 +169,7 @@ def test_a_failed_build_is_reported_and_a_forced_engine_is_marked(repository: Pa
         assert "below its accuracy bar" in server.text
 
 
-def test_a_server_that_stops_takes_its_builder_with_it(repository: Path, tmp_path: Path) -> None:
+def test_stopping_the_server_stops_its_builder(repository: Path, tmp_path: Path) -> None:
     folder = write_model(repository)
     with serving(repository, tmp_path, env={"HOME": str(tmp_path)}) as server:
         children = Path(f"/proc/{server.process.pid}/task")

@@ -93,7 +93,7 @@ def test_tables_of_the_server_commands_have_a_line_for_each_row(repository: Path
     line_with(lines, "OK", folder.name, "x FP32[-1,16,8,8] -> y FP32[-1,16,8,8], batches of up to 4")
 
 
-def test_what_a_running_server_says_has_a_line_for_each_fact(tmp_path: Path) -> None:
+def test_output_of_a_running_server_has_one_line_per_fact(tmp_path: Path) -> None:
     name = "a_model_with_a_name_longer_than_the_terminal"
     add_model(tmp_path / "models", name, affine(), config="max_batch_size: 4\n")
     with serving(tmp_path / "models", tmp_path) as server:

@@ -149,7 +149,7 @@ def test_other_refusals(server: headrace.Server) -> None:
         model.infer({"X": rows(1)}, deadline_s=1e-9)
 
 
-def test_a_cancelled_call_lets_the_others_go_on(server: headrace.Server) -> None:
+def test_a_cancelled_call_does_not_affect_the_others(server: headrace.Server) -> None:
     model = server.model("affine")
 
     async def main() -> None:
@@ -177,7 +177,7 @@ def test_models_that_cannot_be_served_are_named(tmp_path: Path) -> None:
     assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
 
 
-def test_outside_its_context_it_says_so(repository: Path) -> None:
+def test_use_outside_the_context_raises(repository: Path) -> None:
     server = headrace.Server(repository, models=["affine"], state_dir="", profile_s=0)
     with pytest.raises(RuntimeError, match="use it inside"):
         server.model("affine")
@@ -201,7 +201,7 @@ def test_an_onnx_file_is_served_by_its_name(repository: Path, tmp_path: Path) ->
         assert server.model("net").infer({"X": rows(2)})["Y"].shape == (2, 4)
 
 
-def test_leaving_answers_what_is_queued(repository: Path) -> None:
+def test_exit_answers_queued_requests(repository: Path) -> None:
     answers: list[object] = []
 
     def call(model: headrace.Model) -> None:

@@ -144,9 +144,7 @@ def metadata(server: Server) -> dict[str, str]:
     return {name.removeprefix("headrace."): value for name, value in parameters.items() if name.startswith("headrace.")}
 
 
-def test_a_model_is_served_by_the_cpu_until_the_gpu_takes_over_and_everything_says_so(
-    road: Path, tmp_path: Path
-) -> None:
+def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: Path, tmp_path: Path) -> None:
     orders, state = tmp_path / "orders", tmp_path / "state"
     env = {"HOME": str(tmp_path), "FAKE_BUILDER_ORDERS": str(orders), "COLUMNS": "250"}
     before = sorted(path.name for path in (road / "r" / "1").iterdir())
@@ -197,7 +195,7 @@ def test_a_model_is_served_by_the_cpu_until_the_gpu_takes_over_and_everything_sa
 
 
 @pytest.mark.parametrize(("config", "status"), [("", 1), ("fallback: onnxruntime\n", 0)])
-def test_strict_refuses_the_cpu_in_place_of_a_required_gpu(tmp_path: Path, config: str, status: int) -> None:
+def test_strict_refuses_cpu_fallback_for_a_required_gpu(tmp_path: Path, config: str, status: int) -> None:
     folder = add_model(tmp_path / "repository", "r", affine(seed=1))
     (folder / "config.yaml").write_text("instance_group: [{kind: gpu}]\n" + config)
     server = start(tmp_path / "repository", tmp_path / "log", "--strict", env={"COLUMNS": "250"})

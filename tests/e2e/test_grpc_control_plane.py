@@ -35,7 +35,7 @@ def refusal(call: Any, *args: Any, **more: Any) -> tuple[str, str]:
     return str(caught.value.status()).removeprefix("StatusCode."), str(caught.value.message())
 
 
-def test_no_rpc_is_left_out(grpc_channel: grpc.Channel) -> None:
+def test_every_rpc_is_tested(grpc_channel: grpc.Channel) -> None:
     for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         if method.name == "ModelStreamInfer":  # answers every message; has tests of its own
             continue
@@ -44,7 +44,7 @@ def test_no_rpc_is_left_out(grpc_channel: grpc.Channel) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method.name
 
 
-def test_what_is_no_method(grpc_channel: grpc.Channel) -> None:
+def test_unknown_method(grpc_channel: grpc.Channel) -> None:
     for path in (f"/{SERVICE}/Nothing", "/nothing.Here/ModelInfer", f"/{SERVICE.lower()}/ServerLive"):
         with pytest.raises(grpc.RpcError) as caught:
             grpc_channel.unary_unary(path)(b"")
@@ -155,7 +155,7 @@ def test_unload_and_load(grpc_client: triton.InferenceServerClient) -> None:
     assert refusal(grpc_client.load_model, "reshaped", config="{")[0] == "INVALID_ARGUMENT"
 
 
-def test_what_is_off_is_refused(server: Server) -> None:
+def test_disabled_rpcs_are_refused(server: Server) -> None:
     """On a server whose operator has switched nothing on."""
     with triton.InferenceServerClient(server.grpc_address) as client:
         code, text = refusal(client.load_model, "affine")

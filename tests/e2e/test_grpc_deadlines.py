@@ -45,7 +45,7 @@ def hold(server: Server, channel: grpc.Channel, count: int = 3 * STEPS_PER_S) ->
     return call
 
 
-def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+def test_a_deadline_removes_the_request_from_the_queue(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
     steps_per_s = look_quick(grpc_server)
     before = executions(grpc_server, grpc_channel)
     first = hold(grpc_server, grpc_channel, 4 * steps_per_s)
@@ -65,7 +65,7 @@ def test_the_deadline_of_the_request_itself(grpc_server: Server, grpc_client: tr
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
-def test_cancelling_takes_the_request_out_of_the_queue(
+def test_cancelling_removes_the_request_from_the_queue(
     grpc_server: Server, grpc_channel: grpc.Channel, grpc_client: triton.InferenceServerClient
 ) -> None:
     before, failed = executions(grpc_server, grpc_channel), fail_count(grpc_server, "busy")
@@ -83,7 +83,7 @@ def test_cancelling_takes_the_request_out_of_the_queue(
     assert "cancelled" in str(errors[0]).lower()
 
 
-def test_a_connection_that_breaks_takes_its_requests_along(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+def test_a_broken_connection_cancels_its_requests(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
     first = hold(grpc_server, grpc_channel)
     private = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(grpc_server.grpc_address, options=private) as other:
@@ -95,7 +95,7 @@ def test_a_connection_that_breaks_takes_its_requests_along(grpc_server: Server, 
     until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
 
 
-def test_cancelling_at_any_moment_leaves_nothing_behind(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+def test_cancelling_at_any_moment_leaks_nothing(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
     rng = np.random.default_rng(5)
     for _ in range(60):
         call = grpc_channel.unary_unary(INFER).future(message("affine", "", np.zeros((1, 16), np.float32)))
@@ -113,7 +113,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def test_the_drain_answers_what_runs_and_ends_open_streams(engine: str, small: Path, tmp_path: Path) -> None:
+def test_the_drain_answers_running_requests_and_ends_open_streams(engine: str, small: Path, tmp_path: Path) -> None:
     with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "90") as server:
         ended: list[Any] = []
         with grpc.insecure_channel(server.grpc_address) as channel:
@@ -140,7 +140,7 @@ def test_the_drain_answers_what_runs_and_ends_open_streams(engine: str, small: P
             assert ended == [grpc.StatusCode.UNAVAILABLE]
 
 
-def test_whom_the_drain_leaves_behind(engine: str, small: Path, tmp_path: Path) -> None:
+def test_requests_still_open_after_the_drain(engine: str, small: Path, tmp_path: Path) -> None:
     with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "1") as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
             running = hold(server, channel, 60 * STEPS_PER_S)

@@ -136,7 +136,7 @@ def test_very_many_outputs(grpc_channel: grpc.Channel, count: int) -> None:
     [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x05ab", b"\x0a\x02\xff\xfe", b"\x0b" * 1000, bytes(100)],
     ids=["a tag", "a length over the end", "a cut text", "no UTF-8", "groups", "zeros"],
 )
-def test_what_is_no_message(grpc_channel: grpc.Channel, message: bytes) -> None:
+def test_malformed_messages(grpc_channel: grpc.Channel, message: bytes) -> None:
     code, _ = refusal(grpc_channel, message)
     assert code == "INVALID_ARGUMENT"
 
@@ -184,7 +184,9 @@ def test_the_limit_on_messages_is_exact(grpc_channel: grpc.Channel) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_the_limit_holds_for_what_is_unpacked(grpc_channel: grpc.Channel, algorithm: grpc.Compression) -> None:
+def test_the_size_limit_applies_to_decompressed_messages(
+    grpc_channel: grpc.Channel, algorithm: grpc.Compression
+) -> None:
     """100 MB of zeros, a few hundred KB on the wire."""
     bomb = bytes(100 << 20)
     assert len(zlib.compress(bomb, 6)) < MAX_BODY_BYTES

@@ -81,7 +81,7 @@ def unordered(request: bytes) -> bytes:
     return bytes(parsed.SerializeToString())
 
 
-def test_answers_keep_the_order_of_their_requests(grpc_channel: grpc.Channel) -> None:
+def test_responses_have_the_order_of_their_requests(grpc_channel: grpc.Channel) -> None:
     """Errors keep their places too; half-closing the stream waits for all."""
     x = np.ones((1, 4), np.float32)
     messages = [
@@ -192,7 +192,7 @@ def test_a_client_that_reads_late_is_not_read(grpc_channel: grpc.Channel) -> Non
     assert {answer.infer_response.raw_output_contents[0] for answer in answers} == {(2 * x).tobytes()}
 
 
-def test_cancelling_abandons_what_waits(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+def test_cancelling_drops_queued_requests(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
     before = fail_count(grpc_server, "busy")
     half_open = threading.Event()
 

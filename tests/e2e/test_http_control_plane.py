@@ -110,7 +110,7 @@ def test_repository_index(client: triton.InferenceServerClient) -> None:
     assert "broken_file/1/model.onnx" in reasons["broken_file"]
 
 
-def test_the_index_of_what_is_ready(server: Server) -> None:
+def test_the_index_of_ready_models(server: Server) -> None:
     status, _, body = server.request("POST", "/v2/repository/index", b'{"ready": true}')
     assert status == 200
     rows = json.loads(body)

@@ -177,7 +177,7 @@ def test_a_declared_size_that_the_shape_does_not_have(server: Server) -> None:
         (b"\0\0\0\0\0\0\0\0abc", ("'X'", "3 bytes are left over")),
     ],
 )
-def test_bytes_whose_lengths_lie(server: Server, raw: bytes, patterns: tuple[str, ...]) -> None:
+def test_bytes_with_wrong_length_prefixes(server: Server, raw: bytes, patterns: tuple[str, ...]) -> None:
     tensor = {"name": "X", "datatype": "BYTES", "shape": [1, 2], "parameters": {"binary_data_size": len(raw)}}
     header = with_inputs(tensor)
     headers = {"Inference-Header-Content-Length": str(len(header))}

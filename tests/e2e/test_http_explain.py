@@ -69,7 +69,7 @@ def test_a_version_can_be_requested(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nobody/explain", "/v2/models/versioned/versions/4/explain"])
-def test_what_is_not_there_is_not_explained(server: Server, path: str) -> None:
+def test_unknown_models_are_not_explained(server: Server, path: str) -> None:
     status, _, content = server.request("GET", path)
     assert status == 404
     assert "not found" in json.loads(content)["error"]

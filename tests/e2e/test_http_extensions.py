@@ -90,7 +90,7 @@ def memory(client: triton.InferenceServerClient, name: str, size_bytes: int) -> 
 # What is there
 
 
-def test_metadata_lists_what_is_switched_on(extras: triton.InferenceServerClient) -> None:
+def test_metadata_lists_enabled_extensions(extras: triton.InferenceServerClient) -> None:
     extensions = extras.get_server_metadata()["extensions"]
     assert len(extensions) == len(set(extensions))
     assert set(extensions) - {"cuda_shared_memory"} == ALWAYS | {"system_shared_memory", "trace"}
@@ -100,7 +100,7 @@ def test_metadata_lists_nothing_that_is_off(client: triton.InferenceServerClient
     assert set(client.get_server_metadata()["extensions"]) == ALWAYS
 
 
-def test_what_is_off_says_how_to_switch_it_on(client: triton.InferenceServerClient) -> None:
+def test_disabled_extensions_name_the_option_that_enables_them(client: triton.InferenceServerClient) -> None:
     with refused(403, "--model-control explicit"):
         client.load_model("affine")
     with refused(403, "--model-control explicit"):
@@ -144,7 +144,7 @@ def test_load_with_a_configuration_and_files(extras: triton.InferenceServerClien
     assert np.array_equal(extras.infer("affine", [request_input(array)]).as_numpy("Y"), before)
 
 
-def test_what_cannot_be_loaded(extras: triton.InferenceServerClient) -> None:
+def test_models_that_cannot_be_loaded(extras: triton.InferenceServerClient) -> None:
     with refused(404, "nothing"):
         extras.load_model("nothing")
     with refused(400, "broken"):

@@ -165,7 +165,7 @@ def test_ids_and_parameters(client: triton.InferenceServerClient, reference: Ref
     assert "id" not in client.infer("affine", [tensor("X", x)]).get_response()
 
 
-def test_a_request_whose_time_is_up_is_answered_with_504(client: triton.InferenceServerClient) -> None:
+def test_an_expired_request_is_answered_with_504(client: triton.InferenceServerClient) -> None:
     steps = np.array([3_000], np.int64)
     with pytest.raises(InferenceServerException, match="deadline") as caught:
         client.infer("busy", [tensor("STEPS", steps, "INT64")], parameters={"headrace_deadline_us": 2_000})
@@ -199,7 +199,7 @@ def test_classification(client: triton.InferenceServerClient) -> None:
         assert result.as_numpy("BEST").tolist() == [[2], [0]]
 
 
-def test_classification_of_what_are_no_numbers(client: triton.InferenceServerClient) -> None:
+def test_classification_of_non_numeric_outputs(client: triton.InferenceServerClient) -> None:
     text = np.array([[b"a"]], dtype=object)
     with pytest.raises(InferenceServerException, match="'Y' is BYTES, classification needs numbers") as caught:
         client.infer("identity_bytes", [tensor("X", text, "BYTES")], outputs=[requested("Y", classes=1)])

@@ -98,7 +98,7 @@ def test_histograms_count_requests(counted: list[Sample], phase: str) -> None:
     assert value(counted, f"headrace_{phase}_seconds_count") == 5
 
 
-def test_what_precedes_the_queue_and_follows_the_outcome_is_measured_over_grpc(
+def test_decode_and_encode_phases_are_measured_over_grpc(
     grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient
 ) -> None:
     """Calls and streams on either engine; a request that is refused has no answer to write, and counts for neither."""

@@ -86,7 +86,7 @@ def test_the_page_is_openapi(page: Any) -> None:
     assert infer["responses"]["503"]["headers"]["Retry-After"]["required"]
 
 
-def test_what_is_not_described_is_not_served(described: Server, page: Any) -> None:
+def test_undocumented_routes_are_not_served(described: Server, page: Any) -> None:
     for path, methods in page["paths"].items():
         concrete = path.format(model="row_sums", version="1", region="registered")
         status, headers, _ = described.request("PATCH", concrete)
@@ -99,7 +99,7 @@ def test_what_is_not_described_is_not_served(described: Server, page: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["", REAL_NAMES], ids=["any names", "real names"])
-def test_the_server_does_what_its_page_says(
+def test_the_server_matches_its_openapi_page(
     described: Server, page: Any, registered: None, tmp_path: Path, names: str
 ) -> None:
     described.request("POST", "/v2/repository/models/row_sums/load")

@@ -195,7 +195,7 @@ def test_without_tls_nothing_is_served(secure: Server) -> None:
             assert b"HTTP" not in plain.recv(4096)
 
 
-def test_a_client_refuses_a_server_that_it_does_not_know(secure: Server) -> None:
+def test_a_client_refuses_an_untrusted_server(secure: Server) -> None:
     connection = http.client.HTTPSConnection(HOST, secure.port, timeout=20, context=ssl.create_default_context())
     with pytest.raises(ssl.SSLCertVerificationError):
         connection.request("GET", "/v2")
@@ -219,7 +219,7 @@ def test_a_client_with_a_certificate_is_served(mutual: Server, certificates: Cer
 
 
 @pytest.mark.parametrize("who", ["nobody", "a stranger"])
-def test_a_client_without_a_certificate_of_ours_is_refused(
+def test_a_client_without_a_trusted_certificate_is_refused(
     mutual: Server, certificates: Certificates, who: str
 ) -> None:
     # With TLS 1.3 the client believes the handshake done when the server refuses its certificate.

@@ -103,7 +103,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100])
-def test_a_request_that_comes_in_pieces(server: Server, piece: int) -> None:
+def test_a_request_sent_in_pieces(server: Server, piece: int) -> None:
     data = request(SMALL)
     with connect(server) as wire:
         wire.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -160,7 +160,7 @@ def test_large_bodies_pipelined_with_small_ones(server: Server) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 100, 70_000, 399_999], ids=lambda first: f"{first} bytes at first")
-def test_a_large_body_that_comes_slowly(server: Server, first: int) -> None:
+def test_a_large_body_sent_slowly(server: Server, first: int) -> None:
     body, size = large(2.0)
     with connect(server) as wire:
         wire.send(head(body, size) + body[:first])
@@ -194,7 +194,7 @@ def test_a_large_body_after_100_continue(server: Server) -> None:
     ("path", "status"),
     [("/v2/models/nothing/infer", 404), ("/v2/models/broken_file/infer", 503), ("/v2/repository/nothing", 404)],
 )
-def test_a_large_body_that_is_refused_leaves_the_connection_usable(server: Server, path: str, status: int) -> None:
+def test_the_connection_stays_usable_after_a_refused_large_body(server: Server, path: str, status: int) -> None:
     body, size = large()
     with connect(server) as wire:
         for _ in range(2):
@@ -206,7 +206,7 @@ def test_a_large_body_that_is_refused_leaves_the_connection_usable(server: Serve
             assert wire.sum() == 3
 
 
-def test_a_large_body_that_is_refused_leaves_the_connection_good(server: Server) -> None:
+def test_the_connection_answers_correctly_after_a_refused_large_body(server: Server) -> None:
     body, size = large()
     with connect(server) as wire:
         wire.send(request(body[:-4] + b"more", size + 1))  # the header reaches into the data
@@ -219,7 +219,7 @@ def test_a_large_body_that_is_refused_leaves_the_connection_good(server: Server)
         assert wire.sum() == 3
 
 
-def test_a_declared_body_over_the_limit_is_refused_before_it_comes(server: Server) -> None:
+def test_a_declared_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> None:
     with connect(server) as wire:
         wire.send(head(b"")[: -len("0\r\n\r\n")] + str(MAX_BODY_BYTES + 1).encode() + b"\r\n\r\n")
         status, _, content = wire.answer()
@@ -227,7 +227,7 @@ def test_a_declared_body_over_the_limit_is_refused_before_it_comes(server: Serve
     assert re.search(f"{MAX_BODY_BYTES + 1} bytes, at most {MAX_BODY_BYTES}", json.loads(content)["error"])
 
 
-def test_a_declared_body_at_the_limit_is_taken(server: Server) -> None:
+def test_a_declared_body_at_the_limit_is_accepted(server: Server) -> None:
     columns = (MAX_BODY_BYTES - 1_000) // 4
     body, size = large(1.0, columns)
     body = body[:size].replace(b"{", b"{" + b" " * (MAX_BODY_BYTES - len(body)), 1) + body[size:]
@@ -249,7 +249,7 @@ def test_an_undeclared_body_over_the_limit_is_refused_on_the_way(server: Server)
 
 
 @pytest.mark.parametrize("sent", [0, 10, 100_000], ids=lambda sent: f"{sent} bytes sent")
-def test_clients_that_leave_in_the_middle_of_a_body_leak_nothing(server: Server, sent: int) -> None:
+def test_clients_that_disconnect_within_a_body_leak_nothing(server: Server, sent: int) -> None:
     body, size = large()
     for _ in range(20):
         with connect(server) as wire:
@@ -281,7 +281,7 @@ def gauge(server: Server, name: str) -> float:
     ],
     ids=lambda data: repr(data[:40]),
 )
-def test_what_is_no_http(server: Server, data: bytes) -> None:
+def test_bytes_that_are_not_http(server: Server, data: bytes) -> None:
     with connect(server) as wire:
         wire.send(data)
         assert wire.answer()[0] == 400

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_is_measured_before_it_serves_and_by_what_it_runs(folder: Path) -> None:
+def test_a_model_is_measured_before_it_serves_and_by_its_batches(folder: Path) -> None:
     with serving(folder / "repository", folder) as server:
         at_first = profile(server, "affine")
         assert (at_first["name"], at_first["version"]) == ("affine", "1")
@@ -83,24 +83,24 @@ def test_it_can_be_switched_off(folder: Path) -> None:
         assert (row["rows"], row["observations"], row["source"]) == (2, 1, "requests")
 
 
-def test_every_version_has_its_own(server: Server) -> None:
+def test_every_version_has_its_own_latency_table(server: Server) -> None:
     assert profile(server, "versioned")["version"] == "20"
     assert profile(server, "versioned", "/versions/3")["version"] == "3"
     assert profile(server, "versioned", "/versions/3")["profile"]
 
 
-def test_what_cannot_be_made_up_is_not_measured(server: Server) -> None:
+def test_models_without_synthetic_inputs_are_not_measured(server: Server) -> None:
     assert not [row for row in profile(server, "identity_bytes")["profile"] if row["source"] == "load"]
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nobody/profile", "/v2/models/versioned/versions/4/profile"])
-def test_what_is_not_there_has_none(server: Server, path: str) -> None:
+def test_unknown_models_have_no_latency_table(server: Server, path: str) -> None:
     status, _, content = server.request("GET", path)
     assert status == 404
     assert "not found" in json.loads(content)["error"]
 
 
-def test_a_restarted_server_knows_what_the_one_before_has_learned(tmp_path: Path) -> None:
+def test_a_restarted_server_reads_the_saved_latency_table(tmp_path: Path) -> None:
     """Of a model that cannot be measured at load, and whose folder cannot be written."""
     repository, state = tmp_path / "repository", tmp_path / "state"
     folder = models.add_model(

@@ -66,7 +66,7 @@ def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
     assert "FAIL  digits" not in done.stdout
 
 
-def test_a_missing_model_is_said_before_the_load(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_before_the_load_test(tmp_path: Path) -> None:
     add_model(tmp_path / "repository", "tiny", affine())
     with serving(tmp_path / "repository", tmp_path) as server:
         done = load(server, "--mix", "nightly")
@@ -117,7 +117,7 @@ def test_the_k6_example_runs(demo: Server, tmp_path: Path) -> None:
     assert metrics["checks"]["fails"] == 0
 
 
-def test_the_k6_example_notices_what_is_not_answered(demo: Server, tmp_path: Path) -> None:
+def test_the_k6_example_detects_missing_responses(demo: Server, tmp_path: Path) -> None:
     status, metrics = k6(demo, tmp_path, "MODEL=nobody")
     assert status == 99, "k6's status where a threshold is crossed"
     assert metrics["checks"]["fails"] == metrics["http_reqs"]["count"] > 0

@@ -164,7 +164,7 @@ def test_a_client_over_its_quota_is_refused_and_others_are_not(loaded: Server, c
     assert 90_000 < response.infer_response.parameters["headrace_retry_after_ms"].int64_param <= 100_000
 
 
-def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Channel) -> None:
+def test_requests_that_would_be_late_are_refused_at_once(loaded: Server, channel: grpc.Channel) -> None:
     """Once its times are known: behind others who take long a deadline of 20 ms cannot be met, and is not waited for."""
     call = channel.unary_unary(INFER)
     for _ in range(9):
@@ -187,7 +187,9 @@ def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Cha
         each.result(60)
 
 
-def test_levels_have_bounds_of_their_own_and_the_higher_goes_first(loaded: Server, channel: grpc.Channel) -> None:
+def test_priority_levels_have_queue_bounds_and_the_higher_level_runs_first(
+    loaded: Server, channel: grpc.Channel
+) -> None:
     call = channel.unary_unary(INFER)
 
     def send(steps_count: int, priority: int) -> grpc.Future:

@@ -140,7 +140,7 @@ def test_a_refusal_to_start_is_json(words: list[str], variables: Mapping[str, st
     assert message in "\n".join(line["message"] for line in lines if line["level"] == "error")
 
 
-def test_a_port_in_use_is_said_in_json(tmp_path: Path) -> None:
+def test_a_port_in_use_is_logged_in_json(tmp_path: Path) -> None:
     with socket.socket() as occupied:
         occupied.bind((HOST, 0))
         occupied.listen()

@@ -19,7 +19,7 @@ def test_no_name_is_there_twice() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_the_table_is_what_a_server_shows(server: Server) -> None:
+def test_the_table_matches_the_metrics_of_a_server(server: Server) -> None:
     server.request("POST", "/v2/models/affine/infer", b"{}")  # an error to count
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}
     server.request("POST", "/v2/models/affine/infer", json.dumps({"inputs": [tensor]}).encode())

@@ -11,7 +11,7 @@ from tests.support.serving import serving
 
 
 @pytest.mark.parametrize("config", ["", "isolation: process\n"], ids=["within", "apart"])
-def test_onnx_runtime_keeps_no_diary_of_the_user(tmp_path: Path, config: str) -> None:
+def test_onnx_runtime_writes_no_usage_data(tmp_path: Path, config: str) -> None:
     home, repository = tmp_path / "home", tmp_path / "repository"
     home.mkdir()
     add_model(repository, "affine", affine(seed=1), files={"config.yaml": config})

@@ -120,7 +120,7 @@ def test_every_model_is_there_with_its_state_and_reason(page: Page) -> None:
     assert page.evaluate(f"{card('broken')}.querySelector('button').checkVisibility()") is False
 
 
-def test_figures_follow_what_happens(page: Page, server: Server) -> None:
+def test_figures_follow_the_traffic(page: Page, server: Server) -> None:
     assert [affine(server) for _ in range(30)] + [affine(server, rows=3) for _ in range(10)] == [200] * 40
     assert [affine(server, width=15) for _ in range(3)] == [400] * 3
     page.wait(f"{card('affine')}.innerText.includes('40 requests since it was loaded')")
@@ -198,7 +198,7 @@ def test_the_demo_models_name_pictures(browser: Browser, model: str, tmp_path: P
     assert [label for label, _ in ranking] == [label for label, _ in expected]
 
 
-def test_a_picture_may_be_chosen_instead_and_what_is_none_is_refused(page: Page, tmp_path: Path) -> None:
+def test_an_image_file_can_be_chosen_and_other_files_are_refused(page: Page, tmp_path: Path) -> None:
     choose(page, "plain")
     page.wait("document.getElementById('try-drop').checkVisibility()")
     page.choose_files("#try-file", [PHOTOGRAPHS / "coffee.png"])
@@ -209,7 +209,7 @@ def test_a_picture_may_be_chosen_instead_and_what_is_none_is_refused(page: Page,
     assert page.text("#try-result") == "notes.png is no picture that this browser can read: save it as JPEG or PNG."
 
 
-def test_a_model_without_pictures_takes_json(page: Page) -> None:
+def test_a_model_without_image_inputs_accepts_json(page: Page) -> None:
     choose(page, "affine")
     page.wait("document.getElementById('try-json').checkVisibility()")
     page.wait("document.getElementById('try-text').value.includes('\"X\"')")
@@ -324,7 +324,7 @@ def test_the_api_page_shows_every_route_and_sends_requests(browser: Browser, ser
     page.close()
 
 
-def test_a_server_that_comes_back_is_found_again(browser: Browser, repository: Path, tmp_path: Path) -> None:
+def test_the_page_reconnects_after_a_restart(browser: Browser, repository: Path, tmp_path: Path) -> None:
     with serving(repository, tmp_path) as first:
         page = browser.open(f"{first.url}/")
         page.wait(card("affine"))

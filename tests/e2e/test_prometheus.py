@@ -287,7 +287,7 @@ def test_metrics_have_tritons_types_and_labels(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("name", ["nv_inference_request_success", "nv_energy_consumption"])
-def test_prometheus_takes_counters_without_the_suffix(watched: Watched, name: str) -> None:
+def test_prometheus_accepts_counters_without_the_suffix(watched: Watched, name: str) -> None:
     for one in (watched.classic, watched.native):
         assert one.query(name)
         assert one.query(f"rate({name}[1m])")
@@ -301,7 +301,7 @@ def test_every_variable_has_values(watched: Watched, series: str, label: str) ->
     assert values == {"headrace"} if label == "job" else values >= set(MODELS), values
 
 
-def test_annotations_mark_what_happens(watched: Watched) -> None:
+def test_annotations_mark_events(watched: Watched) -> None:
     marks = {labels["alertname"] for labels, _ in watched.classic.query(filled(ANNOTATIONS["Alerts"]))}
     assert "HeadraceAccuracyGateFailed" in marks
     loads = filled(ANNOTATIONS["Loads"])
@@ -329,7 +329,7 @@ def test_prometheus_evaluates_every_rule_without_a_fault(watched: Watched) -> No
     assert [(rule["name"], rule.get("lastError", "")) for rule in rules if rule["health"] != "ok"] == []
 
 
-def test_what_is_wrong_here_fires(watched: Watched) -> None:
+def test_the_accuracy_alert_fires(watched: Watched) -> None:
     alerts = watched.classic.get("alerts")["alerts"]
     firing = {
         (alert["labels"]["alertname"], alert["labels"].get("model")) for alert in alerts if alert["state"] == "firing"
@@ -342,7 +342,7 @@ def test_what_is_wrong_here_fires(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9, 0.99])
-def test_native_histograms_say_the_same_more_exactly(watched: Watched, quantile: float) -> None:
+def test_native_histograms_agree_and_are_more_exact(watched: Watched, quantile: float) -> None:
     native = watched.native.value(f"histogram_quantile({quantile}, sum(headrace_total_seconds))")
     classic = watched.classic.value(f"histogram_quantile({quantile}, sum by (le) (headrace_total_seconds_bucket))")
     bounds = sorted(
@@ -354,6 +354,6 @@ def test_native_histograms_say_the_same_more_exactly(watched: Watched, quantile:
     assert watched.native.query("headrace_total_seconds_bucket") == [], "Prometheus keeps one kind"
 
 
-def test_the_page_keeps_the_server_out_of_the_way(watched: Watched) -> None:
+def test_metrics_are_served_on_their_own_port_only(watched: Watched) -> None:
     """The metrics have a port of their own there, and the HTTP port has none."""
     assert watched.gpu.request("GET", "/metrics")[0] == 404

@@ -103,7 +103,7 @@ def test_versions_are_addressed_by_their_labels(client: Client) -> None:
         infer(client, "labelled", "nightly")
 
 
-def test_a_configuration_and_files_of_the_clients_own(client: Client) -> None:
+def test_a_configuration_and_files_sent_by_the_client(client: Client) -> None:
     content = models.affine(seed=7).SerializeToString()
     client.load_model("brought", config=json.dumps({"max_batch_size": 3}), files={"file:5/model.onnx": content})
     np.testing.assert_allclose(infer(client, "brought", "5"), expected(7), rtol=1e-5)
@@ -123,7 +123,7 @@ def test_a_configuration_and_files_of_the_clients_own(client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["nobody", "..", "a%2Fb"])
-def test_what_there_is_not_cannot_be_loaded(server: Server, name: str) -> None:
+def test_unknown_models_cannot_be_loaded(server: Server, name: str) -> None:
     for verb in ("load", "unload"):
         status, _, answer = server.request("POST", f"/v2/repository/models/{name}/{verb}", b"{}")
         assert status in (400, 404)
@@ -143,7 +143,7 @@ def test_what_there_is_not_cannot_be_loaded(server: Server, name: str) -> None:
         {"config": json.dumps({"model_warmup": [{"inputs": {"X": {"dims": [1 << 40], "zero_data": True}}}]})},
     ],
 )
-def test_a_load_request_that_says_nonsense_changes_nothing(server: Server, parameters: dict[str, object]) -> None:
+def test_a_malformed_load_request_changes_nothing(server: Server, parameters: dict[str, object]) -> None:
     body = json.dumps({"parameters": parameters}).encode()
     status, _, answer = server.request("POST", "/v2/repository/models/started/load", body)
     assert status == 400, answer
@@ -164,7 +164,7 @@ def test_refusals_name_the_option_that_would_allow_the_request(tmp_path: Path, m
         assert client.is_model_ready("m")
 
 
-def test_overrides_need_an_option_of_their_own(tmp_path: Path) -> None:
+def test_overrides_need_their_option(tmp_path: Path) -> None:
     models.add_model(tmp_path / "repository", "m", models.affine())
     with serving(tmp_path / "repository", tmp_path, "--model-control", "explicit", "--load-model", "*") as server:
         body = json.dumps({"parameters": {"config": "{}"}}).encode()

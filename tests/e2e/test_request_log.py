@@ -129,7 +129,7 @@ def test_errors_of_both_protocols(clean: tuple[Server, Log]) -> None:
     assert all(line["error"] and "batch" not in line for line in (unknown, empty, wrong))
 
 
-def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
+def test_expired_and_cancelled_requests(clean: tuple[Server, Log]) -> None:
     server, log = clean
     steps = 3 * look_quick(server)
     slow = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [steps]}
@@ -161,7 +161,7 @@ def test_no_client_forges_lines_or_leaks_secrets(clean: tuple[Server, Log]) -> N
 
 
 @pytest.mark.parametrize("mode", ["off", "errors", "sampled"])
-def test_what_is_logged_by_each_mode(tmp_path: Path, mode: str) -> None:
+def test_requests_logged_by_each_mode(tmp_path: Path, mode: str) -> None:
     file = tmp_path / "requests.jsonl"
     options = ("--request-log", mode, "--request-log-file", str(file))
     with serving(repository(tmp_path), tmp_path, *options) as server:
@@ -180,7 +180,7 @@ def test_errors_are_logged_to_standard_error_by_default(tmp_path: Path) -> None:
     assert [line["status"] for line in lines] == ["400"]
 
 
-def test_a_key_that_names_the_client_goes_under_a_pseudonym(tmp_path: Path) -> None:
+def test_a_key_that_names_the_client_is_logged_as_a_pseudonym(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     options = ("--request-log", "all", "--request-log-file", str(file), "--client-header", "x-api-key")
     with serving(repository(tmp_path), tmp_path, *options) as server:

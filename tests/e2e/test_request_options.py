@@ -103,7 +103,7 @@ def test_a_response_over_grpc_has_its_timing(grpc_client: triton_grpc.InferenceS
 
 
 @pytest.mark.parametrize("value", [b"\xff\xfe", b"a b", b"x" * 129])
-def test_a_client_whose_name_cannot_be_one(grpc_channel: grpc.Channel, server: Server, value: bytes) -> None:
+def test_invalid_client_names(grpc_channel: grpc.Channel, server: Server, value: bytes) -> None:
     status, _, content = server.request(
         "POST", "/v2/models/affine/infer", b"{}", {"x-headrace-client": value.decode("latin-1")}
     )
@@ -115,7 +115,7 @@ def test_a_client_whose_name_cannot_be_one(grpc_channel: grpc.Channel, server: S
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_stream_whose_metadata_cannot_be_read_is_refused(grpc_channel: grpc.Channel) -> None:
+def test_a_stream_with_invalid_metadata_is_refused(grpc_channel: grpc.Channel) -> None:
     stream = grpc_channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
     with pytest.raises(grpc.RpcError) as caught:
         list(stream(iter([steps("", 1)]), metadata=(("headrace-timing", "perhaps"),)))

@@ -137,7 +137,7 @@ def test_the_configuration_as_shown_can_be_loaded_again(client: triton.Inference
     assert client.get_model_config(model) == shown
 
 
-def test_the_command_line_takes_photographs_to_each(server: Server) -> None:
+def test_the_command_line_sends_photographs_to_each(server: Server) -> None:
     seen = []
     for model in ("plain", "pixels", "ranked"):
         command = [*COMMAND, "infer", model, *map(str, FILES), "--url", server.grpc_address, "--json", "--top", "3"]

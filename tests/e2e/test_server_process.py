@@ -67,7 +67,7 @@ def test_strict_refuses_to_start_with_a_broken_model(mixed: Path, tmp_path: Path
     assert "Headrace listens" not in server.text
 
 
-def test_strict_serves_when_all_is_well(good: Path, tmp_path: Path) -> None:
+def test_strict_serves_when_every_model_loads(good: Path, tmp_path: Path) -> None:
     with serving(good, tmp_path, "--strict") as server:
         assert index(server) == {"row_sums": "READY", "busy": "READY"}
 
@@ -197,7 +197,7 @@ def test_options_that_are_wrong(words: list[str], environment: dict[str, str], s
     assert "Traceback" not in text
 
 
-def test_a_port_that_is_taken(good: Path) -> None:
+def test_a_port_in_use(good: Path) -> None:
     with socket.socket() as occupied:
         occupied.bind((HOST, 0))
         occupied.listen()
@@ -218,7 +218,7 @@ def steps(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_requests_in_flight_and_in_the_queue_are_answered_before_the_end(
+def test_running_and_queued_requests_are_answered_before_exit(
     good: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     with serving(good, tmp_path) as server, contextlib.ExitStack() as connections:
@@ -268,7 +268,7 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
     assert "Traceback" not in server.text
 
 
-def test_an_idle_connection_is_kept_for_so_long_and_one_that_is_used_for_longer(good: Path, tmp_path: Path) -> None:
+def test_idle_connections_close_after_the_timeout_and_active_ones_stay_open(good: Path, tmp_path: Path) -> None:
     kept_s = 0.6
     live, infer = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n", post(steps(1))
     with serving(good, tmp_path, "--keep-alive-timeout-s", str(kept_s)) as server:
@@ -421,7 +421,7 @@ def test_paths_that_cannot_be_served(tmp_path: Path) -> None:
         assert re.search(pattern, " ".join(text.split())), text
 
 
-def test_flags_of_tritonserver_are_taken_or_answered(good: Path, tmp_path: Path) -> None:
+def test_flags_of_tritonserver_are_accepted_or_explained(good: Path, tmp_path: Path) -> None:
     server = serve_paths(tmp_path, f"--model-store={good}", "--model-control-mode=explicit", "--load-model=busy")
     try:
         server.wait_until_ready()

@@ -104,7 +104,9 @@ def refusal(infer: Infer, model: str, **options: Any) -> str:
     return str(caught.value.status())
 
 
-def test_a_timeout_shortens_the_policy_s_where_it_may(infer: Infer, held: Callable[[str, float], None]) -> None:
+def test_a_request_timeout_may_shorten_the_timeout_of_the_policy(
+    infer: Infer, held: Callable[[str, float], None]
+) -> None:
     held("override", 1.0)
     began = time.monotonic()
     assert refusal(infer, "override", timeout=100_000) in ("503", "StatusCode.UNAVAILABLE")
@@ -137,7 +139,7 @@ def test_the_deadline_of_a_call_does_not_switch_the_policy_off(
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
 
 
-def test_our_own_deadline_ends_a_request_that_computes(infer: Infer, steps_per_s: int) -> None:
+def test_the_deadline_header_ends_a_running_request(infer: Infer, steps_per_s: int) -> None:
     with pytest.raises(InferenceServerException, match="deadline") as caught:
         infer("busy", steps(2 * steps_per_s), parameters={"headrace_deadline_us": 500_000})
     assert caught.value.status() in ("504", "StatusCode.DEADLINE_EXCEEDED")

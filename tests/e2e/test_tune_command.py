@@ -37,7 +37,7 @@ def headrace(*words: str | Path) -> str:
     return done.stdout
 
 
-def test_what_tune_writes_is_valid_and_served(tmp_path: Path) -> None:
+def test_the_written_configuration_is_valid_and_served(tmp_path: Path) -> None:
     repository = tmp_path / "models"
     folder = repository / "affine"
     (folder / "1").mkdir(parents=True)

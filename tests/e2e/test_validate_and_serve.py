@@ -273,7 +273,7 @@ def index(server: Server) -> dict[str, list[tuple[str, str, str]]]:
     return rows
 
 
-def test_both_say_the_same_of_every_model(
+def test_validate_and_serve_agree_on_every_model(
     inspections: dict[str, ModelCheck], index: dict[str, list[tuple[str, str, str]]]
 ) -> None:
     assert inspections.keys() == index.keys()
@@ -289,9 +289,7 @@ def test_both_say_the_same_of_every_model(
     assert states == {"READY", "UNAVAILABLE"}, "the fixtures have both kinds"
 
 
-def test_ok_is_printed_for_what_is_ready_and_nothing_else(
-    repository: Path, index: dict[str, list[tuple[str, str, str]]]
-) -> None:
+def test_ok_is_printed_for_ready_models_only(repository: Path, index: dict[str, list[tuple[str, str, str]]]) -> None:
     out = io.StringIO()
     status = validate.main([repository], Console(file=out, width=40))
     printed = {
@@ -307,7 +305,7 @@ def test_ok_is_printed_for_what_is_ready_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_strict_refuses_what_validate_refuses(repository: Path, tmp_path: Path) -> None:
+def test_strict_refuses_models_that_validate_refuses(repository: Path, tmp_path: Path) -> None:
     """Status of `validate` and of `validate --strict`, which is that of `serve --strict`."""
     for name, plain, strict in (
         ("zipmap", 0, 0),
@@ -373,7 +371,7 @@ def test_unknown_parameters_are_warned_of_by_name_in_both(server: Server, inspec
     assert "'perhaps'" in inspections["wrong_switch"].findings[-1].message
 
 
-def test_what_a_volume_holds_beside_models_is_skipped_with_a_note(
+def test_other_files_of_a_volume_are_skipped_with_a_note(
     repository: Path, server: Server, index: dict[str, list[tuple[str, str, str]]]
 ) -> None:
     assert not SKIPPED & index.keys()

@@ -110,7 +110,7 @@ def test_without_a_configuration_every_request_runs_alone(server: Server, ask: A
         assert np.array_equal(answer, right)
 
 
-def test_a_model_that_keeps_rows_apart_is_batched(server: Server) -> None:
+def test_a_model_with_independent_rows_is_batched(server: Server) -> None:
     assert batch_size(server, "affine") == (4, True)
 
 

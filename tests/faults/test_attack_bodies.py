@@ -37,7 +37,7 @@ def test_a_million_chunks_of_one_byte(fast: Attacked) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nothing/infer", "/v2/repository/index", "/nothing"])
-def test_a_million_chunks_that_nobody_wants(fast: Attacked, path: str) -> None:
+def test_a_million_chunks_for_an_unknown_route(fast: Attacked, path: str) -> None:
     with fast.flat_memory(), fast.connect() as wire:
         wire.pour(itertools.chain([head(path, CHUNKED)], itertools.repeat(CRUMBS, MILLION // 10_000)))
         assert wire.answer()[0] in (404, 413)
@@ -58,7 +58,7 @@ def test_as_many_chunks_as_are_allowed(fast: Attacked) -> None:
     [(b"", b"1;" + b"x" * 8000 + b"\r\ny\r\n"), (b"1;", b"x" * 8000), (b"0\r\n", b"X: " + b"y" * 8000 + b"\r\n")],
     ids=["extensions of many chunks", "an extension without end", "trailers without end"],
 )
-def test_what_frames_chunks_is_bounded_too(fast: Attacked, before: bytes, crumb: bytes) -> None:
+def test_chunk_framing_is_bounded_too(fast: Attacked, before: bytes, crumb: bytes) -> None:
     with fast.flat_memory(), fast.reaches("max_header_bytes"), fast.connect() as wire:
         wire.pour([head(INFER_PATH, CHUNKED) + before, *[crumb] * 8])
         assert wire.answer()[0] == 431
@@ -92,7 +92,7 @@ def test_a_million_frames_of_one_byte(attacked: Attacked) -> None:
 # --- 2: bodies over the limit --------------------------------------------------------------------------------------------
 
 
-def test_a_declared_body_over_the_limit_is_refused_before_it_comes(fast: Attacked) -> None:
+def test_a_declared_body_over_the_limit_is_refused_before_it_is_sent(fast: Attacked) -> None:
     for size in (MAX_BODY_BYTES + 1, 2**62, 2**63):
         with fast.flat_memory(), fast.reaches("max_body_bytes"), fast.connect() as wire:
             wire.pour([head(INFER_PATH, f"Content-Length: {size}")])
@@ -109,7 +109,7 @@ def test_an_undeclared_body_over_the_limit(fast: Attacked) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v2/repository/index", "/v2/logging", "/v2/repository/models/affine/load"])
-def test_the_control_plane_has_limits_of_its_own(fast: Attacked, path: str) -> None:
+def test_the_control_plane_has_its_own_limits(fast: Attacked, path: str) -> None:
     body = b'{"x": "' + b"x" * (MAX_BODY_BYTES + 1) + b'"}'
     assert fast.post(path, body)[0] == 413
     fast.still_serves()
@@ -142,7 +142,7 @@ def test_a_message_that_is_only_announced(attacked: Attacked) -> None:
     attacked.still_serves()
 
 
-def test_messages_that_are_begun_and_given_up(attacked: Attacked) -> None:
+def test_messages_that_are_started_and_reset(attacked: Attacked) -> None:
     """Most of a large message, with an hour's deadline, then a reset: half a gigabyte one after the other."""
     part = bytes(6 << 20)
     with attacked.flat_memory():
@@ -182,7 +182,7 @@ def test_a_body_that_unpacks_to_far_more_than_it_is(fast: Attacked) -> None:
     assert (status, "200 times" in text) == (413, True)
 
 
-def test_an_honest_body_of_zeros_is_taken(fast: Attacked) -> None:
+def test_a_valid_body_of_zeros_is_accepted(fast: Attacked) -> None:
     columns = 200_000
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "parameters": {"binary_data_size": 4 * columns}}
     header = http_body(tensor)
@@ -192,7 +192,7 @@ def test_an_honest_body_of_zeros_is_taken(fast: Attacked) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_damaged_packed_bodies_leave_nothing_behind(fast: Attacked, encoding: str) -> None:
+def test_damaged_compressed_bodies_leak_nothing(fast: Attacked, encoding: str) -> None:
     plain = http_body(id=os.urandom(1 << 20).hex())
     whole = gzip.compress(plain, 1) if encoding == "gzip" else zlib.compress(plain, 1)
     middle = len(whole) // 2
@@ -221,7 +221,7 @@ def test_a_bomb_over_grpc(attacked: Attacked, kind: grpc.Compression) -> None:
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
-def test_damaged_packed_messages_leave_nothing_behind(attacked: Attacked, encoding: bytes) -> None:
+def test_damaged_compressed_messages_leak_nothing(attacked: Attacked, encoding: bytes) -> None:
     plain = grpc_request().SerializeToString() * 1000
     whole = gzip.compress(plain) if encoding == b"gzip" else zlib.compress(plain)
     fields = grpc_head(INFER, (b"grpc-encoding", encoding))

@@ -59,7 +59,7 @@ def test_ten_thousand_calls_that_are_cancelled(attacked: Attacked) -> None:
     attacked.still_serves()
 
 
-def test_ten_thousand_http_clients_that_leave(fast: Attacked) -> None:
+def test_ten_thousand_http_clients_disconnect(fast: Attacked) -> None:
     body, rng, total = http_body(), random.Random(5), 10_000
     content = head(INFER_PATH, f"Content-Length: {len(body)}") + body
     before, threads, descriptors = counts(fast, "affine"), fast.threads(), fast.descriptors()
@@ -79,7 +79,7 @@ def test_ten_thousand_http_clients_that_leave(fast: Attacked) -> None:
     fast.still_serves()
 
 
-def test_callers_that_leave_the_queue_and_the_execution(attacked: Attacked, channel: grpc.Channel) -> None:
+def test_callers_that_disconnect_while_queued_and_running(attacked: Attacked, channel: grpc.Channel) -> None:
     """One that computes and a thousand that wait; all leave but every tenth, which must all be answered."""
     before = counts(attacked, "busy")
     infer = channel.unary_unary(INFER)

@@ -88,7 +88,7 @@ def test_json(fast: Attacked, case: str) -> None:
     fast.still_serves()
 
 
-def test_json_that_costs_leaves_nothing_behind(fast: Attacked) -> None:
+def test_expensive_json_leaks_nothing(fast: Attacked) -> None:
     bodies = [JSON[case][0] for case in ("arrays nested 100,000 deep", "a million keys", "a million parameters")]
     with fast.flat_memory(160 << 20):  # each is read whole, 12 MB, and looked at in pieces
         for _ in range(10):
@@ -103,7 +103,7 @@ def test_the_limits_on_json_are_counted(fast: Attacked) -> None:
 
 
 @pytest.mark.parametrize("unknown", [{"x": 1}, {"x": {"y": [{"z": 1}, {"z": 2}]}}, {"id": "a:b:c"}, {"parameters": {}}])
-def test_what_looks_like_an_attack_and_is_none(fast: Attacked, unknown: dict[str, object]) -> None:
+def test_valid_requests_that_look_like_attacks(fast: Attacked, unknown: dict[str, object]) -> None:
     assert fast.infer(http_body(**unknown)) == (200, "")
 
 
@@ -217,7 +217,7 @@ def test_declared_sizes_that_the_shape_does_not_have(fast: Attacked, size: int) 
 
 
 @pytest.mark.parametrize("lengths", [[2**32 - 1], [60, 2**31], [0] * 3, [61]])
-def test_texts_whose_lengths_lie(attacked: Attacked, lengths: list[int]) -> None:
+def test_texts_with_wrong_length_prefixes(attacked: Attacked, lengths: list[int]) -> None:
     raw = b"".join(length.to_bytes(4, "little") for length in lengths).ljust(64, b"x")
     header = http_body({"name": "X", "datatype": "BYTES", "shape": [1, 2], "parameters": {"binary_data_size": 64}})
     request = pb.ModelInferRequest(model_name="identity_bytes", raw_input_contents=[raw])

@@ -272,7 +272,7 @@ def errors(attacked: Attacked) -> list[str]:
     return [*texts, index]
 
 
-def test_errors_tell_no_secrets(attacked: Attacked) -> None:
+def test_errors_contain_no_secrets(attacked: Attacked) -> None:
     memory = shared_memory.SharedMemory(create=True, size=64, name="test_of_headrace_secret_key")
     region = {"key": "/test_of_headrace_secret_key", "byte_size": 64}
     try:
@@ -296,7 +296,7 @@ def test_errors_tell_no_secrets(attacked: Attacked) -> None:
         memory.unlink()
 
 
-def test_a_key_that_is_not_there_and_one_that_is_not_ours_read_the_same(attacked: Attacked) -> None:
+def test_missing_keys_and_foreign_keys_get_the_same_error(attacked: Attacked) -> None:
     """What other clients have must not be found out by guessing."""
     link = "/dev/shm/test_of_headrace_link"
     os.symlink("/etc/passwd", link)

@@ -103,12 +103,12 @@ def test_headers_in_crumbs(strict: Attacked, start: bytes, crumb: bytes) -> None
     strict.still_serves()
 
 
-def test_who_connects_and_says_nothing(strict: Attacked) -> None:
+def test_connections_that_send_nothing_are_closed(strict: Attacked) -> None:
     with strict.reaches("header_timeout_s"):
         assert is_closed(http_socket(strict), SOON_S)
 
 
-def test_who_says_too_little_is_told(strict: Attacked) -> None:
+def test_too_slow_requests_are_answered_with_an_error(strict: Attacked) -> None:
     with strict.connect() as wire:
         wire.pour([b"POST /v2 HTTP/1.1\r\nHost: x\r\n"])
         status, text = wire.answer()
@@ -116,7 +116,7 @@ def test_who_says_too_little_is_told(strict: Attacked) -> None:
         assert wire.closed()
 
 
-def test_an_empty_line_between_requests_gives_no_time_without_end(strict: Attacked) -> None:
+def test_empty_lines_between_requests_do_not_extend_the_timeout_forever(strict: Attacked) -> None:
     """It ends the time that a connection may idle; something must begin anew."""
     body = http_body()
     with strict.reaches("header_timeout_s"), strict.connect() as wire:
@@ -167,7 +167,7 @@ def many_columns(columns: int) -> tuple[bytes, bytes]:
     return head("/v2/models/row_sums/infer", *lengths), header + bytes(4 * columns)
 
 
-def test_answers_that_nobody_reads(strict: Attacked) -> None:
+def test_unread_responses_are_bounded_and_dropped(strict: Attacked) -> None:
     """Twenty clients ask for 8 MB each, ten times, and read nothing: what is held is bounded, and then given up."""
     start, body = many_columns(2 << 20)
     strict.still_serves()
@@ -218,7 +218,7 @@ def test_a_slow_reader_gets_all_of_it(strict: Attacked) -> None:
 # gRPC's slow clients: our engine by our limits, grpcio by its own.
 
 
-def test_a_preface_that_does_not_come(strict: Attacked) -> None:
+def test_a_missing_preface(strict: Attacked) -> None:
     for start in (b"", HELLO[:10], HELLO[:24]):
         sock = socket.create_connection((HOST, strict.server.grpc_port))
         with strict.reaches("header_timeout_s", "grpc"):

@@ -95,7 +95,7 @@ def test_bodies_that_are_too_much_together(small: Attacked, path: str, chunked: 
     small.still_serves()
 
 
-def test_a_large_body_that_would_not_fit_is_refused_before_it_comes(small: Attacked) -> None:
+def test_a_large_body_that_would_not_fit_is_refused_before_it_is_sent(small: Attacked) -> None:
     with hogs(small), counted(small, "http", 1), small.connect() as wire:
         wire.pour([head("/v2/models/affine/infer", f"Content-Length: {BODY_BYTES}")])
         status, text = wire.answer()
@@ -109,7 +109,7 @@ def test_a_packed_body_that_has_no_room_unpacked(small: Attacked) -> None:
         assert (status, "together" in text) == (503, True)
 
 
-def test_the_rest_of_a_body_that_was_refused_is_not_kept(small: Attacked) -> None:
+def test_the_rest_of_a_refused_body_is_not_stored(small: Attacked) -> None:
     """The answer comes with the headers; what is sent all the same is read away, and the connection goes on."""
     with small.connect() as wire:
         for _ in range(3):
@@ -129,7 +129,7 @@ def test_the_rest_of_a_body_that_was_refused_is_not_kept(small: Attacked) -> Non
             wire.pour([bytes(BODY_BYTES - 1)])
 
 
-def test_requests_in_a_row_whose_client_leaves(small: Attacked) -> None:
+def test_pipelined_requests_of_a_disconnecting_client(small: Attacked) -> None:
     """One computes, the others wait behind it on the same connection: nobody will ever serve them."""
     first = http_body({"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [20 * NAP_STEPS]})
     second = http_body()
@@ -181,7 +181,7 @@ def _answer(content: bytes) -> Any:
     return pb.ModelStreamInferResponse.FromString(content)
 
 
-def test_callers_that_leave_give_back_what_they_held(small: Attacked) -> None:
+def test_disconnecting_callers_release_their_memory(small: Attacked) -> None:
     """Calls and streams that are cancelled on the way, in the queue and in execution."""
     content = busy_request(NAP_STEPS).SerializeToString()
     with small.channel() as channel:
@@ -200,7 +200,7 @@ def test_callers_that_leave_give_back_what_they_held(small: Attacked) -> None:
     small.still_serves()
 
 
-def test_messages_that_are_begun_and_given_up(small: Attacked) -> None:
+def test_messages_that_are_started_and_reset(small: Attacked) -> None:
     """Before a method has begun there is only the stream of HTTP/2 to give them back; grpcio does not show such messages."""
     if small.engine != "fast":
         pytest.skip("grpcio shows messages when they are whole")

@@ -82,7 +82,7 @@ def gauge(server: Server, name: str, model: str) -> float:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2, 3])
-def test_clients_that_leave_the_queue_are_never_run(server: Server, gone: int) -> None:
+def test_queued_requests_of_disconnected_clients_never_run(server: Server, gone: int) -> None:
     before = statistics(server, "busy")
     first = raw(server, "busy", steps_body(6 * STEPS_PER_S))  # long enough to look at the metrics six times
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
@@ -101,7 +101,7 @@ def test_clients_that_leave_the_queue_are_never_run(server: Server, gone: int) -
     assert gauge(server, "headrace_in_flight", "busy") == 0
 
 
-def test_a_client_that_leaves_in_flight_takes_nobody_along(server: Server) -> None:
+def test_a_client_that_disconnects_in_flight_does_not_affect_its_batch(server: Server) -> None:
     leaver = raw(server, "busy", steps_body(STEPS_PER_S))
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
     leaver.close()
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_in_flight_takes_nobody_along(server: Server) -> No
     assert infer(server, "busy", steps_body(1))[0] == 200
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Server) -> None:
+def test_clients_that_disconnect_at_any_moment_leak_nothing(server: Server) -> None:
     rng = random.Random(7)
     before = statistics(server, "affine")
 
@@ -134,7 +134,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Server) -
     assert "Traceback" not in server.text
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_error(server: Server) -> None:
+def test_a_client_that_disconnects_while_sending_is_no_error(server: Server) -> None:
     body = affine_body()
     for cut in (1, len(body) // 2, len(body) - 1):
         sock = socket.create_connection((HOST, server.port))
@@ -181,7 +181,7 @@ def test_a_deadline_covers_execution_too(server: Server) -> None:
     assert answered_s < (time.monotonic() - started) / 2, "the next request waits for the execution to end"
 
 
-def test_a_full_queue_refuses_with_503_and_a_time_to_come_back(server: Server) -> None:
+def test_a_full_queue_refuses_with_503_and_retry_after(server: Server) -> None:
     sockets = [raw(server, "small_queue", steps_body(6 * STEPS_PER_S))]
     until(lambda: gauge(server, "headrace_in_flight", "small_queue") == 1)
     for place in range(2):
@@ -207,7 +207,7 @@ def test_a_queue_policy_s_timeout_is_503_and_not_the_request_s_deadline(server: 
     running.close()
 
 
-def test_a_client_that_reads_nothing_holds_nobody_up(server: Server) -> None:
+def test_a_client_that_reads_nothing_does_not_block_others(server: Server) -> None:
     numbers = [1.5] * 400_000
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, len(numbers)], "data": numbers}
     body = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
@@ -250,7 +250,7 @@ def test_ten_thousand_shapes_do_not_pile_up(server: Server) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_server_answers_what_it_has_taken(tmp_path: Path, number: int) -> None:
+def test_a_stopping_server_answers_accepted_requests(tmp_path: Path, number: int) -> None:
     repository = tmp_path / "models"
     add_model(repository, "busy", busy())
     with serving(repository, tmp_path) as running:
@@ -273,7 +273,7 @@ def test_a_stopped_server_answers_what_it_has_taken(tmp_path: Path, number: int)
         socket.create_connection((HOST, running.port))
 
 
-def test_a_model_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+def test_a_hanging_model_does_not_block_the_shutdown(tmp_path: Path) -> None:
     repository = tmp_path / "models"
     add_model(repository, "busy", busy())
     with serving(repository, tmp_path, "--drain-timeout-s", "1") as running:

@@ -41,7 +41,7 @@ def _refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("size", [0, 1, 200, 16374, 16378, 16379, 16380, 16384, 65530, 70_000, 602_000, 3 << 20])
 @pytest.mark.parametrize("method", ["Echo", "Parts"])
-def test_messages_of_every_size_come_back(channel: grpc.Channel, method: str, size: int) -> None:
+def test_messages_of_every_size_are_echoed(channel: grpc.Channel, method: str, size: int) -> None:
     message = os.urandom(size)
     assert channel.unary_unary(f"/test.Echo/{method}")(message, timeout=10) == message
 
@@ -205,7 +205,7 @@ def test_an_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_unary_method_wants_exactly_one_message(channel: grpc.Channel) -> None:
+def test_a_unary_method_requires_exactly_one_message(channel: grpc.Channel) -> None:
     as_stream = channel.stream_unary("/test.Echo/Echo")
     assert as_stream(iter([b"one"]), timeout=10) == b"one"
     for messages in ([], [b"one", b"two"]):

@@ -51,7 +51,7 @@ def _flood(kind: str) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["rapid reset", "ping", "settings", "continuation"])
-def test_a_flood_ends_its_connection_and_hurts_nobody_else(server: EchoServer, kind: str) -> None:
+def test_a_flood_closes_its_connection_and_no_other(server: EchoServer, kind: str) -> None:
     with grpc.insecure_channel(server.target) as channel, RawPeer(server.port) as peer:
         echo = channel.unary_unary("/test.Echo/Echo")
         echo(b"warm", timeout=5)
@@ -78,7 +78,7 @@ def test_a_flood_ends_its_connection_and_hurts_nobody_else(server: EchoServer, k
         wait_for(lambda: server.running == 0 and server.open_streams == 0)
 
 
-def test_who_connects_and_says_nothing_is_cut(server: EchoServer) -> None:
+def test_silent_connections_are_closed(server: EchoServer) -> None:
     with socket.create_connection((HOST, server.port), timeout=30) as silent:
         begin_s = time.monotonic()
         while silent.recv(4096):
@@ -86,7 +86,7 @@ def test_who_connects_and_says_nothing_is_cut(server: EchoServer) -> None:
         assert time.monotonic() - begin_s < 20.0
 
 
-def test_who_vanishes_is_noticed(server: EchoServer) -> None:
+def test_vanished_peers_are_detected(server: EchoServer) -> None:
     server.ended.clear()
     with RawPeer(server.port) as peer:
         peer.send(request(1, end=False, fields=grpc_head("/test.Echo/Abandon")), data(1, message(b""), end=True))
@@ -95,7 +95,7 @@ def test_who_vanishes_is_noticed(server: EchoServer) -> None:
         wait_for(lambda: server.ended == ["Cancelled"])
 
 
-def test_an_answer_that_nobody_reads_blocks_nobody_else() -> None:
+def test_an_unread_response_blocks_no_other_call() -> None:
     with echo_server() as server, RawPeer(server.port) as peer, grpc.insecure_channel(server.target) as channel:
         window = frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 2**31 - 1}) + frames.window_update(0, 2**30)
         peer.send(
@@ -127,7 +127,7 @@ def test_a_client_may_ping_often(server: EchoServer) -> None:
         assert len(server.engine._connections) == 1
 
 
-def test_calls_that_end_before_they_begin_leave_nothing_to_the_collector() -> None:
+def test_calls_cancelled_before_start_create_no_reference_cycles() -> None:
     """It comes seldom, so as not to hold requests up; a call that waited for it would keep its body until then."""
 
     def left() -> int:

@@ -73,7 +73,7 @@ ODD: dict[str, tuple[list[HeaderField], bytes, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_requests_are_answered_and_the_connection_goes_on(server: EchoServer, name: str) -> None:
+def test_odd_requests_are_answered_and_the_connection_stays_open(server: EchoServer, name: str) -> None:
     fields, body, expected = ODD[name]
     with RawPeer(server.port) as peer:
         for stream_id in (1, 3):
@@ -101,7 +101,7 @@ MALFORMED: dict[str, list[HeaderField]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_requests_are_reset_and_the_connection_goes_on(server: EchoServer, name: str) -> None:
+def test_malformed_requests_are_reset_and_the_connection_stays_open(server: EchoServer, name: str) -> None:
     with RawPeer(server.port) as peer:
         peer.send(request(1, end=False, fields=MALFORMED[name]), data(1, message(b"x"), end=True))
         assert peer.until(frames.RST_STREAM).code == ErrorCode.PROTOCOL_ERROR
@@ -123,7 +123,7 @@ def test_a_message_in_crumbs_and_messages_in_one_frame(server: EchoServer) -> No
         assert got == many
 
 
-def test_a_body_that_is_not_wanted_is_stopped(server: EchoServer) -> None:
+def test_an_unused_body_is_stopped(server: EchoServer) -> None:
     with RawPeer(server.port) as peer:
         peer.send(request(1, end=False, fields=grpc_head("/test.Echo/None")), data(1, bytes(5000)))
         assert peer.trailers(1)["grpc-status"] == "12"
@@ -133,7 +133,7 @@ def test_a_body_that_is_not_wanted_is_stopped(server: EchoServer) -> None:
         assert peer.until(frames.DATA).payload == message(b"fine")
 
 
-def test_retries_are_told_when(server: EchoServer) -> None:
+def test_refusals_carry_a_retry_delay(server: EchoServer) -> None:
     with RawPeer(server.port) as peer:
         peer.send(request(1, end=False, fields=grpc_head("/test.Echo/Overloaded")), data(1, message(b""), end=True))
         found = peer.trailers(1)

@@ -58,7 +58,7 @@ def test_a_restart_under_load_fails_no_call() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_what_runs_is_waited_for_and_what_takes_too_long_ends() -> None:
+def test_running_calls_finish_and_slow_calls_are_cancelled() -> None:
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         call = channel.unary_unary("/test.Echo/Wait").future(b"patience", timeout=20)
         wait_for(lambda: server.running == 1)
@@ -86,7 +86,7 @@ def test_what_runs_is_waited_for_and_what_takes_too_long_ends() -> None:
         assert sorted(server.ended) == ["Unavailable", "cancelled"]
 
 
-def test_an_open_stream_is_told_that_the_server_stops() -> None:
+def test_an_open_stream_is_ended_with_unavailable_at_shutdown() -> None:
     with echo_server() as server, grpc.insecure_channel(server.target) as channel:
         held = threading.Event()
         call = channel.stream_stream("/test.Echo/Chat")(iter(lambda: held.wait(10) or b"x", None), timeout=20)
@@ -100,7 +100,7 @@ def test_an_open_stream_is_told_that_the_server_stops() -> None:
         held.set()
 
 
-def test_a_port_that_is_taken_is_an_oserror() -> None:
+def test_a_port_in_use_is_an_oserror() -> None:
     async def main(port: int) -> None:
         with pytest.raises(OSError, match=r"in use"):
             await FastGrpcServer(Methods({}, {}), ClientLimits(), None).start(HOST, port)

@@ -58,7 +58,7 @@ def test_tls_without_the_agreement_on_http2_is_closed(authority: trustme.CA, tmp
             assert connected.recv(100) == b""
 
 
-def test_a_tls_handshake_that_does_not_come_is_cut(authority: trustme.CA, tmp_path: Path) -> None:
+def test_a_missing_tls_handshake_closes_the_connection(authority: trustme.CA, tmp_path: Path) -> None:
     with (
         echo_server(tls=_files(authority, tmp_path, mutual=False), limits=Http2Limits(handshake_s=0.3)) as server,
         socket.create_connection((HOST, server.port), timeout=5) as silent,

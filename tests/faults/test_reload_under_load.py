@@ -161,7 +161,7 @@ def test_no_request_notices_that_its_model_is_reloaded(server: Server, repositor
     assert server.request("GET", "/v2/health/ready")[0] == 200
 
 
-def test_a_reload_that_fails_is_told_to_its_caller_alone(server: Server, repository: Path) -> None:
+def test_a_failed_reload_is_reported_to_its_caller_only(server: Server, repository: Path) -> None:
     good = (repository / "m" / "1" / "model.onnx").read_bytes()
     with Hammer(server).running() as hammer:
         for broken in (b"no model", good[: len(good) // 2], b""):
@@ -181,7 +181,7 @@ def test_a_reload_that_fails_is_told_to_its_caller_alone(server: Server, reposit
     assert state(server, "m") == ("READY", "")
 
 
-def test_unloading_answers_what_is_in_flight_and_refuses_what_comes(server: Server) -> None:
+def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Server) -> None:
     body = json.dumps({"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [40_000]}]}).encode()
     answers: list[tuple[int, bytes]] = []
 

@@ -96,7 +96,7 @@ def test_the_header_of_the_deadline(server: Server, value: str, status: int) -> 
     assert over_http(server, "{}", {}) == 200
 
 
-def test_a_header_that_comes_twice_counts_once(server: Server) -> None:
+def test_a_repeated_header_counts_once(server: Server) -> None:
     assert over_grpc(server, (("x-request-timeout-ms", "20000"), ("x-request-timeout-ms", "20000"))) == "OK"
 
 

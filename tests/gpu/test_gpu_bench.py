@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_every_part_comes_to_its_end(tmp_path: Path) -> None:
+def test_every_part_completes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loadtest.gpu", "--model", "small", "--quick", "--seconds", "0.2"]
     command += ["--limit-s", "200", "--output", str(tmp_path), "--work", str(tmp_path / "work")]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=230)

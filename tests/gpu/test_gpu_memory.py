@@ -93,7 +93,7 @@ def room(size_bytes: int) -> float:
     return (size_bytes + 0.5) / describe().memory_bytes
 
 
-def test_what_is_booked_is_what_is_taken(repository: Path, needs: dict[str, int]) -> None:
+def test_booked_memory_equals_used_memory(repository: Path, needs: dict[str, int]) -> None:
     booked = needs["a"]  # and what the driver loads once is there
     before = process_gpu_bytes()
     taken: list[int] = []
@@ -107,7 +107,7 @@ def test_what_is_booked_is_what_is_taken(repository: Path, needs: dict[str, int]
     assert 0.5 * booked < taken[0] < booked + (64 << 20)
 
 
-def test_models_take_turns_and_all_answers_are_right(repository: Path, needs: dict[str, int]) -> None:
+def test_models_share_the_gpu_in_turn_with_correct_responses(repository: Path, needs: dict[str, int]) -> None:
     two = sum(sorted(needs.values())[1:])  # any two of them have room, all three have not
     gpu_model_cache = GpuModelCache()
 
@@ -131,7 +131,7 @@ def test_models_take_turns_and_all_answers_are_right(repository: Path, needs: di
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(two))
 
 
-def test_parking_gives_all_memory_back(repository: Path, needs: dict[str, int]) -> None:
+def test_eviction_frees_all_memory(repository: Path, needs: dict[str, int]) -> None:
     own: list[int] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -146,7 +146,7 @@ def test_parking_gives_all_memory_back(repository: Path, needs: dict[str, int]) 
     assert own[-1] - own[2] < 16 << 20
 
 
-def test_a_gpu_that_others_have_filled_refuses_and_what_serves_serves_on(repository: Path, tmp_path: Path) -> None:
+def test_a_gpu_filled_by_others_refuses_loads_and_keeps_serving(repository: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(repository, tmp_path / "repository")
     (mine / "a" / "config.yaml").write_text(CONFIG + "keep_loaded: true\n")
 

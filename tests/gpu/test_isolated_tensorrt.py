@@ -73,7 +73,7 @@ def median_us(execution: Any, x: np.ndarray[Any, Any]) -> float:
     return float(np.median(times))
 
 
-def test_flights_overlap_there_and_survive_its_death(plan: Path) -> None:
+def test_isolated_batches_overlap_and_survive_a_crash(plan: Path) -> None:
     before = free_bytes()
     ledger = Ledger()
     ledger.set_limit(0, before)
@@ -99,7 +99,7 @@ def test_flights_overlap_there_and_survive_its_death(plan: Path) -> None:
     eventually(lambda: free_bytes() > before - (64 << 20), 30)
 
 
-def test_what_the_process_costs_a_batch(plan: Path) -> None:
+def test_overhead_of_the_process_for_each_batch(plan: Path) -> None:
     x = pictures(1)
     with closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: str(ROWS)})) as within:
         execution = within.execution(0)

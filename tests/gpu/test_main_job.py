@@ -239,7 +239,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_it_serves_on_the_cpu_at_once_and_says_what_it_builds(job: Job) -> None:
+def test_it_serves_on_the_cpu_at_once_and_reports_the_build(job: Job) -> None:
     assert job.first["headrace.runtime"] == "onnxruntime"
     assert job.first["headrace.device"] == "CPU"
     assert any("building TensorRT FP16" in reason and "CPU serves meanwhile" in reason for reason in job.reasons)
@@ -270,6 +270,6 @@ def test_one_caller_over_http_is_answered_within_2_ms(job: Job, record_property:
     assert job.figures["HTTP, one caller, one image, TensorRT, p50 in ms"] < MAX_P50_MS
 
 
-def test_eight_clients_get_ten_times_what_onnx_runtime_gives_them(job: Job) -> None:
+def test_eight_clients_get_ten_times_the_throughput_of_onnx_runtime(job: Job) -> None:
     gpu, cpu = (job.figures[f"HTTP, {CLIENTS} clients, {name}, images/s"] for name in ("TensorRT", "ONNX Runtime"))
     assert gpu >= MIN_SPEED_UP * cpu, f"{gpu:,.0f} images/s are {gpu / cpu:.1f} times the CPU's {cpu:,.0f}"

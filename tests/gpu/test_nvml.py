@@ -9,7 +9,7 @@ from headrace.cuda.devices import Nvml
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices.count(), reason="needs an NVIDIA GPU and PyCUDA")]
 
 
-def test_the_driver_tells_of_every_gpu() -> None:
+def test_nvml_reports_every_gpu() -> None:
     readings = Nvml().readings()
     assert len(readings) == devices.count() > 0
     for reading in readings:

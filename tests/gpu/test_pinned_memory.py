@@ -156,7 +156,7 @@ print("lives")
 
 @pytest.mark.parametrize("left", [0, 4096 * 3 + 1])
 @pytest.mark.parametrize("when", [cut_down_while_it_is_pinned, cut_down_before_it_is_pinned])
-def test_a_client_that_truncates_its_memory_hurts_nobody(
+def test_a_client_that_truncates_its_memory_affects_no_other(
     path: Path, when: Callable[[Path, int], None], left: int
 ) -> None:
     words = [sys.executable, "-X", "faulthandler", "-c", _ALONE, when.__name__, str(path), str(left)]

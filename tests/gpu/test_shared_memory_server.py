@@ -79,7 +79,7 @@ def test_all_kinds_share_batches(server: Server, right: tuple[Array, Array]) -> 
     cases.check_all_kinds_together(server, right, export)
 
 
-def test_a_client_that_truncates_its_memory_hurts_only_its_own_answers(
+def test_a_client_that_truncates_its_memory_affects_only_its_own_responses(
     server: Server, right: tuple[Array, Array]
 ) -> None:
     cases.check_truncated_memory(server, right)

@@ -137,7 +137,7 @@ def test_other_types(tmp_path: Path) -> None:
         assert found["j"].tolist() == (i + i).tolist()
 
 
-def test_an_output_whose_shape_the_values_decide_on(tmp_path: Path) -> None:
+def test_an_output_with_a_data_dependent_shape(tmp_path: Path) -> None:
     net = Sketch()
     net.node("NonZero", [net.node("Greater", ["x", net.constant("nought", np.float32(0))], "above")], "where")
     path = tmp_path / "model.plan"

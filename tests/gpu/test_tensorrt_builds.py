@@ -102,7 +102,7 @@ def test_a_transformer_in_every_precision(tmp_path: Path, precision: str) -> Non
     assert nodes_in(layers_of(built, project), precision) & {"node_q0", "node_k0", "node_h0", "node_p0"}
 
 
-def test_layers_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
+def test_excluded_layers_of_an_int8_engine_run_in_fp16(tmp_path: Path) -> None:
     project = project_of(tmp_path, residual(), precision="int8", calibration={"keep": ["node_c1"]})
     built = build(tmp_path, project)
     assert built.refusal == []
@@ -112,7 +112,7 @@ def test_layers_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
     assert "node_c1" in nodes_in(layers, "fp16")
 
 
-def test_products_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
+def test_excluded_products_of_an_int8_engine_run_in_fp16(tmp_path: Path) -> None:
     project = project_of(tmp_path, transformer(), precision="int8", calibration={"keep": ["node_h0", "node_s0"]})
     built = build(tmp_path, project)
     assert built.refusal == []
@@ -120,7 +120,7 @@ def test_products_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
     assert "node_h0" in nodes_in(layers_of(built, project), "fp16")
 
 
-def test_a_layer_that_loses_too_much_is_found_and_kept(tmp_path: Path) -> None:
+def test_an_inaccurate_layer_is_detected_and_excluded(tmp_path: Path) -> None:
     # One output channel of node_b is a thousand times the others: per-tensor INT8 behind it leaves nothing of those.
     text = """
         a0 = Conv <pads=[1,1,1,1]> (x, w0, b)  a = Relu(a0)  b0 = Conv(a, w1, b)  b1 = Mul(b0, uneven)
@@ -161,7 +161,7 @@ def test_a_kernel_that_is_missing_costs_its_layer_only(tmp_path: Path, monkeypat
     assert "node_c1" not in nodes_in(layers_of(built, project), "int8")
 
 
-def test_a_store_knows_its_machine(tmp_path: Path) -> None:
+def test_a_store_records_its_machine(tmp_path: Path) -> None:
     project = project_of(tmp_path, residual(), precision="fp16")
     built = build(tmp_path, project)
     entry = Store(tmp_path / "store").find(built.key)

@@ -185,7 +185,7 @@ def test_compare_has_every_precision(
     assert not (source / "digits" / "1" / "build.json").exists()
 
 
-def test_engines_ls_and_verify_know_this_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_ls_and_verify_on_this_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", "ls", "--json", *place.options]) == 0
     told = json.loads(capsys.readouterr().out)
     (one,) = told["published"]
@@ -195,7 +195,9 @@ def test_engines_ls_and_verify_know_this_machine(place: Place, capsys: pytest.Ca
     assert main(["engines", "verify", *place.options]) == 0
 
 
-def test_a_damaged_plan_is_found_and_not_used(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_plan_is_detected_and_not_used(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = place.copy(tmp_path)
     plan = other.version / other.stamp().artefact
     plan.chmod(0o644)
@@ -213,7 +215,7 @@ def test_a_damaged_plan_is_found_and_not_used(place: Place, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_build_that_is_stopped_leaves_nothing(source: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_build_leaves_no_files(source: Path, tmp_path: Path, number: signal.Signals) -> None:
     shutil.copytree(source, tmp_path / "repository")
     place = Place(tmp_path / "repository", tmp_path / "cache")
     child = subprocess.Popen(

@@ -123,7 +123,7 @@ def test_fp16_computes_in_fp16(tmp_path: Path) -> None:
         assert kinds == {"fp16"}, kinds
 
 
-def test_int8_is_computed_where_the_model_is_quantized(tmp_path: Path) -> None:
+def test_quantized_models_run_in_int8(tmp_path: Path) -> None:
     inputs = {"x": pictures(16)}
     model = convolutions(scales=scales_of(convolutions(), inputs))
     with built(tmp_path, model, TargetSpec("int8", ORDER.profiles)) as engine:
@@ -134,7 +134,7 @@ def test_int8_is_computed_where_the_model_is_quantized(tmp_path: Path) -> None:
         assert kinds == {"int8"}, kinds
 
 
-def test_fp8_is_computed_where_the_gpu_has_it(tmp_path: Path) -> None:
+def test_fp8_is_computed_on_gpus_that_support_it(tmp_path: Path) -> None:
     if TARGET.refuses("fp8"):
         return
     net = Sketch()
@@ -221,7 +221,7 @@ def test_inputs_of_other_types(tmp_path: Path) -> None:
         assert y.tolist() == [[1, 6, 3, 8]]
 
 
-def test_an_output_whose_shape_depends_on_the_values(tmp_path: Path) -> None:
+def test_an_output_with_a_data_dependent_shape(tmp_path: Path) -> None:
     net = Sketch()
     net.node("NonZero", [net.node("Greater", ["x", net.constant("nought", np.float32(0))], "above")], "where")
     model = net.model([("x", FLOAT, [4, 8])], [("where", INT64, [2, "k"])])

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-def test_a_profile_larger_than_the_gpu_is_told(tmp_path: Path) -> None:
+def test_a_profile_larger_than_the_gpu_is_an_error(tmp_path: Path) -> None:
     # The inputs have room, what is computed from them has not.
     rows_most = describe().memory_bytes // 2 // (3 * 16 * 16 * 4)
     with (
@@ -65,7 +65,7 @@ def full_gpu(left_bytes: int) -> Iterator[None]:
                 block.free()
 
 
-def test_a_full_gpu_is_told_and_is_nothing_lasting(tmp_path: Path) -> None:
+def test_a_full_gpu_is_a_temporary_error(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     # 32 KiB of FP32 a row behind each convolution.
     TARGET.build(convolutions(), TargetSpec("fp32", (rows(1, 8, 1 << 16),)), path, silent)
@@ -160,7 +160,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_a_damaged_header_is_told(tmp_path: Path) -> None:
+def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     TARGET.build(convolutions(), ORDER, path, silent)
     whole = path.read_bytes()

@@ -114,7 +114,7 @@ def test_probabilities_of_all_classes(plan: Path) -> None:
         np.testing.assert_array_equal(found["positive"], logits > 0)
 
 
-def test_stages_leave_nothing_behind(plan: Path) -> None:
+def test_stages_leak_nothing(plan: Path) -> None:
     for _ in range(2):
         with opened(plan) as execution:
             execution.run({"x": pictures(ROWS)})
@@ -159,7 +159,7 @@ def _no_copy(address: int, size_bytes: int) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", [RECIPE, PLAIN], ids=["resized", "plain"])
-def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str], recipe: ImageRecipe) -> None:
+def test_rows_are_read_in_place(plan: Path, way: dict[str, str], recipe: ImageRecipe) -> None:
     with opened(plan, (PictureStage("x", recipe, FLOAT), RANKED), **way) as execution:
         for number in range(24):
             # Every other flight is of few rows: those may be prepared where they lie.
@@ -177,7 +177,7 @@ def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str], recipe: I
                 check(execution.finish(flight), sent, recipe)
 
 
-def test_few_rows_are_prepared_where_they_lie(plan: Path) -> None:
+def test_few_rows_are_prepared_in_place(plan: Path) -> None:
     """The graphs can be captured; and no bar: prints what a lone flight takes with and without."""
     with opened(plan, (PictureStage("x", PLAIN, FLOAT), RANKED), one_graph_rows="4") as execution:
         lanes = list(execution._resources._contexts.values())
@@ -201,7 +201,7 @@ def test_few_rows_are_prepared_where_they_lie(plan: Path) -> None:
                     print(f"direct {direct}, {rows} rows, resident {resident}: {us:.1f} us a flight")
 
 
-def test_several_flights_have_tables_of_their_own(plan: Path) -> None:
+def test_batches_in_flight_have_separate_row_tables(plan: Path) -> None:
     sent = pictures(ROWS)
     pinned = pinned_empty(sent.shape, sent.dtype)
     pinned[:] = sent
@@ -224,7 +224,7 @@ def test_several_flights_have_tables_of_their_own(plan: Path) -> None:
                 check(execution.finish(flight), sent[order])
 
 
-def test_the_table_and_the_times_of_a_flight(plan: Path) -> None:
+def test_the_latency_table_and_the_times_of_a_batch(plan: Path) -> None:
     """Prints what was measured at load, and begin, launch and finish of single flights: the GPU must be this test's alone."""
     sent = pictures(ROWS)
     pinned = pinned_empty(sent.shape, sent.dtype)

@@ -197,14 +197,14 @@ def test_it_answers_over_grpc(server: Container) -> None:
     assert summed.tolist() == [[2 * number for number in range(16)]]
 
 
-def test_it_is_measured_on_a_port_of_its_own(server: Container) -> None:
+def test_metrics_have_their_own_port(server: Container) -> None:
     status, page = server.get(server.metrics, "/metrics")
     assert status == 200
     assert 'headrace_model_state{model="digits"' in page
     assert server.get(server.http, "/metrics")[0] == 404
 
 
-def test_it_is_not_root_and_can_write_only_at_home(server: Container) -> None:
+def test_it_is_not_root_and_can_write_only_to_its_home_folder(server: Container) -> None:
     status = server.inside("cat", "/proc/1/status").stdout
     assert "\nUid:\t10001\t10001\t10001\t10001" in status
     for kind in ("CapPrm", "CapEff", "CapBnd"):
@@ -215,7 +215,7 @@ def test_it_is_not_root_and_can_write_only_at_home(server: Container) -> None:
     assert server.inside("touch", "/var/lib/headrace/x").returncode == 0
 
 
-def test_it_keeps_its_profiles_at_home(server: Container) -> None:
+def test_it_stores_its_profiles_in_its_home_folder(server: Container) -> None:
     assert server.inside("sh", "-c", "ls /var/lib/headrace/state/profiles").stdout.count(".json") >= 4
 
 
@@ -241,7 +241,7 @@ def test_its_health_check_can_fail(server: Container) -> None:
     assert "http://127.0.0.1:1 is not ready" in failed.stderr
 
 
-def test_a_server_that_must_serve_what_is_not_there_ends(alone: str) -> None:
+def test_a_server_with_a_missing_required_model_exits(alone: str) -> None:
     told = ["-e=HEADRACE_STRICT=1", "-e=HEADRACE_MODEL_CONTROL=explicit", "-e=HEADRACE_LOAD_MODEL=missing"]
     container = Container(alone, *told)
     try:
@@ -328,7 +328,7 @@ def volume() -> Iterator[Callable[[str], str]]:
         podman("volume", "rm", "-f", name)
 
 
-def test_what_compose_starts_is_started_here_or_named() -> None:
+def test_every_compose_service_is_started_here_or_listed() -> None:
     assert set(composed()) == {"headrace", "prometheus", *NOT_STARTED}
     for name, why in NOT_STARTED.items():
         print(f"not started: {name}: {why}")

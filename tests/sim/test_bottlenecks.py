@@ -170,7 +170,7 @@ def test_bursts_wait_though_there_is_time(explained) -> None:  # type: ignore[no
     assert (first(now).kind, first(now).cure) == ("queue", "try a second instance")
 
 
-def test_a_promise_that_is_not_kept(explained) -> None:  # type: ignore[no-untyped-def]
+def test_an_objective_that_is_missed(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(50, policy())
     late = dataclasses.replace(now, policy=policy(objective_ns=MS // 2))
     assert (
@@ -208,7 +208,7 @@ def test_padding_copies_and_quotas() -> None:
     assert limit.explanation == "17 % of the requests were rejected because their client exceeded its quota"
 
 
-def test_a_promise_that_keeps_batches_small() -> None:
+def test_an_objective_that_limits_the_batch_size() -> None:
     profile = LatencyTable()
     profile.seed({1: [MS], 2: [MS], 32: [4 * MS]})
     now = LoadSnapshot(batches(2, "deadline", count=960).recent(), policy(32, objective_ns=5 * MS), profile, 1)
@@ -217,13 +217,13 @@ def test_a_promise_that_keeps_batches_small() -> None:
     assert limit.expected.startswith("4.0 times the throughput")
 
 
-def test_something_is_said_of_any_load() -> None:
+def test_every_load_has_an_explanation() -> None:
     now = LoadSnapshot(batches(8, "full", queue_ms=0.1, count=600).recent(), policy(8), LatencyTable(), 1)
     assert find_bottlenecks(now)
     assert snapshot_figures(now)["rows_per_batch"] == 8
 
 
-def test_who_promises_refuses_and_says_so(explained) -> None:  # type: ignore[no-untyped-def]
+def test_an_objective_causes_refusals_with_an_explanation(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(12_000, policy(objective_ns=20 * MS, queue=100_000))
     found = {limit.kind: limit for limit in find_bottlenecks(now)}
     assert next(iter(found)) == "overloaded"

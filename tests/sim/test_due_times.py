@@ -143,7 +143,7 @@ def test_every_request_gets_one_response_in_time_or_an_error(world: World, arriv
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 3), st.lists(some_arrival, max_size=80))
-def test_what_is_run_before_its_own_deadline_is_done_by_then(instances: int, arrivals: list[Arrival]) -> None:
+def test_batches_started_before_their_deadline_finish_in_time(instances: int, arrivals: list[Arrival]) -> None:
     for each in arrivals:
         each.level, each.client = 0, ""
     world = World(instances, 0)
@@ -162,7 +162,7 @@ def test_no_request_is_rejected_if_the_time_suffices(instances: int, arrivals: l
     assert len(world.done_ns) == len(arrivals)
 
 
-def test_a_flood_leaves_the_other_client_its_share_and_its_time() -> None:
+def test_a_flood_does_not_reduce_the_share_of_the_other_client() -> None:
     world = World(1, 200, QueueOrder(0, Sharing()))
     flood = [Arrival(at_ns, 1, 0, "flood", 0) for at_ns in range(4000)]  # a row a ns: 3 can be served in 10 ns
     calm = [Arrival(at_ns, 1, 0, "calm", 0) for at_ns in range(50, 4000, 40)]
@@ -174,7 +174,7 @@ def test_a_flood_leaves_the_other_client_its_share_and_its_time() -> None:
     assert served["flood"] > 0.9 * (4000 / World.takes_ns(8) * 8 - len(calm))
 
 
-def test_of_two_that_flood_each_gets_what_its_weight_says() -> None:
+def test_two_flooding_clients_share_by_weight() -> None:
     world = World(2, 300, QueueOrder(0, Sharing({"big": 3.0})))
     arrivals = [Arrival(at_ns, 1, 0, client, 0) for at_ns in range(4000) for client in ("big", "small")]
     world.run(arrivals)
@@ -189,7 +189,7 @@ def test_of_two_that_flood_each_gets_what_its_weight_says() -> None:
 @pytest.mark.parametrize("calm", [0.1, 0.3])
 @pytest.mark.parametrize(("batch_us", "row_us", "slo_ms"), [(4000, 250, 25), (8000, 500, 50), (5900, 159, 25)])
 @pytest.mark.parametrize("variation", [0.0, 0.08])
-def test_a_promise_of_two_batches_is_kept_to_a_quiet_client_beside_a_flood(
+def test_a_quiet_client_meets_an_objective_of_two_batches_beside_a_flood(
     batch_us: float, row_us: float, slo_ms: int, calm: float, variation: float
 ) -> None:
     capacity_hz, seconds = ROWS / (batch_us + ROWS * row_us) * 1e6, 4.0
@@ -238,7 +238,9 @@ def test_without_a_promise_nothing_is_good_at_that_load() -> None:
 
 
 @pytest.mark.parametrize("load", [1.5, 2.0])
-def test_giving_up_early_keeps_most_of_it_even_without_admission(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_timeouts_preserve_most_goodput_without_admission_control(
+    load: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(AdmissionController, "admit", lambda *_: None)
     result, capacity_hz = figures(load, 20)
     assert result.goodput_hz is not None

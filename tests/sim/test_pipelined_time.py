@@ -136,7 +136,7 @@ def test_without_overlap_steps_add_up_and_with_it_the_slowest_counts() -> None:
     )
 
 
-def test_three_flights_pay_where_copies_take_as_long_as_computing() -> None:
+def test_three_batches_in_flight_help_if_copies_take_as_long_as_compute() -> None:
     costs = CostModel(copy_in=Cost(100 * US), compute=Cost(100 * US), copy_out=Cost(100 * US))
     assert makespan_ns(costs, depth=1) == 40 * 300 * US
     assert makespan_ns(costs, depth=2) == 40 // 2 * 300 * US + 100 * US
@@ -167,7 +167,7 @@ def served_in_a_closed_loop(clients: int, depth: int, paced: bool) -> World:
 
 
 @pytest.mark.parametrize(("clients", "gain"), [(4, 1.1), (16, 1.2), (64, 1.3), (128, 1.4), (256, 1.4)])
-def test_overlap_pays_at_every_load_if_batches_are_pulled_late(clients: int, gain: float) -> None:
+def test_overlap_helps_at_every_load_if_batches_are_pulled_late(clients: int, gain: float) -> None:
     served = {
         (depth, paced): served_in_a_closed_loop(clients, depth, paced).recorder.totals().requests
         for depth, paced in ((1, False), (2, False), (2, True))

@@ -67,7 +67,7 @@ def test_the_percentiles_of_m_m_1_are_exponential() -> None:
 
 
 @pytest.mark.slow
-def test_several_instances_wait_as_erlang_says() -> None:
+def test_several_instances_match_the_erlang_formula() -> None:
     servers, load = 3, 2.4
     done = replay(
         poisson_trace(load * 1000, 80),
@@ -81,7 +81,7 @@ def test_several_instances_wait_as_erlang_says() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_rows", [1, 16])
-def test_a_saturated_batcher_answers_what_its_device_can(depth: int, max_rows: int) -> None:
+def test_a_saturated_batcher_reaches_the_throughput_of_its_device(depth: int, max_rows: int) -> None:
     batch_us, row_us = 400, 100
     capacity_hz = max_rows / (batch_us + row_us * max_rows) * 1e6
     policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=256))
@@ -95,7 +95,7 @@ def test_a_saturated_batcher_answers_what_its_device_can(depth: int, max_rows: i
     assert result.busy > 0.97
 
 
-def test_an_idle_server_takes_what_the_batch_takes() -> None:
+def test_an_idle_server_adds_no_time_to_the_batch() -> None:
     steps = LatencyProfile(StepLatency.line(100, 10), StepLatency.line(5), StepLatency.line(7), StepLatency.line(3))
     spaced = trace_of([(at_ns, 1, 0) for at_ns in range(0, 50 * MS, MS)])
     for depth in (1, 2):
@@ -121,7 +121,7 @@ def test_a_thousand_models_are_as_good_as_one_each() -> None:
     assert waits_us == pytest.approx(0.05 / (2 * 0.95) * 1000, rel=0.1), "M/D/1 at a load of 0.05"
 
 
-def test_the_data_plane_knows_the_profile_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_plane_has_the_latency_table_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dataplane.LatencyTable] = []
     seed = dataplane.LatencyTable.seed
     monkeypatch.setattr(dataplane.LatencyTable, "seed", lambda self, times: (seen.append(self), seed(self, times)))
@@ -191,7 +191,7 @@ def test_serial_instances_run_the_batches_of_the_virtual_scheduler(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(arrivals, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 40_000]))
-def test_overlapping_flights_run_the_batches_of_the_virtual_pipeline(
+def test_overlapping_batches_match_the_virtual_pipeline(
     coming: list[tuple[int, int, int]], depth: int, instances: int, delay_ns: int
 ) -> None:
     policy = BatchPolicy(6, (), delay_ns)
@@ -222,7 +222,7 @@ def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:
 # What the front of the data plane does
 
 
-def test_what_cannot_meet_its_deadline_is_refused_at_once_and_all_others_do() -> None:
+def test_hopeless_requests_are_refused_at_once_and_all_others_meet_their_deadline() -> None:
     trace = poisson_trace(2000, 2, timeout_ns=20 * MS)
     done = replay(trace, [model()])
     count = Counter(done.outcomes)

@@ -97,7 +97,7 @@ CALLS = [
 ]
 
 
-def test_what_commands_print_without_a_server_or_a_model(tmp_path: Path) -> None:
+def test_command_output_without_a_server_or_a_model(tmp_path: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         results = threads.map(lambda words: run(*words, folder=tmp_path), CALLS)
         texts = []

@@ -59,7 +59,7 @@ SCHEDULING = (
         "the last member of a batch does not count for its time",
         "        if now_ns + promises_ns[min(next_rows, max_rows)] > due_ns:\n",
         "        if now_ns + promises_ns[min(rows, max_rows)] > due_ns:\n",
-        ("test_decides_by_what_is_due", "test_batches_by_due_times_are_as_promised"),
+        ("test_decides_by_deadlines", "test_batches_by_due_times_are_as_promised"),
     ),
     Mutant(
         "lower priority levels go first",
@@ -71,7 +71,10 @@ SCHEDULING = (
         "nobody is woken for work that is left behind",
         "                    if self._queue.count and self._sleepers and self._should_wake():\n",
         "                    if False and self._sleepers and self._should_wake():\n",
-        ("test_an_interrupted_sleeper_hands_its_alarm_on", "test_many_callers_on_many_instances_all_get_their_own"),
+        (
+            "test_an_interrupted_sleeper_passes_its_wake_up_on",
+            "test_many_callers_on_many_instances_get_their_own_results",
+        ),
     ),
     Mutant(
         "dead entries of a lane are not counted",
@@ -83,7 +86,7 @@ SCHEDULING = (
         "admission forgets the batches that wait ahead",
         "            return max(free_ns[0], now_ns) + batches * cycle_ns, batches, before\n",
         "            return max(free_ns[0], now_ns), batches, before\n",
-        ("test_what_runs_and_what_waits_comes_before", "test_more_work_is_never_done_earlier"),
+        ("test_running_and_queued_batches_delay_a_request", "test_more_work_is_never_done_earlier"),
     ),
 )
 
@@ -101,7 +104,7 @@ COMPLETION = (
         "the mailbox is not armed again after its first wake-up",
         "        self._armed = False\n        settled = self._settled\n",
         "        settled = self._settled\n",
-        ("test_a_caller_who_leaves_the_queue_is_dropped_at_any_position",),  # it hangs
+        ("test_a_cancelled_request_is_dropped_at_any_queue_position",),  # it hangs
     ),
     Mutant(
         "timers of a settled completion go on",
@@ -113,7 +116,7 @@ COMPLETION = (
         "who awaits an outcome that is there already waits for ever",
         "            if self._woken:\n                self._resolve(future)\n",
         "            if not self._woken:\n                self._resolve(future)\n",
-        ("test_who_awaits_late_finds_the_outcome_and_many_may", "test_waiters_get_values_and_errors"),
+        ("test_late_and_repeated_awaits_return_the_outcome", "test_waiters_get_values_and_errors"),
     ),
     Mutant(
         "rows of a batch are cut one too far",
@@ -141,7 +144,7 @@ SHARED_MEMORY = (
         "            return ResidentRows(base + offset, PINNED, _BYTES, (size_bytes,), pinned, copy)\n",
         "            return ResidentRows(base, PINNED, _BYTES, (size_bytes,), pinned, copy)\n",
         (
-            "test_it_is_pinned_for_the_first_who_has_a_gpu_and_located_from_then_on",
+            "test_the_first_gpu_model_pins_it_and_later_requests_are_located",
             "test_a_host_copy_is_read_from_the_file_and_not_through_the_mapping",
         ),
     ),
@@ -149,13 +152,13 @@ SHARED_MEMORY = (
         "links in the folder of shared memory are followed",
         "    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW\n",
         "    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY\n",
-        ("test_only_plain_files_are_opened_and_the_error_does_not_tell_which",),
+        ("test_only_regular_files_are_opened_and_the_error_hides_the_type",),
     ),
     Mutant(
         "unregistering takes away regions of the other kind",
         "            if registration is not None and registration.kind == kind:\n",
         "            if registration is not None:\n",
-        ("test_unregister_takes_away_one_or_all_of_a_kind",),
+        ("test_unregister_removes_one_or_all_of_a_kind",),
     ),
 )
 
@@ -164,13 +167,13 @@ GPU_PIPELINE = (
         "the kernels do not wait for the copy of their inputs",
         "        slot.copied_in.block(self.computing)\n",
         "",
-        ("test_batches_of_every_size", "test_flights_overlap_and_answer_in_the_order_of_launch"),
+        ("test_batches_of_every_size", "test_batches_in_flight_overlap_and_finish_in_launch_order"),
     ),
     Mutant(
         "the copy of the outputs does not wait for the kernels",
         "        slot.computed.block(self.copying_out)\n",
         "",
-        ("test_batches_of_every_size", "test_flights_overlap_and_answer_in_the_order_of_launch"),
+        ("test_batches_of_every_size", "test_batches_in_flight_overlap_and_finish_in_launch_order"),
     ),
     Mutant(
         "answers are views of memory that the next batch uses",
@@ -182,25 +185,25 @@ GPU_PIPELINE = (
         "rows that a GPU reads are not kept until the flight has landed",
         "        slot.resident_inputs = batch.resident_inputs\n",
         "        slot.resident_inputs = []\n",
-        ("test_the_memory_is_kept_until_the_flight_has_landed",),
+        ("test_the_memory_is_referenced_until_the_batch_has_finished",),
     ),
     Mutant(
         "one flight too many is in the air",
         "            while self._open >= depth or not self._finished.empty():\n",
         "            while self._open > depth or not self._finished.empty():\n",
-        ("test_flights_keep_to_the_depth_and_to_their_order",),
+        ("test_batches_respect_the_depth_and_finish_in_order",),
     ),
     Mutant(
         "rows that are copied beside resident ones land in the wrong place",
         "                copies.append((buffer[start:row], copied))\n                copied = []\n            start = stop\n",
         "                copies.append((buffer[start:row], copied))\n                copied = []\n            start = row\n",
-        ("test_every_row_is_where_the_gpu_looks_for_it", "test_each_input_goes_its_own_way"),
+        ("test_every_row_is_at_its_device_offset", "test_each_input_is_resident_or_copied_separately"),
     ),
     Mutant(
         "a discarded flight's memory is lost",
         "        self._release_slot(_batch_state(batch).slot)\n",
         "        _batch_state(batch)\n",
-        ("test_a_discarded_flight_is_free_again",),
+        ("test_a_discarded_batch_frees_its_slot",),
     ),
 )
 

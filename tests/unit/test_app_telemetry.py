@@ -23,27 +23,27 @@ def test_the_default_logs_errors_and_traces_nothing() -> None:
     observer.close()
 
 
-def test_spans_are_on_from_the_start_where_somebody_takes_them() -> None:
+def test_spans_are_enabled_from_the_start_with_an_endpoint() -> None:
     tracer, observer = open_observer(settings(Telemetry(otlp_endpoint="http://127.0.0.1:9", trace_rate=7)))
     assert observer.active
     assert tracer.settings("")["trace_rate"] == "7"
     observer.close()
 
 
-def test_a_package_that_is_not_there_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     monkeypatch.delitem(sys.modules, "headrace.observability.spans", raising=False)
     with pytest.raises(ConfigError, match=r"opentelemetry\.sdk\.resources.*pip install 'headrace\[otel\]'"):
         open_observer(settings(Telemetry(otlp_endpoint="http://h:4317")))
 
 
-def test_what_the_exporters_own_variables_hold_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variables_of_the_exporter_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli")
     with pytest.raises(ConfigError, match="OTEL_"):
         open_observer(settings(Telemetry(otlp_endpoint="http://h:4317")))
 
 
-def test_a_password_in_the_endpoint_is_not_told() -> None:
+def test_a_password_in_the_endpoint_is_not_shown() -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint") as caught:
         open_observer(settings(Telemetry(otlp_endpoint="ftp://me:hunter2@h")))
     assert "hunter2" not in str(caught.value)

@@ -76,7 +76,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         ("request_log_file", "r.jsonl", "r.jsonl"),
     ],
 )
-def test_what_is_told_of_requests_has_options_and_variables(name: str, text: str, value: object) -> None:
+def test_request_logging_has_options_and_variables(name: str, text: str, value: object) -> None:
     assert getattr(parse(f"--{name.replace('_', '-')}", text).telemetry, name) == value
     assert getattr(parse(**{f"HEADRACE_{name.upper()}": text}).telemetry, name) == value
 
@@ -112,7 +112,7 @@ def test_every_limit_has_an_option_and_a_variable(limit: str) -> None:
     assert getattr(parse(**{f"HEADRACE_{limit.upper()}": "7"}).limits, limit) == 7
 
 
-def test_limits_that_nobody_sets_have_no_option() -> None:
+def test_fixed_limits_have_no_option() -> None:
     constants = {field.name for field in dataclasses.fields(Limits)} - set(LIMIT_HELP)
     assert constants == {"max_chunks", "max_json_depth", "max_json_keys"}
     for name in constants:

@@ -41,7 +41,7 @@ FIELDS = section("Fields")
 # Flags
 
 
-def test_every_flag_has_a_row_and_every_row_is_what_the_command_says() -> None:
+def test_every_flag_has_a_row_and_every_row_matches_the_command() -> None:
     expected = dict.fromkeys(settings.TRITON_SAME, "the same")
     expected |= {flag: f"the same as `{ours}`, taken" for flag, ours in settings.TRITON_ALIASES.items()}
     expected |= settings.TRITON_HINTS
@@ -66,7 +66,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("flag", [*settings.TRITON_SAME[1:], *settings.TRITON_ALIASES])
-def test_a_flag_that_is_taken_does_what_ours_does(flag: str) -> None:
+def test_an_accepted_flag_works_like_the_headrace_option(flag: str) -> None:
     value = VALUES.get(flag, "7")
     ours = settings.TRITON_ALIASES.get(flag, flag)
     assert parsed(f"{flag}={value}") == parsed(ours, value)
@@ -262,7 +262,7 @@ def test_a_field_is_parsed_as_promised(path: str) -> None:
         assert found[0].cure
 
 
-def test_what_refusals_ask_for_is_said_of_fields_that_are_refused() -> None:
+def test_every_listed_feature_is_a_refused_field() -> None:
     assert FEATURES.keys() <= REFUSED.keys()
 
 

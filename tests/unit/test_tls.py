@@ -26,7 +26,7 @@ def test_a_client_ca_makes_a_client_certificate_necessary(files: TlsFiles) -> No
     assert files.ssl_context(()).minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-def test_grpcio_takes_the_files(files: TlsFiles) -> None:
+def test_grpcio_accepts_the_files(files: TlsFiles) -> None:
     assert files.grpc_credentials() is not None
     assert TlsFiles(files.certificate, files.key).grpc_credentials() is not None
 

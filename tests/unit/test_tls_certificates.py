@@ -9,7 +9,7 @@ from headrace.tls import certificate_expiry_s
 
 
 @pytest.mark.parametrize("expires", [datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC), datetime(2055, 1, 1, tzinfo=UTC)])
-def test_the_time_that_the_certificate_tells(expires: datetime, tmp_path: Path) -> None:
+def test_the_expiry_time_of_a_certificate(expires: datetime, tmp_path: Path) -> None:
     """Years from 2050 on are written in another way."""
     leaf = trustme.CA().issue_cert("localhost", not_after=expires)
     chain = tmp_path / "chain.pem"
@@ -21,7 +21,7 @@ def test_the_time_that_the_certificate_tells(expires: datetime, tmp_path: Path) 
     "content",
     ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "-----BEGIN CERTIFICATE-----\n", "\xff"],
 )
-def test_what_is_no_certificate_has_no_time(content: str, tmp_path: Path) -> None:
+def test_invalid_certificates_have_no_expiry_time(content: str, tmp_path: Path) -> None:
     path = tmp_path / "cert.pem"
     path.write_text(content, "latin-1")
     assert certificate_expiry_s(str(path)) is None

@@ -74,7 +74,7 @@ def test_a_failed_capture_leaves_the_stream_usable(copies: Copies) -> None:
     assert copies.target.tolist() == [1] * 64
 
 
-def test_waiting_spoils_a_capture_and_leaves_the_stream_usable(copies: Copies) -> None:
+def test_waiting_invalidates_a_capture_and_leaves_the_stream_usable(copies: Copies) -> None:
     # The fake refuses it with an assertion.
     with contextlib.suppress(driver.DeviceError, AssertionError):
         CudaGraph(copies.stream, copies.stream.synchronize).close()

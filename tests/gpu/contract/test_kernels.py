@@ -40,7 +40,7 @@ def test_pictures_that_lie_anywhere(dtype: str, offset: int) -> None:
         check_pictures_anywhere(RECIPES[name], dtype, offset=offset)
 
 
-def test_where_multiplying_is_not_exact_the_kernel_divides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_divides_if_multiplying_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     scales: list[float] = []
     monkeypatch.setattr(launching, "multiplies", lambda mean, std: scales.append(std) is not None)
     check_pictures(RECIPES["odd"], "float32")
@@ -72,7 +72,7 @@ def test_scores_become_probabilities(dtype: str) -> None:
     check_soften(4, 257, dtype)
 
 
-def test_what_no_kernel_does_is_refused() -> None:
+def test_unsupported_recipes_are_refused() -> None:
     with pytest.raises(ValueError, match="not float64"):
         Preprocessor(0, RECIPES["odd"], np.float64)
     with pytest.raises(ValueError, match="top_k 5 of 4 classes"):

@@ -31,7 +31,7 @@ def test_a_gpu_is_described() -> None:
         devices.describe(99)
 
 
-def test_contexts_nest_and_are_left_after_an_error() -> None:
+def test_contexts_nest_and_are_popped_after_an_error() -> None:
     def fail() -> None:
         with driver.current(), driver.current():
             memory.DeviceBuffer(16).free()

@@ -128,7 +128,7 @@ def test_a_range_out_of_the_region_is_refused(gpu: GpuUnderTest, memory: ClientM
         finished(memory)
 
 
-def test_what_cannot_be_opened_is_refused_and_hurts_nothing(gpu: GpuUnderTest, memory: ClientMemory) -> None:
+def test_invalid_handles_are_refused_without_side_effects(gpu: GpuUnderTest, memory: ClientMemory) -> None:
     with gpu.export(CONTENT.tobytes()) as owner:
         for handle in (b"", owner.handle[:-1], owner.handle + b"\0"):
             with pytest.raises(BadRequest, match="64 bytes"):
@@ -231,7 +231,7 @@ def test_memory_that_is_not_pinned_is_refused(gpu: GpuUnderTest) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: np.zeros(()), lambda: np.zeros((4, 4)).T[1:]], ids=["scalar", "strided"])
-def test_what_is_no_rows_is_refused(gpu: GpuUnderTest, make: Callable[[], Any]) -> None:
+def test_invalid_row_ranges_are_refused(gpu: GpuUnderTest, make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match="C-contiguous"):
         pinned_rows(make())
 
@@ -267,7 +267,7 @@ def test_two_regions_of_one_file_are_pinned_side_by_side(memory: ClientMemory, f
 
 
 @needs_shm
-def test_memory_that_a_client_has_made_up_is_not_pinned(memory: ClientMemory, file: int) -> None:
+def test_unwritten_client_memory_is_not_pinned(memory: ClientMemory, file: int) -> None:
     os.ftruncate(file, 1 << 19)
     assert pinned(memory, file, 0, 1 << 19) is None
     os.pwrite(file, bytes((1 << 19) - SIZE), SIZE)

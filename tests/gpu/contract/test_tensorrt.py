@@ -102,7 +102,9 @@ def test_batches_of_every_size(plan: Path, way: dict[str, str]) -> None:
 
 
 @every_way
-def test_flights_overlap_and_answer_in_the_order_of_launch(gpu: GpuUnderTest, plan: Path, way: dict[str, str]) -> None:
+def test_batches_in_flight_overlap_and_finish_in_launch_order(
+    gpu: GpuUnderTest, plan: Path, way: dict[str, str]
+) -> None:
     with opened(plan, {**BATCHED, **way}) as execution:
         waits = gpu.fake.waits if gpu.fake else 0
         under_way = []
@@ -139,14 +141,14 @@ def test_answers_belong_to_the_caller(plan: Path) -> None:
         np.testing.assert_array_equal(first, right(x))
 
 
-def test_a_discarded_flight_is_free_again(plan: Path) -> None:
+def test_a_discarded_batch_frees_its_slot(plan: Path) -> None:
     with opened(plan) as execution:
         for _ in range(2 * execution.depth):
             execution.discard(execution.begin({"x": rows(1)}, 3))
         np.testing.assert_array_equal(execution.run({"x": rows(3)})["y"], right(rows(3)))
 
 
-def test_an_open_flight_is_waited_for_at_the_end(plan: Path) -> None:
+def test_closing_waits_for_open_batches(plan: Path) -> None:
     with opened(plan) as execution:
         fly(execution, rows(3))
 

@@ -23,7 +23,7 @@ def load(folder: Path, model: object, instances: int = 1, **parameters: str):  #
 
 
 @pytest.mark.parametrize("datatype", [datatype.name for datatype in DATATYPES])
-def test_every_datatype_goes_through(tmp_path: Path, datatype: str) -> None:
+def test_every_datatype_is_supported(tmp_path: Path, datatype: str) -> None:
     execution = load(tmp_path, identity(datatype)).execution(0)
     kind = BY_NAME[datatype].dtype
     values = [b"", "Grüße".encode(), b"a\0b", b"x"] if datatype == "BYTES" else [0, 1, 1, 0]
@@ -72,7 +72,7 @@ def test_wrong_parameters_are_named(tmp_path: Path, name: str, value: str) -> No
         load(tmp_path, identity(), **{name: value})
 
 
-def test_a_file_that_is_no_model_is_told_without_its_path(tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_an_error_without_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.onnx") as refused:
         load(tmp_path, b"nonsense")
     assert str(tmp_path) not in str(refused.value)

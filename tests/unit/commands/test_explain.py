@@ -60,7 +60,7 @@ def test_findings_and_numbers_are_shown(server: Any) -> None:
     ]
 
 
-def test_json_is_as_it_came_and_a_version_is_asked_for(server: Any) -> None:
+def test_json_is_unchanged_and_the_version_is_requested(server: Any) -> None:
     server.say("GET /v2/models/net/versions/3/explain", json.dumps(ANSWER).encode())
     status, out, _ = explain(server.url, version="3", as_json=True)
     assert (status, json.loads(out)) == (0, ANSWER)
@@ -83,7 +83,7 @@ def test_a_path_in_the_url_is_a_prefix_and_names_are_quoted(server: Any) -> None
     assert fetch(server.url.removeprefix("http://") + "/team/a/", "a/b c", "3") == {}
 
 
-def test_nobody_listens() -> None:
+def test_no_server_listens() -> None:
     with socket.socket() as taken:
         taken.bind(
             ("127.0.0.1", 0)
@@ -121,7 +121,7 @@ def test_a_status_is_shown_with_the_servers_text(server: Any, status: int) -> No
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>Not here</html>", b'{"detail":1}', b"[1]", b"\xff\xfe"])
-def test_an_error_of_another_server_is_told_as_such(server: Any, body: bytes) -> None:
+def test_an_error_of_another_server_is_reported_as_such(server: Any, body: bytes) -> None:
     server.say("GET /v2/models/m/explain", body, 404)
     with pytest.raises(ModelFailed, match="check that the URL is that of a V2 inference server"):
         fetch(server.url, "m")

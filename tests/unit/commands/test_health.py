@@ -83,18 +83,18 @@ def test_a_server_that_loads_is_live_but_not_ready(peer: Peer, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'"text"', b"\xff\xfe", b"[" * 100_000])
-def test_an_answer_of_something_else_is_not_healthy(peer: Peer, body: bytes) -> None:
+def test_a_response_of_another_server_is_not_healthy(peer: Peer, body: bytes) -> None:
     peer.answer(ready=(500, body))
     assert health([], peer.here) == 1
 
 
-def test_nobody_there_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert health([], NOWHERE) == 1
     assert "refused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://[", "//"])
-def test_a_url_of_something_else_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_url_is_an_error(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert health(["--url", url], NOWHERE) == 1
     assert "is not ready" in capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_its_own_certificate_is_trusted_and_no_other(tmp_path: Path) -> None:
         assert health(["--url", f"https://127.0.0.1:{server.server_port}"], NOWHERE) == 1
 
 
-def test_it_shows_a_certificate_where_one_is_asked(tmp_path: Path) -> None:
+def test_it_sends_a_client_certificate_if_one_is_required(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     own, client = certificates.server, certificates.client
     for server in _running(Peer(TlsFiles(str(own.certificate), str(own.key), str(certificates.authority)))):
@@ -136,11 +136,11 @@ def test_it_shows_a_certificate_where_one_is_asked(tmp_path: Path) -> None:
         ("localhost", "http://localhost:8000"),
     ],
 )
-def test_it_asks_where_the_server_listens(host: str, url: str) -> None:
+def test_it_connects_to_the_configured_address(host: str, url: str) -> None:
     assert ListenAddress(host).url == url
 
 
-def test_the_environment_of_the_server_says_where_to_ask(
+def test_the_environment_of_the_server_sets_the_address(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer.answer(ready=(200, b""))

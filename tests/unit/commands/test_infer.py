@@ -109,7 +109,7 @@ def headrace(grpc_server: Any) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
-def test_pictures_go_out_in_batches_by_the_models_recipe(net: Any, headrace: Any) -> None:
+def test_images_are_sent_in_batches_by_the_recipe_of_the_model(net: Any, headrace: Any) -> None:
     assert RECIPE is not None
     status, out, errors = headrace("net", CAT, COFFEE, CAMERA)
     assert (status, errors) == (0, "")
@@ -162,7 +162,7 @@ def test_a_model_without_a_batch_dimension(net: Any, headrace: Any) -> None:
         ({"datatype": "INT64"}, "input 'image' of 'net' is INT64; pictures go to one of FP32"),
     ],
 )
-def test_a_model_that_takes_no_pictures(net: Any, headrace: Any, change: dict[str, Any], message: str) -> None:
+def test_a_model_without_an_image_input(net: Any, headrace: Any, change: dict[str, Any], message: str) -> None:
     describe(net, **change)
     status, out, errors = headrace("net", CAT)
     assert (status, out) == (1, "")
@@ -188,7 +188,7 @@ def test_a_server_without_classification(net: Any, headrace: Any) -> None:
     assert "did not classify output 'scores'" in errors
 
 
-def test_what_to_send_must_be_said_once(net: Any, headrace: Any) -> None:
+def test_exactly_one_kind_of_input_is_required(net: Any, headrace: Any) -> None:
     for typed in (("net",), ("net", CAT, "--raw", "x.npz"), ("net", "--raw", "x.npz", "--json-input", "x.json")):
         status, _, errors = headrace(*typed)
         assert status == 2
@@ -215,7 +215,7 @@ def test_an_address_of_http_is_answered_with_that_of_grpc(headrace: Any) -> None
     assert "is one of HTTP, `headrace infer` speaks gRPC: give its gRPC address, e.g. --url 127.0.0.1:8001" in errors
 
 
-def test_a_version_is_asked_for_everywhere(net: Any) -> None:
+def test_every_call_carries_the_version(net: Any) -> None:
     args = argparse.ArgumentParser()
     infer_command.add_arguments(args)
     typed = ["net", CAT, "--url", net.address, "--model-version", "3", "--top", "2", "--json"]
@@ -361,7 +361,7 @@ def test_bar(ratio: float, cells: str) -> None:
     assert infer_command.bar(float("nan"), 8) == " " * 8
 
 
-def test_server_time_is_told_only_if_it_is_ours() -> None:
+def test_server_time_is_shown_only_for_headrace_servers() -> None:
     assert server_time_ns((5, 100), (7, 160), 2) == 60
     assert server_time_ns((5, 100), (8, 160), 2) is None
     assert server_time_ns(None, (8, 160), 2) is None

@@ -46,7 +46,7 @@ def test_infer_sends_and_reads_golden_bytes(grpc_server: Any) -> None:
     assert not request.outputs
 
 
-def test_outputs_and_version_are_asked_for(grpc_server: Any) -> None:
+def test_outputs_and_version_are_requested(grpc_server: Any) -> None:
     grpc_server.infer["a/b c"] = lambda _: respond(("o", "BYTES", [1], b"\x05\x00\x00\x000.5:7"))
     with InferClient("grpc://" + grpc_server.address + "/") as client:
         outputs = client.infer("a/b c", {"x": np.zeros(1, np.int8)}, "3", {"o": 2, "p": 0})
@@ -92,7 +92,7 @@ def test_tls_trusts_the_systems_authorities(tmp_path: Path, monkeypatch: pytest.
 # --- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_listens() -> None:
+def test_no_server_listens() -> None:
     with socket.socket() as taken:
         taken.bind(
             ("127.0.0.1", 0)
@@ -205,7 +205,7 @@ ARRAYS: dict[str, Array] = {
 
 
 @pytest.mark.parametrize("case", ARRAYS)
-def test_arrays_come_back_as_they_were_sent(grpc_server: Any, case: str) -> None:
+def test_arrays_round_trip(grpc_server: Any, case: str) -> None:
     array, datatype = ARRAYS[case], case.split("_")[0]
 
     def echo(request: Any) -> Any:
@@ -220,7 +220,7 @@ def test_arrays_come_back_as_they_were_sent(grpc_server: Any, case: str) -> None
     assert np.array_equal(result, array, equal_nan=datatype.startswith("FP"))
 
 
-def test_arrays_are_sent_by_what_they_are(grpc_server: Any) -> None:
+def test_arrays_are_sent_by_dtype(grpc_server: Any) -> None:
     grpc_server.infer["m"] = lambda _: respond()
     with InferClient(grpc_server.address) as client:
         client.infer("m", {"big": np.array([1, 2], dtype=">i4"), "s": np.array(["ü", "ab"])})

@@ -61,7 +61,7 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert one["latency_us"]["mean"] == pytest.approx((470 + 470 + 370) / 2)
 
 
-def test_a_promise_refuses_what_fixed_sizes_answer_too_late(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_refuses_requests_that_fixed_sizes_answer_too_late(capsys: pytest.CaptureFixture[str]) -> None:
     overloaded = ("--rate", "9000", "--profile", "1000+100n", "--slo-ms", "20")
     promise, fixed = simulated(capsys, *overloaded, "--compare", "scheduler=fixed")["settings"]
     assert promise["all"]["goodput"] > 0.9 * fixed["all"]["throughput"]
@@ -74,7 +74,7 @@ def test_promises_are_made_by_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["slo_ms"] for each in setting["models"]] == [8, 5, 8]
 
 
-def test_clients_are_told_apart_and_have_quotas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clients_are_distinguished_and_have_quotas(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--clients", "calm:1,loud:9", "--quota", "loud=100:10")
     (setting,) = simulated(capsys, *asked)["settings"]
     calm, loud = setting["clients"]
@@ -123,7 +123,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--slo-ms", "other=5"], "--slo-ms other=...: no model 'other' is simulated"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_settings_are_errors(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, *options]) == 2
     stderr = " ".join(capsys.readouterr().err.split())
     assert message in stderr
@@ -140,7 +140,7 @@ def test_options_out_of_range_are_refused(option: str, capsys: pytest.CaptureFix
     assert option.split("=")[0] in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_model_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "bad", config="max_batch_siz: 3\n")
     assert main([*QUICK, str(tmp_path / "bad")]) == 2
     assert "max_batch_siz" in capsys.readouterr().err

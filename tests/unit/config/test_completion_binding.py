@@ -62,7 +62,7 @@ def test_parameters_of_the_backend_stay() -> None:
     assert config.parameters == {"intra_op_thread_count": "1", "execution_mode": "0"}
 
 
-def test_both_formats_say_the_same() -> None:
+def test_both_formats_are_equivalent() -> None:
     from_pbtxt, pbtxt_findings = example("tuned.pbtxt")
     from_yaml, yaml_findings = example("tuned.yaml")
     assert from_pbtxt is not None
@@ -162,7 +162,7 @@ def test_unknown_fields_get_a_suggestion() -> None:
         ("parameters:\n  wait: [1]", "f:2: error: parameters.wait must be text, not [1] (put it in quotes)"),
     ],
 )
-def test_wrong_values_are_told_in_words(text: str, message: str) -> None:
+def test_wrong_values_have_readable_errors(text: str, message: str) -> None:
     assert findings_of(text) == [message]
 
 
@@ -189,14 +189,14 @@ def parameter(key: str, value: str) -> str:
         ("headrace.optimization.profiles.0.batch", "[1, 2, 3]", "optimization.profiles must be a list"),
     ],
 )
-def test_wrong_parameters_of_ours_are_errors(key: str, value: str, message: str) -> None:
+def test_wrong_headrace_parameters_are_errors(key: str, value: str, message: str) -> None:
     errors = [text for text in findings_of(parameter(key, value), read_pbtxt) if ": error:" in text]
     assert len(errors) == 1
     assert errors[0].startswith("f:2: error: ")
     assert message in errors[0]
 
 
-def test_a_field_said_in_two_ways_is_an_error() -> None:
+def test_a_field_set_in_two_ways_is_an_error() -> None:
     found = findings_of("oversize: split\nparameters: {headrace.oversize: reject}")
     assert found == ['f:2: error: "headrace.oversize" is written twice (keep one of them)']
 
@@ -232,7 +232,7 @@ parameters { key: "headrace.build_on_load" value { string_value: "true" } }
 """
 
 
-def test_what_is_to_be_built_is_said_alike_in_both_formats() -> None:
+def test_build_settings_are_equal_in_both_formats() -> None:
     from_yaml, yaml_findings = bind(read_yaml(OPTIMIZED_YAML, "f"))
     from_pbtxt, pbtxt_findings = bind(read_pbtxt(OPTIMIZED_PBTXT, "f"))
     assert [f for f in (*yaml_findings, *pbtxt_findings) if "priority" not in f.message] == []
@@ -277,7 +277,7 @@ optimization:
     ]
 
 
-def test_parts_of_one_block_may_come_in_several_parameters() -> None:
+def test_one_block_may_be_split_over_several_parameters() -> None:
     text = parameter("headrace.preprocess.crop", "[3, 4]") + parameter("headrace.preprocess", "x").replace(
         'name: "m"', ""
     )
@@ -302,7 +302,7 @@ def test_the_yaml_form_of_tritons_parameters_is_read() -> None:
     assert config.oversize == "reject"
 
 
-def test_who_prepares_pictures_and_ranks_classes_in_both_formats() -> None:
+def test_image_preparation_and_class_ranking_in_both_formats() -> None:
     yaml_text = "preprocess: {by: server, source: [480, 640]}\npostprocess: {top_k: 5, scores: chances}\n"
     parsed = {
         "preprocess.by": "server",

@@ -48,7 +48,7 @@ def test_however_it_is_written_the_model_and_its_callers_have_their_own_view(tmp
 
 
 @pytest.mark.parametrize("labels", ["", "output: [{name: LOGITS, label_filename: labels.txt}]\n"])
-def test_what_is_shown_reads_back_to_the_same(tmp_path: Path, labels: str) -> None:
+def test_the_shown_configuration_round_trips(tmp_path: Path, labels: str) -> None:
     folder = read(tmp_path, WHOLE + labels)
     shown = to_triton_json(folder.config)
     again = read_model_folder(tmp_path / "m", tmp_path, read_config_json(json.dumps(shown)))
@@ -70,20 +70,20 @@ def test_what_is_shown_reads_back_to_the_same(tmp_path: Path, labels: str) -> No
          "do not match input IMAGE: [300, 300, 3]"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_model_is_told(tmp_path: Path, config: str, message: str) -> None:
+def test_settings_that_do_not_fit_the_model_are_errors(tmp_path: Path, config: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, config)
     assert any(message in str(finding) for finding in caught.value.findings), caught.value.findings
 
 
-def test_a_model_that_takes_pixels_itself_needs_no_server(tmp_path: Path) -> None:
+def test_a_model_with_pixel_inputs_needs_no_server_preprocessing(tmp_path: Path) -> None:
     takes_pixels = models.identity("UINT8", ("batch", 224, 224, 3), ("IMAGE", "Y"))
     for written in ("", "input: [{name: IMAGE, data_type: uint8, dims: [224, 224, 3]}]"):
         with pytest.raises(ConfigError, match="takes UINT8 pixels as they are"):
             read(tmp_path, f"preprocess: {{by: server}}\n{written}", takes_pixels)
 
 
-def test_a_plan_alone_must_be_told_of_as_it_is(tmp_path: Path) -> None:
+def test_a_plan_without_a_model_needs_a_full_configuration(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.plan").write_bytes(b"plan")

@@ -36,7 +36,7 @@ def read(repository: Path, config: str) -> ModelConfig:
         (GPU + "instance_group: [{kind: gpu, count: 3}]\n", "KIND_GPU", 3),
     ],
 )
-def test_what_a_configuration_says_is_heeded_and_what_it_leaves_out_suits_the_backend(
+def test_configured_instances_are_used_and_defaults_depend_on_the_backend(
     tmp_path: Path, config: str, kind: str, count: int
 ) -> None:
     found = read(tmp_path, config)
@@ -54,5 +54,5 @@ def test_what_a_configuration_says_is_heeded_and_what_it_leaves_out_suits_the_ba
         ("backend: onnxruntime\ninstance_group: [{kind: gpu, count: 3}]\n", 3),
     ],
 )
-def test_where_the_cpu_serves_in_place_of_gpus_their_number_is_not_its(tmp_path: Path, config: str, count: int) -> None:
+def test_the_gpu_instance_count_does_not_apply_to_the_cpu_fallback(tmp_path: Path, config: str, count: int) -> None:
     assert handle_policy(read(tmp_path, config)).instances == count

@@ -29,7 +29,7 @@ def test_the_page_names_every_field_and_every_exception() -> None:
     assert all(instead in page for instead in WITHOUT_EFFECT.values())
 
 
-def test_the_examples_of_the_page_are_valid_and_say_the_same() -> None:
+def test_the_examples_of_the_page_are_valid_and_equivalent() -> None:
     from headrace.config.documents import read_pbtxt
 
     blocks = documentation.configuration_page().split("```")

@@ -21,7 +21,7 @@ model_warmup { name: "w" batch_size: 1 inputs { key: "X" value { data_type: TYPE
 """
 
 
-def test_json_says_the_same_as_the_text_format_with_both_spellings() -> None:
+def test_json_is_equivalent_to_the_text_format_with_both_spellings() -> None:
     from google.protobuf import json_format, text_format
     from tritonclient.grpc import model_config_pb2
 
@@ -37,7 +37,7 @@ def test_json_says_the_same_as_the_text_format_with_both_spellings() -> None:
         assert config.model_copy(update={"max_batch_size": 0}) == expected
 
 
-def test_what_the_server_shows_can_be_sent_back() -> None:
+def test_the_shown_configuration_can_be_sent_back() -> None:
     config = bind(read_pbtxt(TEXT, "config.pbtxt"))[0]
     assert config is not None
     again, findings = bind(read_config_json(json.dumps(to_triton_json(config))))
@@ -79,7 +79,7 @@ def test_a_written_zero_is_not_a_missing_field() -> None:
         ('{"name": "' + "x" * (1 << 20) + '"}', "larger than"),
     ],
 )
-def test_what_is_no_configuration_is_refused_in_few_words(text: str, message: str) -> None:
+def test_invalid_configurations_have_a_short_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         read_config_json(text)
     assert str(refused.value).startswith("config:")

@@ -44,13 +44,13 @@ def test_every_spelling_of_the_text_format_is_read_with_its_line() -> None:
     assert {loc: document.line_of(loc) for loc in lines} == lines
 
 
-def test_a_place_without_a_line_has_that_of_what_is_around_it() -> None:
+def test_a_value_without_a_line_has_the_line_of_its_parent() -> None:
     document = read_pbtxt('name: "m"\ninput { name: "x" }', "config.pbtxt")
     assert document.line_of(("input", 0, "dims", 3)) == 2
     assert document.line_of(("output",)) is None
 
 
-def test_zero_is_told_apart_from_absent() -> None:
+def test_zero_is_distinguished_from_absent() -> None:
     assert read_pbtxt("max_batch_size: 0", "p").data == {"max_batch_size": 0}
     assert read_pbtxt("", "p").data == {}
 
@@ -77,7 +77,7 @@ def test_zero_is_told_apart_from_absent() -> None:
         ("dynamic_batching {}\nsequence_batching {}", 2, "cannot be read as protobuf text", ""),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(text: str, line: int, message: str, cure: str) -> None:
+def test_errors_carry_their_line(text: str, line: int, message: str, cure: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_pbtxt(text, "m/config.pbtxt")
     (finding,) = caught.value.findings
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_told_with_its_line(text: str, line: int, message: str,
     assert cure in finding.cure
 
 
-def test_an_empty_list_is_told_apart_from_an_absent_one() -> None:
+def test_an_empty_list_is_distinguished_from_an_absent_one() -> None:
     document = read_pbtxt('input { name: "x"\n dims: [ ] }', "p")
     assert document.data == {"input": [{"name": "x", "dims": []}]}
     assert document.line_of(("input", 0, "dims")) == 2

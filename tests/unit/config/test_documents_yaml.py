@@ -62,7 +62,7 @@ def test_scalars(text: str, value: object) -> None:
         ("word", 1, "a mapping of fields to values"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(text: str, line: int, message: str) -> None:
+def test_errors_carry_their_line(text: str, line: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_yaml(text, "m/config.yaml")
     (finding,) = caught.value.findings

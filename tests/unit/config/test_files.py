@@ -10,7 +10,7 @@ from headrace.config import files
 from headrace.config.files import is_temporary, locked, locked_folder, temporary_name, write_durably
 
 
-def test_a_lock_excludes_threads_and_tells_who_waits(tmp_path: Path) -> None:
+def test_a_lock_excludes_threads_and_reports_waiting(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     waited, entered = threading.Event(), threading.Event()
 
@@ -29,7 +29,7 @@ def test_a_lock_excludes_threads_and_tells_who_waits(tmp_path: Path) -> None:
     assert entered.is_set()
 
 
-def test_who_waited_for_a_lock_that_is_removed_locks_the_new_one(tmp_path: Path) -> None:
+def test_a_waiter_for_a_removed_lock_file_locks_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     waited = threading.Event()
     seen: list[bool] = []
@@ -93,6 +93,6 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_only_our_own_temporaries_are_known_as_such() -> None:
+def test_only_headrace_temporary_files_are_recognized() -> None:
     assert is_temporary(temporary_name(Path("x/build.json")).name)
     assert not any(is_temporary(name) for name in ("model.onnx", ".notes.tmp", ".a.b.tmp", "a.1.00000000.tmp"))

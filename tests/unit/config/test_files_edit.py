@@ -43,7 +43,7 @@ def edited(name: str, text: str, changes: Changes = ALL) -> str:
         ),
     ],
 )
-def test_yaml_keeps_all_else(before: str, after: str) -> None:
+def test_yaml_edits_preserve_the_rest(before: str, after: str) -> None:
     assert edited("config.yaml", before) == after
 
 
@@ -72,7 +72,7 @@ def test_yaml_keeps_all_else(before: str, after: str) -> None:
         ),
     ],
 )
-def test_pbtxt_keeps_all_else(before: str, after: str) -> None:
+def test_pbtxt_edits_preserve_the_rest(before: str, after: str) -> None:
     assert edited("config.pbtxt", before) == after
 
 
@@ -83,7 +83,7 @@ def test_pbtxt_keeps_all_else(before: str, after: str) -> None:
         ("config.pbtxt", "instance_group { count: 1 }\ninstance_group { count: 2 }\n"),
     ],
 )
-def test_several_groups_are_left_to_the_user(name: str, text: str) -> None:
+def test_several_instance_groups_are_not_edited(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=r"has 2 instance groups \(write it by hand: the counts of all groups"):
         edited(name, text)
     assert "16" in edited(name, text, Changes(max_batch_size=16))

@@ -68,7 +68,7 @@ def _stamp(folder: Path, machine: Machine = CPU, content: bytes = b"engine", key
     )
 
 
-def test_a_stamp_comes_back_as_it_was_written(folder: Path) -> None:
+def test_a_stamp_round_trips(folder: Path) -> None:
     stamp = _stamp(folder)
     write_stamp(folder, stamp)
     assert read_stamps(folder) == [stamp]
@@ -141,7 +141,7 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "message"), CORRUPT.values(), ids=CORRUPT)
-def test_a_corrupt_file_is_told_with_a_cure_and_replaced(folder: Path, content: bytes, message: str) -> None:
+def test_a_corrupt_file_is_reported_with_a_remedy_and_replaced(folder: Path, content: bytes, message: str) -> None:
     (folder / STAMP_FILE).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
         read_stamps(folder)
@@ -225,13 +225,13 @@ def test_a_stamp_that_would_not_be_read_is_not_written(folder: Path) -> None:
     assert (folder / STAMP_FILE).read_bytes() == before
 
 
-def test_what_is_not_finite_is_written_as_null(folder: Path) -> None:
+def test_non_finite_numbers_are_written_as_null(folder: Path) -> None:
     stamp = replace(_stamp(folder), accuracy={"max_abs": math.inf, "cosine": math.nan, "samples": 3})
     write_stamp(folder, stamp)
     assert read_stamps(folder)[0].accuracy == {"max_abs": None, "cosine": None, "samples": 3}
 
 
-def test_a_folder_that_cannot_be_written_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stamp = _stamp(folder)
 
     def full(_path: Path, _content: bytes) -> None:
@@ -263,9 +263,7 @@ GOOD = Stamp(
 
 
 @given(field=st.sampled_from(sorted(GOOD)), value=JSON, inside=st.booleans())
-def test_any_value_in_any_field_gives_a_stamp_that_comes_back_or_is_refused(
-    field: str, value: Any, inside: bool
-) -> None:
+def test_any_value_in_any_field_round_trips_or_is_refused(field: str, value: Any, inside: bool) -> None:
     if inside and isinstance(GOOD[field], dict):
         value = {**GOOD[field], "version": value}
     try:
@@ -288,7 +286,7 @@ def test_any_file_is_read_or_refused(content: bytes, tmp_path_factory: pytest.Te
         assert str(error)
 
 
-def test_what_fits_is_served(folder: Path) -> None:
+def test_matching_artefacts_are_served(folder: Path) -> None:
     stamp = _stamp(folder)
     for stamps in ([stamp], [_stamp(folder, GPU), stamp]):
         choice = choose(stamps, folder, ONNX, CONFIG, CPU)
@@ -308,13 +306,13 @@ def test_what_fits_is_served(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_told(folder: Path, change: dict[str, Any], reason: str) -> None:
+def test_mismatched_artefacts_are_reported(folder: Path, change: dict[str, Any], reason: str) -> None:
     choice = choose([replace(_stamp(folder), **change)], folder, ONNX, CONFIG, CPU)
     assert (choice.stamp, choice.path) == (None, None)
     assert re.search(reason, choice.reason)
 
 
-def test_where_nothing_is_built_that_is_told(folder: Path) -> None:
+def test_missing_builds_are_reported(folder: Path) -> None:
     assert choose_from_folder(folder, ONNX, CONFIG, CPU).reason == "no engine is built"
 
 
@@ -332,7 +330,7 @@ def test_an_artefact_changed_in_place_is_not_served_unless_its_size_is_believed(
     assert choose([stamp], folder, ONNX, CONFIG, CPU, check=False).stamp is stamp
 
 
-def test_a_reader_whose_artefact_is_replaced_looks_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_of_a_replaced_artefact_reads_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = _stamp(folder), _stamp(folder, content=b"new", key="e" * 64)
     write_stamp(folder, old)
     real = manifest.read_stamps

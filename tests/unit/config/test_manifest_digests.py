@@ -58,7 +58,7 @@ def test_every_file_that_the_model_names_counts(tmp_path: Path, location: str) -
     assert len({before, changed, hashlib.sha256(path.read_bytes()).hexdigest()}) == 3
 
 
-def test_the_key_is_found_where_two_blocks_meet(tmp_path: Path) -> None:
+def test_the_key_is_read_across_two_blocks(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     _save(path, {"a": "first.bin"})
     model = onnx.load(path, load_external_data=False)
@@ -80,7 +80,7 @@ def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
         onnx_digest(folder / "model.onnx")
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         onnx_digest(tmp_path / "model.onnx")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -118,7 +118,7 @@ BASE: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_what_makes_an_artefact_changes_the_digest(change: dict[str, Any]) -> None:
+def test_build_inputs_change_the_digest(change: dict[str, Any]) -> None:
     assert config_digest(ModelConfig.model_validate({**BASE, **change})) != config_digest(
         ModelConfig.model_validate(BASE)
     )
@@ -147,7 +147,7 @@ def test_how_a_model_is_served_does_not_change_the_digest(change: dict[str, Any]
     )
 
 
-def test_who_prepares_the_pictures_does_not_change_the_digest() -> None:
+def test_the_image_preparation_mode_does_not_change_the_digest() -> None:
     options = {"crop": [8, 8], "mean": 127.0}
     by_server = {**options, "by": "server", "source": [300, 300]}
     assert config_digest(ModelConfig.model_validate({**BASE, "preprocess": options})) == config_digest(
@@ -155,7 +155,7 @@ def test_who_prepares_the_pictures_does_not_change_the_digest() -> None:
     )
 
 
-def test_the_digest_stays_what_it_was() -> None:
+def test_the_digest_is_stable() -> None:
     # Of a release before: a field that is new, and at its default, must not make every engine stale.
     config = ModelConfig.model_validate({**BASE, "preprocess": {"mean": 127.0}})
     assert config_digest(config) == "094cec0b81b62b51000ece321b6ab89ca45b874652088bb1af49f7c45890babd"

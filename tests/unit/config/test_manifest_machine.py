@@ -54,7 +54,7 @@ def test_without_a_list_of_features_the_architecture_counts(text: str) -> None:
     assert manifest._capability(text, "") == "unknown"
 
 
-def test_onnxruntime_tells_major_and_minor_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_onnxruntime_version_is_major_and_minor(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     assert onnxruntime_machine() == Machine(

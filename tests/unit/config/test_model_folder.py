@@ -160,7 +160,7 @@ def test_outputs_of_types_that_no_request_carries_are_left_out_with_a_warning(tm
         ("preprocess: {input: z}", 1, ['preprocess.input "z" is not an input of the model (write one of x)']),
     ],
 )
-def test_what_contradicts_the_model_is_told_from_both_sides(
+def test_contradictions_name_the_model_and_the_config(
     tmp_path: Path, config: str, line: int, messages: list[str]
 ) -> None:
     findings = messages_of(tmp_path, config)
@@ -184,7 +184,7 @@ def test_the_config_may_fix_what_the_model_leaves_free(tmp_path: Path) -> None:
     assert (config.input[0].dims, config.output[0].dims) == ((128,), (-1,))
 
 
-def test_a_shape_that_the_model_does_not_tell_must_be_written(tmp_path: Path) -> None:
+def test_a_shape_missing_in_the_model_must_be_configured(tmp_path: Path) -> None:
     model = identity_model({"x": (FLOAT, [3])}, {"y": (FLOAT, None)})
     (error,) = messages_of(tmp_path, "output: [{name: y}]", model)
     assert 'has no shape for output "y" (write its dims)' in error
@@ -203,7 +203,7 @@ def test_the_name_must_be_the_folders(tmp_path: Path, file: str) -> None:
     assert error.startswith(f'm/{file}:2: error: the name "other" is not the folder\'s')
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.yaml").write_text("max_batch_siz: 3\nmetric_tags: {a: b}\noversize: x\n")
     with pytest.raises(ConfigError) as caught:
@@ -340,7 +340,7 @@ def test_a_configuration_is_a_page_of_text(tmp_path: Path) -> None:
     assert str(errors(tmp_path)[0]).startswith("m/config.yaml:2: error: is not UTF-8")
 
 
-def test_a_broken_model_is_told_at_its_file(tmp_path: Path) -> None:
+def test_a_broken_model_is_reported_with_its_file(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m") / "1" / "model.onnx"
     path.write_bytes(path.read_bytes()[:40])
     (finding,) = errors(tmp_path)
@@ -403,19 +403,19 @@ def test_samples_that_are_not_there_or_lie_elsewhere_are_warned_of(tmp_path: Pat
         assert sum(" leads out of the model's folder" in line for line in remarks(out, out)) == 2
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     write_model(tmp_path / "m")
     (tmp_path / "m" / "config.yaml").mkdir()
     assert "cannot be read" in errors(tmp_path)[0].message
 
 
-def test_what_is_not_a_folder(tmp_path: Path) -> None:
+def test_paths_that_are_not_folders(tmp_path: Path) -> None:
     (tmp_path / "m").touch()
     assert errors(tmp_path)[0].message == "is not a folder"
     assert errors(tmp_path, "absent")[0].message == "is not a folder"
 
 
-def test_a_precision_that_wants_samples_is_warned_of_where_none_are_named(tmp_path: Path) -> None:
+def test_a_precision_that_needs_samples_warns_if_none_are_named(tmp_path: Path) -> None:
     write_model(tmp_path / "m", config="optimization: {precision: int8}\n")
     (finding,) = read(tmp_path).findings
     assert (finding.line, finding.fatal) == (1, False)

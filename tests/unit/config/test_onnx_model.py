@@ -65,7 +65,7 @@ def test_weights_listed_as_inputs_need_not_be_sent(tmp_path: Path) -> None:
     assert [tensor.name for tensor in signature.required_inputs] == ["x"]
 
 
-def test_types_that_no_request_carries_are_told(tmp_path: Path) -> None:
+def test_unsupported_types_are_reported(tmp_path: Path) -> None:
     model = identity_model({"x": (TensorProto.FLOAT8E4M3FN, [1])}, {"y": (TensorProto.COMPLEX64, [1])})
     model.graph.output.append(
         helper.make_value_info(
@@ -111,7 +111,7 @@ def test_an_empty_file_holds_no_graph(tmp_path: Path) -> None:
     assert "no graph" in refusal(tmp_path / "model.onnx")
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path / "model.onnx")
 
 

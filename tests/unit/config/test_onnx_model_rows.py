@@ -227,7 +227,7 @@ def alone_and_together(made: Sample, seed: int) -> bool:
     )
 
 
-def test_what_is_shown_to_be_independent_is_so_when_it_runs() -> None:
+def test_proven_row_independence_holds_at_run_time() -> None:
     shown = 0
     for seed in range(int(os.environ.get("HEADRACE_RANDOM_GRAPHS", "150"))):
         made = sample(seed)

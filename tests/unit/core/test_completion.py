@@ -76,7 +76,7 @@ async def _wait(completion: LoopCompletion) -> InferResponse:
     return await completion
 
 
-def test_settling_after_the_loop_has_gone_is_no_error() -> None:
+def test_settling_after_the_loop_is_closed_is_no_error() -> None:
     async def main() -> LoopCompletion:
         return LoopCompletion(Mailbox(asyncio.get_running_loop()))
 
@@ -97,7 +97,7 @@ def test_a_settled_completion_stops_its_timers() -> None:
     asyncio.run(main())
 
 
-def test_a_callback_takes_the_place_of_the_waiter_and_comes_once() -> None:
+def test_a_callback_replaces_the_waiter_and_runs_once() -> None:
     async def main() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
         early, late, left = (LoopCompletion(mailbox) for _ in range(3))
@@ -124,7 +124,7 @@ def test_a_callback_takes_the_place_of_the_waiter_and_comes_once() -> None:
     asyncio.run(main())
 
 
-def test_who_awaits_late_finds_the_outcome_and_many_may() -> None:
+def test_late_and_repeated_awaits_return_the_outcome() -> None:
     async def main() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
         answered, refused = LoopCompletion(mailbox), LoopCompletion(mailbox)

@@ -17,7 +17,7 @@ from tests.support.examples import examples
 GIB = 1 << 30
 
 
-def test_what_does_not_fit_is_refused_and_named() -> None:
+def test_refusals_name_the_largest_accounts() -> None:
     ledger = Ledger()
     ledger.set_limit(0, 12 * GIB)
     ledger.account("big", "1").reservation(0, Kind.WEIGHTS, 7 * GIB)
@@ -36,7 +36,7 @@ def test_what_does_not_fit_is_refused_and_named() -> None:
     assert ledger.held(0) == 10 * GIB
 
 
-def test_what_would_not_fit_alone_is_not_for_others_to_make_room_for() -> None:
+def test_a_block_larger_than_the_limit_requests_no_eviction() -> None:
     ledger = Ledger()
     ledger.set_limit(0, 2 * GIB)
     with pytest.raises(NoRoom) as caught:
@@ -58,7 +58,7 @@ def test_a_model_has_a_budget_of_its_own_on_each_gpu() -> None:
     assert account.held() == {0: 100, 1: 60, HOST: 1 << 40}
 
 
-def test_a_block_grows_shrinks_and_goes() -> None:
+def test_a_block_grows_shrinks_and_is_freed() -> None:
     ledger = Ledger()
     ledger.set_limit(0, 100)
     account = ledger.account("m", "1")
@@ -81,7 +81,7 @@ def test_a_block_grows_shrinks_and_goes() -> None:
         account.reservation(0, Kind.BUFFERS, 1)
 
 
-def test_threads_never_go_over_the_limit_together() -> None:
+def test_concurrent_threads_never_exceed_the_limit() -> None:
     ledger = Ledger()
     ledger.set_limit(0, 1000)
     start = threading.Barrier(4)
@@ -185,7 +185,7 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 
 
-def test_an_account_knows_its_own_from_others() -> None:
+def test_an_account_separates_its_bytes_from_others() -> None:
     ledger = Ledger()
     ledger.set_limit(0, 100)
     theirs, mine = ledger.account("a", "1"), ledger.account("a", "1")

@@ -13,7 +13,7 @@ STEPS = st.tuples(st.integers(0, 4), st.sampled_from(["grow", "shrink", "end"]),
 
 
 @given(st.lists(STEPS, max_size=60))
-def test_what_bodies_hold_is_the_sum_of_each(steps: list[tuple[int, str, int]]) -> None:
+def test_reserved_bytes_are_the_sum_of_all_bodies(steps: list[tuple[int, str, int]]) -> None:
     """Against a plain count: five requests by two protocols, in any order."""
     limits = Limits(max_body_bytes=10, max_total_body_bytes=LIMIT)
     bodies = BodyMemory(limits)

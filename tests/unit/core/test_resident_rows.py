@@ -13,7 +13,7 @@ from tests.support.resident_rows import HostOwner, read, resident
 ARRAY = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
 
 
-def test_they_say_of_themselves_what_the_array_says() -> None:
+def test_their_attributes_match_the_array() -> None:
     rows = resident(ARRAY)
     assert (rows.shape, rows.dtype, rows.ndim, rows.size, rows.nbytes, len(rows)) == (
         ARRAY.shape,
@@ -40,7 +40,7 @@ def test_a_slice_is_the_same_rows_of_the_same_owner(cut: slice) -> None:
 
 
 @pytest.mark.parametrize("index", [0, slice(0, 4, 2), slice(None, None, -1), (0, 1)])
-def test_what_is_not_some_rows_in_a_row_is_refused(index: object) -> None:
+def test_non_contiguous_rows_are_refused(index: object) -> None:
     with pytest.raises(TypeError, match="resident rows take"):
         resident(ARRAY)[index]  # type: ignore[index]
 
@@ -57,7 +57,7 @@ def test_a_reshape_to_another_size_is_refused() -> None:
         resident(ARRAY).reshape(5, 5)
 
 
-def test_numpy_takes_host_copies() -> None:
+def test_numpy_reads_host_copies() -> None:
     rows = resident(ARRAY)
     owner = rows.owner
     assert isinstance(owner, HostOwner)

@@ -84,7 +84,7 @@ def test_known_ticks() -> None:
     ),
     log_y=st.booleans(),
 )
-def test_every_marker_lies_in_the_frame(points: list[tuple[int, float, float | None]], log_y: bool) -> None:
+def test_every_marker_is_inside_the_frame(points: list[tuple[int, float, float | None]], log_y: bool) -> None:
     series = Series("int8", [PlotPoint(x, y, more and y * more) for x, y, more in points])
     drawn = picture(line_plot("Throughput", [series], "rows", "rows/s", log_y=log_y))
     markers = drawn.findall(f".//{SVG}circle")
@@ -123,7 +123,7 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert bars_height(2) > bars_height(1)
 
 
-def test_nothing_measured_is_said() -> None:
+def test_an_empty_plot_has_a_note() -> None:
     assert "no data" in line_plot("t", [Series("fp32", [])], "x", "y")
     assert "no data" in bar_plot("t", [])
 

@@ -21,7 +21,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         (f"cc-{TRACE}-{SPAN}-01-what-comes-later", True),
     ],
 )
-def test_what_is_a_context(header: str, sampled: bool) -> None:
+def test_valid_trace_contexts(header: str, sampled: bool) -> None:
     assert trace_context(header) == TraceContext(TRACE, SPAN, sampled)
 
 
@@ -41,7 +41,7 @@ def test_what_is_a_context(header: str, sampled: bool) -> None:
         f"00-{TRACE}-{SPAN}-01\n",
     ],
 )
-def test_what_is_none(header: str) -> None:
+def test_invalid_trace_contexts(header: str) -> None:
     assert trace_context(header) is None
 
 
@@ -49,7 +49,7 @@ def test_what_is_none(header: str) -> None:
     ("state", "kept"),
     [("a=1,b=2", "a=1,b=2"), ("x" * 513, ""), ("a=\x1b", ""), ("a=\u00e9", "")],
 )
-def test_vendors_state_is_kept_as_it_came_or_not_at_all(state: str, kept: str) -> None:
+def test_tracestate_is_kept_unchanged_or_dropped(state: str, kept: str) -> None:
     assert trace_context(f"00-{TRACE}-{SPAN}-01", state) == TraceContext(TRACE, SPAN, True, kept)
 
 

@@ -38,14 +38,14 @@ def test_callers_see_pixels_and_classes() -> None:
     ]
 
 
-def test_the_source_is_what_callers_send() -> None:
+def test_the_source_is_the_tensor_that_callers_send() -> None:
     assert config(preprocess={"by": "server", "source": [480, 640]}).served_input[0].dims == (480, 640, 3)
     gray = {"by": "server", "color": "gray", "crop": [28, 20], "layout": "nhwc"}
     one = [{"name": "x", "data_type": "fp32", "dims": [28, 20, 1]}]
     assert config(preprocess=gray, input=one).served_input[0].dims == (28, 20, 1)
 
 
-def test_softmax_alone_keeps_the_output_where_it_is() -> None:
+def test_softmax_alone_leaves_the_output_on_its_device() -> None:
     others = [{"name": "z", "data_type": "int8", "dims": [4]}, *BASE["output"]]
     found = config(output=others, postprocess={"softmax": True, "output": "y"})
     assert seen(found.served_output) == [("z", "INT8", (4,)), ("y", "FP32", (10,))]
@@ -57,7 +57,7 @@ def test_the_client_prepares_by_default() -> None:
     assert (found.served_input, found.served_output) == (found.input, found.output)
 
 
-def test_a_model_without_a_batch_dimension_may_want_a_batch_of_one() -> None:
+def test_a_model_without_a_batch_dimension_may_require_a_batch_of_one() -> None:
     inputs = [{"name": "x", "data_type": "fp32", "dims": [1, 3, 224, 224]}]
     outputs = [{"name": "y", "data_type": "fp32", "dims": [1, 10]}]
     found = config(max_batch_size=0, input=inputs, output=outputs)

@@ -52,7 +52,7 @@ def test_without_room_in_the_account_nothing_is_allocated(cuda: FakeCuda) -> Non
         block.free()
 
 
-def test_what_the_driver_refuses_is_not_booked(cuda: FakeCuda) -> None:
+def test_failed_allocations_are_not_booked(cuda: FakeCuda) -> None:
     cuda.room_bytes = 10
     ledger = Ledger()
     allocator = Allocator(0, ledger.account("m", "1"))
@@ -63,7 +63,7 @@ def test_what_the_driver_refuses_is_not_booked(cuda: FakeCuda) -> None:
     assert ledger.holdings() == []
 
 
-def test_nobody_has_to_count(cuda: FakeCuda) -> None:
+def test_without_a_ledger_nothing_is_booked(cuda: FakeCuda) -> None:
     allocator = Allocator(0)
     assert allocator.reservation(Kind.WEIGHTS, 1 << 50) is None
     with driver.current():

@@ -81,9 +81,7 @@ def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_shm
-def test_it_is_unpinned_by_the_drivers_thread_whoever_drops_it_last(
-    cuda: LateCuda, memory: ClientMemory, file: int
-) -> None:
+def test_the_driver_thread_unpins_it_after_the_last_reference(cuda: LateCuda, memory: ClientMemory, file: int) -> None:
     held = [pinned(memory, file, 0, 100)]
     dropping = threading.Thread(target=held.clear)
     dropping.start()
@@ -93,7 +91,7 @@ def test_it_is_unpinned_by_the_drivers_thread_whoever_drops_it_last(
 
 
 @needs_shm
-def test_what_the_driver_refuses_is_told_and_logged(
+def test_driver_refusals_are_reported_and_logged(
     cuda: LateCuda, memory: ClientMemory, file: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.refuse_pinning = True
@@ -104,7 +102,7 @@ def test_what_the_driver_refuses_is_told_and_logged(
 
 
 @needs_shm
-def test_a_truncated_file_is_told_and_logged(
+def test_a_truncated_file_is_reported_and_logged(
     cuda: LateCuda, memory: ClientMemory, file: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Truncated between the look for holes and the mapping.
@@ -118,7 +116,7 @@ def exported(cuda: LateCuda) -> Any:
     return cuda.exported[HANDLE]
 
 
-def test_any_thread_may_ask_for_a_host_copy(cuda: LateCuda, memory: ClientMemory) -> None:
+def test_any_thread_may_request_a_host_copy(cuda: LateCuda, memory: ClientMemory) -> None:
     array = exported(cuda)
     rows = memory.open_ipc(HANDLE, 0, 1000).locate(3, 500, frozenset())
     copies: list[Any] = []

@@ -18,7 +18,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_without_pycuda_everything_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pycuda_errors_name_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", None)
     monkeypatch.setitem(sys.modules, "pycuda.driver", None)
     assert devices.count() == 0

@@ -115,7 +115,7 @@ def test_a_lost_gpu_is_down_and_keeps_its_name(watched: Watch) -> None:
     assert samples(gpus)["headrace_gpu_up", "1"] == 1
 
 
-def test_a_board_that_tells_little_shows_little(watched: Watch) -> None:
+def test_unsupported_queries_of_a_board_are_omitted(watched: Watch) -> None:
     fake = FakeNvml(buses=("0000:01:00.0",))
     fake.silent = ALL_SILENT
     names = {key[0] for key in samples(watched(fake))}
@@ -138,7 +138,7 @@ def test_without_a_driver_there_are_no_series(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [1], "asked once, not at every scrape"
 
 
-def test_a_gpu_that_nvml_does_not_know_is_down(watched: Watch) -> None:
+def test_a_gpu_unknown_to_nvml_is_down(watched: Watch) -> None:
     (reading,) = watched(FakeNvml(), ["0000:09:00.0"]).readings()
     assert (reading.up, reading.name) == (False, "")
 

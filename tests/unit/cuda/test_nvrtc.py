@@ -69,7 +69,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     return fake
 
 
-def test_code_is_made_once_for_each_source_option_and_gpu(library: FakeLibrary) -> None:
+def test_code_is_compiled_once_for_each_source_option_and_gpu(library: FakeLibrary) -> None:
     code = loading.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"])
     assert code == b"cubin --gpu-architecture=sm_90 --std=c++17 -DX=1\0"
     assert loading.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"]) is code
@@ -84,7 +84,7 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(library: FakeLibrary) -> None:
     assert loading.compile_cuda("a", "a.cu", (9, 9)).startswith(b"ptx --gpu-architecture=compute_90")
 
 
-def test_a_gpu_that_the_compiler_has_dropped_is_told(library: FakeLibrary) -> None:
+def test_a_gpu_unsupported_by_the_compiler_is_an_error(library: FakeLibrary) -> None:
     with pytest.raises(Unsupported, match=r"compute capability 7\.0 any more"):
         loading.compile_cuda("a", "a.cu", (7, 0))
 
@@ -95,7 +95,7 @@ def test_the_compilers_words_are_handed_on(library: FakeLibrary) -> None:
     assert not library.programs
 
 
-def test_without_a_compiler_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(place: str) -> Any:
         raise OSError(place)
 

@@ -95,7 +95,7 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_serves_as_nobody_and_tells_its_health(path: Path) -> None:
+def test_an_image_runs_unprivileged_with_a_health_check(path: Path) -> None:
     found = instructions(path)
     last = len(found) - 1 - [word for word, _ in reversed(found)].index("USER")
     assert found[last] == ("USER", f"{USER}:{USER}")
@@ -132,7 +132,7 @@ def test_both_images_are_set_up_alike() -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there_and_not_ignored(path: Path) -> None:
+def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
     let_in = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M)
     sources = [
         source
@@ -147,7 +147,7 @@ def test_what_is_copied_is_there_and_not_ignored(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["otel.lock", "image-gpu.lock"])
-def test_what_goes_into_images_is_locked_and_tested(name: str) -> None:
+def test_packages_of_images_are_locked_and_tested(name: str) -> None:
     tested = requirements("serve.lock")
     found = requirements(name)
     assert found
@@ -173,7 +173,7 @@ def test_compose_starts_one_server_that_prometheus_finds() -> None:
         assert found[server]["networks"]["default"]["aliases"] == [host]
 
 
-def test_compose_starts_a_receiver_of_traces_where_it_is_asked_to() -> None:
+def test_compose_starts_a_trace_collector_with_its_profile() -> None:
     found = services(COMPOSE_PROFILES="cpu,traces", HEADRACE_OTLP_ENDPOINT="http://jaeger:4317")
     assert set(found) == {"headrace", "jaeger", "prometheus", "grafana"}
     assert found["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "http://jaeger:4317"
@@ -191,7 +191,7 @@ def test_without_a_profile_the_cpu_serves() -> None:
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_compose_gives_a_server_no_more_than_it_needs(profile: str) -> None:
+def test_compose_limits_the_rights_of_the_server(profile: str) -> None:
     (server,) = [s for name, s in services(COMPOSE_PROFILES=profile).items() if name.startswith("headrace")]
     assert server["read_only"] is True
     assert server["cap_drop"] == ["ALL"]
@@ -222,7 +222,7 @@ def test_compose_and_its_settings_agree() -> None:
     assert set(read) == set(set_.items())
 
 
-def test_compose_watches_with_what_is_in_this_folder() -> None:
+def test_compose_monitors_with_the_files_of_this_folder() -> None:
     found = services()
     grafana, prometheus = mounts(found["grafana"]), mounts(found["prometheus"])
     for folder in (DEPLOY / "grafana" / "provisioning").iterdir():
@@ -258,7 +258,7 @@ def test_kubernetes_runs_the_image_as_it_is_made() -> None:
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_compose_keeps_what_is_built_in_a_volume_and_models_read_only(profile: str) -> None:
+def test_compose_stores_engines_in_a_volume_and_mounts_models_read_only(profile: str) -> None:
     (server,) = [s for name, s in services(COMPOSE_PROFILES=profile).items() if name.startswith("headrace")]
     found = mounts(server)
     assert found["/models"].endswith(":ro")

@@ -194,7 +194,7 @@ def test_without_a_driver_nothing_is_printed_or_installed(machine: Machine) -> N
 
 
 @pytest.mark.parametrize(("code", "gpus", "why"), [(999, 1, "does not start (CUDA error 999)"), (0, 0, "has no GPU")])
-def test_a_driver_that_does_not_work_is_told(
+def test_a_broken_driver_is_reported(
     machine: Machine, driver: Callable[[int, int], Path], code: int, gpus: int, why: str
 ) -> None:
     fill(machine)
@@ -205,7 +205,7 @@ def test_a_driver_that_does_not_work_is_told(
     assert list(machine.site.iterdir()) == []
 
 
-def test_installed_in_the_environment_it_is_left_alone(machine: Machine) -> None:
+def test_an_installed_environment_is_not_changed(machine: Machine) -> None:
     for files in MODULES.values():
         write(machine.site, files)
     before = sorted(machine.site.rglob("*"))
@@ -257,7 +257,7 @@ def test_from_a_folder_of_wheels_everything_is_installed(machine: Machine) -> No
     assert "installing" not in machine.run(env={"PIP_FIND_LINKS": str(machine.folder)}), "it is installed once"
 
 
-def test_without_wheels_one_sentence_tells_the_cure(machine: Machine) -> None:
+def test_without_wheels_one_sentence_names_the_remedy(machine: Machine) -> None:
     fill(machine)
     for path in machine.packages.glob("tensorrt*"):
         path.unlink()
@@ -274,7 +274,7 @@ def test_a_package_other_than_the_locked_one_is_refused(machine: Machine) -> Non
     assert "No module named 'tensorrt'" in machine.imports("import tensorrt")
 
 
-def test_without_a_compiler_one_sentence_tells_the_cure(machine: Machine) -> None:
+def test_without_a_compiler_one_sentence_names_the_remedy(machine: Machine) -> None:
     fill(machine, "pycuda")
     source_of_pycuda(machine.packages)
     machine.lock()
@@ -291,7 +291,7 @@ def test_pycuda_is_compiled_with_the_headers_of_a_wheel_and_the_drivers_library(
     assert machine.run().splitlines()[-1].startswith("GPU: PyCUDA 2026.1 compiled, TensorRT 10.16.1.11, NVRTC ")
 
 
-def test_the_lock_holds_what_the_extra_names_below_tensorrt_11() -> None:
+def test_the_lock_contains_the_packages_of_the_extra_below_tensorrt_11() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extra = set(project["project"]["optional-dependencies"]["gpu"])
     assert extra <= set(project["dependency-groups"]["gpu-packages"])
@@ -302,7 +302,7 @@ def test_the_lock_holds_what_the_extra_names_below_tensorrt_11() -> None:
     assert 10 <= int(tensorrt.pop().split(".")[0]) < 11
 
 
-def test_make_serve_provides_it_before_it_serves_and_not_where_gpu_is_0() -> None:
+def test_make_serve_installs_it_first_unless_gpu_is_0() -> None:
     done = subprocess.run(["make", "-n", "serve"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert re.search(r"gpu_packages\.py.*headrace serve", done.stdout, re.S)
     words = ["make", "-n", "gpu-packages", "GPU=0"]

@@ -30,7 +30,7 @@ def test_no_other_file_is_there() -> None:
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
-def test_panels_have_numbers_and_places_of_their_own(dashboard: dict[str, Any]) -> None:
+def test_panels_have_unique_ids_and_positions(dashboard: dict[str, Any]) -> None:
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells: set[tuple[int, int]] = set()
@@ -57,7 +57,7 @@ def test_every_variable_of_a_query_is_declared(dashboard: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
-def test_annotations_have_their_queries_where_every_grafana_looks(dashboard: dict[str, Any]) -> None:
+def test_annotations_have_queries_for_every_grafana_version(dashboard: dict[str, Any]) -> None:
     declared = {variable["name"] for variable in dashboard["templating"]["list"]} | {"__rate_interval"}
     annotations = dashboard["annotations"]["list"]
     assert [annotation["name"] for annotation in annotations] == ["Alerts", "Loads"]
@@ -89,12 +89,12 @@ def through_grafana(dashboard: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
-def test_grafana_knows_every_field(dashboard: dict[str, Any]) -> None:
+def test_grafana_accepts_every_field(dashboard: dict[str, Any]) -> None:
     missing = [path.lstrip(".") for path in lost(dashboard, through_grafana(dashboard))]
     assert [path for path in missing if not OF_PROMETHEUS.match(path)] == []
 
 
-def test_a_field_that_grafana_does_not_know_is_noticed() -> None:
+def test_an_unknown_field_is_detected() -> None:
     wrong = json.loads(json.dumps(DASHBOARDS["headrace-overview.json"]).replace('"stacking"', '"stacked"'))
     assert [path for path in lost(wrong, through_grafana(wrong)) if path.endswith(".custom.stacked")]
 
@@ -113,7 +113,7 @@ def _recorded() -> list[dict[str, Any]]:
     return groups
 
 
-def test_grafana_is_told_where_they_are() -> None:
+def test_grafana_provisioning_names_their_folder() -> None:
     provisioning = FOLDER.parent / "provisioning"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "headrace.yaml").read_text())["providers"]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"

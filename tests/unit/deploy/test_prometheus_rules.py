@@ -48,7 +48,7 @@ def test_every_alert_is_seen_to_fire() -> None:
 
 
 @pytest.mark.parametrize("rule", rules(ALERTS), ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_urgent_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_has_a_severity_and_a_remedy(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert rule["annotations"]["summary"]
     assert len(rule["annotations"]["description"]) > 40

@@ -80,7 +80,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: str) -> None:
     assert faults(page, (ROOT / page).read_text(), ROOT) == []
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
+def test_broken_links_are_reported(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("# One\n\n```\n# No heading\n```\n## Two `x.y`\n## Two `x.y`\n")
     good = "[1](b.md#one) [2](b.md#two-xy-1) [3](https://example.org/x_(y)) [4](#a) `[code](none.md)`\n\n    [code](none.md)\n"
     assert faults("a.md", good.replace("#a", "b.md"), tmp_path) == []

@@ -12,7 +12,7 @@ from tests.support.serving import ROOT
 PAGE = (ROOT / "docs" / "security.md").read_text()
 
 
-def test_every_limit_is_told_with_its_default() -> None:
+def test_every_limit_is_listed_with_its_default() -> None:
     told = {
         name.removeprefix("--").replace("-", "_"): (float(number.replace(",", "")), unit)
         for name, number, unit in re.findall(r"\| `([a-z_-]+)`(?:, no option)? \| ([0-9,]+) ?(KiB|MiB|)", PAGE)
@@ -21,7 +21,7 @@ def test_every_limit_is_told_with_its_default() -> None:
     assert {name: number * factors[unit] for name, (number, unit) in told.items()} == dict(Limits().table())
 
 
-def test_options_are_told_from_constants() -> None:
+def test_options_are_distinguished_from_constants() -> None:
     assert {name.replace("-", "_") for name in re.findall(r"\| `--([a-z-]+)` \| [0-9,]+", PAGE)} == set(LIMIT_HELP)
 
 

@@ -94,14 +94,14 @@ def test_pictures_have_no_classes() -> None:
     assert judge(accuracy, AccuracyLimits(1.0, 0.5, None)) == []
 
 
-def test_zeros_are_alike_and_unlike_anything_else() -> None:
+def test_zeros_match_zeros_only() -> None:
     zeros, ones = np.zeros((4, 2), np.float32), np.ones((4, 2), np.float32)
     assert compare({"x": zeros}, {"x": zeros}).cosine == 1.0
     assert compare({"x": zeros}, {"x": ones}).cosine == 0.0
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_a_failure(bad: float) -> None:
+def test_non_finite_outputs_are_failures(bad: float) -> None:
     given = LOGITS.copy()
     given[2, 1] = bad
     accuracy = compare({"logits": LOGITS}, {"logits": given}, indexes(labels=[0, 1, 2, 0]))
@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_a_failure(bad: float) -> None:
     assert missed[0] == "output logits has 1 values that are NaN or infinite, FP32's has none there"
 
 
-def test_infinities_of_the_fp32_model_are_left_out() -> None:
+def test_infinities_of_the_fp32_model_are_excluded() -> None:
     expected = LOGITS.copy()
     expected[:, 2] = -np.inf
     accuracy = compare({"logits": expected}, {"logits": np.where(np.isinf(expected), -65504, expected)})
@@ -190,7 +190,7 @@ def test_a_cosine_that_is_no_number_is_missed() -> None:
     assert judge(Accuracy(2, "data", 1.0, float("nan"), 0.0), AccuracyLimits(0.9, 0.9, None))
 
 
-def test_only_quantised_models_can_keep_layers_in_floating_point() -> None:
+def test_only_quantised_models_can_exclude_layers() -> None:
     missed = Accuracy(2, "data", 0.5, 1.0, 0.0)
     assert "calibration.keep" in judge(missed, AccuracyLimits(0.9, 0.9, None))[0]
     assert "calibration.keep" not in judge(missed, AccuracyLimits(0.9, 0.9, None), quantized=False)[0]

@@ -54,7 +54,7 @@ def test_noise_has_the_shape_that_the_profile_is_tuned_for(tmp_path: Path) -> No
         assert one.refusal == []
 
 
-def test_samples_of_every_shape_in_a_profile_are_taken_and_no_others(tmp_path: Path) -> None:
+def test_samples_of_every_shape_in_a_profile_are_used_and_no_others(tmp_path: Path) -> None:
     project = write_project(tmp_path, free(), {"x": pictures(12, 16)}, profiles=[PROFILE])
     assert built(project, tmp_path, "int8").accuracy is not None
     project = write_project(tmp_path, free(), {"x": pictures(12, 17)}, profiles=[PROFILE], name="large")
@@ -62,7 +62,7 @@ def test_samples_of_every_shape_in_a_profile_are_taken_and_no_others(tmp_path: P
         built(project, tmp_path, "int8")
 
 
-def test_what_is_calibrated_with_is_not_compared_on(tmp_path: Path) -> None:
+def test_calibration_samples_are_not_used_for_the_comparison(tmp_path: Path) -> None:
     rows = pictures(12)
     accuracy = {"data": "accuracy.npz", "min_top1_agreement": 0.0}
     project = write_project(

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from tests.support import models
 
 
-def test_inner_tensors_come_with_the_outputs() -> None:
+def test_inner_tensors_are_returned_with_the_outputs() -> None:
     model = models.affine(16, 4)
     rows = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
     runner = OnnxRunner(model, ["XW"])

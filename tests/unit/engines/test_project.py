@@ -65,7 +65,7 @@ def test_the_calibration_makes_nothing_of_fp16() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_agreement_is_demanded_where_samples_or_the_configuration_ask_for_it(precision: str) -> None:
+def test_agreement_is_required_by_labelled_samples_or_the_configuration(precision: str) -> None:
     random = wanted(precision=precision, calibration=Calibration())
     assert (random.bar.min_top1_agreement, random.bar.min_cosine) == (0.0, 0.999)
     assert replace(random, accuracy=AccuracyBar(data="held_out.npz")).bar.min_top1_agreement == 0.98

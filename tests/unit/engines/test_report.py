@@ -41,7 +41,7 @@ def drawn(width: int, rows: list[list[Text]] = ROWS) -> list[str]:
         (36, "model state", "published, marked"),
     ],
 )
-def test_columns_go_by_rank_before_a_name_is_broken(width: int, headings: str, whole: str) -> None:
+def test_columns_are_dropped_by_rank_before_a_name_wraps(width: int, headings: str, whole: str) -> None:
     _title, heads, _line, first, *_ = drawn(width)
     assert heads.split() == headings.split(), "a column that tells nothing is not there"
     assert first.startswith("efficientnet_lite0 ")

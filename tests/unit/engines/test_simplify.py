@@ -24,7 +24,7 @@ def _same(model: onnx.ModelProto, simple: onnx.ModelProto, tolerance: float = 1e
 
 
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", *networks.DEEP])
-def test_light_models_keep_their_function_and_names(name: str) -> None:
+def test_simplified_models_have_the_same_function_and_names(name: str) -> None:
     model = networks.light(name)
     before = model.SerializeToString(deterministic=True)
     simple = simplify(model)
@@ -72,21 +72,21 @@ def _with_norm(count: int) -> onnx.ModelProto:
     return networks.network(text, {**networks.weights(w=(4, 4, 1, 1)), **by_channel, **others}, ("N", 4, 5, 5))
 
 
-def test_batch_norm_goes_into_the_convolution() -> None:
+def test_batch_norm_is_folded_into_the_convolution() -> None:
     model = _with_norm(2)
     simple = simplify(model)
     assert networks.operators(simple) == {"Conv": 1, "Relu": 1}
     _same(model, simple)
 
 
-def test_scale_and_shift_go_into_a_batch_norm_that_stays() -> None:
+def test_scale_and_shift_are_folded_into_an_unfoldable_batch_norm() -> None:
     model = _with_norm(1)
     simple = simplify(model)
     assert networks.operators(simple) == {"Relu": 1, "BatchNormalization": 1, "Conv": 1}
     _same(model, simple)
 
 
-def test_scale_by_row_does_not_go_into_a_batch_norm() -> None:
+def test_scale_by_row_is_not_folded_into_a_batch_norm() -> None:
     model = _with_norm(1)
     scale = next(tensor for tensor in model.graph.initializer if tensor.name == "scale")
     scale.CopyFrom(numpy_helper.from_array(np.arange(1, 6, dtype=np.float32).reshape(1, 1, 5), "scale"))
@@ -95,7 +95,7 @@ def test_scale_by_row_does_not_go_into_a_batch_norm() -> None:
     _same(model, simple)
 
 
-def test_gemm_is_left_plain() -> None:
+def test_gemm_scales_are_folded_into_its_constants() -> None:
     text = "h = Gemm <alpha=0.5, beta=2.0> (x, w, one)  y = Gemm <transB=1, beta=3.0> (h, v, row)"
     constants = networks.weights(w=(6, 8), v=(5, 8), row=(1, 5))
     model = networks.network(text, {**constants, "one": np.array([0.3])}, ("N", 6))
@@ -107,7 +107,7 @@ def test_gemm_is_left_plain() -> None:
     _same(model, simple)
 
 
-def test_product_and_bias_are_one_gemm_that_keeps_the_products_name() -> None:
+def test_product_and_bias_become_one_gemm_with_the_name_of_the_product() -> None:
     text = "m = MatMul(x, w)  h = Add(b, m)  r = Relu(h)  n = MatMul(r, v)  y = Add(n, row)"
     model = networks.network(text, networks.weights(w=(6, 8), b=(8,), v=(8, 5), row=(1, 5)), ("N", 6))
     simple = simplify(model)

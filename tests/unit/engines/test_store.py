@@ -47,7 +47,7 @@ def test_the_key_is_that_of_the_parts_in_any_order() -> None:
     assert len({Store.key(one) for one in [parts, *others]}) == 4
 
 
-def test_what_is_added_is_found_by_any_store(store: Store) -> None:
+def test_added_entries_are_visible_to_every_store(store: Store) -> None:
     assert store.find(KEY) is None
     assert not store.root.exists(), "looking writes nothing"
     entry = _add(store, kept=("a", "b"), precision="int8", seconds=0.5)
@@ -112,7 +112,7 @@ def _write(path: Path, content: bytes) -> None:
     ],
     ids=["short", "flipped", "gone", "link", "no stamp", "half a stamp", "deep", "huge", "other name", "no folder"],
 )
-def test_a_damaged_entry_is_not_found_and_is_replaced(store: Store, damage: Any) -> None:
+def test_a_damaged_entry_is_a_miss_and_is_replaced(store: Store, damage: Any) -> None:
     entry = _add(store)
     damage(entry)
     again = Store(store.root)
@@ -147,7 +147,7 @@ def test_finding_counts_as_use(store: Store) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "..", "../x", "A" * 64, "a" * 63, "a" * 64 + "\n"])
-def test_what_is_no_key_leads_nowhere(store: Store, key: str) -> None:
+def test_invalid_keys_are_refused(store: Store, key: str) -> None:
     with pytest.raises(ValueError, match="must be 64 hex digits"):
         store.find(key)
 
@@ -163,7 +163,7 @@ def test_an_artefact_is_one_file_of_a_known_kind(store: Store, tmp_path: Path) -
     assert store.keys() == []
 
 
-def test_timing_caches_are_kept_apart_by_machine(store: Store) -> None:
+def test_timing_caches_are_separate_for_each_machine(store: Store) -> None:
     h200 = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
     others = [
         Machine("tensorrt", "10.7.0", "NVIDIA H200", "9.0", 550),
@@ -180,7 +180,7 @@ def test_timing_caches_are_kept_apart_by_machine(store: Store) -> None:
 # Building
 
 
-def test_a_second_builder_waits_and_finds_what_the_first_made(store: Store) -> None:
+def test_a_second_builder_waits_and_reuses_the_entry_of_the_first(store: Store) -> None:
     notes: list[str] = []
     found: list[StoreEntry | None] = []
     waits = threading.Event()
@@ -207,7 +207,7 @@ def test_builders_of_different_engines_do_not_wait(store: Store) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
-def test_a_builder_that_gives_up_leaves_nothing(store: Store, error: BaseException) -> None:
+def test_an_aborted_builder_leaves_no_files(store: Store, error: BaseException) -> None:
     def build() -> None:
         with store.building(KEY), store.scratch() as scratch:
             (scratch / "half").write_bytes(b"x")
@@ -245,7 +245,7 @@ def test_a_read_only_store_is_reported_with_a_remedy(store: Store, number: int) 
         raise OSError(number, os.strerror(number), str(scratch / "half"))
 
 
-def test_other_errors_stay_what_they_are(store: Store, tmp_path: Path) -> None:
+def test_other_errors_propagate_unchanged(store: Store, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), store.scratch():
         (tmp_path / "calibration").read_bytes()
     with pytest.raises(ZeroDivisionError), store.scratch():
@@ -291,7 +291,7 @@ def test_removal_counts_files_without_other_links(store: Store, tmp_path: Path) 
     assert (tmp_path / "published.plan").stat().st_size == 5000
 
 
-def test_what_is_being_built_is_not_removed(store: Store) -> None:
+def test_entries_being_built_are_not_removed(store: Store) -> None:
     _add(store)
     with store.building(KEY):
         assert Store(store.root).remove(KEY) is None
@@ -299,7 +299,7 @@ def test_what_is_being_built_is_not_removed(store: Store) -> None:
     assert Store(store.root).remove(KEY) is not None
 
 
-def test_facts_are_kept_as_plain_data(store: Store) -> None:
+def test_facts_are_stored_as_plain_data(store: Store) -> None:
     entry = _add(store, accuracy={"max_abs": float("inf")})
     assert entry.facts["accuracy"] == {"max_abs": float("inf")}
     assert json.loads(entry.path.with_name(ENTRY_FILE).read_text())["key"] == KEY

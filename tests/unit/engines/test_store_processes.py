@@ -103,7 +103,7 @@ def test_of_racing_builders_one_builds_and_all_have_it(tmp_path: Path, builders:
     assert _files(tmp_path) == {KEY}
 
 
-def test_a_killed_builder_leaves_nothing_that_counts(tmp_path: Path, builders: list[_Builder]) -> None:
+def test_a_killed_builder_leaves_no_valid_entry(tmp_path: Path, builders: list[_Builder]) -> None:
     builders.append(_Builder(tmp_path))
     assert builders[0].line() == "builds"
     builders.append(_Builder(tmp_path))

@@ -73,7 +73,7 @@ def test_an_engine_is_published_as_the_file_in_the_store(store: Store, folder: P
     assert (folder / "model.onnx").read_bytes() == b"the source"
 
 
-def test_what_no_stamp_names_any_more_goes(store: Store, folder: Path) -> None:
+def test_files_without_a_stamp_are_removed(store: Store, folder: Path) -> None:
     old, new, gpu = _entry(store, "old", ".onnx"), _entry(store, "new", ".onnx"), _entry(store, "gpu")
     (folder / f".{old.path.name}.4711.0123abcd.tmp").write_bytes(b"half of a killed builder's")
     (folder / "model.0123456789ab.onnx").write_bytes(b"nobody's")
@@ -100,7 +100,7 @@ def test_publishing_again_touches_nothing(
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
-def test_where_a_link_cannot_be_made_the_engine_is_copied(
+def test_the_engine_is_copied_if_linking_fails(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     entry = _entry(store, "a")
@@ -134,7 +134,7 @@ def test_a_full_disk_is_reported_with_the_needed_bytes(
 
 @pytest.mark.parametrize("step", ["add_stamp", "sync", "_link_or_copy", "locked_folder"])
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
-def test_a_repository_that_cannot_be_written_keeps_what_it_had(
+def test_a_read_only_repository_is_unchanged(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
     old, new = _entry(store, "old"), _entry(store, "new")

@@ -64,7 +64,7 @@ def test_tensors_are_views_of_the_message() -> None:
     assert np.shares_memory(decoded.inputs["B"], whole)
 
 
-def test_fields_may_come_in_any_order_and_unknown_ones_are_skipped() -> None:
+def test_fields_may_have_any_order_and_unknown_ones_are_skipped() -> None:
     message = request(request_id="7", priority=3)
     alone = [
         pb.ModelInferRequest(**{name: getattr(message, name)}).SerializeToString()
@@ -95,7 +95,7 @@ def test_the_last_of_repeated_single_fields_counts_as_in_protobuf() -> None:
     assert pb.ModelInferRequest.FromString(wire).id == "2"
 
 
-def test_what_a_request_says_of_itself() -> None:
+def test_attributes_of_a_decoded_request() -> None:
     parameters = {"my own": "x", "f": 1.5, "headrace_deadline_us": 5, "headrace_unordered": True}
     decoded, plan = decode(request(request_id="no 7", priority=2, timeout=7, parameters=parameters))
     assert (decoded.id, decoded.priority, plan.unordered) == ("no 7", 2, True)
@@ -116,7 +116,7 @@ def test_the_earlier_deadline_counts(deadline_us: int, transport_ns: int, expect
     assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (expected_ns, 1_000)
 
 
-def test_headers_that_repeat_are_read_once_whatever_the_id() -> None:
+def test_repeated_headers_are_parsed_once_for_any_id() -> None:
     one = codec()
     _, first = decode(request(request_id="1"), of=one)
     other = [tensor("A", A[::-1].copy()), tensor("B", B)]

@@ -148,7 +148,7 @@ def test_anything_that_looks_like_a_request(message: pb.ModelInferRequest, spec:
 
 
 @given(messages())
-def test_the_walk_finds_what_protobuf_finds(message: pb.ModelInferRequest) -> None:
+def test_the_parser_matches_protobuf(message: pb.ModelInferRequest) -> None:
     wire = message.SerializeToString()
     envelope = scan(wire)
     assert (envelope.model_name, envelope.model_version, envelope.id) == ("echo", "", message.id)
@@ -159,7 +159,7 @@ def test_the_walk_finds_what_protobuf_finds(message: pb.ModelInferRequest) -> No
 
 
 @given(st.binary(max_size=60))
-def test_the_walk_takes_nothing_that_protobuf_refuses(wire: bytes) -> None:
+def test_the_parser_refuses_everything_that_protobuf_refuses(wire: bytes) -> None:
     try:
         envelope = scan(wire)
         message = pb.ModelInferRequest.FromString(envelope.header)
@@ -208,7 +208,7 @@ def wire_of(inputs: dict[str, Array], request_id: str = "") -> bytes:
 
 
 @given(good_inputs(), st.text(max_size=300))
-def test_every_datatype_goes_through_and_back(inputs: dict[str, Array], request_id: str) -> None:
+def test_every_datatype_round_trips(inputs: dict[str, Array], request_id: str) -> None:
     wire = wire_of(inputs, request_id)
     codec = GrpcCodec(SPEC)
     request, plan = codec.decode(wire, scan(wire), 0)

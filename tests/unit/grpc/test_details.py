@@ -27,7 +27,7 @@ from tests.support.rich_status import retry_delay_s, rich_status
         (QuotaExceeded("too many", 1e-9, "shop"), 1e-9, "1"),
     ],
 )
-def test_when_to_come_back(error: HeadraceError, delay_s: float, seconds: str) -> None:
+def test_the_retry_delay(error: HeadraceError, delay_s: float, seconds: str) -> None:
     end = error_status(error)
     metadata = dict(end.metadata)
     assert metadata["retry-after"] == seconds
@@ -40,7 +40,7 @@ def test_when_to_come_back(error: HeadraceError, delay_s: float, seconds: str) -
 
 
 @pytest.mark.parametrize(("client", "subject"), [("shop", "client:shop"), ("", "client:clients without a name")])
-def test_whose_quota_it_is(client: str, subject: str) -> None:
+def test_the_name_of_the_exceeded_quota(client: str, subject: str) -> None:
     content = dict(error_status(QuotaExceeded("five a second", 1.0, client)).metadata)["grpc-status-details-bin"]
     assert isinstance(content, bytes)
     (violation,) = rich_status(content)[2]["google.rpc.QuotaFailure"].violations
@@ -48,12 +48,12 @@ def test_whose_quota_it_is(client: str, subject: str) -> None:
 
 
 @pytest.mark.parametrize("error", [BadRequest("no"), ModelFailed("no"), RuntimeError("no")])
-def test_where_coming_back_makes_no_sense_nothing_is_added(error: Exception) -> None:
+def test_permanent_errors_have_no_details(error: Exception) -> None:
     assert error_status(error).metadata == ()
 
 
 @pytest.mark.parametrize("text", ["a" * 100_000, "\u6771" * 100_000])
-def test_the_trailers_stay_within_what_clients_take(text: str) -> None:
+def test_the_trailers_stay_below_the_limit_of_clients(text: str) -> None:
     end = error_status(QuotaExceeded(text, 1.0, "x" * 128))
     content = dict(end.metadata)["grpc-status-details-bin"]
     assert isinstance(content, bytes)

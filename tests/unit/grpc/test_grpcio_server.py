@@ -22,10 +22,10 @@ def logged(error: BaseException) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ExecuteBatchError()])
-def test_a_client_that_leaves_is_not_told(error: BaseException) -> None:
+def test_disconnects_of_clients_are_not_logged(error: BaseException) -> None:
     assert not _is_server_error(logged(error))
 
 
-def test_faults_are_told() -> None:
+def test_server_errors_are_logged() -> None:
     assert _is_server_error(logged(RuntimeError("a fault")))
     assert _is_server_error(logging.LogRecord("grpc", logging.ERROR, "file", 1, "it went wrong", (), None))

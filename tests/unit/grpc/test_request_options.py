@@ -20,7 +20,7 @@ from tests.unit.grpc.test_service import Call, Model, Streaming, message, run, u
 pb: Any = service_pb2
 
 
-def test_metadata_tell_who_asks_how_long_he_waits_and_what_he_wants_to_know() -> None:
+def test_metadata_set_client_deadline_and_timing() -> None:
     async def test() -> None:
         model, call = Model(), Call()
         call.options = RequestOptions("shop", timeout_ns=1_000, timing=True)
@@ -63,7 +63,7 @@ def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
     run(test)
 
 
-def test_a_request_is_told_the_load_if_its_metadata_ask() -> None:
+def test_the_load_report_is_sent_if_the_metadata_request_it() -> None:
     async def test() -> None:
         model, call = Model(), Call()
         call.options = RequestOptions(load_format="text")
@@ -79,7 +79,7 @@ def test_a_request_is_told_the_load_if_its_metadata_ask() -> None:
     run(test)
 
 
-def test_what_is_kept_of_a_version_goes_with_it() -> None:
+def test_cached_templates_of_a_version_are_freed_with_it() -> None:
     async def test() -> None:
         models = [Model()]
         nothing: Any = None
@@ -99,7 +99,7 @@ def test_what_is_kept_of_a_version_goes_with_it() -> None:
     run(test)
 
 
-def test_a_request_may_ask_for_its_timing_itself() -> None:
+def test_a_request_parameter_enables_timing() -> None:
     async def test() -> None:
         model = Model()
         asked = pb.ModelInferRequest.FromString(message())

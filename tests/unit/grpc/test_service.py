@@ -156,7 +156,7 @@ def test_a_request_from_message_to_message() -> None:
 
 
 @pytest.mark.parametrize("outcome", [ModelFailed("no"), Overloaded("full"), Cancelled("gone")], ids=type)
-def test_what_fails_is_counted_and_gives_the_lease_back(outcome: HeadraceError) -> None:
+def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceError) -> None:
     async def test() -> None:
         model = Model()
         service = GrpcInference(model.services(), 1 << 20)
@@ -187,7 +187,7 @@ def test_a_method_that_is_cancelled_leaves_the_queue() -> None:
     run(test)
 
 
-def test_a_fault_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         model = Model()
         model.raises = RuntimeError("secret path")
@@ -202,7 +202,7 @@ def test_a_fault_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_requests_are_told_of_while_somebody_wants_to_know(active: bool) -> None:
+def test_requests_are_recorded_while_an_observer_is_active(active: bool) -> None:
     async def test() -> None:
         model = Model(active)
         asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
@@ -247,7 +247,7 @@ def test_a_stream_answers_everything_and_ends() -> None:
     run(test)
 
 
-def test_an_error_in_a_stream_says_when_to_come_back_and_is_counted() -> None:
+def test_an_error_in_a_stream_has_a_retry_delay_and_is_counted() -> None:
     async def test() -> None:
         model, before = Model(), dict(ERRORS.items())
         call, serving = stream(model)
@@ -268,7 +268,7 @@ def test_an_error_in_a_stream_says_when_to_come_back_and_is_counted() -> None:
     run(test)
 
 
-def test_requests_of_a_stream_that_failed_are_given_back_at_once() -> None:
+def test_failed_requests_of_a_stream_are_freed_at_once() -> None:
     async def test() -> None:
         model = Model()
         call, serving = stream(model)
@@ -356,7 +356,7 @@ def test_a_stream_is_drained() -> None:
     run(test)
 
 
-def test_how_a_call_ends() -> None:
+def test_outcomes_of_a_call() -> None:
     assert (error_status(TooLarge("big")).code, error_status(TooLarge("big")).text) == ("RESOURCE_EXHAUSTED", "big")
     assert dict(error_status(Overloaded("full", 2.4)).metadata)["retry-after"] == "3"
     assert error_status(BadRequest("bad")).metadata == ()

@@ -18,7 +18,7 @@ def unordered(request_id: str) -> bytes:
     return bytes(parsed.SerializeToString())
 
 
-def test_what_a_stream_holds_is_given_back_request_by_request() -> None:
+def test_body_memory_of_a_stream_is_released_request_by_request() -> None:
     async def test() -> None:
         size = len(message("a"))
         client_limits = ClientLimits(Limits(max_body_bytes=size, max_total_body_bytes=2 * size))
@@ -90,7 +90,7 @@ def test_unordered_requests_are_answered_as_they_are_done() -> None:
     run(test)
 
 
-def test_a_client_that_leaves_abandons_answers_that_wait_for_earlier_ones() -> None:
+def test_a_disconnect_drops_responses_that_wait_for_earlier_ones() -> None:
     async def test() -> None:
         model, call = Model(), Streaming()
         streams = InferStreams(GrpcInference(model.services(), 1 << 20), max_bytes=1 << 20)

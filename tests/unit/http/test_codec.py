@@ -88,7 +88,7 @@ def test_the_same_tensors_in_every_form(header: object, tensors: tuple[bytes, ..
     assert decoded.received_ns == 1_000
 
 
-def test_what_a_request_says_of_itself() -> None:
+def test_attributes_of_a_decoded_request() -> None:
     parameters = {"priority": 2, "timeout": 7, "headrace_deadline_us": 5, "my own": "x"}
     decoded, _ = decode(request(id="no 7", parameters=parameters))
     assert (decoded.id, decoded.priority) == ("no 7", 2)
@@ -106,7 +106,7 @@ def test_nan_and_infinities_in_every_spelling_of_rapidjson() -> None:
     assert plan.request_id == 'say "Inf" or -NaN'
 
 
-def test_integers_are_not_taken_from_nan() -> None:
+def test_nan_is_refused_for_integers() -> None:
     with pytest.raises(BadRequest, match="input 'A' is INT32: data must be integers"):
         decode(b'{"inputs": [{"name": "A", "datatype": "INT32", "shape": [1, 2], "data": [1, NaN]}]}')
 
@@ -122,7 +122,7 @@ def test_a_timeout_that_is_none(duration: int) -> None:
     assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (0, 0)
 
 
-def test_headers_that_repeat_are_read_once_and_their_data_anew() -> None:
+def test_repeated_headers_are_parsed_once_and_their_data_each_time() -> None:
     one = codec()
     content = {"inputs": [BINARY_A, BINARY_B]}
     first, first_plan = decode(content, A_WIRE, B_WIRE, of=one)
@@ -340,7 +340,7 @@ def test_the_header_must_fit_in_the_body() -> None:
         codec().decode(b"12345", 99, 0)
 
 
-def test_nothing_may_be_left_behind_the_tensors() -> None:
+def test_extra_bytes_behind_the_tensors_are_refused() -> None:
     with pytest.raises(BadRequest, match=r"3 bytes are left over .* add up to 24, 27 bytes came"):
         decode({"inputs": [BINARY_A, BINARY_B]}, A_WIRE, B_WIRE, b"abc")
 
@@ -351,7 +351,7 @@ def test_a_cut_of_header_is_not_read_as_another() -> None:
         codec().decode(content, len(content) - 1, 0)
 
 
-def test_a_header_that_is_kept_is_that_of_a_response_with_an_id() -> None:
+def test_cached_response_headers_work_for_responses_with_an_id() -> None:
     kept = codec()
     header = {"inputs": [BINARY_A, BINARY_B], "parameters": {"binary_data_output": True}}
     _, template = decode(header, A_WIRE, B_WIRE, of=kept)

@@ -177,7 +177,7 @@ def good_requests(draw: st.DrawFn) -> Good:
 
 
 @given(good_requests())
-def test_what_a_client_sends_comes_out_as_it_was(good: Good) -> None:
+def test_requests_round_trip(good: Good) -> None:
     inputs, header, tail = good
     text = json.dumps(header).encode()
     request, _ = ModelCodec(SPEC).decode(text + tail, len(text), 0)

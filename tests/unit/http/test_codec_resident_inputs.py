@@ -42,7 +42,7 @@ def test_inputs_that_a_gpu_reads_are_only_located(side: Side) -> None:
 
 
 @both
-def test_inputs_are_read_for_models_that_run_elsewhere_and_where_they_cannot_be_located(side: Side) -> None:
+def test_inputs_are_copied_for_other_devices_and_unlocatable_memory(side: Side) -> None:
     region = FakeRegion(8)
     region.memory[:] = X.tobytes()
     for array, devices in ((np.zeros(8, np.uint8), frozenset[int]()), (None, frozenset({0}))):

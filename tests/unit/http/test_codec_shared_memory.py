@@ -194,7 +194,7 @@ def test_one_input_shared_and_one_sent(side: Side, shared: str) -> None:
 
 
 @both
-def test_outputs_are_written_and_the_grpc_answer_says_where(side: Side) -> None:
+def test_outputs_are_written_and_the_grpc_response_names_the_region(side: Side) -> None:
     region = FakeRegion(128)
     one = side(FakeRegions(r=region))
     wanted = [shared_output(side, "Y", "r", 32, 8), shared_output(side, "M", "r", 64, 40)]
@@ -230,7 +230,7 @@ def test_one_output_shared_and_one_sent(side: Side, order: str) -> None:
 
 
 @both
-def test_what_was_found_at_first_is_what_is_written(side: Side) -> None:
+def test_outputs_are_written_to_the_regions_resolved_at_decode(side: Side) -> None:
     regions = FakeRegions(r=FakeRegion(8))
     old = regions.regions["r"]
     one = side(regions)
@@ -299,7 +299,7 @@ def test_a_range_of_another_size_than_the_tensor_is_not_read(side: Side) -> None
 
 
 @both
-def test_a_few_bytes_cannot_ask_for_a_copy_of_gigabytes(side: Side) -> None:
+def test_a_small_request_cannot_cause_a_copy_of_gigabytes(side: Side) -> None:
     region = FakeRegion(64)
     one = side(FakeRegions(r=region), max_shared_bytes=20)
     one.decode([shared_input(side, "X", "r", 8)])
@@ -360,7 +360,7 @@ def test_parameters_that_make_no_range(side: Side, parameters: dict[str, Any], w
 
 
 @both
-def test_classes_do_not_go_to_shared_memory(side: Side) -> None:
+def test_classes_are_not_written_to_shared_memory(side: Side) -> None:
     wanted = with_parameters(
         side,
         side.client.InferRequestedOutput("Y", class_count=1),

@@ -173,7 +173,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("body", "word"), WRONG.values(), ids=WRONG)
-def test_bodies_that_are_not_what_they_should_be(body: bytes, word: str) -> None:
+def test_bodies_of_the_wrong_type(body: bytes, word: str) -> None:
     refused(ask(REGISTER, body), word)
 
 
@@ -195,7 +195,7 @@ def test_a_good_body_gets_through() -> None:
     ],
     ids=["xml", "form", "long", "gzip"],
 )
-def test_headers_that_are_not_taken(headers: dict[str, str]) -> None:
+def test_refused_headers(headers: dict[str, str]) -> None:
     refused(ask(REGISTER, json.dumps(GOOD).encode(), headers=headers), next(iter(headers)).lower())
 
 
@@ -239,7 +239,7 @@ def test_names_that_no_region_can_have(name: str, action: str) -> None:
 @pytest.mark.parametrize(
     ("path", "allow"), [("/v2/logging", "GET, HEAD, POST"), ("/v2/repository/index", "POST"), ("/v2", "GET, HEAD")]
 )
-def test_methods_that_are_not_taken(path: str, allow: str) -> None:
+def test_refused_methods(path: str, allow: str) -> None:
     for method in ("PUT", "DELETE", "OPTIONS", "PROPFIND", *(() if "HEAD" in allow else ("HEAD",))):
         answer = ask(path, method=method)
         assert answer[1]["allow"] == allow
@@ -280,7 +280,7 @@ near_misses = st.dictionaries(fields, json_values | st.dictionaries(fields, json
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(BODIES), near_misses.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60))
-def test_any_body_is_taken_or_refused(path: str, body: bytes) -> None:
+def test_any_body_is_accepted_or_refused(path: str, body: bytes) -> None:
     status, _, content = ask(path, body)
     if status == 200:
         assert path.endswith("/index") or CALLS
@@ -298,7 +298,7 @@ def test_any_name_of_a_model_is_not_found(name: str, rest: str) -> None:
     assert len(json.loads(content)["error"]) < 900
 
 
-def test_what_the_services_refuse_is_passed_on() -> None:
+def test_refusals_of_the_services_are_passed_on() -> None:
     backstage = Backstage()
     asked = application(backstage)
     for error, status in ((Forbidden("no"), 403), (Unavailable("later", 2.5), 503), (BadRequest("\ud800"), 400)):
@@ -310,7 +310,7 @@ def test_what_the_services_refuse_is_passed_on() -> None:
         assert json.loads(content)["error"] == str(error).encode("utf-8", "replace").decode() == expected
 
 
-def test_a_fault_of_ours_is_told_by_its_reference_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_show_only_their_reference(caplog: pytest.LogCaptureFixture) -> None:
     backstage = Backstage()
     backstage.raises = RuntimeError("/secret/path")
     code, _, content = ask("/v2/repository/models/m/unload", asked=application(backstage))
@@ -328,7 +328,7 @@ def test_names_that_are_no_text_are_shown_as_well_as_can_be() -> None:
     assert (code, json.loads(content)) == (200, [{"name": "caf?", "state": "READY"}])
 
 
-def test_who_leaves_in_the_middle_of_a_body_gets_no_further() -> None:
+def test_a_disconnect_within_a_body_ends_the_request() -> None:
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 

@@ -175,7 +175,7 @@ def test_a_json_request() -> None:
     )
 
 
-def test_a_body_that_comes_in_parts() -> None:
+def test_a_body_sent_in_parts() -> None:
     body = request()
     parts = [body[i : i + 7] for i in range(0, len(body), 7)]
     answer = call(Handle(), *parts, b"")
@@ -250,7 +250,7 @@ def test_a_model_that_refuses_early_reads_no_body() -> None:
     assert not handle.requests
 
 
-def test_an_unforeseen_error_hides_its_text_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_hides_its_text_and_names_the_log_reference(caplog: pytest.LogCaptureFixture) -> None:
     handle = Handle(RuntimeError("/secret/path"))
     answer = call(handle, request())
     assert answer is not None
@@ -263,7 +263,7 @@ def test_an_unforeseen_error_hides_its_text_and_says_where_to_look(caplog: pytes
     assert [failure.reason for failure in handle.failures] == ["model_failed"]
 
 
-def test_a_client_that_leaves_before_its_body_is_complete_gets_no_answer() -> None:
+def test_a_disconnect_before_the_body_is_complete_gets_no_response() -> None:
     handle = Handle()
     incoming = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
     assert call(handle, then=incoming) is None
@@ -271,14 +271,14 @@ def test_a_client_that_leaves_before_its_body_is_complete_gets_no_answer() -> No
     assert not handle.requests
 
 
-def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
+def test_a_disconnect_while_waiting_drops_the_request() -> None:
     handle = Handle(silent=True)
     assert call(handle, request(), then=[{"type": "http.disconnect"}]) is None
     assert handle.completions[0].done
     assert isinstance(handle.failures[0], Cancelled)
 
 
-def test_every_request_that_is_chosen_is_told_of() -> None:
+def test_every_sampled_request_is_recorded() -> None:
     observer = AccessRecorder(active=True)
     traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     headers = [(b"traceparent", traceparent.encode()), (b"x-headrace-client", b"me")]
@@ -295,7 +295,7 @@ def test_every_request_that_is_chosen_is_told_of() -> None:
     assert (failed.status, failed.reason, failed.error, failed.rows) == ("500", "model_failed", "no", 1)
 
 
-def test_while_nobody_chooses_only_failures_are_told_of() -> None:
+def test_without_sampling_only_failures_are_recorded() -> None:
     observer = AccessRecorder()
     assert call(Handle(), request(), observer=observer) is not None
     assert observer.answers == observer.failures == []
@@ -310,7 +310,7 @@ def test_while_nobody_chooses_only_failures_are_told_of() -> None:
     assert observer.untraced == 3
 
 
-def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
+def test_a_request_interrupted_by_the_shutdown_gets_an_error() -> None:
     sent: list[Any] = []
     handle = Handle(silent=True)
 
@@ -367,7 +367,7 @@ def test_header_lengths_that_are_none(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [DeadlineExceeded, Cancelled, ModelFailed])
-def test_the_body_of_a_request_that_failed_is_given_back_at_once(kind: type[HeadraceError]) -> None:
+def test_the_body_of_a_failed_request_is_freed_at_once(kind: type[HeadraceError]) -> None:
     with leaked_frames() as left:
         call(Handle(kind("broken")), request())  # nobody else holds the error
     assert not [name for name in left if name.startswith(("InferEndpoint", "_wait"))]

@@ -47,7 +47,7 @@ def test_keys_and_depth_are_those_of_the_parsed_value(value: Any, ascii_only: bo
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='[]{}:"\\a, ', max_size=60).map(str.encode))
-def test_any_bytes_are_looked_at_without_a_fault(text: bytes) -> None:
+def test_any_bytes_are_scanned_without_an_error(text: bytes) -> None:
     client_limits = ClientLimits(Limits(max_json_depth=2, max_json_keys=3))
     try:
         assert check_json(text, client_limits) >= 0

@@ -183,7 +183,7 @@ def test_a_refusal_before_the_queue_has_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize("cut", [5, len(JSON) - 3])
-def test_a_known_head_that_comes_in_pieces_is_parsed(cut: int) -> None:
+def test_a_cached_head_sent_in_pieces_is_parsed(cut: int) -> None:
     async def test() -> None:
         case = Case()
         first = await case.exchange(JSON)
@@ -310,7 +310,7 @@ def test_heads_that_are_always_parsed(line: str) -> None:
     run(test)
 
 
-def test_a_connection_is_kept_for_so_long_after_its_last_request() -> None:
+def test_a_connection_closes_after_the_keep_alive_timeout() -> None:
     async def test() -> None:
         case, kept_s = Case(), 0.2
         case.protocol.timeout_keep_alive = kept_s  # type: ignore[assignment]
@@ -325,7 +325,7 @@ def test_a_connection_is_kept_for_so_long_after_its_last_request() -> None:
     run(test)
 
 
-def test_few_heads_are_kept() -> None:
+def test_the_number_of_cached_heads_is_bounded() -> None:
     async def test() -> None:
         case = Case()
         for number in range(600):
@@ -335,7 +335,7 @@ def test_few_heads_are_kept() -> None:
     run(test)
 
 
-def test_heads_of_failed_requests_are_not_kept() -> None:
+def test_heads_of_failed_requests_are_not_cached() -> None:
     async def test() -> None:
         case = Case()
         await case.exchange(http(json_body(), model="other"))

@@ -12,7 +12,7 @@ from headrace.inference.response_metadata import FRESH_NS, LoadHeaders
 from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
 
 
-def test_who_asks_and_how_long_he_waits_is_told_in_headers() -> None:
+def test_client_and_deadline_are_read_from_headers() -> None:
     handle = Handle()
     assert call(handle, request(), headers=[(b"x-headrace-client", b"shop"), (b"x-request-timeout-ms", b"250")])
     (asked,) = handle.requests
@@ -41,7 +41,7 @@ def test_the_earlier_of_header_and_parameter_counts() -> None:
         (b"headrace-timing", b"yes please"),
     ],
 )
-def test_headers_that_say_nothing_that_they_can_are_refused(header: bytes, value: bytes) -> None:
+def test_invalid_header_values_are_refused(header: bytes, value: bytes) -> None:
     handle = Handle()
     answer = call(handle, request(), headers=[(header, value)])
     assert answer is not None
@@ -50,7 +50,7 @@ def test_headers_that_say_nothing_that_they_can_are_refused(header: bytes, value
     assert not handle.requests
 
 
-def test_an_answer_tells_where_its_time_has_gone_to_who_asks() -> None:
+def test_timing_is_sent_if_the_request_asks_for_it() -> None:
     body = json.loads(request())
     asking = json.dumps({**body, "parameters": {"headrace_timing": True}}).encode()
     parts = ("decode_us", "queue_us", "assemble_us", "compute_us", "split_us", "encode_us")
@@ -74,14 +74,14 @@ def test_an_answer_tells_where_its_time_has_gone_to_who_asks() -> None:
     assert not {"headrace-timing", "server-timing"} & set(unasked[1])
 
 
-def test_of_a_request_that_was_cut_only_the_total_is_known() -> None:
+def test_a_split_request_reports_only_its_total_time() -> None:
     answer = call(Handle(), request(), headers=[(b"headrace-timing", b"1")])
     assert answer is not None
     assert set(json.loads(answer[2])["parameters"]) == {"headrace_total_us"}
     assert answer[1]["server-timing"].startswith("total;dur=")
 
 
-def test_every_answer_tells_the_load_and_refusals_do() -> None:
+def test_responses_and_refusals_carry_the_load_report() -> None:
     for handle, status in (
         (Handle(), 200),
         (Handle(WouldMiss("late", 0.01)), 503),
@@ -105,7 +105,7 @@ def test_every_answer_tells_the_load_and_refusals_do() -> None:
         (b"\xff", None),
     ],
 )
-def test_the_load_as_load_balancers_ask_for_it(form: bytes, expected: str | None) -> None:
+def test_the_load_report_in_the_formats_of_load_balancers(form: bytes, expected: str | None) -> None:
     answer = call(Handle(), request(), headers=[(b"endpoint-load-metrics-format", form)])
     assert answer is not None
     assert answer[0] == 200
@@ -114,7 +114,7 @@ def test_the_load_as_load_balancers_ask_for_it(form: bytes, expected: str | None
     assert told is None or told.startswith(expected or "")
 
 
-def test_the_load_is_looked_at_once_in_a_while() -> None:
+def test_the_load_is_refreshed_at_intervals() -> None:
     handle, headers = Handle(), LoadHeaders()
     told = [headers.at(now_ns, handle) for now_ns in range(1, 3 * FRESH_NS, FRESH_NS // 10)]  # type: ignore[arg-type]
     assert handle.loads == 3

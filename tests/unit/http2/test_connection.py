@@ -34,7 +34,7 @@ async def test_the_server_greets_with_its_limits() -> None:
 
 
 @on_a_loop
-async def test_a_body_comes_back_however_it_is_cut() -> None:
+async def test_a_body_is_echoed_for_any_framing() -> None:
     whole = HELLO + request(1, end=False) + data(1, b"hello ") + data(1, b"") + data(1, b"world", end=True)
     padded = frames.frame(frames.DATA, frames.PADDED | END_STREAM, 3, b"\x04padded\0\0\0\0")
     unknown = frames.frame(0x42, 0xFF, 9, b"?" * 40)
@@ -174,7 +174,7 @@ async def test_no_http2_at_all_is_refused() -> None:
 
 
 @on_a_loop
-async def test_streams_beyond_the_limit_are_refused_and_tell_that_they_were_not_served() -> None:
+async def test_streams_beyond_the_limit_get_refused_stream() -> None:
     wire = Wire(limits=Http2Limits(streams=2))
     wire.application.answers = False
     found = await wire.send(request(1, end=False), request(3, end=False), request(5, end=False))
@@ -187,7 +187,7 @@ async def test_streams_beyond_the_limit_are_refused_and_tell_that_they_were_not_
 
 
 @on_a_loop
-async def test_headers_beyond_the_limit_are_told_to_the_application() -> None:
+async def test_headers_beyond_the_limit_are_reported_to_the_application() -> None:
     wire = Wire()
     await wire.send(request(1, fields=[*POST, (b"x", b"y" * 20000)]))
     assert wire.application.opened == [[(b"too", b"large")]]
@@ -261,7 +261,7 @@ async def test_a_window_update_in_two_parts_counts_once() -> None:
 
 
 @on_a_loop
-async def test_streams_share_the_connection_by_turns() -> None:
+async def test_streams_share_the_connection_round_robin() -> None:
     wire = Wire()
     wire.application.answer = b"x" * 60000
     found = await wire.send(request(1), request(3))
@@ -275,7 +275,7 @@ async def test_streams_share_the_connection_by_turns() -> None:
 
 
 @on_a_loop
-async def test_larger_frames_are_sent_once_the_peer_takes_them() -> None:
+async def test_larger_frames_are_sent_once_the_peer_allows_them() -> None:
     hello = frames.PREFACE + frames.settings({Setting.INITIAL_WINDOW_SIZE: 1 << 20, Setting.MAX_FRAME_SIZE: 1 << 20})
     wire = Wire(hello=hello + frames.window_update(0, 1 << 20))
     wire.application.answer = b"x" * 60000
@@ -314,7 +314,7 @@ async def test_the_connections_own_window_is_kept_open_in_large_steps() -> None:
 
 
 @on_a_loop
-async def test_data_beyond_the_connections_window_is_a_fault() -> None:
+async def test_data_beyond_the_connection_window_is_an_error() -> None:
     wire = Wire(limits=Http2Limits(connection_window_bytes=70_000, stream_window_bytes=1 << 20, frame_bytes=1 << 20))
     await wire.send(request(1, end=False))
     assert (await wire.send(data(1, b"x" * 80_000)))[-1].code == ErrorCode.FLOW_CONTROL_ERROR
@@ -354,7 +354,7 @@ class _H2Client:
 
 
 @on_a_loop
-async def test_h2_gets_back_what_it_sent_on_many_streams() -> None:
+async def test_h2_receives_its_data_on_many_streams() -> None:
     wire = Wire(PlainApplication(), hello=b"")
     client = _H2Client(wire)
     bodies = {2 * number + 1: bytes((number,)) * (number * 3331) for number in range(25)}
@@ -391,6 +391,6 @@ async def test_h2_gets_a_large_answer_under_a_small_window() -> None:
     assert got == 300_000
 
 
-def test_the_helpers_read_what_they_write() -> None:
+def test_the_frame_functions_round_trip() -> None:
     block = encode(POST)
     assert read_frames(request(1)) == [Frame(frames.HEADERS, END_HEADERS | END_STREAM, 1, block)]

@@ -46,7 +46,7 @@ def test_settings_out_of_range_are_refused(payload: str, code: ErrorCode) -> Non
     assert caught.value.code == code
 
 
-def test_padding_and_priority_are_taken_off() -> None:
+def test_padding_and_priority_are_removed() -> None:
     assert frames.unpad(b"abc", 0) == b"abc"
     assert frames.unpad(b"\x02abc\0\0", frames.PADDED) == b"abc"
     assert frames.unpad(b"\0\0\0\0\x10abc", frames.WITH_PRIORITY) == b"abc"

@@ -92,7 +92,7 @@ async def test_streams_that_the_server_must_reset_are_a_flood_too() -> None:
 
 
 @on_a_loop
-async def test_work_pays_for_any_number_of_pings_and_window_updates() -> None:
+async def test_completed_requests_raise_the_limit_of_pings_and_window_updates() -> None:
     wire = Wire(limits=Http2Limits(frame_burst=100, frames_per_s=1))
     for number in range(3000):
         stream_id = 2 * number + 1
@@ -121,7 +121,7 @@ def test_time_fills_the_allowance_up_again() -> None:
 
 
 @on_a_loop
-async def test_who_never_greets_is_cut() -> None:
+async def test_peers_without_a_preface_are_closed() -> None:
     for hello in (b"", frames.PREFACE[:10], frames.PREFACE, frames.PREFACE + b"\0\0"):
         wire = Wire(limits=QUICK, hello=hello)
         found = await _until_closed(wire)
@@ -153,7 +153,7 @@ async def test_crumbs_of_a_header_block_do_not_stop_its_clock() -> None:
 
 
 @on_a_loop
-async def test_a_body_that_does_not_come_is_given_up_and_the_connection_goes_on() -> None:
+async def test_a_stalled_body_is_reset_and_the_connection_stays_open() -> None:
     wire = Wire(limits=QUICK)
     wire.connection.data_received(request(1, end=False) + data(1, b"abc"))
     found: list[Frame] = []
@@ -166,7 +166,7 @@ async def test_a_body_that_does_not_come_is_given_up_and_the_connection_goes_on(
 
 
 @on_a_loop
-async def test_an_answer_that_nobody_takes_is_given_up() -> None:
+async def test_an_unread_response_is_reset() -> None:
     wire = Wire(limits=QUICK, hello=frames.PREFACE + frames.settings({Setting.INITIAL_WINDOW_SIZE: 0}))
     wire.application.answer = b"x" * 1000
     found = await wire.send(request(1))
@@ -180,7 +180,7 @@ async def test_an_answer_that_nobody_takes_is_given_up() -> None:
 
 
 @on_a_loop
-async def test_answers_that_nobody_reads_close_the_door_for_new_requests() -> None:
+async def test_unread_responses_stop_new_requests() -> None:
     wire = Wire(limits=Http2Limits(max_unsent_bytes=10_000))
     wire.application.answer = b"x" * 6_000
     await wire.frames()
@@ -196,7 +196,7 @@ async def test_answers_that_nobody_reads_close_the_door_for_new_requests() -> No
 
 
 @on_a_loop
-async def test_pings_of_a_peer_that_does_not_read_are_not_kept_without_end() -> None:
+async def test_queued_ping_replies_are_bounded() -> None:
     wire = Wire(limits=Http2Limits(control_bytes=5_000))
     wire.transport.fill()
     await wire.send(*[frames.ping(b"\0" * 8, ack=False)] * 400)
@@ -205,7 +205,7 @@ async def test_pings_of_a_peer_that_does_not_read_are_not_kept_without_end() -> 
 
 
 @on_a_loop
-async def test_a_dead_peer_is_asked_and_then_dropped() -> None:
+async def test_a_dead_peer_is_pinged_and_then_closed() -> None:
     wire = Wire(limits=QUICK)
     wire.application.answers = False
     await wire.send(request(1))
@@ -231,7 +231,7 @@ async def test_a_peer_that_answers_lives_on() -> None:
 
 
 @on_a_loop
-async def test_an_idle_connection_is_shut_down_without_a_fault() -> None:
+async def test_an_idle_connection_is_closed_without_an_error() -> None:
     wire = Wire(limits=Http2Limits(handshake_s=0.1, idle_s=0.2, drain_s=0.05))
     await wire.send(request(1))
     found = await _until_closed(wire)
@@ -264,7 +264,7 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
 
 
 @on_a_loop
-async def test_a_shutdown_before_the_preface_serves_what_is_under_way() -> None:
+async def test_a_shutdown_before_the_preface_serves_pending_requests() -> None:
     """A client that has read the server's SETTINGS may have sent calls that have not arrived."""
     wire = Wire(hello=b"")
     wire.connection.timers.start_graceful_shutdown()
@@ -283,7 +283,7 @@ async def test_a_shutdown_before_the_preface_serves_what_is_under_way() -> None:
 
 
 @on_a_loop
-async def test_who_is_turned_away_is_not_greeted() -> None:
+async def test_refused_connections_get_no_settings() -> None:
     application = PlainApplication()
     application.most_connections = 0
     wire = Wire(application, hello=b"")

@@ -53,7 +53,7 @@ _lists = st.lists(st.lists(st.tuples(_names, _values, st.booleans()), max_size=6
 
 @settings(max_examples=examples(150), deadline=None)
 @given(_lists, st.booleans(), st.lists(st.integers(0, 4096), max_size=3))
-def test_whatever_another_encoder_writes_is_read(
+def test_headers_of_another_encoder_are_decoded(
     lists: list[list[tuple[bytes, bytes, bool]]], huffman: bool, sizes: list[int]
 ) -> None:
     encoder, decoder = hpack.Encoder(), HpackDecoder(1 << 20)
@@ -66,7 +66,7 @@ def test_whatever_another_encoder_writes_is_read(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300))))
-def test_what_we_encode_others_read(fields: list[HeaderField]) -> None:
+def test_encoded_headers_are_decoded_by_others(fields: list[HeaderField]) -> None:
     block = encode(fields)
     assert [(bytes(n), bytes(v)) for n, v in hpack.Decoder(1 << 22).decode(block, raw=True)] == fields
     decoder = HpackDecoder(1 << 22)
@@ -118,7 +118,7 @@ def test_broken_blocks_are_refused(block: str) -> None:
     _refused(block)
 
 
-def test_a_list_beyond_the_limit_is_none_and_keeps_the_table_right() -> None:
+def test_a_list_beyond_the_limit_is_none_and_updates_the_table() -> None:
     decoder = HpackDecoder(4096)
     large = b"v" * 3000
     first = b"\x40\x01a\x7f" + bytes((0x80 | (3000 - 127) & 0x7F, (3000 - 127) >> 7)) + large
@@ -127,7 +127,7 @@ def test_a_list_beyond_the_limit_is_none_and_keeps_the_table_right() -> None:
     assert decoder.decode(b"\xbe") == [(b"a", large)]
 
 
-def test_equal_blocks_are_understood_once_until_the_table_changes() -> None:
+def test_equal_blocks_are_cached_until_the_table_changes() -> None:
     calls: list[list[HeaderField] | None] = []
 
     def parse(fields: list[HeaderField] | None) -> int:

@@ -20,7 +20,7 @@ LIMIT = 1 << 20
 DOOR = ClientLimits(Limits(max_body_bytes=LIMIT))
 
 
-def test_the_golden_bytes_are_what_python_reads() -> None:
+def test_the_golden_bytes_match_the_standard_library() -> None:
     # The checksums in them, above all.
     assert gzip.decompress(GZIP) == PLAIN
     assert zlib.decompress(ZLIB) == PLAIN
@@ -34,7 +34,7 @@ def test_golden_bodies(body: bytes, encoding: str) -> None:
 
 
 @given(st.binary(max_size=2_000), st.sampled_from(["gzip", "deflate"]))
-def test_what_is_packed_here_is_read_by_others_and_by_us(body: bytes, encoding: str) -> None:
+def test_compressed_bodies_are_read_by_other_decoders(body: bytes, encoding: str) -> None:
     packed = compression.compress(body, encoding)
     assert (gzip.decompress if encoding == "gzip" else zlib.decompress)(packed) == body
     assert compression.decompress(packed, encoding, DOOR) == body

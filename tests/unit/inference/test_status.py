@@ -69,7 +69,7 @@ def test_the_reasons_for_the_metrics_differ() -> None:
         (errors.ModelFailed("no"), None),
     ],
 )
-def test_retry_after_is_in_whole_seconds_and_only_where_coming_back_makes_sense(
+def test_retry_after_is_in_whole_seconds_and_only_for_temporary_errors(
     error: errors.HeadraceError, seconds: int | None
 ) -> None:
     assert status.retry_after_s(error) == seconds

@@ -125,7 +125,7 @@ def test_bf16_rounds_to_the_nearest_with_ties_to_even(value: float) -> None:
         assert parse(spec("BF16", -1), (1,), [value]).tobytes() == expected.tobytes()
 
 
-def test_a_view_that_is_not_contiguous_goes_out_in_order() -> None:
+def test_a_non_contiguous_view_is_encoded_in_order() -> None:
     array = np.arange(12, dtype="<i4").reshape(3, 4)
     assert bytes(tensor_codec.to_binary(array.T, BY_NAME["INT32"])) == array.T.copy().tobytes()
     assert bytes(tensor_codec.to_binary(array[1:, ::2], BY_NAME["INT32"])) == array[1:, ::2].copy().tobytes()
@@ -319,12 +319,12 @@ def test_tensors_without_elements_survive(datatype: Datatype) -> None:
             tensor_codec.check_size(TensorSpec("X", datatype, shape), shape, 0, 4)
 
 
-def test_a_shape_of_very_many_dimensions_is_told_in_short() -> None:
+def test_a_shape_of_very_many_dimensions_is_abbreviated() -> None:
     with pytest.raises(BadRequest) as caught:
         tensor_codec.check_shape(spec("FP32", -1, 3), [1] * 100_000, MODEL)
     assert len(str(caught.value)) < 300
 
 
-def test_a_shape_that_fits_gives_its_elements() -> None:
+def test_a_valid_shape_returns_its_number_of_elements() -> None:
     assert tensor_codec.check_shape(spec("FP32", -1, 3), (5, 3), MODEL) == 15
     assert tensor_codec.check_shape(spec("FP32"), (), MODEL) == 1

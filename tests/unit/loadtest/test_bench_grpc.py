@@ -88,7 +88,7 @@ def test_streams_are_counted_on_both_sides(echo: Running, bench: Bench) -> None:
     assert 1.0 <= sample.duration_s < 30.0
 
 
-def test_no_more_is_in_flight_than_asked_for(echo: Running) -> None:
+def test_requests_in_flight_are_bounded(echo: Running) -> None:
     connection = streaming.Connection(echo.port, MESSAGE, ANSWER_BYTES, in_flight=8)
     most = 0
     while connection.answered < 500:
@@ -120,7 +120,7 @@ def test_a_window_that_is_used_up_is_waited_for() -> None:
     assert sample.answers == connection.sent > 10
 
 
-def test_a_message_that_takes_more_than_a_frame_is_refused() -> None:
+def test_a_message_larger_than_a_frame_is_refused() -> None:
     with pytest.raises(ValueError, match="16384"):
         streaming.Connection(1, bytes(16_384), 50, in_flight=16)
 
@@ -136,7 +136,7 @@ def test_counts_that_differ_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         expect(10)
 
 
-def test_a_count_may_come_late() -> None:
+def test_a_count_may_arrive_late() -> None:
     counts = iter([5, 14, 15])
     with grpc_calls.counted(Target("a server", 0, lambda: 0, lambda: next(counts))) as expect:
         expect(10)

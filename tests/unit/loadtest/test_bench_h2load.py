@@ -50,7 +50,7 @@ def test_success_is_every_call_and_every_byte() -> None:
         h2load.require_success(replace(GOOD, data_bytes=GOOD.data_bytes - 125), answer_bytes=120)
 
 
-def test_who_has_no_h2load_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_h2load_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(LoadFailed, match="apt-get install nghttp2-client"):
         h2load.require()

@@ -16,7 +16,7 @@ from loadtest.bench.inprocess import Oracle
 
 
 @pytest.mark.parametrize("width", [shared_memory.SMALL, shared_memory.LARGE])
-def test_models_read_as_much_whatever_their_input(width: int, tmp_path: Path) -> None:
+def test_models_read_the_same_bytes_for_any_input(width: int, tmp_path: Path) -> None:
     shared_memory.write_model(tmp_path, width)
     (path,) = tmp_path.glob("*/1/model.onnx")
     oracle = Oracle(path)
@@ -51,7 +51,7 @@ def test_both_copies_are_true() -> None:
         memory.unlink()
 
 
-def test_an_action_is_timed_on_the_cores_asked_for() -> None:
+def test_an_action_is_timed_on_the_requested_cores() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)
     seen: list[set[int]] = []

@@ -52,7 +52,7 @@ def test_errors_of_a_server_fail_the_run(tmp_path: Path) -> None:
             wrk.run(server.url, wrk.Load((wrong,), connections=2, seconds=1), tmp_path)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_raises_its_reason(tmp_path: Path) -> None:
     command = ServerCommand("broken", (sys.executable, "-c", "import sys; sys.exit('no such model')"))
     with pytest.raises(ServerFailed, match="no such model"), running(command, tmp_path):
         pass

@@ -21,12 +21,12 @@ def test_no_rounds_are_refused() -> None:
         Spread.of([])
 
 
-def test_ratios_are_taken_round_by_round() -> None:
+def test_ratios_are_computed_round_by_round() -> None:
     # The machine was half as fast in the second round: both slowed, the ratio did not.
     assert ratios([50.0, 25.0, 60.0], [100.0, 50.0, 100.0]) == Spread(0.5, 0.5, 0.6, 3)
 
 
-def test_differences_are_taken_round_by_round() -> None:
+def test_differences_are_computed_round_by_round() -> None:
     assert differences([130.0, 90.0, 150.0], [60.0, 60.0, 70.0]) == Spread(70.0, 30.0, 80.0, 3)
 
 

@@ -24,5 +24,5 @@ def test_every_case_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "the spans of a request" in out
 
 
-def test_work_takes_processor_time() -> None:
+def test_work_uses_processor_time() -> None:
     assert telemetry.cpu_us(lambda: sum(range(1000)), 20) > telemetry.cpu_us(lambda: None, 20) > 0

@@ -56,7 +56,7 @@ def verdict(compare: Compare) -> tuple[str, Any]:
     return kind, content
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_ratios_are_computed_within_a_round() -> None:
     part = findings(
         verdict(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))),
         sample("raw", 100.0, 0),
@@ -72,7 +72,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert part.medians("images/s") == {"raw": 75.0, "ours": 49.0}
 
 
-def test_differences_and_a_comparison_that_takes_anothers_place() -> None:
+def test_differences_and_a_replaced_comparison() -> None:
     part = findings(
         verdict(Compare("best", "a", "raw", "p50 us", "difference")),
         verdict(Compare("best", "b", "raw", "p50 us", "difference")),
@@ -82,7 +82,7 @@ def test_differences_and_a_comparison_that_takes_anothers_place() -> None:
     assert (comparison.spread.median, comparison.unit) == (8.0, "p50 us")
 
 
-def test_a_part_that_failed_keeps_its_figures() -> None:
+def test_a_failed_part_has_its_figures() -> None:
     part = findings(sample("raw", 1.0), ("failure", "the GPU is gone"))
     assert part.result().failure == ""
     assert part.result().notes == ("FAILED: the GPU is gone",)
@@ -99,7 +99,7 @@ def run_part(code: str, limit_s: float) -> tuple[str, list[Any], float, bytes]:
         return reason, heard, taken_s, log.read()
 
 
-def test_a_part_is_heard_and_its_output_kept() -> None:
+def test_messages_of_a_part_are_read_and_its_output_is_saved() -> None:
     reason, heard, _, log = run_part(_TELL + "print('to the log')", 30)
     assert (reason, heard) == ("", [("note", "hello")])
     assert log == b"to the log\n"
@@ -125,7 +125,7 @@ def test_a_part_that_hangs_is_killed_with_its_children() -> None:
     assert_gone(child)
 
 
-def test_children_that_a_part_leaves_behind_are_killed() -> None:
+def test_orphaned_children_of_a_part_are_killed() -> None:
     code = (
         "child = subprocess.Popen(['sleep', '600'])\nos.write(fd, json.dumps({'note': child.pid}).encode() + b'\\n')\n"
     )
@@ -146,7 +146,7 @@ def assert_gone(process: int) -> None:
     raise AssertionError(f"process {process} is still there")
 
 
-def test_a_checkout_that_nobody_has_installed_gets_a_name(tmp_path: Path) -> None:
+def test_a_checkout_that_is_not_installed_has_a_version_name(tmp_path: Path) -> None:
     code = (
         "import importlib.metadata, subprocess, sys\n"
         "found = importlib.metadata.version\n"
@@ -166,7 +166,7 @@ def test_a_checkout_that_nobody_has_installed_gets_a_name(tmp_path: Path) -> Non
     assert finished.stdout.strip()
 
 
-def test_a_contender_that_fails_is_left_out() -> None:
+def test_a_failed_contender_is_omitted() -> None:
     measured: list[tuple[str, int]] = []
 
     def measure(name: str, number: int) -> None:
@@ -246,7 +246,7 @@ class SlowLines:
         self._queue.clear()
 
 
-def test_a_closed_loop_counts_what_came_in_its_window(clock: VirtualTime) -> None:
+def test_a_closed_loop_counts_responses_within_its_window(clock: VirtualTime) -> None:
     found = closed_loop(SlowLines(clock, 4, 0.005), clock.now_s, 0.1, 0.5)
     taken = _joined([found], found["per_s"])
     assert found["wrong"] == 0
@@ -274,7 +274,7 @@ def test_latencies_of_an_open_loop_count_from_the_intended_moment(clock: Virtual
     assert found["late"] > 80
 
 
-def test_an_open_loop_below_capacity_waits_for_nobody(clock: VirtualTime) -> None:
+def test_an_open_loop_below_capacity_does_not_queue(clock: VirtualTime) -> None:
     found = open_loop(SlowLines(clock, 8, 0.001), clock.now_s, 0.5, 100.0, np.random.default_rng(4))
     taken = _joined([found], 0.0)
     assert found["unanswered"] == 0
@@ -283,7 +283,7 @@ def test_an_open_loop_below_capacity_waits_for_nobody(clock: VirtualTime) -> Non
     assert taken.percentile_ms(50) == pytest.approx(1.0, abs=0.02)
 
 
-def test_http_lines_send_large_bodies_and_tell_errors() -> None:
+def test_http_connections_send_large_bodies_and_report_errors() -> None:
     received: list[int] = []
     body = bytes(3 << 20)
     with socket.create_server((HOST, 0)) as listener:
@@ -329,14 +329,14 @@ def test_a_connection_that_idled_too_long_is_opened_anew() -> None:
         obeying.obey({"do": "shut", "key": "k"})
 
 
-def test_a_client_that_cannot_connect_says_so(tmp_path: Path) -> None:
+def test_a_client_that_cannot_connect_raises(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     with Crowd(1, tmp_path) as crowd, pytest.raises(CrowdFailed, match="could not open x: ConnectionRefused"):
         crowd.open("x", 1, transport="http", data="body", http_port=port, grpc_port=0, model="m", rows=1, side=8)
 
 
-def test_a_late_reply_is_not_taken_for_the_next_one() -> None:
+def test_a_late_reply_is_not_mistaken_for_the_next_one() -> None:
     said = '{"number": 1, "error": "late"}\n{"number": 2, "per_s": 5}\n'
     with subprocess.Popen(["printf", "%s", said], stdout=subprocess.PIPE) as process:
         assert _replies([process], 2, 10) == [{"number": 2, "per_s": 5}]
@@ -347,7 +347,7 @@ def test_a_late_reply_is_not_taken_for_the_next_one() -> None:
 
 
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="this machine has a GPU")
-def test_a_machine_without_a_gpu_is_told_and_reported(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_reported(tmp_path: Path) -> None:
     finished = bench(tmp_path, "--quick", "--only", "a")
     assert finished.returncode == 2, finished.stdout
     assert "prepare fp16 FAILED" in finished.stdout

@@ -67,7 +67,7 @@ def test_the_sweep_is_drawn() -> None:
     assert sweep_chart([PartFindings("f fp16", "")], "a GPU") == ""
 
 
-def test_a_run_adds_to_what_others_have_left(tmp_path: Path) -> None:
+def test_a_run_adds_to_earlier_results(tmp_path: Path) -> None:
     for number, (add, name) in enumerate(((False, "a fp16"), (True, "b fp16"), (True, "a fp16"))):
         output = Output(tmp_path, f"command {number}", add=add)
         part = PartFindings(name, "title", notes=[f"note {number}"])
@@ -87,7 +87,7 @@ def test_a_run_adds_to_what_others_have_left(tmp_path: Path) -> None:
     assert "ours" not in (tmp_path / "log.txt").read_text()
 
 
-def test_engines_are_built_at_once_where_gpus_are_enough() -> None:
+def test_engines_are_built_in_parallel_with_enough_gpus() -> None:
     def names(only: str, gpus: int) -> list[str]:
         return [step.name for step in steps_of(_parts(only), ["fp16", "int8"], gpus)]
 
@@ -112,7 +112,7 @@ _VISIT = "two-gpus:fp16,d:fp16,b:fp16,a:int8,b:int8,d:int8,c:int8,f:int8,e:int8"
 
 
 @pytest.mark.parametrize("hanging", [None, *sorted(set(_H200_S) - {"prepare"})])
-def test_a_part_that_hangs_leaves_the_others_their_time(
+def test_a_hanging_part_does_not_use_the_time_of_others(
     hanging: str | None, tmp_path: Path, clock: VirtualTime
 ) -> None:
     """The plan of a run on two GPUs within 400 s: the last part alone may lack some of its time if another one hangs."""
@@ -141,7 +141,7 @@ def test_a_part_that_hangs_leaves_the_others_their_time(
     assert set(map(json.dumps, environments.values())) == {'{"CUDA_VISIBLE_DEVICES": "0"}'}
 
 
-def test_without_its_engine_a_precision_is_left_out(tmp_path: Path) -> None:
+def test_a_precision_without_an_engine_is_omitted(tmp_path: Path) -> None:
     def run_part(command: list[str], _limit_s: float, _log: Any, on_message: Any, _environment: Any) -> str:
         if command[4] == "prepare":
             on_message(*sample("fp16 engine", 80.0, unit="s to build or find"))

@@ -42,7 +42,7 @@ def test_answers_are_decoded_in_both_forms() -> None:
     np.testing.assert_array_equal(answer["y"], values)
 
 
-def test_an_answer_with_bytes_left_over_is_refused() -> None:
+def test_a_response_with_extra_bytes_is_refused() -> None:
     header = json.dumps(
         {"outputs": [{"name": "y", "shape": [1], "datatype": "FP32", "parameters": {"binary_data_size": 4}}]}
     ).encode()

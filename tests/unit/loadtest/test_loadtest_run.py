@@ -51,7 +51,7 @@ def test_statistics_are_read() -> None:
         ([line(requests=0)], "no request was answered"),
     ],
 )
-def test_thresholds_are_kept(lines: list[Line], said: str) -> None:
+def test_thresholds_are_checked(lines: list[Line], said: str) -> None:
     (problem,) = verdicts(lines, lambda _: 1000.0)
     assert said in problem
 
@@ -104,7 +104,7 @@ def test_a_crowd_is_never_empty_and_reaches_its_peak(shape: str) -> None:
     assert max(counts) == 40
 
 
-def test_a_crowd_changes_as_its_shape_says() -> None:
+def test_the_number_of_users_follows_the_shape() -> None:
     moments = (0.0, 0.3, 0.5, 0.7, 0.999)
     assert [users_at("steady", time, 20) for time in moments] == [20, 20, 20, 20, 20]
     assert [users_at("ramp", time, 20) for time in moments] == [1, 8, 13, 19, 20]
@@ -153,12 +153,12 @@ def unused_port() -> int:
         ({"/v2/models/tiny/ready": 503, "/v2/models/digits/ready": 404}, "model tiny is not ready"),
     ],
 )
-def test_what_is_missing_is_said_before_the_load(statuses: Mapping[str, int], said: str) -> None:
+def test_missing_models_are_reported_before_the_load(statuses: Mapping[str, int], said: str) -> None:
     with answering(statuses) as url, pytest.raises(TargetNotReady, match=said):
         check_target(url, "", MIXES["nightly"])
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     url = f"http://127.0.0.1:{unused_port()}"
     with pytest.raises(TargetNotReady, match=f"no server is ready at {re.escape(url)}: .*refused"):
         check_target(url, "", MIXES["nightly"])
@@ -166,14 +166,14 @@ def test_a_server_that_is_not_there_is_said() -> None:
         check_target("nonsense", "", MIXES["nightly"])
 
 
-def test_grpc_is_asked_only_where_it_is_used() -> None:
+def test_grpc_is_checked_only_if_it_is_used() -> None:
     with answering({}) as url:
         check_target(url, "127.0.0.1:1", MIXES["nightly"])
         with pytest.raises(TargetNotReady, match=r"no server answers gRPC at 127\.0\.0\.1:1: .*--grpc-address"):
             check_target(url, "127.0.0.1:1", MIXES["everything"], timeout_s=2.0)
 
 
-def test_every_mix_names_the_models_that_its_users_ask() -> None:
+def test_every_mix_names_the_models_of_its_users() -> None:
     """Read from the text: to import the users would put gevent under everything."""
     text = (ROOT / "loadtest" / "locustfile.py").read_text()
     classes = {node.name: ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}

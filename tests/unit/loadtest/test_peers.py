@@ -32,7 +32,7 @@ class Scripted:
         return {count: wrk.Sample(int(rate), 1.0, 1e6 / rate, 0.0, 0.0, 0.0) for count in peers.CONNECTIONS}
 
 
-def test_later_rounds_take_the_faster_variant_and_go_the_other_way() -> None:
+def test_later_rounds_use_the_faster_variant_in_reverse_order() -> None:
     session = Scripted({"": 50.0, "--batching": 80.0})
     results, failures = peers.run(session, peers.PEERS, 2, lambda text: None)  # type: ignore[arg-type]
     assert not failures
@@ -44,7 +44,7 @@ def test_later_rounds_take_the_faster_variant_and_go_the_other_way() -> None:
     assert [sample.requests_per_s for sample in samples] == [80.0, 80.0]
 
 
-def test_a_peer_that_fails_is_left_out_and_named() -> None:
+def test_a_failed_peer_is_omitted_and_named() -> None:
     session = Scripted({}, broken="MLServer")
     results, failures = peers.run(session, peers.PEERS, 2, lambda text: None)  # type: ignore[arg-type]
     assert failures == {"MLServer": "no request was answered"}
@@ -74,7 +74,7 @@ def test_every_script_has_pinned_requirements() -> None:
             assert all("==" in line for line in lines)
 
 
-def test_mlp_takes_784_features(tmp_path: Path) -> None:
+def test_mlp_has_784_input_features(tmp_path: Path) -> None:
     onnx.save(peers.mlp(), tmp_path / "mlp.onnx")
     session = ort.InferenceSession(str(tmp_path / "mlp.onnx"), providers=["CPUExecutionProvider"])
     [output] = session.run(None, {"input": np.ones((3, 784), np.float32)})

@@ -28,7 +28,7 @@ from loadtest.slo.subject import (
 MS = 1_000_000
 
 
-def test_what_is_answered_between_warm_up_and_end_counts() -> None:
+def test_responses_between_warm_up_and_end_count() -> None:
     nothing = np.zeros(6, np.int64)
     times_ns = np.array([0, 900, 1200, 1400, 1600, 1998]) * MS
     trace = Trace(times_ns, nothing, nothing + 1, nothing, nothing, 2000 * MS, ("m",))
@@ -42,7 +42,7 @@ def test_what_is_answered_between_warm_up_and_end_counts() -> None:
     assert told.p50_ms == 10
 
 
-def test_both_ways_tell_the_same_of_a_device_that_is_hardly_asked() -> None:
+def test_both_methods_agree_at_low_load() -> None:
     trace = arrivals(0.05, 2.0, seed=1)
     real, virtual = (judged(way(trace, fixed()), 50) for way in (by_the_clock, simulated))
     assert real.throughput_hz == pytest.approx(virtual.throughput_hz, rel=0.1)
@@ -50,7 +50,7 @@ def test_both_ways_tell_the_same_of_a_device_that_is_hardly_asked() -> None:
     assert real.refused == virtual.refused == 0
 
 
-def test_a_quiet_client_asks_the_same_with_and_without_a_flood() -> None:
+def test_a_quiet_client_sends_the_same_requests_with_and_without_a_flood() -> None:
     alone, beside = (tenants.client_trace(SLOWED_H200, 2, 3, flooded) for flooded in (False, True))
     assert beside.clients is not None
     assert alone.times_ns.tolist() == beside.times_ns[beside.clients == 0].tolist()
@@ -58,7 +58,7 @@ def test_a_quiet_client_asks_the_same_with_and_without_a_flood() -> None:
     assert len(beside) > 5 * len(alone)
 
 
-def test_the_best_fixed_setting_keeps_the_objective() -> None:
+def test_the_best_fixed_setting_meets_the_objective() -> None:
     def figures(p99_ms: float, throughput_hz: float, busy: float) -> LoadFigures:
         return LoadFigures(0, throughput_hz, 0, p99_ms, 0, 0, busy)
 
@@ -74,7 +74,7 @@ def test_the_best_fixed_setting_keeps_the_objective() -> None:
         objectives.best_of(sweep, 5)
 
 
-def test_overload_without_a_promise_answers_nobody_in_time() -> None:
+def test_overload_without_an_objective_misses_every_deadline() -> None:
     found = overload.measure(simulated, 1.5, rounds=1, seconds=3)
     assert found["fixed"][0].goodput_hz < 0.2 * USUAL.capacity_hz < 0.9 * USUAL.capacity_hz < found["slo"][0].goodput_hz
 
@@ -106,7 +106,7 @@ def test_the_command_prints_a_verdict_and_fills_a_page(
     assert "| admission, one objective (us) |" in text
 
 
-def test_settings_are_what_they_are_called() -> None:
+def test_settings_match_their_names() -> None:
     setting: Setting = fixed(16, 2.5)
     assert setting.name == "fixed, 16 rows, 2.5 ms"
     assert (setting.policy.batch.max_rows, setting.policy.batch.max_delay_ns, setting.policy.batch.objective_ns) == (

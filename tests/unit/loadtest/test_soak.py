@@ -102,7 +102,7 @@ def test_a_good_run_passes() -> None:
         (lambda run: replace(run, tracebacks=["Traceback (most recent call last):"]), "the log expects everything"),
     ],
 )
-def test_what_is_not_as_it_should_be_fails(spoil: Callable[[Run], Run], name: str) -> None:
+def test_violated_bounds_fail(spoil: Callable[[Run], Run], name: str) -> None:
     assert failed(spoil(good())) == [name]
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_answer_is_wrong_and_received() -> None:
     assert failed(answered(counting(good(), Outcome.WRONG), STEADY, 1)) == ["nothing wrong"]
 
 
-def test_a_run_of_nothing_fails_everything_that_can_be_told() -> None:
+def test_an_empty_run_fails_every_check() -> None:
     nothing = Run([], [], [], [], [], Counted({}, 0), [])
     assert set(failed(nothing)) == {verdict.name for verdict in verdicts(nothing, Bounds())} - {
         "the log expects everything"
@@ -130,7 +130,7 @@ def test_p99s_are_of_undisturbed_models_alone() -> None:
     assert phase_p99s(replace(run, lines=[*run.lines, *slow])) == pytest.approx([0.010] * PHASES)
 
 
-def test_the_ledger_keeps_every_outcome() -> None:
+def test_the_ledger_records_every_outcome() -> None:
     ledger = Ledger()
     ledger.note("HTTP", STEADY, Outcome.RIGHT, 0.25)
     ledger.note("HTTP", STEADY, Outcome.LOST, 0.0, "broken")
@@ -162,19 +162,19 @@ def test_an_answer_is_looked_at_in_every_value(repository: Repository) -> None:
         assert case.wrong_with({"Y": answer})
 
 
-def test_exchanged_weights_give_other_answers(repository: Repository) -> None:
+def test_exchanged_weights_change_the_responses(repository: Repository) -> None:
     first, second = repository.swap(1), repository.swap(2)
     assert isinstance(first, Case)
     assert first.wrong_with({"Y": second.accepted[0]})
     assert len(repository.cases[SWAPPED][0].accepted) == 2
 
 
-def test_bad_requests_are_told_apart() -> None:
+def test_bad_requests_are_distinguished() -> None:
     for bad in (http_requests(), grpc_calls()):
         assert len({request.name for request in bad}) == len(bad) > 5
 
 
-def test_a_plot_is_interrupted_where_nothing_is_known() -> None:
+def test_a_plot_has_gaps_for_missing_values() -> None:
     nan = float("nan")
     picture = time_plot(
         "a <title>", "ms", [Curve("HTTP & p99", [0, 1, 2, 3], [1.0, nan, 2.0, 3.0])], 4.0, [(1.0, "kill")]

@@ -17,7 +17,7 @@ def dropped() -> int:
     return dict(DROPPED.items()).get((KIND,), 0)
 
 
-def test_items_come_together_and_in_order() -> None:
+def test_items_are_delivered_together_and_in_order() -> None:
     seen: list[list[int]] = []
 
     def work(items: list[int]) -> None:

@@ -21,7 +21,7 @@ def filled(values: list[int]) -> Histogram:
 
 
 @given(st.integers(0, 1000 * NS_PER_S))
-def test_a_duration_lies_in_the_native_bucket_of_its_logarithm(value_ns: int) -> None:
+def test_a_duration_is_counted_in_the_native_bucket_of_its_logarithm(value_ns: int) -> None:
     (place,) = np.flatnonzero(filled([value_ns]).native)
     value_s = value_ns / NS_PER_S
     if place == 0:
@@ -40,7 +40,7 @@ def test_a_power_of_two_ends_its_bucket(exponent: int) -> None:
     assert places == [8 * (exponent + 20), 8 * (exponent + 20) + 1]
 
 
-def test_what_is_beyond_all_buckets_is_kept() -> None:
+def test_values_beyond_all_buckets_are_counted() -> None:
     histogram = filled([10**18])
     assert histogram.native[-1] == histogram.counts[-1] == histogram.count == 1
 

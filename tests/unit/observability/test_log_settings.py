@@ -73,7 +73,7 @@ def settings(log: Log) -> LogSettings:
     return LogSettings(log.ours)
 
 
-def test_it_is_what_the_front_ends_ask_for(settings: LogSettings) -> None:
+def test_it_implements_the_interface_of_the_front_ends(settings: LogSettings) -> None:
     control: LogControl = settings
     assert control.settings() == DEFAULTS
     assert control.update({}) == DEFAULTS
@@ -91,7 +91,7 @@ def test_it_is_what_the_front_ends_ask_for(settings: LogSettings) -> None:
         ({"log_verbose_level": 2**31 - 1, "log_info": False}, set(LEVELS) - {"INFO"}),
     ],
 )
-def test_settings_act_on_what_is_logged(
+def test_settings_change_the_log_output(
     log: Log, settings: LogSettings, changes: dict[str, object], come_through: set[str]
 ) -> None:
     assert settings.update(changes) == DEFAULTS | changes
@@ -104,12 +104,12 @@ def test_settings_act_on_what_is_logged(
     assert set(log.logged(log.part)) == {"INFO", "WARNING", "ERROR", "CRITICAL"}
 
 
-def test_who_switches_the_log_off_leaves_a_line(log: Log, settings: LogSettings) -> None:
+def test_switching_the_log_off_is_logged(log: Log, settings: LogSettings) -> None:
     settings.update({"log_warning": False, "log_error": False})
     assert "a client changes log settings: {'log_warning': False, 'log_error': False}" in log.text()
 
 
-def test_null_leaves_a_setting_as_it_is(settings: LogSettings) -> None:
+def test_null_does_not_change_a_setting(settings: LogSettings) -> None:
     settings.update({"log_info": False})
     assert settings.update({"log_info": None, "log_file": None})["log_info"] is False
 
@@ -145,7 +145,7 @@ def test_the_log_file_is_the_operators(settings: LogSettings, value: object) -> 
         {"\x1b[2J": True},
     ],
 )
-def test_what_is_refused_changes_nothing(settings: LogSettings, changes: dict[str, object]) -> None:
+def test_refused_settings_change_nothing(settings: LogSettings, changes: dict[str, object]) -> None:
     with pytest.raises(BadRequest) as caught:
         settings.update({"log_error": False, **changes})
     assert settings.settings() == DEFAULTS
@@ -160,7 +160,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*DEFAULTS, "other"]) | st.text(max_size=20), JSON, max_size=3))
-def test_any_json_is_taken_or_refused(changes: dict[str, object]) -> None:
+def test_any_json_is_accepted_or_refused(changes: dict[str, object]) -> None:
     settings = LogSettings(Log(TextFormatter()).ours)
     try:
         after = settings.update(changes)
@@ -189,7 +189,7 @@ def test_the_format_of_json_lines_is_not_changed() -> None:
     assert settings.update({"log_format": "default", "log_info": False})["log_info"] is False
 
 
-def test_close_gives_the_handlers_back(log: Log, settings: LogSettings) -> None:
+def test_close_restores_the_handlers(log: Log, settings: LogSettings) -> None:
     settings.update({"log_error": False, "log_verbose_level": 3})
     settings.close()
     assert set(log.logged(log.part)) == {"INFO", "WARNING", "ERROR", "CRITICAL"}
@@ -211,7 +211,7 @@ def test_no_message_forges_a_line_or_steers_a_terminal(log: Log) -> None:
     assert r"\u202egnp\u2028\ud800\x7f" in text
 
 
-def test_a_traceback_keeps_its_lines_and_no_exception_forges_one(log: Log) -> None:
+def test_a_traceback_has_its_lines_and_no_exception_forges_one(log: Log) -> None:
     try:
         raise ValueError(FORGED)
     except ValueError:
@@ -253,7 +253,7 @@ def test_json_lines_stay_lines() -> None:
 
 
 @given(st.text())
-def test_escaping_leaves_one_printable_line(text: str) -> None:
+def test_escaping_returns_one_printable_line(text: str) -> None:
     escaped = escape(text)
     assert escaped.isprintable()
     escaped.encode()

@@ -151,7 +151,7 @@ def is_ours(name: str) -> bool:
     return name.startswith(("headrace", "nv_")) and not name.startswith("nv_cpu")
 
 
-def test_all_forms_say_the_same() -> None:
+def test_all_formats_agree() -> None:
     made = page(TOTALS_NS)
 
     def samples(families: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -186,7 +186,7 @@ def test_all_forms_say_the_same() -> None:
     assert decoded == text
 
 
-def test_text_is_what_prometheus_client_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_matches_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte; but for counters without the suffix, which it has no type for in the old text."""
     registry = CollectorRegistry()
     monkeypatch.setattr(registry, "collect", lambda: families)
@@ -201,7 +201,7 @@ def test_text_is_what_prometheus_client_writes(monkeypatch: pytest.MonkeyPatch) 
     assert expose(registry, "")[1] == expected
 
 
-def test_counters_without_the_suffix_are_counters_where_that_is_allowed() -> None:
+def test_counters_without_the_suffix_are_typed_where_the_format_allows_it() -> None:
     made = page(TOTALS_NS)
     assert "\n# TYPE nv_inference_count counter\n" in made.render()[1].decode()
     assert "untyped" not in made.render()[1].decode()
@@ -211,7 +211,7 @@ def test_counters_without_the_suffix_are_counters_where_that_is_allowed() -> Non
     assert families["nv_inference_request_summary_us"].type == 2
 
 
-def test_native_buckets_are_where_prometheus_looks_for_them() -> None:
+def test_native_buckets_match_the_prometheus_schema() -> None:
     families = {family.name: family for family in read_protobuf(page(TOTALS_NS).render(PROMETHEUS_NATIVE)[1])}
     histogram = families["headrace_total_seconds"].metric[0].histogram
     assert (histogram.schema, histogram.zero_threshold, histogram.zero_count) == (3, 2.0**-20, 1)

@@ -64,7 +64,7 @@ def all_errors() -> Iterator[type[errors.HeadraceError]]:
         waiting += kind.__subclasses__()
 
 
-def test_every_reason_of_ours_has_one_of_tritons() -> None:
+def test_every_reason_maps_to_a_triton_reason() -> None:
     page = Page()
     reasons = {kind.reason for kind in all_errors()}
     assert set(REASONS) <= reasons, "a reason that no error has"
@@ -85,7 +85,7 @@ def test_counters_are_cumulative_microseconds() -> None:
     assert scraped["nv_inference_compute_infer_duration_us",] == 3 * 800
 
 
-def test_summaries_say_what_the_counters_say() -> None:
+def test_summaries_agree_with_the_counters() -> None:
     page = Page()
     for total_ms in range(1, 101):
         page.count(total_ms)
@@ -126,7 +126,7 @@ def test_a_version_that_is_loaded_again_begins_anew() -> None:
     assert page.scrape(70)["nv_inference_request_summary_us", "0.5"] == pytest.approx(1000, rel=0.09)
 
 
-def test_many_scrapes_keep_few_snapshots() -> None:
+def test_the_number_of_stored_snapshots_is_bounded() -> None:
     page = Page()
     for _ in range(500):
         page.scrape(0.5)
@@ -211,7 +211,7 @@ def test_processors_and_memory_of_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu", "cpu a b c d e", "intr 1 2 3 4 5 6 7 8\n"])
-def test_where_nothing_is_known_nothing_is_shown(tmp_path: Path, text: str | None) -> None:
+def test_unknown_values_are_omitted(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "stat").write_text(text)
         (tmp_path / "meminfo").write_text(text)

@@ -57,7 +57,7 @@ def test_without_tls_there_is_no_certificate() -> None:
     assert not any(key[0].startswith("headrace_tls") for key in values)
 
 
-def test_a_loop_that_is_kept_is_late() -> None:
+def test_a_blocked_loop_reports_its_lag() -> None:
     lag = LoopLag()
 
     async def observe() -> None:

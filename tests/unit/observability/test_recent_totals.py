@@ -27,7 +27,7 @@ def batch(
     recorder.batch(rows, rows, "full", times, waited_ns, total_ns, 12 * NS_PER_MS, shape)
 
 
-def test_what_was_long_ago_is_left_out() -> None:
+def test_old_samples_are_excluded() -> None:
     clock = Clock()
     recorder = Recorder(clock=clock)
     for second in range(100, 130):
@@ -59,7 +59,7 @@ def test_after_a_pause_there_is_nothing() -> None:
     assert (recorder.recent().totals.requests, recorder.recent().seconds) == (0, SECONDS)
 
 
-def test_a_load_that_has_just_begun_is_not_spread_over_the_window() -> None:
+def test_a_load_that_just_started_is_not_averaged_over_the_whole_window() -> None:
     clock = Clock()
     recorder = Recorder(clock=clock)
     for at_ms in range(60_000, 61_500, 100):
@@ -77,7 +77,7 @@ def test_changes_of_shape_are_counted() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 4), st.booleans()), max_size=60), st.integers(0, 20_000))
-def test_the_window_holds_what_happened_in_it(events: list[tuple[int, int, bool]], then_ms: int) -> None:
+def test_the_window_contains_its_events(events: list[tuple[int, int, bool]], then_ms: int) -> None:
     """Events: how long after the one before (ms), rows, whether it is a failure."""
     clock = Clock()
     recorder = Recorder(histograms=False, clock=clock)

@@ -127,7 +127,7 @@ class _Source:
         return ModelLoad(4, 9, 5, 8, 2, 30_000_000, 20_000_000, 1500.0, 6, levels)
 
 
-def test_the_page_is_what_prometheus_reads() -> None:
+def test_the_page_is_valid_prometheus_text() -> None:
     source = _Source()
     source.recorder.batch(3, 3, "full", _times(), [10_000_000, 20_000_000], [150, 160])
     source.recorder.failure("overloaded", 9)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
         "-----BEGIN PRIVATE KEY-----\nS3CRET",
     ],
 )
-def test_secrets_go(text: str) -> None:
+def test_secrets_are_removed(text: str) -> None:
     assert "S3CRET" not in redact(text)
     assert "[redacted]" in redact(text)
 
@@ -67,7 +67,7 @@ def test_headers_that_carry_secrets(header: str, secret: bool) -> None:
     assert is_secret(header) is secret
 
 
-def test_a_pseudonym_distinguishes_secrets_and_reveals_nothing_else() -> None:
+def test_a_pseudonym_distinguishes_secrets_without_revealing_them() -> None:
     names = Pseudonyms()
     assert names.name("") == ""
     assert names.name("a") == names.name("a") != names.name("b")

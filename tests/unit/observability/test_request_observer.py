@@ -52,7 +52,7 @@ def traced() -> Iterator[Kit]:
         ("off", True, True),
     ],
 )
-def test_it_is_active_only_where_an_answer_may_be_chosen(mode: RequestLogMode, spans: bool, active: bool) -> None:
+def test_it_is_active_only_if_a_response_may_be_sampled(mode: RequestLogMode, spans: bool, active: bool) -> None:
     assert Kit(mode, spans).observer.active is active
 
 
@@ -76,7 +76,7 @@ def test_a_sample_of_the_rest_is_logged() -> None:
     assert [line["id"] for line in kit.lines()] == ["1", "3", "5"]
 
 
-def test_what_failed_before_it_could_be_chosen_is_logged_and_traced(traced: Kit) -> None:
+def test_failures_before_sampling_are_logged_and_traced(traced: Kit) -> None:
     traced.observer.record_failure(None, BAD)
     traced.observer.record_failure(None, BAD._replace(context=CONTEXT._replace(sampled=False)))
     assert traced.sink.traces == ["a" * 32]
@@ -85,7 +85,7 @@ def test_what_failed_before_it_could_be_chosen_is_logged_and_traced(traced: Kit)
 
 
 @pytest.mark.parametrize(("mode", "lines"), [("errors", 102), ("sampled", 102), ("all", 302)])
-def test_who_sends_nonsense_does_not_fill_the_disk(mode: RequestLogMode, lines: int) -> None:
+def test_malformed_requests_do_not_fill_the_log(mode: RequestLogMode, lines: int) -> None:
     kit = Kit(mode)
     before = dict(DROPPED.items())[("request_log",)]
     for _ in range(300):
@@ -102,7 +102,7 @@ def test_off_is_off() -> None:
     assert kit.lines() == []
 
 
-def test_clients_that_are_secrets_go_under_pseudonyms() -> None:
+def test_secret_client_names_are_replaced_by_pseudonyms() -> None:
     kit = Kit("errors", secret=True)
     kit.observer.record_failure(None, BAD._replace(client="hunter2"))
     (line,) = kit.lines()
@@ -112,7 +112,7 @@ def test_clients_that_are_secrets_go_under_pseudonyms() -> None:
     assert Kit("errors").observer.client_name("shop") == "shop"
 
 
-def test_a_log_whose_disk_is_full_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_on_a_full_disk_is_closed_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Full(io.BytesIO):
         def write(self, _: object) -> int:
             raise OSError(28, "No space left on device")

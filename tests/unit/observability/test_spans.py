@@ -91,7 +91,7 @@ def test_members_of_a_batch_that_is_held_are_linked_to_it_and_no_others() -> Non
     assert len({span.context.trace_id for span in batches + members}) == 5
 
 
-def test_a_batch_whose_time_is_over_is_sent_while_nothing_comes() -> None:
+def test_a_batch_is_sent_after_its_delay_without_new_spans() -> None:
     exporter_stub = Kept()
     writer = SpanWriter(exporter_stub, hold_s=0.05)
     writer.put(account(times()), TRACE)
@@ -105,7 +105,7 @@ def test_a_request_that_was_cut_has_no_batch() -> None:
     assert [span.name for span in exporter_stub.spans] == ["decode", "queue_to_split", "encode", "infer m"]
 
 
-def test_the_callers_state_and_id_are_kept() -> None:
+def test_the_tracestate_and_id_of_the_caller_are_preserved() -> None:
     exporter_stub = written(account(None, context=TraceContext(TRACE, "b" * 16, True, "v=1")))
     (span,) = exporter_stub.named("infer m")
     assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, "b" * 16)
@@ -124,7 +124,7 @@ def test_what_clients_send_can_be_encoded(hostile: str) -> None:
 
 
 @pytest.mark.parametrize("works", [False, RuntimeError("boom")])
-def test_undelivered_spans_are_counted_and_logged_once(
+def test_undelivered_spans_are_counted_and_logged_a_single_time(
     caplog: pytest.LogCaptureFixture, works: bool | Exception
 ) -> None:
     exporter_stub = Kept()
@@ -150,7 +150,7 @@ def test_an_endpoint_over_http_without_a_path_gets_that_of_the_specification() -
         exporter.shutdown()
 
 
-def test_phases_follow_one_another_whatever_the_stamps_say() -> None:
+def test_phases_are_consecutive_for_any_timestamps() -> None:
     odd = account(BatchTimes(NOW + 30, NOW + 25, NOW + 50, NOW + 90))
     result = phases(odd)
     assert all(phase.begin_ns <= phase.end_ns for phase in result)
@@ -190,7 +190,7 @@ def test_callers_are_followed_and_the_rest_is_sampled() -> None:
     assert all(len(trace_id) == 32 and int(trace_id, 16) for trace_id in chosen)
 
 
-def test_rate_0_and_a_used_up_count_leave_those_whose_callers_trace_them() -> None:
+def test_rate_0_and_an_exhausted_count_still_follow_the_caller_s_decision() -> None:
     tracer = Tracer("", spans=Sink(), rate=1)
     tracer.update("", {"trace_count": "1"})
     assert tracer.select("m", None) is not None
@@ -235,7 +235,7 @@ def test_the_mode_is_one_of_those_the_operator_has_made_ready(tmp_path: Any) -> 
         Tracer("").update("", {"trace_level": "TIMESTAMPS"})
 
 
-def test_the_death_of_the_spans_turns_tracing_off() -> None:
+def test_a_failed_span_exporter_turns_tracing_off() -> None:
     sink = Sink()
     tracer = Tracer("", spans=sink, rate=1)
     sink.failed = True

@@ -68,7 +68,7 @@ def ids(path: Path) -> list[object]:
 # --- Settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_what_the_front_ends_ask_for(tracer: Tracer) -> None:
+def test_it_implements_the_interface_of_the_front_ends(tracer: Tracer) -> None:
     control: TraceControl = tracer
     assert control.settings("") == control.settings("m") == DEFAULTS
     assert control.update("", {}) == DEFAULTS
@@ -156,7 +156,7 @@ def test_a_level_that_is_not_recorded_is_named(tracer: Tracer) -> None:
         {"\x1b[2J": "1"},
     ],
 )
-def test_what_is_refused_changes_nothing(tracer: Tracer, changes: dict[str, object]) -> None:
+def test_refused_settings_change_nothing(tracer: Tracer, changes: dict[str, object]) -> None:
     with pytest.raises(BadRequest) as caught:
         tracer.update("", {**ON, **changes})
     assert tracer.settings("") == DEFAULTS
@@ -173,7 +173,7 @@ JSON = st.recursive(
 
 
 @given(st.text(max_size=5), st.dictionaries(st.sampled_from([*DEFAULTS]) | st.text(max_size=20), JSON, max_size=3))
-def test_any_json_is_taken_or_refused(model: str, changes: dict[str, object]) -> None:
+def test_any_json_is_accepted_or_refused(model: str, changes: dict[str, object]) -> None:
     tracer = Tracer("")
     try:
         tracer.update(model, changes)
@@ -266,7 +266,7 @@ def test_the_count_runs_out_and_tracing_with_it(tracer: Tracer, path: Path) -> N
     assert ids(path) == ["0", "1", "again", "for ever"]
 
 
-def test_a_count_goes_on_where_other_settings_change(tracer: Tracer) -> None:
+def test_a_count_continues_if_other_settings_change(tracer: Tracer) -> None:
     tracer.update("", {**ON, "trace_count": "9"})
     tracer.update("m", {"trace_count": "5"})
     for _ in range(3):
@@ -312,7 +312,7 @@ def test_without_traces_there_is_no_file_and_no_thread(tracer: Tracer, path: Pat
     assert not path.exists()
 
 
-def test_close_writes_what_waits_and_ends_the_thread(path: Path) -> None:
+def test_close_writes_queued_traces_and_ends_the_thread(path: Path) -> None:
     tracer = Tracer(str(path))
     tracer.update("", ON)
     for index in range(2000):
@@ -344,9 +344,7 @@ def wait_until_failed(tracer: Tracer) -> None:
     assert tracer._writer.failed
 
 
-def test_a_file_that_cannot_be_written_ends_tracing_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_file_ends_tracing_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracer = Tracer(str(tmp_path / "missing" / "trace.json"))
     tracer.update("", ON)
     answer(tracer)

@@ -78,7 +78,7 @@ def test_the_limit_is_checked_before_decoding() -> None:
         (png_claiming(4, 4), "truncated or damaged"),
     ],
 )
-def test_what_is_no_picture_is_the_callers_fault(data: bytes, message: str) -> None:
+def test_invalid_images_are_client_errors(data: bytes, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         decode(data)
 
@@ -109,7 +109,7 @@ def test_palette_transparency_and_alpha_are_shown_over_white() -> None:
     assert np.asarray(decode(saved(Image.new("1", (1, 1), 1), "PNG"))).tolist() == [[255]]
 
 
-def test_cmyk_keeps_its_colours() -> None:
+def test_cmyk_has_correct_colours() -> None:
     photograph = Image.open(SKLEARN / "flower.jpg").convert("RGB").resize((64, 64))
     image = decode(saved(photograph.convert("CMYK"), "JPEG", quality=95))
     assert image.mode == "RGB"
@@ -139,7 +139,7 @@ def test_exif_orientation_is_undone(orientation: int) -> None:
         assert (pixels // 40).tolist() == [[3, 0], [4, 1], [5, 2]]
 
 
-def test_a_strange_orientation_is_taken_as_upright() -> None:
+def test_an_invalid_orientation_is_read_as_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 99
     assert decode(saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif)).size == (8, 4)
@@ -156,7 +156,7 @@ def test_of_an_animation_the_first_frame_counts() -> None:
     assert np.array_equal(np.asarray(decode(file.read_bytes())), frames[0])
 
 
-def test_a_phones_pair_of_pictures_gives_the_first() -> None:
+def test_a_multi_picture_file_returns_the_first_image() -> None:
     first, second = Image.new("RGB", (16, 8), "red"), Image.new("RGB", (16, 8), "blue")
     data = saved(first, "MPO", save_all=True, append_images=[second])
     assert Image.open(io.BytesIO(data)).format == "MPO"
@@ -223,7 +223,7 @@ def test_prepare_scales_and_orders() -> None:
 
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1), (1, 1), (3, 7), (223, 5_000)])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_prepare_takes_any_ratio(size: tuple[int, int], interpolation: str) -> None:
+def test_prepare_accepts_any_ratio(size: tuple[int, int], interpolation: str) -> None:
     recipe = ImageRecipe.from_mapping({"interpolation": interpolation, "crop": [256, 255]})
     tensor = prepare(Image.new("RGB", size, "white"), recipe)
     assert tensor.shape == (1, 3, 256, 255)

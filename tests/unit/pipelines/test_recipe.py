@@ -26,7 +26,7 @@ def test_every_field_has_a_reader() -> None:
     assert list(module._READERS) == [field.name for field in fields(ImageRecipe)]
 
 
-def test_a_mapping_gives_every_field() -> None:
+def test_a_mapping_sets_every_field() -> None:
     recipe = ImageRecipe.from_mapping(RESNET)
     assert recipe == ImageRecipe(
         input="input",
@@ -42,7 +42,7 @@ def test_a_mapping_gives_every_field() -> None:
     assert ImageRecipe.from_mapping({"mean": 127, "color": "GRAY"}).mean == (127.0,)
 
 
-def test_parameters_give_the_same_recipe() -> None:
+def test_parameters_parse_to_the_same_recipe() -> None:
     shown: dict[str, Any] = {
         "headrace.preprocess.input": {"string_value": "input"},
         "headrace.preprocess.color": {"string_value": "rgb"},
@@ -80,14 +80,14 @@ def test_parameters_give_the_same_recipe() -> None:
         ({"input": ["a"]}, "input is ['a'] (write the name of an input)"),
     ],
 )
-def test_errors_say_where_what_and_the_cure(mapping: dict[str, Any], message: str) -> None:
+def test_errors_have_path_problem_and_remedy(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ImageRecipe.from_mapping(mapping, where="config.yaml")
     assert message in str(caught.value)
     assert all(finding.path == "config.yaml" and finding.cure for finding in caught.value.findings)
 
 
-def test_every_error_is_told_at_once() -> None:
+def test_every_error_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         ImageRecipe.from_mapping({"crop": 1, "std": "x", "size": 3})
     assert len(caught.value.findings) == 3

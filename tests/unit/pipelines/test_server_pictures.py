@@ -56,7 +56,7 @@ def expected(pixels: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 
 @given(recipes(), st.integers(1, 3), st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(60), deadline=None)
-def test_a_batch_is_what_the_client_would_have_sent(recipe: ImageRecipe, rows: int, seed: int) -> None:
+def test_a_batch_matches_client_side_preprocessing(recipe: ImageRecipe, rows: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (rows, *recipe.pixels), dtype=np.uint8)
     tensor = PixelSteps(recipe).apply(pixels)
     assert tensor.flags.c_contiguous
@@ -101,7 +101,7 @@ def test_a_photographs_size_is_resized_to_pillows_bits() -> None:
     assert np.array_equal(resample(pixels, Resampling.of(recipe)), prepare(image_of(pixels), plain)[0])
 
 
-def test_what_is_sent_of_a_picture() -> None:
+def test_bytes_sent_for_an_image() -> None:
     image = image_of(rng.integers(0, 256, (300, 500, 3), dtype=np.uint8))
     recipe = ImageRecipe(by="server", mean=(127.0,), std=(64.0,))
     pixels = to_pixels(image, recipe)
@@ -124,14 +124,14 @@ scores = arrays.arrays(
 
 @given(scores, st.data())
 @settings(max_examples=examples(80), deadline=None)
-def test_the_best_classes_come_in_order_and_the_lower_of_equals_first(table: np.ndarray, data: st.DataObject) -> None:
+def test_the_best_classes_are_sorted_and_ties_by_index(table: np.ndarray, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, table.shape[1]))
     assert np.array_equal(top_k(table, count), np.argsort(-table, axis=1, kind="stable")[:, :count])
     exact = np.exp(table.astype(np.float64) - table.max(axis=1, keepdims=True))
     assert np.allclose(softmax(table), exact / exact.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-7)
 
 
-def test_infinite_scores_rank_where_they_belong() -> None:
+def test_infinite_scores_rank_first_and_last() -> None:
     table = np.array([[0, -np.inf, np.inf, 3]], np.float32)
     assert top_k(table, 4).tolist() == [[2, 3, 0, 1]]
 
@@ -193,7 +193,7 @@ def test_a_model_of_one_picture_at_a_time() -> None:
     assert model.seen[0].shape == (3, 6, 5)
 
 
-def test_a_model_that_asks_for_nothing_is_left_alone() -> None:
+def test_a_model_without_pipeline_settings_is_unchanged() -> None:
     model = Model()
     config = ModelConfig.model_validate({**CONFIG, "preprocess": None, "postprocess": None})
     assert with_pictures(model, steps_of(config, {})) is model
@@ -244,7 +244,7 @@ def flown(execution: PictureExecution, pixels: np.ndarray) -> InFlightBatch:
     return flight
 
 
-def test_batches_overlap_where_the_models_do() -> None:
+def test_batches_overlap_if_the_model_overlaps() -> None:
     model = PipelinedModel()
     execution = with_pictures(model, steps_of(ModelConfig.model_validate(CONFIG), {})).execution(0)
     assert isinstance(execution, PictureExecution)
@@ -261,7 +261,7 @@ def test_batches_overlap_where_the_models_do() -> None:
     assert model.open == 0
 
 
-def test_a_flight_is_given_back_whatever_becomes_of_it() -> None:
+def test_every_batch_is_finished_or_discarded() -> None:
     model = PipelinedModel()
     config = {**CONFIG, "preprocess": {**CONFIG["preprocess"], "mean": 0.0, "std": 1.0}}  # type: ignore[dict-item]
     execution = with_pictures(model, steps_of(ModelConfig.model_validate(config), {})).execution(0)

@@ -102,7 +102,7 @@ def test_one_at_a_time(orders: Path, repository: Path) -> None:
         assert [ends.get(timeout=10)[0] for _ in range(2)] == [first, second]
 
 
-def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repository: Path) -> None:
+def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repository: Path) -> None:
     said = [
         "early words",
         "\u250f\u2501 a table \u2501\u2513",
@@ -138,7 +138,7 @@ def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repo
         ((sys.executable, "-c", "import os; os.kill(os.getpid(), 6)"), "the builder was killed by SIGABRT"),
     ],
 )
-def test_a_builder_that_says_nothing(repository: Path, words: tuple[str, ...], failure: str) -> None:
+def test_a_builder_without_output(repository: Path, words: tuple[str, ...], failure: str) -> None:
     with building(words) as (engine_builds, ends):
         requested = order(repository)
         engine_builds.set_orders("a", [requested])
@@ -153,7 +153,7 @@ def test_a_builder_that_says_nothing(repository: Path, words: tuple[str, ...], f
         assert engine_builds.failure(requested) is None, "and the first one is forgotten"
 
 
-def test_what_is_not_wanted_any_more_is_called_off(orders: Path, repository: Path) -> None:
+def test_builds_that_are_no_longer_needed_are_cancelled(orders: Path, repository: Path) -> None:
     (orders / "hold").touch()
     first, second, other = order(repository), order(repository, digest="2"), order(repository, "b")
     with building(command(orders)) as (engine_builds, ends):
@@ -187,7 +187,7 @@ def test_the_end_of_the_server_is_the_end_of_the_builder(
     assert [path.name for path in (repository / "a" / "1").iterdir()] == ["model.onnx"]
 
 
-def test_the_end_of_the_thread_is_told(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_thread_is_reported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> str:
         raise RuntimeError("no")
 

@@ -81,7 +81,7 @@ async def settled(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("control", [EXPLICIT, POLL, ControlPolicy("none")], ids=lambda control: control.mode)
-def test_the_engine_takes_over_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
+def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
     workshop.hold()
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -116,7 +116,7 @@ def test_the_next_start_finds_the_engine(workshop: Workshop) -> None:
     assert workshop.calls() == ["started"]
 
 
-def test_a_failed_build_is_told_and_not_tried_again(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
     (workshop.orders / "fail").write_text(f"{workshop.repository}/m: node 'x' cannot be quantised\n")
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
@@ -173,7 +173,7 @@ def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
     workshop.run(check, POLL)
 
 
-def test_what_is_unloaded_is_not_built(workshop: Workshop) -> None:
+def test_unloaded_models_are_not_built(workshop: Workshop) -> None:
     workshop.hold()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
@@ -204,7 +204,7 @@ def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Wo
     workshop.run(check)
 
 
-def test_files_that_nobody_asked_to_load_are_not_loaded_by_a_builds_end(workshop: Workshop) -> None:
+def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> None:
     workshop.hold()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
@@ -221,7 +221,7 @@ def test_files_that_nobody_asked_to_load_are_not_loaded_by_a_builds_end(workshop
     workshop.run(check)
 
 
-def test_nothing_is_built_from_what_a_client_sends(workshop: Workshop) -> None:
+def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
     content = affine(seed=4).SerializeToString()
     said = '{"parameters": {"headrace.build_on_load": {"string_value": "true"}}}'
 
@@ -295,7 +295,7 @@ def test_models_come_first_engines_second(workshop: Workshop) -> None:
     assert seen == [3]
 
 
-def test_no_request_is_lost_while_the_engine_takes_over(workshop: Workshop) -> None:
+def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) -> None:
     answers: list[int] = []
     errors: list[BaseException] = []
 

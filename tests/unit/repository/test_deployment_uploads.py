@@ -18,7 +18,7 @@ MODEL = {"1/model.onnx": b"x"}
 @pytest.mark.parametrize(
     "path", ["2/model.onnx", "1/model.onnx/model.onnx2", "1/a/b/weights.bin", "warmup/x", "names/labels.txt"]
 )
-def test_files_of_a_model_are_taken(path: str) -> None:
+def test_files_of_a_model_are_accepted(path: str) -> None:
     check_files({"3/model.onnx": b"", path: b""}, LABELLED)
 
 
@@ -56,7 +56,7 @@ def test_too_many_and_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         check_files({"1/a": bytes(6), "1/b": bytes(5)}, LABELLED)
 
 
-def test_a_private_folder_is_for_us_alone_and_goes_with_its_last_holder() -> None:
+def test_a_private_folder_is_unreadable_to_others_and_removed_with_its_last_user() -> None:
     private = PrivateFolder("m", {"1/model.onnx": b"abc", "1/deep/er/x": b""})
     assert stat.S_IMODE(private.repository.stat().st_mode) == 0o700
     assert (private.path / "1" / "model.onnx").read_bytes() == b"abc"
@@ -68,7 +68,7 @@ def test_a_private_folder_is_for_us_alone_and_goes_with_its_last_holder() -> Non
     assert not private.repository.exists()
 
 
-def test_files_that_cannot_be_stored_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_stored_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(Unavailable) as refused:
         PrivateFolder("m", {"1/a": b"", "1/a/b": b""})

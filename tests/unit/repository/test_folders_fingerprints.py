@@ -63,7 +63,7 @@ def test_a_change_beside_the_versions_shows_in_the_model_alone(folder: Path, fil
 
 
 @pytest.mark.parametrize("file", ["notes/readme", ".hidden"])
-def test_what_no_model_is_made_of_is_passed_over(folder: Path, file: str) -> None:
+def test_files_that_are_not_part_of_a_model_are_skipped(folder: Path, file: str) -> None:
     model = fingerprint_model(folder)
     rewrite(folder / file)
     assert fingerprint_model(folder) == model
@@ -85,7 +85,7 @@ def test_a_version_replaced_by_an_equal_one_shows(folder: Path) -> None:
     assert fingerprint_version(folder / "1") != version
 
 
-def test_a_version_that_is_a_link_shows_what_it_leads_to(folder: Path) -> None:
+def test_a_linked_version_has_the_fingerprint_of_its_target(folder: Path) -> None:
     (folder / "1").rename(folder.parent / "a")
     (folder.parent / "b").mkdir()
     (folder / "1").symlink_to(folder.parent / "a")
@@ -95,7 +95,7 @@ def test_a_version_that_is_a_link_shows_what_it_leads_to(folder: Path) -> None:
     assert fingerprint_model(folder) != before
 
 
-def test_what_vanishes_looks_like_gone(folder: Path, tmp_path: Path) -> None:
+def test_vanishing_files_count_as_missing(folder: Path, tmp_path: Path) -> None:
     assert fingerprint_model(tmp_path / "nowhere") == ABSENT
     assert fingerprint_version(folder / "9") == ABSENT
     (folder / "1" / "dangling").symlink_to(tmp_path / "nowhere")
@@ -103,7 +103,7 @@ def test_what_vanishes_looks_like_gone(folder: Path, tmp_path: Path) -> None:
     assert fingerprint_model(folder) != ABSENT, "neither a dangling link nor a circle stops it"
 
 
-def test_what_builders_put_beside_a_model_is_no_change_of_it(folder: Path) -> None:
+def test_files_of_builders_do_not_change_the_fingerprint(folder: Path) -> None:
     before = fingerprint_version(folder / "1")
     built = (
         "build.json",

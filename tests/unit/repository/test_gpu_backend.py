@@ -72,7 +72,7 @@ def test_a_plan_of_the_repository_s_own(trt: Any, tmp_path: Path) -> None:
     assert serves(repository, 2) == ("", 2)
 
 
-def test_the_engine_stamped_for_this_machine_goes_before(trt: Any, tmp_path: Path) -> None:
+def test_the_engine_stamped_for_this_machine_has_precedence(trt: Any, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=TENSORRT)
     publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=machine())
@@ -108,7 +108,7 @@ def test_an_engine_of_another_machine(trt: Any, tmp_path: Path, config: str, rea
     assert "headrace build m --target tensorrt" in reasons
 
 
-def test_an_engine_that_does_not_load_gives_way_to_the_onnx_file(trt: Any, tmp_path: Path) -> None:
+def test_the_onnx_file_replaces_an_engine_that_does_not_load(trt: Any, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=TENSORRT)
     publish(repository / "m", 1, b"rubbish", suffix=".plan", machine=machine())
@@ -123,7 +123,7 @@ def foreign(repository: Path, config: str = "") -> None:
     (repository / "m" / "1" / "model.plan").write_bytes(b"rubbish")
 
 
-def test_a_foreign_plan_gives_way_to_the_onnx_file_where_that_is_allowed(
+def test_the_onnx_file_replaces_a_foreign_plan_if_allowed(
     trt: Any, cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     repository = tmp_path / "repository"
@@ -143,7 +143,7 @@ def test_a_foreign_plan_gives_way_to_the_onnx_file_where_that_is_allowed(
         (False, "or put model.onnx beside it and write fallback: onnxruntime)"),
     ],
 )
-def test_a_foreign_plan_is_quarantined_where_nothing_else_may_serve(
+def test_a_foreign_plan_is_quarantined_without_a_fallback(
     trt: Any, cuda: LateCuda, tmp_path: Path, onnx: bool, cure: str
 ) -> None:
     repository = tmp_path / "repository"
@@ -196,7 +196,7 @@ def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
         ),
     ],
 )
-def test_a_plan_that_does_not_go_with_its_configuration(trt: Any, tmp_path: Path, config: str, words: str) -> None:
+def test_a_plan_that_contradicts_its_configuration(trt: Any, tmp_path: Path, config: str, words: str) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=config)
     if "17" in config:
@@ -251,7 +251,7 @@ def profiled(repository: Path, **loading: Any) -> list[dict[str, object]]:
     return reasons[0]
 
 
-def test_the_profile_begins_with_what_the_tuner_has_measured(trt: Any, tmp_path: Path) -> None:
+def test_the_latency_table_starts_with_the_measurements_of_the_tuner(trt: Any, tmp_path: Path) -> None:
     put(tmp_path / "models", 3, config=TENSORRT)
     (tmp_path / "models" / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 3))
     table = profiled(tmp_path / "models")

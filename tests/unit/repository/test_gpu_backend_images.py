@@ -177,7 +177,7 @@ def test_the_gpu_prepares_and_ranks(tmp_path: Path, cuda: LateCuda, caplog: pyte
         ({"tail": (6, 1, 1), "top_k": 0, "labels": False}, ["other", "y"]),
     ],
 )
-def test_whatever_is_asked_of_the_scores(tmp_path: Path, arguments: dict[str, Any], names: list[str]) -> None:
+def test_every_kind_of_class_ranking(tmp_path: Path, arguments: dict[str, Any], names: list[str]) -> None:
     sent = pictures(3)
     check(answers(put(tmp_path, **arguments), sent), sent, names)
 
@@ -189,7 +189,7 @@ def test_a_model_without_a_batch_dimension(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("trt", "no_compiler")
-def test_the_cpu_does_it_without_a_compiler_and_says_so_once(
+def test_without_a_compiler_the_cpu_is_used_and_logged_once(
     tmp_path: Path, cuda: LateCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = pictures(5)

@@ -83,7 +83,7 @@ def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
         (b"crash", "its process died while it loaded the model: killed by SIGABRT"),
     ],
 )
-def test_a_plan_that_does_not_load_there_gives_way_to_the_onnx_file(tmp_path: Path, plan: bytes, why: str) -> None:
+def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(tmp_path: Path, plan: bytes, why: str) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await ask(registry), 1)
         state, reason = index(registry)["m", "1"]
@@ -95,7 +95,7 @@ def test_a_plan_that_does_not_load_there_gives_way_to_the_onnx_file(tmp_path: Pa
     run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
 
 
-def test_a_plan_that_does_not_go_with_its_configuration(tmp_path: Path) -> None:
+def test_a_plan_that_contradicts_its_configuration(tmp_path: Path) -> None:
     tensors = "input: [{name: X, data_type: fp32, dims: [17]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
     repository = with_plan(tmp_path, tensors)
     (repository / "m" / "1" / "model.onnx").unlink()

@@ -108,7 +108,7 @@ class World:
         return self.gpu_model_cache.load_requested()
 
 
-def test_who_was_used_longest_ago_makes_room() -> None:
+def test_the_least_recently_used_model_is_evicted() -> None:
     world = World(gpu0=30)
     a, b, c = (world.load(name) for name in "abc")
     for version in (c, a, b):
@@ -121,7 +121,7 @@ def test_who_was_used_longest_ago_makes_room() -> None:
     assert world.log == ["park c", "park a", "park b"]
 
 
-def test_those_in_use_make_room_last_for_who_loads_and_not_at_all_if_it_would_not_help() -> None:
+def test_busy_models_are_evicted_last_and_only_if_that_makes_enough_room() -> None:
     world = World(gpu0=30)
     a, b, _ = (world.load(name) for name in "abc")
     a.in_flight = 1
@@ -136,7 +136,7 @@ def test_those_in_use_make_room_last_for_who_loads_and_not_at_all_if_it_would_no
     assert world.log == ["park c", "park b", "park d", "park a"]
 
 
-def test_pinned_ones_and_other_gpus_are_left_alone() -> None:
+def test_pinned_models_and_other_gpus_are_not_touched() -> None:
     world = World(gpu0=20, gpu1=20)
     world.load("pinned", 10, keep=True)
     world.load("elsewhere", {1: 20})
@@ -148,7 +148,7 @@ def test_pinned_ones_and_other_gpus_are_left_alone() -> None:
     assert world.log == ["park here"]
 
 
-def test_a_request_brings_a_version_back_at_once_if_nobody_else_is_in_use() -> None:
+def test_a_request_reloads_a_version_at_once_if_no_other_is_busy() -> None:
     world = World(gpu0=10)
     a = world.load("a")
     b = world.load("b")
@@ -161,7 +161,7 @@ def test_a_request_brings_a_version_back_at_once_if_nobody_else_is_in_use() -> N
     assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
 
 
-def test_for_a_request_too_who_was_used_longest_ago_makes_room() -> None:
+def test_a_request_evicts_the_least_recently_used_model() -> None:
     world = World(gpu0=30)
     a = world.load("a")
     b, c, d = (world.load(name) for name in "bcd")
@@ -175,7 +175,7 @@ def test_for_a_request_too_who_was_used_longest_ago_makes_room() -> None:
 
 
 @pytest.mark.parametrize(("load_ms", "stay_ms"), [(0, 1000), (300, 1000), (4000, 4000)])
-def test_who_is_in_use_stays_as_long_as_its_loading_took_and_a_second_at_the_least(load_ms: int, stay_ms: int) -> None:
+def test_a_busy_model_stays_for_its_load_time_and_at_least_a_second(load_ms: int, stay_ms: int) -> None:
     world = World(gpu0=10)
     a = world.load("a", load_ns=load_ms * MS)
     b = world.load("b", load_ns=load_ms * MS)
@@ -193,7 +193,7 @@ def test_who_is_in_use_stays_as_long_as_its_loading_took_and_a_second_at_the_lea
     assert world.serve() == world.now_ns + stay_ms * MS, "and it is its turn again later"
 
 
-def test_who_is_not_used_any_more_goes_earlier() -> None:
+def test_an_idle_model_is_evicted_earlier() -> None:
     world = World(gpu0=10)
     a = world.load("a")
     b = world.load("b")
@@ -206,7 +206,7 @@ def test_who_is_not_used_any_more_goes_earlier() -> None:
     assert world.log[-2:] == ["park b", "load a"]
 
 
-def test_two_that_do_not_fit_together_take_turns_and_a_large_one_is_not_overtaken() -> None:
+def test_two_models_alternate_and_a_large_one_is_not_starved() -> None:
     world = World(gpu0=20)
     large = world.load("large", 20)
     a, b = world.load("a"), world.load("b")
@@ -231,7 +231,7 @@ def test_two_that_do_not_fit_together_take_turns_and_a_large_one_is_not_overtake
     assert len(loads) < 150, "it would be loading all the time"
 
 
-def test_what_cannot_be_loaded_is_told_and_tried_less_and_less_often() -> None:
+def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     world = World(gpu0=10)
     a = world.load("a")
     world.load("b")
@@ -265,7 +265,7 @@ def test_what_cannot_be_loaded_is_told_and_tried_less_and_less_often() -> None:
     assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
 
 
-def test_what_fits_in_no_way_is_refused_and_the_others_stay() -> None:
+def test_a_model_larger_than_the_gpu_is_refused_and_evicts_nothing() -> None:
     world = World(gpu0=20)
     a = world.load("a", 20)
     b = world.load("b", 10)
@@ -309,7 +309,7 @@ def test_memory_of_a_version_that_ends_is_waited_for() -> None:
     assert [name for name, _, _ in world.gpu_model_cache.loads()] == ["b", "c"]
 
 
-def test_at_the_end_nobody_waits() -> None:
+def test_close_fails_all_waiting_loads() -> None:
     world = World(gpu0=10)
     a = world.load("a")
     world.load("b")
@@ -335,7 +335,7 @@ def test_a_version_that_was_closed_is_not_brought_back() -> None:
     sizes=st.lists(st.dictionaries(st.integers(0, 1), st.integers(1, 20), min_size=1), min_size=2, max_size=5),
     steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2000), st.booleans()), max_size=40),
 )
-def test_whoever_asks_is_served_and_no_limit_is_broken(
+def test_every_request_is_served_within_the_memory_limit(
     sizes: list[dict[int, int]], steps: list[tuple[int, int, bool]]
 ) -> None:
     world = World(gpu0=20, gpu1=20)

@@ -57,7 +57,7 @@ def serves(repository: Path, seed: int) -> str:
     return reasons[0]
 
 
-def test_an_engine_that_fits_serves_in_place_of_the_model(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_matching_engine_serves_instead_of_the_model(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = publish(repository / "m", 1, ENGINE)
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -159,7 +159,7 @@ def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
 
 
 @pytest.mark.parametrize(("overridden", "option"), [(True, " --precision int8"), (False, "")])
-def test_the_cure_asks_for_what_was_asked_for(tmp_path: Path, overridden: bool, option: str) -> None:
+def test_the_remedy_names_the_requested_precision(tmp_path: Path, overridden: bool, option: str) -> None:
     """Where the configuration says nothing, `headrace build m` alone would build FP32."""
     repository = tmp_path / "repository"
     put(repository, 1)
@@ -173,7 +173,7 @@ def test_an_engine_of_another_machine_stays_aside(repository: Path) -> None:
     assert "built for cpu abacus with ONNX Runtime 1.2; this is " in serves(repository, 1)
 
 
-def test_only_what_is_asked_for_is_missed(repository: Path) -> None:
+def test_only_requested_engines_are_reported_missing(repository: Path) -> None:
     expected = "model.onnx serves in place of the int8 engine: none is built (headrace build m --target onnxruntime)"
     assert serves(repository, 1) == expected
     (repository / "m" / "config.yaml").unlink()
@@ -204,7 +204,7 @@ def poisoned() -> bytes:
     [b"", b"\x00" * 64, ENGINE[: len(ENGINE) // 2], poisoned(), sum_difference().SerializeToString()],
     ids=["empty", "garbage", "truncated", "unknown operator", "another model"],
 )
-def test_a_broken_engine_leaves_the_model_serving(repository: Path, engine: bytes) -> None:
+def test_the_model_serves_if_its_engine_is_broken(repository: Path, engine: bytes) -> None:
     """Attack 20: what was stamped so does not load; the stamp's digests are right."""
     path = publish(repository / "m", 1, engine)
     reason = serves(repository, 1)
@@ -228,7 +228,7 @@ def test_an_engine_reads_nothing_outside_of_its_folder(repository: Path, locatio
     assert f'are stored in "{location}", which ' in serves(repository, 1)
 
 
-def test_what_is_published_beside_a_model_is_taken_by_the_next_load_and_nothing_else_reloads(repository: Path) -> None:
+def test_an_engine_published_for_this_machine_reloads_only_its_model(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         first = registry.lease("m", "")
         publish(repository / "m", 1, ENGINE, machine=OTHER_MACHINE)
@@ -303,7 +303,7 @@ def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_
         ),
     ],
 )
-def test_the_precision_asked_for(options: dict[str, Any], precision: str) -> None:
+def test_the_requested_precision(options: dict[str, Any], precision: str) -> None:
     assert requested_precision(ModelConfig.model_validate({"optimization": options}).optimization) == precision
 
 

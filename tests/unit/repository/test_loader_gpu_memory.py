@@ -64,7 +64,7 @@ async def infer_value(registry: Registry, name: str, seed: int) -> None:
     assert same(await ask(registry, name), seed)
 
 
-def test_all_models_are_ready_and_those_without_room_come_when_they_are_asked(repository: Path) -> None:
+def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path) -> None:
     size = need(repository)
     gpu_model_cache = GpuModelCache()
 
@@ -88,7 +88,7 @@ def test_all_models_are_ready_and_those_without_room_come_when_they_are_asked(re
     assert gpu_model_cache.ledger.held(0) == 0
 
 
-def test_who_asks_waits_together_and_everybody_is_answered(repository: Path) -> None:
+def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
     """Three models for whom there is room for one take turns; nobody starves, no answer is another model's."""
     size = need(repository)
     gpu_model_cache = GpuModelCache()
@@ -130,7 +130,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(reposi
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
 
 
-def test_a_budget_of_its_own_is_no_matter_for_others(repository: Path) -> None:
+def test_a_separate_budget_does_not_affect_others(repository: Path) -> None:
     size = need(repository)
     (repository / "b" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size - 1}\n")
     (repository / "c" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size}\n")
@@ -188,7 +188,7 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
     run(repository, check, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))
 
 
-def test_a_parked_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
+def test_an_evicted_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
     size = need(repository)
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
@@ -202,7 +202,7 @@ def test_a_parked_model_with_requests_is_unloaded_once_they_are_answered(reposit
     run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
 
 
-def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: Path) -> None:
+def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None:
     size = need(repository)
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
@@ -220,7 +220,7 @@ def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: P
     run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
 
 
-def test_deadlines_hold_for_who_waits_and_the_end_of_the_server_answers_them(repository: Path) -> None:
+def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repository: Path) -> None:
     size = need(repository)
     waiting: list[Any] = []
 
@@ -270,7 +270,7 @@ def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) 
     run(repository, check, EXPLICIT, frozenset())
 
 
-def test_metrics_tell_who_holds_what(repository: Path) -> None:
+def test_metrics_report_the_memory_of_each_model(repository: Path) -> None:
     size = need(repository)
     gpu_model_cache = GpuModelCache()
     pages: list[str] = []

@@ -39,7 +39,7 @@ def test_an_isolated_model_answers_as_another_does(tmp_path: Path) -> None:
     assert isolated_children_of_this_process() == []
 
 
-def test_readiness_tells_while_there_is_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED)
 
@@ -106,7 +106,7 @@ def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
     run(repository, check, ALL)
 
 
-def test_what_is_not_there_is_told_as_without_isolation(tmp_path: Path) -> None:
+def test_missing_files_have_the_same_error_as_without_isolation(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put(repository, 1, config=ISOLATED + "parameters: {optimization_level: '7'}\n")
 

@@ -26,7 +26,7 @@ def test_an_objective_needs_no_batching() -> None:
     assert (result.batch.objective_ns, result.batch.merge) == (2_500_000, False)
 
 
-def test_each_level_has_its_own_queue_policy_or_the_default() -> None:
+def test_each_level_has_its_queue_policy_or_the_default() -> None:
     default = {"default_timeout_microseconds": 7_000, "max_queue_size": 10, "allow_timeout_override": True}
     level_queue_policies = {2: {"timeout_action": "DELAY", "max_queue_size": 3}}
     levels = {"priority_levels": 3, "default_priority_level": 2}
@@ -53,7 +53,7 @@ def test_a_single_queue_has_the_default_bound() -> None:
     assert (result.limits.max_count, result.level_policies) == (9, {})
 
 
-def test_levels_age_as_told() -> None:
+def test_levels_age_as_configured() -> None:
     levels = {"priority_levels": 2, "default_priority_level": 1}
     assert policy(dynamic_batching=levels, priority_aging_microseconds=1_000).aging_ns == NS_PER_MS
     assert policy(dynamic_batching=levels, priority_aging_microseconds=0).aging_ns == 0

@@ -128,7 +128,7 @@ def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
     assert workshop.calls() == ["started m 1 tensorrt"], "the next start builds nothing"
 
 
-def test_a_build_that_fails_leaves_the_cpu_serving_and_says_why(trt: Any, tmp_path: Path) -> None:
+def test_after_a_failed_build_the_cpu_serves_and_the_reason_is_shown(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16)
     (workshop.orders / "fail").write_text("no room on the disk")
 
@@ -176,7 +176,7 @@ def test_only_kind_cpu_and_runtime_keep_a_model_on_the_cpu(
     assert workshop.calls() == []
 
 
-def test_what_asks_for_nothing_stays_on_the_cpu_and_says_how_to_change_that(trt: Any, tmp_path: Path) -> None:
+def test_models_without_gpu_settings_stay_on_the_cpu_with_a_hint(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES)
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -245,7 +245,7 @@ def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: A
     workshop.run(check)
 
 
-def test_a_reload_for_kind_gpu_leaves_what_serves_until_the_gpu_takes_over(trt: Any, tmp_path: Path) -> None:
+def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES)
     (workshop.orders / "hold").touch()
 
@@ -330,7 +330,7 @@ def test_a_plan_alone_needs_a_gpu(tmp_path: Path) -> None:
         serving_plan(folder, 1, no_gpu())
 
 
-def test_cuda_is_not_started_for_what_cannot_use_it(tmp_path: Path) -> None:
+def test_cuda_is_not_initialized_for_cpu_models(tmp_path: Path) -> None:
     def describe() -> Any:
         raise AssertionError("the GPU was looked for")
 
@@ -356,7 +356,7 @@ def test_a_precision_written_after_the_build_finds_the_engine(tmp_path: Path) ->
     assert planned(tmp_path, "max_batch_size: 4\noptimization: {precision: int8}\n").stamp is None
 
 
-def test_engines_of_a_folder_that_cannot_be_written_are_found_in_the_state_folder(trt: Any, tmp_path: Path) -> None:
+def test_engines_of_a_read_only_folder_are_loaded_from_the_state_folder(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16)
     (workshop.orders / "readonly").touch()
     before = sorted(path.name for path in (workshop.repository / "m" / "1").iterdir())

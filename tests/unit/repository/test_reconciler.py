@@ -134,7 +134,7 @@ def test_the_first_of_two_repositories_wins_a_name(tmp_path: Path) -> None:
     run([tmp_path / "a", tmp_path / "b"], check)
 
 
-def test_only_what_is_wanted_is_loaded(tmp_path: Path) -> None:
+def test_only_selected_models_are_loaded(tmp_path: Path) -> None:
     add_model(tmp_path, "wanted", affine())
     add_model(tmp_path, "other", affine())
 

@@ -47,7 +47,7 @@ def test_overrides_only_where_the_operator_allows_them(repository: Path) -> None
     run(repository, check, ControlPolicy("explicit"))
 
 
-def test_a_model_that_nobody_asked_for_is_listed_and_can_be_loaded_and_unloaded(repository: Path) -> None:
+def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         assert index(registry) == {("m", ""): ("UNAVAILABLE", "not loaded"), ("other", "1"): ("READY", "")}
         assert registry.failures() == [], "--strict has nothing against it"
@@ -104,7 +104,7 @@ def test_unknown_models_are_not_found(repository: Path) -> None:
     run(repository, check)
 
 
-def test_an_unchanged_model_keeps_its_handle_and_its_counts(repository: Path) -> None:
+def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         handle = registry.serving("m").handles["1"]  # type: ignore[union-attr]
         await ask(registry)
@@ -156,7 +156,7 @@ def test_versions_follow_the_policy(repository: Path) -> None:
     run(repository, check)
 
 
-def test_a_label_of_a_version_that_is_not_there_is_told(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_label_of_a_missing_version_is_reported(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(repository, 1, config="labels: {stable: 1, canary: 7}\n")
 
     async def check(_: Reconciler, registry: Registry) -> None:
@@ -169,7 +169,7 @@ def test_a_label_of_a_version_that_is_not_there_is_told(repository: Path, caplog
 
 
 @pytest.mark.parametrize("how", ["garbage", "config", "version", "empty"])
-def test_a_reload_that_fails_leaves_everything_as_it_was(repository: Path, how: str) -> None:
+def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         handle = registry.serving("m").handles["1"]  # type: ignore[union-attr]
         if how == "garbage":
@@ -203,7 +203,7 @@ def test_a_reload_that_fails_leaves_everything_as_it_was(repository: Path, how: 
     run(repository, check)
 
 
-def test_one_broken_version_among_the_first_does_not_take_the_others(repository: Path) -> None:
+def test_one_broken_version_does_not_affect_the_others(repository: Path) -> None:
     add_model(
         repository, "half", affine(seed=4), files={"config.yaml": "version_policy: {all: {}}\nbackend: onnxruntime\n"}
     )
@@ -249,7 +249,7 @@ def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) 
     run(repository, check)
 
 
-def test_too_many_waiting_commands_are_refused_and_leavers_do_not_stop_the_work(repository: Path) -> None:
+def test_too_many_queued_commands_are_refused_and_cancelled_callers_do_not_stop_the_work(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         put(repository, 2)
         leaver = asyncio.ensure_future(reconciler.load("m", None, {}))

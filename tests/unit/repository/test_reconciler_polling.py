@@ -85,7 +85,7 @@ def watch(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_models_come_change_and_go_with_their_folders(tmp_path: Path) -> None:
+def test_models_are_loaded_reloaded_and_unloaded_with_their_folders(tmp_path: Path) -> None:
     add_model(tmp_path, "a", affine(seed=1))
     add_model(tmp_path, "b", affine(seed=2))
 
@@ -202,9 +202,7 @@ def test_a_repository_that_is_away_for_a_moment_is_no_wish_to_unload(tmp_path: P
     watch(repository, check)
 
 
-def test_a_volume_is_watched_and_what_cannot_be_a_model_is_noted_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_volume_is_watched_and_other_files_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a ConfigMap is mounted: links into a hidden folder that is swapped as a whole."""
     volume = tmp_path / "volume"
     for number in (1, 2):

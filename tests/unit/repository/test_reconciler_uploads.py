@@ -21,7 +21,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-def test_a_configuration_of_the_clients_own(repository: Path) -> None:
+def test_a_configuration_sent_by_the_client(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         put(repository, 2, version=2)
         await reconciler.load(
@@ -42,7 +42,7 @@ def test_a_configuration_of_the_clients_own(repository: Path) -> None:
     run(repository, check)
 
 
-def test_files_of_the_clients_own_live_in_a_private_folder(repository: Path, tmp_path: Path) -> None:
+def test_files_sent_by_the_client_are_stored_in_a_private_folder(repository: Path, tmp_path: Path) -> None:
     content = affine(seed=7).SerializeToString()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:

@@ -12,7 +12,7 @@ def look(size: int) -> Fingerprint:
     return (("1/model.onnx", size, 0, 0),)
 
 
-def test_a_new_model_is_acted_on_once_when_it_has_come_to_rest() -> None:
+def test_a_new_model_is_reported_once_after_it_settles() -> None:
     watcher = Watcher(SETTLE_NS)
     assert watcher.update({"m": look(1)}, 0) == []
     assert watcher.is_changing
@@ -22,7 +22,7 @@ def test_a_new_model_is_acted_on_once_when_it_has_come_to_rest() -> None:
     assert watcher.update({"m": look(1)}, 1000) == [], "a model that failed is tried again only when it changes"
 
 
-def test_one_look_is_not_enough_however_late_it_comes() -> None:
+def test_one_scan_is_not_enough_however_late() -> None:
     watcher = Watcher(0)
     assert watcher.update({"m": look(1)}, 10**9) == []
     assert watcher.update({"m": look(1)}, 10**9) == ["m"]
@@ -59,7 +59,7 @@ def test_a_removal_must_last_too() -> None:
     assert watcher.update({"m": look(1)}, 700) == ["m"], "it came back"
 
 
-def test_a_model_that_goes_before_it_has_settled_is_forgotten() -> None:
+def test_a_model_removed_before_it_settles_is_forgotten() -> None:
     watcher = Watcher(SETTLE_NS)
     watcher.update({"m": look(1)}, 0)
     assert watcher.update({}, 10) == []

@@ -161,7 +161,7 @@ def test_a_server_that_drains_is_not_ready(scene: Scene) -> None:
     assert scene.ready == (False, False)
 
 
-def test_the_index_says_unloaded_as_triton_does() -> None:
+def test_the_index_reports_unloaded_like_triton() -> None:
     registry = Registry()
     registry.mark("m", "", State.UNLOADED, "not loaded")
     assert registry.index() == [{"name": "m", "version": "", "state": "UNAVAILABLE", "reason": "not loaded"}]
@@ -172,7 +172,7 @@ def test_the_index_says_unloaded_as_triton_does() -> None:
         registry.lease("n", "")
 
 
-def test_publishing_makes_ready_and_a_reload_keeps_it_so() -> None:
+def test_publishing_makes_a_model_ready_and_a_reload_preserves_it() -> None:
     with loop_with_handles() as (_, make):
         registry = Registry()
         registry.mark("m", "1", State.LOADING)
@@ -198,7 +198,7 @@ def test_a_version_that_died_before_it_was_published_is_not_ready() -> None:
         assert states(registry) == [("UNAVAILABLE", "all its instances have died")]
 
 
-def test_the_death_of_an_old_version_is_not_laid_at_the_new_ones_door() -> None:
+def test_the_death_of_an_old_instance_does_not_mark_the_new_version() -> None:
     with loop_with_handles() as (runner, make):
         registry = Registry()
         registry.set_complete(True)
@@ -217,7 +217,7 @@ def test_the_death_of_an_old_version_is_not_laid_at_the_new_ones_door() -> None:
         assert not registry.ready()
 
 
-def test_a_version_whose_instance_is_back_is_ready_with_its_remark() -> None:
+def test_a_version_with_a_restarted_instance_is_ready_with_its_remark() -> None:
     with loop_with_handles() as (runner, make):
         registry = Registry()
         registry.set_complete(True)
@@ -241,7 +241,7 @@ def test_a_version_whose_instance_is_back_is_ready_with_its_remark() -> None:
         assert registry.ready()
 
 
-def test_an_end_that_comes_after_the_next_beginning_is_no_news() -> None:
+def test_a_late_end_event_of_an_earlier_load_is_ignored() -> None:
     registry = Registry()
     for state in (State.LOADING, State.READY, State.UNLOADING, State.LOADING):
         registry.mark("m", "1", state)
@@ -249,7 +249,7 @@ def test_an_end_that_comes_after_the_next_beginning_is_no_news() -> None:
     assert states(registry) == [("LOADING", "")]
 
 
-def test_pruning_forgets_only_what_neither_serves_nor_ends() -> None:
+def test_pruning_removes_only_inactive_versions() -> None:
     with loop_with_handles() as (_, make):
         registry = Registry()
         for version in ("1", "2", "3", "4"):
@@ -263,7 +263,7 @@ def test_pruning_forgets_only_what_neither_serves_nor_ends() -> None:
         assert [row["version"] for row in registry.index()] == ["1", "2", "4"]
 
 
-def test_a_label_whose_version_is_broken_tells_why() -> None:
+def test_a_label_of_a_broken_version_gives_the_reason() -> None:
     with loop_with_handles() as (_, make):
         registry = Registry()
         for version in ("1", "2"):

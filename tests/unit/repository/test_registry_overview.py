@@ -38,7 +38,7 @@ class Slow(Registry):
         return super().ready()
 
 
-def test_counts_and_gauges_of_what_serves() -> None:
+def test_counts_and_gauges_of_serving_models() -> None:
     registry = Registry()
     registry.mark("broken", "1", State.LOADING)
     registry.mark("broken", "1", State.UNAVAILABLE, "no such file")
@@ -76,7 +76,7 @@ def test_counts_and_gauges_of_what_serves() -> None:
 
 
 @pytest.mark.parametrize(("look_ns", "fresh_ns"), [(0, 400_000_000), (100_000_000, 2_000_000_000)])
-def test_it_looks_once_for_all_who_ask_and_seldom_where_looking_takes_long(look_ns: int, fresh_ns: int) -> None:
+def test_concurrent_callers_share_one_refresh_and_slow_refreshes_are_rare(look_ns: int, fresh_ns: int) -> None:
     clock = Clock()
     registry = Slow(clock, look_ns)
     overview = ServerOverview(registry, [], clock)
@@ -95,7 +95,7 @@ def test_it_looks_once_for_all_who_ask_and_seldom_where_looking_takes_long(look_
     asyncio.run(ask_thrice())
 
 
-def test_who_leaves_takes_the_answer_from_nobody() -> None:
+def test_a_cancelled_caller_does_not_affect_the_others() -> None:
     overview = ServerOverview(Registry(), [])
 
     async def leave() -> None:
@@ -108,7 +108,7 @@ def test_who_leaves_takes_the_answer_from_nobody() -> None:
     asyncio.run(leave())
 
 
-def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
+def test_layers_are_those_of_the_serving_engine(tmp_path: Path) -> None:
     registry = Registry()
     with loop_with_handles() as (runner, make):
         registry.mark("m", "1", State.LOADING)

@@ -57,14 +57,14 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_it_is_what_the_front_ends_ask_for(regions: SharedMemoryRegions, make: Make) -> None:
+def test_it_implements_the_interface_of_the_front_ends(regions: SharedMemoryRegions, make: Make) -> None:
     seen: Regions = regions
     seen.register_system("r", make(), 0, 8)
     region: Region = seen.find("r")
     assert region.read(0, 8).tolist() == list(range(8))
 
 
-def test_reads_and_writes_what_another_process_sees(regions: SharedMemoryRegions) -> None:
+def test_reads_and_writes_are_visible_to_another_process(regions: SharedMemoryRegions) -> None:
     memory = shared_memory.SharedMemory(create=True, size=1 << 16)
     assert memory.buf is not None
     try:
@@ -129,7 +129,7 @@ def test_the_status_is_tritons(regions: SharedMemoryRegions, make: Make) -> None
             regions.status(kind, name)
 
 
-def test_a_taken_name_stays_with_its_owner(regions: SharedMemoryRegions, make: Make) -> None:
+def test_a_registered_name_cannot_be_replaced(regions: SharedMemoryRegions, make: Make) -> None:
     regions.register_system("r", make(b"mine"), 0, 4)
     with pytest.raises(Conflict, match="unregister"):
         regions.register_system("r", make(b"theirs"), 0, 4)
@@ -185,7 +185,7 @@ def test_sealed_memory_is_an_error(monkeypatch: pytest.MonkeyPatch, regions: Sha
         assert "secret" not in str(caught.value)
 
 
-def test_short_counts_are_gone_on_with(
+def test_short_reads_and_writes_continue(
     monkeypatch: pytest.MonkeyPatch, regions: SharedMemoryRegions, make: Make
 ) -> None:
     regions.register_system("r", make(), 6, 250)
@@ -234,7 +234,7 @@ def test_keys_of_servers_are_refused(regions: SharedMemoryRegions, make: Make, p
             regions.register_system("r", spelled, 0, 1)
 
 
-def test_only_plain_files_are_opened_and_the_error_does_not_tell_which(regions: SharedMemoryRegions) -> None:
+def test_only_regular_files_are_opened_and_the_error_hides_the_type(regions: SharedMemoryRegions) -> None:
     token = uuid.uuid4().hex
     target, link, folder, pipe, unix = (
         SHM / f"test-{kind}-{token}" for kind in ("file", "link", "dir", "fifo", "sock")
@@ -324,7 +324,7 @@ def test_any_range_is_read_right_or_refused(start: int, length: int, offset: int
 
 
 @given(key=st.text(max_size=40), name=st.text(max_size=300))
-def test_no_text_is_a_fault_of_ours(key: str, name: str) -> None:
+def test_any_text_is_a_client_error(key: str, name: str) -> None:
     regions = SharedMemoryRegions(allowed=True, cuda=None)
     with pytest.raises(HeadraceError) as caught:
         regions.register_system(name, key, 0, 1)
@@ -355,7 +355,7 @@ def test_the_number_of_regions_is_bounded(make: Make) -> None:
     regions.register_system("d", key, 0, 1)
 
 
-def test_by_default_descriptors_are_left_for_connections(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+def test_the_default_limit_reserves_descriptors_for_connections(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))

@@ -41,7 +41,7 @@ class FakeGpu:
         pass
 
 
-def test_unregister_takes_away_one_or_all_of_a_kind(key: str) -> None:
+def test_unregister_removes_one_or_all_of_a_kind(key: str) -> None:
     regions = SharedMemoryRegions(allowed=True, cuda=lambda *_: FakeGpu())
     for name in ("a", "b", "c"):
         regions.register_system(name, key, 0, 1)
@@ -66,7 +66,7 @@ def test_cuda_without_a_gpu() -> None:
         regions.register_cuda("r", bytes(64), 0, 1)
 
 
-def test_cuda_goes_to_the_opener_and_shares_the_names(key: str) -> None:
+def test_cuda_regions_use_the_opener_and_share_the_namespace(key: str) -> None:
     opened: list[tuple[bytes, int, int]] = []
     gpu = FakeGpu()
 

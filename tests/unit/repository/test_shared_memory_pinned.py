@@ -81,7 +81,7 @@ def regions(path: Path, pinning: Pinning) -> SharedMemoryRegions:
     return regions
 
 
-def test_it_is_pinned_for_the_first_who_has_a_gpu_and_located_from_then_on(
+def test_the_first_gpu_model_pins_it_and_later_requests_are_located(
     regions: SharedMemoryRegions, pinning: Pinning
 ) -> None:
     region = regions.find("r")
@@ -138,7 +138,7 @@ def test_ranges_out_of_the_region_are_refused_pinned_or_not(regions: SharedMemor
     assert region.locate(0, 2000, GPUS) is not None
 
 
-def test_rows_in_flight_keep_the_mapping_and_the_file(regions: SharedMemoryRegions, pinning: Pinning) -> None:
+def test_rows_in_flight_hold_the_mapping_and_the_file(regions: SharedMemoryRegions, pinning: Pinning) -> None:
     before = len(os.listdir("/proc/self/fd"))
     regions.find("r").locate(0, 1, GPUS)
     pinning.end()
@@ -156,7 +156,7 @@ def test_rows_in_flight_keep_the_mapping_and_the_file(regions: SharedMemoryRegio
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
-def test_a_region_that_is_gone_is_pinned_from_its_own_file(
+def test_an_unregistered_region_is_pinned_from_its_file(
     regions: SharedMemoryRegions, pinning: Pinning, path: Path
 ) -> None:
     regions.find("r").locate(0, 1, GPUS)

@@ -166,9 +166,7 @@ def test_the_soonest_of_the_best_is_chosen() -> None:
 
 
 @given(st.lists(POINTS, max_size=20), st.integers(0, 10**9))
-def test_the_choice_keeps_what_is_promised_and_nothing_that_does_is_much_better(
-    points: list[MeasuredSetting], slo_ns: int
-) -> None:
+def test_the_selection_meets_the_objective_and_is_close_to_the_best(points: list[MeasuredSetting], slo_ns: int) -> None:
     best = choose(points, slo_ns)
     fit = [point for point in points if not slo_ns or point.p95_ns * (1 + 1 / point.instances) <= slo_ns * 0.999999]
     if best is None:
@@ -235,7 +233,7 @@ def test_text_is_run_from_a_file(tmp_path: Path) -> None:
         ({"X": np.array([[b"a"]], dtype=object)}, "is not an .npz of plain arrays"),
     ],
 )
-def test_a_file_that_does_not_fit_is_told(arrays: dict[str, np.ndarray], messages: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_a_mismatched_file_is_an_error(arrays: dict[str, np.ndarray], messages: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
     path = add_model(tmp_path, "m", affine(), config="max_batch_size: 2\n")
     np.savez(tmp_path / "in.npz", **arrays)
     with pytest.raises(ConfigError) as caught:
@@ -243,7 +241,7 @@ def test_a_file_that_does_not_fit_is_told(arrays: dict[str, np.ndarray], message
     assert messages in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = add_model(tmp_path, "m", affine(), config="max_batch_size: 2\n")
     assert main(["tune", str(path), "--input", str(tmp_path / "none.npz")]) == 1
     assert "none.npz: error: cannot be read: No such file or directory (name an .npz file)" in capsys.readouterr().err
@@ -274,7 +272,7 @@ output { name: "Y" data_type: TYPE_FP32 dims: 4 }
 """
 
 
-def test_the_command_shows_the_spread_and_what_to_write(
+def test_the_command_shows_the_spread_and_the_suggested_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = add_model(tmp_path, "m", affine(), config=WHOLE)
@@ -338,7 +336,7 @@ def test_on_a_cpu_the_bound_of_its_own_is_written(
     )
 
 
-def test_what_the_server_would_refuse_is_not_written(
+def test_invalid_configurations_are_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "max_batch_size: 2\ndynamic_batching { preferred_batch_size: [ 2 ] }\n"
@@ -349,7 +347,7 @@ def test_what_the_server_would_refuse_is_not_written(
     assert (path / "config.pbtxt").read_text() == text
 
 
-def test_what_cannot_be_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_models_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = add_model(tmp_path, "texts", identity("BYTES", ("batch", 3)), config="max_batch_size: 2\n")
     assert main(["tune", str(path), "--seconds", "0.02"]) == 1
     assert "no random inputs can be generated: input X is text" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_hidden_folders_and_files_are_no_models(repository: Path) -> None:
     assert run(repository)[0] == 0
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_folders_are_reported(tmp_path: Path) -> None:
     status, lines = run(tmp_path / "absent")
     assert status == 1
     assert lines[0].startswith(f"{tmp_path}/absent: error: does not exist")
@@ -131,7 +131,7 @@ def test_a_model_that_crashes_its_runtime_does_not_hide_the_others(
     assert [line.split()[1] for line in lines if line.startswith("OK ")] == ["a", "c"]
 
 
-def test_files_alone_are_read_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_only_mode_loads_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "m")
     monkeypatch.setattr(validate, "TRIAL_LOAD", ("/nonexistent",))
     out = io.StringIO()

@@ -107,7 +107,7 @@ def test_a_file_that_changed_after_the_check_is_refused(tmp_path: Path) -> None:
         ("zero_data: false", "exactly one of", {}),
     ],
 )
-def test_what_cannot_be_run_is_told_with_the_configuration(
+def test_invalid_samples_are_reported_with_the_configuration(
     tmp_path: Path, feed: str, message: str, options: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
@@ -125,7 +125,7 @@ def test_a_link_out_of_the_repository_is_refused(tmp_path: Path) -> None:
         read_model_folder(tmp_path / "r" / "m", tmp_path / "r")
 
 
-def test_an_input_that_nobody_feeds_is_told(tmp_path: Path) -> None:
+def test_an_input_without_data_is_reported(tmp_path: Path) -> None:
     config = "model_warmup { inputs { key: 'A' value { zero_data: true } } }"
     add_model(tmp_path, "m", sum_difference(), config=config)
     with pytest.raises(ConfigError, match="does not feed input B"):
@@ -148,7 +148,7 @@ def test_a_model_without_a_batch_dimension(tmp_path: Path) -> None:
         assert arrays(folder).shape == shape
 
 
-def test_all_are_run_as_often_as_told_and_an_error_goes_on() -> None:
+def test_all_samples_run_their_count_and_errors_propagate() -> None:
     ran: list[dict[str, Array]] = []
 
     class Model:

@@ -43,7 +43,7 @@ def latency_file(tmp_path: Path) -> LatencyFile:
     return LatencyStore(tmp_path / "a" / "b").file_for(config(tmp_path), "0" * 64, "onnxruntime", 2)
 
 
-def test_what_is_written_is_read(latency_file: LatencyFile) -> None:
+def test_saved_tables_round_trip(latency_file: LatencyFile) -> None:
     assert latency_file.read() == NO_LATENCIES
     latency_file.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
     assert latency_file.read() == StoredLatencies({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(latency_file: LatencyFile) -> None:
     assert latency_file.read().times_ns, "nothing known is not worth a file"
 
 
-def test_the_key_is_all_that_decides_how_long_a_batch_takes(
+def test_the_key_contains_everything_that_affects_the_latency(
     tmp_path: Path, latency_file: LatencyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, mine = latency_file.store, config(tmp_path / "mine")
@@ -118,7 +118,7 @@ def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, 
         {"format": 1, "idle_ns": 0, "times_ns": {"1" * 20: {"1": [1]}}},
     ],
 )
-def test_what_is_no_profile_is_told_and_left_out(
+def test_invalid_files_are_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, document: Any
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.profile")
@@ -127,9 +127,7 @@ def test_what_is_no_profile_is_told_and_left_out(
     assert "key.json is not used" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(
-    latency_file: LatencyFile, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_folder_is_reported_once(latency_file: LatencyFile, caplog: pytest.LogCaptureFixture) -> None:
     folder = latency_file.store._folder
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")
@@ -139,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     assert [record.levelname for record in caplog.records if "--state-dir" in record.message] == ["WARNING"]
 
 
-def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_files_are_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_MAX_FILES", 4)
     store, some = LatencyStore(tmp_path), profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]

@@ -103,7 +103,7 @@ def test_it_ends_before_it_takes_too_long(config: ModelConfig, limit_ms: int, ro
     assert profile.estimate_ns(8) > 0
 
 
-def test_nothing_is_run_where_it_is_switched_off(config: ModelConfig) -> None:
+def test_nothing_runs_if_it_is_disabled(config: ModelConfig) -> None:
     model = Model()
     assert measured(config, model, 0).known() == []
     assert model.rows == []
@@ -131,7 +131,7 @@ def test_a_model_without_a_batch_dimension_is_measured_as_it_is(tmp_path: Path) 
         (identity("FP32", ("batch", "width")), "max_batch_size: 4\n", "input X has free dimensions"),
     ],
 )
-def test_models_that_cannot_be_measured_say_so(
+def test_models_that_cannot_be_measured_give_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model: onnx.ModelProto, config: str, why: str
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.profile")
@@ -217,7 +217,7 @@ def test_several_instances_are_measured_alone_and_together(config: ModelConfig) 
     assert len(model.runs) == count
 
 
-def test_an_instance_that_does_not_open_keeps_nobody_waiting(config: ModelConfig) -> None:
+def test_an_instance_that_does_not_open_does_not_block_the_others(config: ModelConfig) -> None:
     model, profile = Shared(), LatencyTable()
     measuring = LatencyMeasurement(config, model, 2, profile, NS_PER_S // 50)
     measuring(model.execution(0))
@@ -245,7 +245,7 @@ def measure_with_stored(
     return profile, measuring.idle_ns
 
 
-def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
+def test_a_saved_table_is_used_if_the_model_is_as_fast(config: ModelConfig) -> None:
     times_ns = {1: {1: [9 * NS_PER_MS] * 3, 3: [12 * NS_PER_MS]}, 2: {1: [13 * NS_PER_MS]}}  # under load, as it was
     stored = StoredLatencies(times_ns, 3 * NS_PER_MS)
     model = Model()
@@ -262,7 +262,7 @@ def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) 
         assert idle_ns == 2 * NS_PER_MS
 
 
-def test_what_was_kept_is_all_there_is_of_what_is_not_run(tmp_path: Path, config: ModelConfig) -> None:
+def test_unmeasured_models_use_the_saved_table(tmp_path: Path, config: ModelConfig) -> None:
     texts = read(tmp_path / "texts", identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
     stored = StoredLatencies({1: {1: [100], 4: [300]}}, 0)
     for what, limit_ns in ((texts, NS_PER_S), (config, 0)):
@@ -272,7 +272,9 @@ def test_what_was_kept_is_all_there_is_of_what_is_not_run(tmp_path: Path, config
 
 
 @pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (300, "load")])
-def test_what_was_kept_is_held_against_the_backends_own_table(config: ModelConfig, then_us: int, source: str) -> None:
+def test_a_saved_table_is_compared_with_the_table_of_the_backend(
+    config: ModelConfig, then_us: int, source: str
+) -> None:
     class Measured(Model):
         profile: ClassVar = {1: 100.0, 8: 200.5}
 
@@ -300,7 +302,7 @@ def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
         measured(config, Model(lose))
 
 
-def test_what_the_backend_has_measured_is_taken_and_nothing_run(config: ModelConfig) -> None:
+def test_the_table_of_the_backend_is_used_without_a_run(config: ModelConfig) -> None:
     class Measured(Model):
         profile: ClassVar = {1: 100.0, 4: 150.0, 8: 200.5}
 

@@ -82,7 +82,7 @@ class Case:
         return (entries[-1].predicted_ns - NOW) / MS
 
 
-def test_what_runs_and_what_waits_comes_before() -> None:
+def test_running_and_queued_batches_delay_a_request() -> None:
     case = Case()
     assert case.ask() == 10
     case.busy((-4, 8))
@@ -96,7 +96,7 @@ def test_what_runs_and_what_waits_comes_before() -> None:
     assert case.ask() == 46, "batches in the air follow one another"
 
 
-def test_a_batch_that_takes_longer_than_it_should_ends_any_moment() -> None:
+def test_an_overdue_batch_is_expected_to_end_now() -> None:
     case = Case()
     case.busy((-15, 8), (-5, 8))
     assert case.ask() == 20
@@ -130,7 +130,7 @@ def test_a_late_request_is_rejected_with_a_retry_delay() -> None:
     assert case.admission.drain_ns(NOW) == 50 * MS
 
 
-def test_a_queue_that_stands_is_kept_shorter_than_a_burst_may_be() -> None:
+def test_a_standing_queue_has_a_lower_bound_than_a_burst() -> None:
     case = Case(objective_ms=100)
 
     def ask_at(ms: int, waiting_rows: int) -> bool:
@@ -184,7 +184,7 @@ def test_no_request_is_rejected_while_latencies_are_unmeasured() -> None:
     assert [case.admission.retry_after_s(NOW) for case in (unknown, evicted)] == [1, 1], "for a queue may be full"
 
 
-def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
+def test_a_request_for_an_idle_instance_is_always_admitted() -> None:
     case = Case()
     for _ in range(100):  # something is slow for a while, and what is refused teaches nothing
         case.latency_table.observe(1, 45 * MS)
@@ -219,7 +219,7 @@ def test_an_objective_shorter_than_one_batch_rejects_no_request() -> None:
     assert case.ask() == -NOW / MS
 
 
-def test_what_batches_take_beyond_computing_is_learned_and_one_outlier_is_not() -> None:
+def test_batch_overhead_is_averaged_and_one_outlier_is_ignored() -> None:
     case = Case()
     case.ran(8, busy_ms=12, times=500)
     assert case.ask() == pytest.approx(12, abs=0.1)
@@ -228,7 +228,7 @@ def test_what_batches_take_beyond_computing_is_learned_and_one_outlier_is_not() 
     assert case.ask() < 12.6
 
 
-def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
+def test_the_safety_margin_follows_the_share_of_late_requests() -> None:
     case = Case()
     case.busy((0, 8))
     case.line.waiting_rows = 16
@@ -261,7 +261,7 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 100), min_size=1, max_size=6).map(sorted), st.integers(1, 40))
-def test_whichever_instance_is_free_first_takes_the_next(number: int, free_ns: list[int], cycle_ns: int) -> None:
+def test_the_first_free_instance_runs_the_next_batch(number: int, free_ns: list[int], cycle_ns: int) -> None:
     heap = list(free_ns)
     for _ in range(number):
         heapq.heapreplace(heap, heap[0] + cycle_ns)
@@ -311,7 +311,7 @@ def test_margins_are_separate_and_shrink_while_they_reject_every_request() -> No
     assert 1000 < refused < 20_000
 
 
-def test_who_is_overtaken_waits_longer() -> None:
+def test_lower_priority_requests_wait_longer() -> None:
     case = Case(objective_ms=100)
     case.busy((0, 8))
     case.line.waiting_rows = 7
@@ -328,7 +328,7 @@ def test_who_is_overtaken_waits_longer() -> None:
     assert later.predicted_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
 
 
-def test_where_clients_share_only_those_below_their_share_go_first() -> None:
+def test_under_fair_sharing_only_clients_below_their_share_go_first() -> None:
     case = Case(objective_ms=100, shared=True)
     case.busy((0, 8))
     case.line.waiting_rows, case.line.lag_ns = 7, 10
@@ -348,7 +348,7 @@ def test_where_clients_share_only_those_below_their_share_go_first() -> None:
     assert case.ask() == 21, "in a millisecond there come fewer"
 
 
-def test_what_is_known_of_slow_batches_counts_soon() -> None:
+def test_observed_slow_batches_count_soon() -> None:
     case = Case()
     assert case.ask() == 10
     for _ in range(9):

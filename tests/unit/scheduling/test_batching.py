@@ -130,13 +130,13 @@ IN_TIME = [
 
 
 @pytest.mark.parametrize(("name", "rows", "dues", "policy", "expected"), IN_TIME, ids=[case[0] for case in IN_TIME])
-def test_decides_by_what_is_due(
+def test_decides_by_deadlines(
     name: str, rows: list[int], dues: list[int], policy: BatchPolicy, expected: object
 ) -> None:
     assert decide(View(rows, 0, tuple(dues)), 0, policy, PLAN) == expected
 
 
-def test_nothing_is_in_time_while_nothing_is_known_of_times() -> None:
+def test_without_measured_latencies_batches_are_full() -> None:
     assert decide(View([1] * 9, 0, (1,) * 9), 5, POLICY) == Take(8, CloseReason.FULL)
 
 
@@ -172,7 +172,7 @@ def test_batches_by_due_times_are_as_promised(
     assert not fits or answer.count == len(rows), "who can be served in time together is"
 
 
-def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
+def test_a_larger_batch_is_not_planned_if_it_is_slower_by_the_row() -> None:
     profile = LatencyTable()
     profile.seed({rows: [100 if rows <= 4 else 250] for rows in range(1, 9)})
     assert draw_costs(profile, BatchPolicy(8)).best == [0, 1, 2, 3, 4, 4, 4, 4, 4]
@@ -181,7 +181,7 @@ def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
     assert draw_costs(profile, BatchPolicy(8)).best == list(range(9)), "a measurement is not that exact"
 
 
-def test_a_batch_leaves_time_for_who_comes_next() -> None:
+def test_a_batch_reserves_time_for_the_next_request() -> None:
     profile = LatencyTable()
     profile.seed({rows: [40 + 15 * rows] for rows in range(1, 9)})
     sizes = [draw_costs(profile, BatchPolicy(8, objective_ns=260), instances).best[8] for instances in (1, 2)]
@@ -196,7 +196,7 @@ def test_but_not_at_the_cost_of_most_of_the_throughput() -> None:
     assert draw_costs(profile, BatchPolicy(8, objective_ns=50)).best[8] == 7, "nothing is in time: as much as can be"
 
 
-def test_what_gains_nearly_nothing_by_its_size_is_run_in_small_batches() -> None:
+def test_models_without_batching_gain_run_in_small_batches() -> None:
     profile = LatencyTable()
     profile.seed({rows: [10 + 1000 * rows] for rows in range(1, 9)})
     assert draw_costs(profile, BatchPolicy(8)).best == [0, 1, 1, 1, 1, 1, 1, 1, 1]

@@ -125,9 +125,7 @@ def test_an_answer_has_its_stations(handles: Make, prompt: bool) -> None:
     assert list(times) == sorted(times)
 
 
-def test_who_comes_meanwhile_is_launched_behind_it_and_finished_after_it(
-    handles: Make, threads: ThreadPoolExecutor
-) -> None:
+def test_later_requests_are_launched_behind_it_and_finish_after_it(handles: Make, threads: ThreadPoolExecutor) -> None:
     model = Watched(manual=True)
     handle = handles(model, BatchPolicy(1))
     asleep(handle)
@@ -158,20 +156,20 @@ def test_a_large_request_is_copied_by_its_caller(handles: Make) -> None:
     [(FakeModel(), {}), (Watched(prompt=False), {}), (Watched(), {"batch": BatchPolicy(8, (), 1_000_000)})],
     ids=["serial", "not prompt", "waits for company"],
 )
-def test_what_may_not_run_here_waits_in_the_queue(handles: Make, model: Any, policy: dict[str, Any]) -> None:
+def test_requests_that_may_not_run_inline_are_queued(handles: Make, model: Any, policy: dict[str, Any]) -> None:
     handle = handles(model, **policy)
     assert [first(handle, ask(value)) for value in range(5)] == [0, 2, 4, 6, 8]
     assert threading.current_thread() not in getattr(model, "finishers", [])
 
 
-def test_a_request_larger_than_a_batch_comes_back_whole(handles: Make) -> None:
+def test_a_request_larger_than_a_batch_returns_all_rows(handles: Make) -> None:
     handle = handles(Watched())
     assert handle.infer_blocking(ask(3, 20)).outputs["y"].tolist() == [[6, 6]] * 20
     with pytest.raises(BadRequest):
         handles(Watched(), split_oversized=False).infer_blocking(ask(3, 20))
 
 
-def test_answers_keep_their_order_across_instances(handles: Make, threads: ThreadPoolExecutor) -> None:
+def test_responses_are_ordered_across_instances(handles: Make, threads: ThreadPoolExecutor) -> None:
     slow, quick = Watched(manual=True), Watched()
     handle = handles(Several(quick, slow), instances=2, preserve_ordering=True)
     asleep(handle, 2)
@@ -197,7 +195,7 @@ def test_an_error_is_the_request_s_alone(handles: Make, call: str) -> None:
 
 @pytest.mark.parametrize("how", [DIES, LOST], ids=["dies", "lost"])
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-def test_what_kills_it_here_ends_the_instance(handles: Make, how: dict[str, float], call: str) -> None:
+def test_a_fatal_error_in_the_caller_ends_the_instance(handles: Make, how: dict[str, float], call: str) -> None:
     model = Watched()
     handle = handles(model)
     asleep(handle)
@@ -270,7 +268,7 @@ def test_a_caller_of_an_evicted_model_waits_for_the_restore(handles: Make, threa
     assert own.result(10) == 2
 
 
-def test_a_deadline_is_kept_though_the_device_hangs(handles: Make, threads: ThreadPoolExecutor) -> None:
+def test_a_deadline_applies_even_if_the_device_hangs(handles: Make, threads: ThreadPoolExecutor) -> None:
     model = Watched(manual=True)
     handle = handles(model)
     asleep(handle)
@@ -285,7 +283,7 @@ def test_a_deadline_is_kept_though_the_device_hangs(handles: Make, threads: Thre
 
 @pytest.mark.parametrize("demote", [False, True])
 @pytest.mark.parametrize("deadline", [0, 60 * NS_PER_S])
-def test_what_waits_too_long_is_refused_or_served_last(
+def test_overdue_requests_are_refused_or_served_last(
     handles: Make, threads: ThreadPoolExecutor, demote: bool, deadline: int
 ) -> None:
     model = Watched(manual=True, depth=2)
@@ -308,7 +306,7 @@ def test_what_waits_too_long_is_refused_or_served_last(
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_single_caller_keeps_to_one_of_several_instances(handles: Make, blocking: bool) -> None:
+def test_a_single_caller_uses_one_of_several_instances(handles: Make, blocking: bool) -> None:
     models = [Watched(), Watched(), Watched()]
     handle = handles(Several(*models), instances=3)
     asleep(handle, 3)
@@ -324,7 +322,7 @@ def test_a_single_caller_keeps_to_one_of_several_instances(handles: Make, blocki
     assert sorted(len(model.batches) for model in models) == [0, 0, 12]
 
 
-def test_many_threads_get_each_their_own(handles: Make, threads: ThreadPoolExecutor) -> None:
+def test_many_threads_get_their_own_results(handles: Make, threads: ThreadPoolExecutor) -> None:
     models = [Watched(), Watched()]
     handle = handles(Several(*models), BatchPolicy(4), instances=2)
 

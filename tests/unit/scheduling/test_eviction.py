@@ -122,7 +122,7 @@ def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[
     play(scenario)
 
 
-def test_what_runs_is_answered_before_the_model_goes_and_what_waits_calls_it_back() -> None:
+def test_running_requests_finish_before_eviction_and_queued_ones_reload_the_model() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakeModel()
         served = Served(mailbox, model)
@@ -145,7 +145,7 @@ def test_what_runs_is_answered_before_the_model_goes_and_what_waits_calls_it_bac
     play(scenario)
 
 
-def test_what_was_queued_before_the_parking_calls_the_model_back() -> None:
+def test_requests_queued_before_the_eviction_reload_the_model() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakeModel()
         served = Served(mailbox, model)
@@ -167,7 +167,7 @@ def test_what_was_queued_before_the_parking_calls_the_model_back() -> None:
     play(scenario)
 
 
-def test_a_model_that_does_not_come_to_an_end_serves_on_with_all_its_instances() -> None:
+def test_a_model_that_cannot_be_evicted_in_time_serves_on_with_all_instances() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakeModel()
         served = Served(mailbox, model, instances=2)

@@ -66,7 +66,7 @@ def parts(rows: list[int], row_bytes: int) -> list[Array]:
         ([1] * 8, MIB // 8 - 1, 0),
     ],
 )
-def test_every_byte_is_in_its_place(filler: Filler, rows: list[int], row_bytes: int, busy: int) -> None:
+def test_every_byte_is_copied_to_its_offset(filler: Filler, rows: list[int], row_bytes: int, busy: int) -> None:
     cut = parts(rows, row_bytes)
     for _ in range(3):
         buffer: Array = np.zeros((sum(rows), row_bytes), np.uint8)
@@ -132,7 +132,7 @@ def test_an_error_of_one_thread_fails_the_fill_once_the_others_have_ended(filler
     assert np.array_equal(buffer, expected)
 
 
-def test_a_failure_keeps_no_array_alive(filler: Filler) -> None:
+def test_a_failure_releases_all_arrays(filler: Filler) -> None:
     arrays: list[Any] = [part.copy() for part in parts([1] * 8, MIB)]
     kept = [weakref.ref(array) for array in arrays]
     arrays[5] = rows_that_are_gone()
@@ -155,7 +155,7 @@ def test_rows_of_another_kind_are_refused(filler: Filler, array: Array) -> None:
         filler.fill(InFlightBatch({"x": np.zeros((4, MIB), np.uint8)}, 4), [entry(x=array)])
 
 
-def test_where_no_thread_can_be_had_the_instance_copies_alone(
+def test_without_threads_the_instance_copies_alone(
     filler: Filler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class NoThread(threading.Thread):

@@ -85,7 +85,7 @@ def test_one_poisoned_request_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("position", range(4))
-def test_a_caller_who_leaves_the_queue_is_dropped_at_any_position(position: int) -> None:
+def test_a_cancelled_request_is_dropped_at_any_queue_position(position: int) -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()
@@ -163,7 +163,7 @@ def test_oversized_requests_can_be_refused() -> None:
     play(scenario)
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+def test_a_full_queue_refuses_with_a_retry_time() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, limits=QueueLimits(max_count=2))
         model.gate.clear()
@@ -232,7 +232,7 @@ def test_requests_delayed_by_the_queue_policy_are_served_last() -> None:
     play(scenario)
 
 
-def test_priorities_go_first() -> None:
+def test_higher_priorities_run_first() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(2), levels=3, default_level=2)
         model.gate.clear()
@@ -248,7 +248,7 @@ def test_priorities_go_first() -> None:
     play(scenario)
 
 
-def test_answers_keep_the_order_of_arrival_over_several_instances() -> None:
+def test_responses_have_arrival_order_over_several_instances() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(1), instances=4, preserve_ordering=True)
         answered: list[int] = []
@@ -270,7 +270,7 @@ def test_answers_keep_the_order_of_arrival_over_several_instances() -> None:
     play(scenario)
 
 
-def test_a_dying_instance_fails_what_it_held_and_the_others_go_on() -> None:
+def test_a_dying_instance_fails_its_batch_and_the_others_serve_on() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         died: list[int] = []
         served = handle(mailbox, model, instances=2, batch=BatchPolicy(1), on_dead=died.append)
@@ -295,7 +295,7 @@ def test_a_dying_instance_fails_what_it_held_and_the_others_go_on() -> None:
     play(scenario)
 
 
-def test_closing_serves_what_is_queued_and_waits_for_leases() -> None:
+def test_closing_serves_queued_requests_and_waits_for_leases() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(4, (), 10_000_000_000))
         assert served.lease()
@@ -315,7 +315,7 @@ def test_closing_serves_what_is_queued_and_waits_for_leases() -> None:
     play(scenario)
 
 
-def test_closing_gives_up_on_a_backend_that_hangs() -> None:
+def test_closing_times_out_on_a_hanging_backend() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(1))
         model.gate.clear()
@@ -331,7 +331,7 @@ def test_closing_gives_up_on_a_backend_that_hangs() -> None:
     play(scenario)
 
 
-def test_many_callers_on_many_instances_all_get_their_own() -> None:
+def test_many_callers_on_many_instances_get_their_own_results() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         before = set(threading.enumerate())
         served = handle(mailbox, model, instances=3, batch=BatchPolicy(8, (4,), 300_000))
@@ -355,7 +355,7 @@ def test_many_callers_on_many_instances_all_get_their_own() -> None:
     play(scenario)
 
 
-def test_a_served_request_leaves_no_garbage_for_the_collector() -> None:
+def test_a_served_request_creates_no_reference_cycles() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, instances=2)
         for rows in (1, 3, 20):  # alone, and in parts

@@ -54,7 +54,7 @@ def y_of(answer: object) -> float:
 
 @pytest.mark.parametrize("words", ["wait", "wait pipelined"])
 @pytest.mark.parametrize("instances", [1, 2])
-def test_only_who_kills_the_process_gets_the_error(tmp_path: Path, words: str, instances: int) -> None:
+def test_only_the_request_that_kills_the_process_gets_the_error(tmp_path: Path, words: str, instances: int) -> None:
     async def scenario(handle: ModelHandle) -> None:
         values = [1, 2, fragile.ABORT, 4, 5, 6, fragile.EXIT, 8, 9, 10, 11, 12]
         waiting = [handle.infer(ask(value)) for value in values]

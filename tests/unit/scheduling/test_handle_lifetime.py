@@ -132,7 +132,7 @@ def test_a_close_that_waits_for_ever_is_ended_by_another() -> None:
     play(scenario)
 
 
-def test_an_instance_that_dies_while_the_version_is_closed_is_no_news() -> None:
+def test_an_instance_that_dies_during_close_is_not_reported() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         deaths: list[int] = []
         served = handle(mailbox, model, deaths.append)

@@ -56,7 +56,7 @@ async def error_of(waiting: Awaitable[object]) -> Exception:
     raise AssertionError("no error came")
 
 
-def test_batches_overlap_where_the_execution_can() -> None:
+def test_batches_overlap_if_the_execution_supports_it() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         handle = served(mailbox, model, batch=BatchPolicy(1))
@@ -81,7 +81,7 @@ def test_batches_overlap_where_the_execution_can() -> None:
     ],
     ids=["no depth", "text"],
 )
-def test_plain_runs_where_it_cannot(spec: ModelSpec, depth: int) -> None:
+def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: int) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(depth=depth)
         handle = served(mailbox, model, spec=spec)
@@ -126,7 +126,7 @@ def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int,
     play(scenario)
 
 
-def test_requests_without_an_optional_input_take_the_plain_road_between_flights() -> None:
+def test_requests_without_an_optional_input_run_plainly_between_pipelined_batches() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         spec = replace(SPEC, inputs={**SPEC.inputs, "z": TensorSpec("z", FP32, (-1, 1), optional=True)})
@@ -149,7 +149,7 @@ def test_requests_without_an_optional_input_take_the_plain_road_between_flights(
 
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-def test_the_last_instance_s_death_fails_all_and_turns_readiness_off(call: str) -> None:
+def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: str) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         deaths: list[int] = []
@@ -175,7 +175,7 @@ def test_the_last_instance_s_death_fails_all_and_turns_readiness_off(call: str) 
     play(scenario)
 
 
-def test_closing_lands_what_is_in_the_air_and_serves_what_waits() -> None:
+def test_closing_finishes_batches_in_flight_and_serves_the_queue() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         handle = served(mailbox, model, batch=BatchPolicy(1))
@@ -196,7 +196,7 @@ def test_closing_lands_what_is_in_the_air_and_serves_what_waits() -> None:
 
 
 @pytest.mark.parametrize("call", ["begin", "launch", "finish"])
-def test_closing_gives_up_on_a_backend_that_hangs(call: str) -> None:
+def test_closing_times_out_on_a_hanging_backend(call: str) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=call != "finish")
         handle = served(mailbox, model, batch=BatchPolicy(1))
@@ -217,7 +217,7 @@ def test_closing_gives_up_on_a_backend_that_hangs(call: str) -> None:
     play(scenario)
 
 
-def test_answers_keep_the_order_of_arrival_over_several_pipelines() -> None:
+def test_responses_have_arrival_order_over_several_pipelines() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         executions = [FakePipeline() for _ in range(3)]
 
@@ -284,7 +284,7 @@ def test_reshape_before_a_plain_execution_is_plain() -> None:
         plain.begin({}, 1)
 
 
-def test_a_served_request_leaves_no_garbage_for_the_collector() -> None:
+def test_a_served_request_creates_no_reference_cycles() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         handle = served(mailbox, FakePipeline())
         for rows in (1, 3, 20):  # alone, and in parts

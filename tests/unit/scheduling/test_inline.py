@@ -230,7 +230,7 @@ def test_concurrent_requests_form_batches() -> None:
     play(scenario)
 
 
-def test_a_caller_that_never_waits_leaves_the_loop_to_others() -> None:
+def test_a_caller_that_never_waits_does_not_block_the_event_loop() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.asleep()
         turns = 0
@@ -271,7 +271,7 @@ def test_not_while_other_requests_are_received() -> None:
 
 
 @pytest.mark.parametrize("measured_ns", [0, BOUND_NS + 1], ids=["not measured", "too slow"])
-def test_not_what_is_slow_or_not_measured(measured_ns: int) -> None:
+def test_slow_or_unmeasured_models_do_not_run_inline(measured_ns: int) -> None:
     async def scenario(stage: Stage) -> None:
         stage.model.run_ns = measured_ns or 1000
         for value in range(10):
@@ -282,7 +282,7 @@ def test_not_what_is_slow_or_not_measured(measured_ns: int) -> None:
     play(scenario, measured_ns)
 
 
-def test_what_is_measured_by_requests_alone_runs_inline_then() -> None:
+def test_models_measured_by_requests_run_inline_afterwards() -> None:
     async def scenario(stage: Stage) -> None:
         assert [await stage.alone(value) for value in range(20)] == [False] * 16 + [True] * 4
 
@@ -307,12 +307,12 @@ def test_never_other_backends(model: Callable[[], Any]) -> None:
     assert stage.recorder.totals().requests == 30
 
 
-def test_only_onnx_runtime_says_that_any_thread_may_run_its_models() -> None:
+def test_only_onnx_runtime_allows_runs_on_any_thread() -> None:
     assert runs_on_any_thread(OnnxRuntimeExecution.__new__(OnnxRuntimeExecution))
     assert not runs_on_any_thread(IsolatedExecution.__new__(IsolatedExecution))
 
 
-def test_a_batching_rule_that_waits_is_kept() -> None:
+def test_a_batching_delay_is_respected() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.asleep()
         first = stage.infer(1)
@@ -366,7 +366,7 @@ def test_shares_of_clients_are_counted() -> None:
     play(scenario, sharing=Sharing({"a": 2.0}))
 
 
-def test_a_model_that_turns_slow_goes_back_to_its_thread() -> None:
+def test_a_model_that_becomes_slow_returns_to_its_thread() -> None:
     """It is fast for 1,000 runs, and takes 5 ms from then on; after a minute it is fast again."""
 
     async def scenario(stage: Stage) -> None:
@@ -465,7 +465,7 @@ def test_an_error_of_the_model_is_the_request_s_alone() -> None:
     assert (totals.executions, totals.requests, totals.inline_runs) == (3, 2, 3)
 
 
-def test_what_kills_the_instance_there_ends_it_and_answers() -> None:
+def test_a_fatal_error_inline_ends_the_instance_and_fails_the_request() -> None:
     async def scenario(stage: Stage) -> None:
         assert await stage.alone(1)
         await stage.asleep()
@@ -554,7 +554,7 @@ def test_a_deadline_that_passes_during_the_run_is_exceeded() -> None:
     play(scenario)
 
 
-def test_a_deadline_within_the_bound_goes_by_the_thread() -> None:
+def test_a_deadline_within_the_bound_uses_the_thread() -> None:
     async def scenario(stage: Stage) -> None:
         stage.model.run_ns = 1
         await stage.asleep()
@@ -564,7 +564,7 @@ def test_a_deadline_within_the_bound_goes_by_the_thread() -> None:
     play(scenario)
 
 
-def test_a_request_that_comes_during_a_run_of_another_thread_is_not_lost() -> None:
+def test_a_request_during_a_run_of_another_thread_is_not_lost() -> None:
     """The instance's thread serves what was queued while its place was taken."""
 
     async def scenario(stage: Stage) -> None:

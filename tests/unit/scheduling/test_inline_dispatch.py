@@ -72,7 +72,7 @@ def one(bench: Bench, value: float) -> Caller:
     return caller
 
 
-def test_callers_that_come_one_by_one_never_wake_the_thread(benches: Make) -> None:
+def test_sequential_callers_never_wake_the_thread(benches: Make) -> None:
     model = Prompt(manual=True)
     bench = benches(model)
     sleeper = bench.scheduler._sleepers[0]
@@ -102,7 +102,7 @@ def test_a_request_during_a_batch_in_flight_is_run_by_the_thread(benches: Make) 
     assert model.launchers == [True, False, False, True]
 
 
-def test_the_thread_keeps_its_pacing_behind_a_dispatched_batch(benches: Make) -> None:
+def test_the_thread_paces_launches_behind_a_dispatched_batch(benches: Make) -> None:
     model = Prompt(manual=True)
     pace = LaunchPacing(8)
     bench = benches(model, BatchPolicy(8), pace)
@@ -119,7 +119,7 @@ def test_the_thread_keeps_its_pacing_behind_a_dispatched_batch(benches: Make) ->
 @pytest.mark.parametrize(
     ("several", "rows", "size_bytes"), [(2, 1, 8), (1, 1, _SHORT_BYTES + 1)], ids=["two at once", "large"]
 )
-def test_what_takes_longer_is_the_thread_s(benches: Make, several: int, rows: int, size_bytes: int) -> None:
+def test_slower_requests_run_on_the_thread(benches: Make, several: int, rows: int, size_bytes: int) -> None:
     model = Prompt()
     bench = benches(model)
     entries = []
@@ -141,7 +141,7 @@ def test_without_an_optional_input_it_is_the_thread_s(benches: Make) -> None:
     assert model.log[0] == "run"
 
 
-def test_who_may_wait_for_company_does(benches: Make) -> None:
+def test_requests_with_a_batching_delay_wait(benches: Make) -> None:
     model = Prompt()
     bench = benches(model, BatchPolicy(2, (), 3_600_000_000_000))
     callers = [one(bench, 1)]
@@ -163,7 +163,7 @@ def test_an_error_is_the_request_s_alone(benches: Make, call: str) -> None:
 
 @pytest.mark.parametrize("how", [DIES, LOST], ids=["dies", "lost"])
 @pytest.mark.parametrize("call", ["begin", "launch"])
-def test_what_kills_it_there_ends_the_instance(benches: Make, how: dict[str, float], call: str) -> None:
+def test_a_fatal_error_in_the_caller_ends_the_instance(benches: Make, how: dict[str, float], call: str) -> None:
     model = Prompt()
     bench = benches(model)
     assert isinstance(one(bench, how[call]).answer(), ModelFailed)
@@ -175,7 +175,7 @@ def test_what_kills_it_there_ends_the_instance(benches: Make, how: dict[str, flo
     assert bench.instance.join(10), "the thread wakes up and ends"
 
 
-def test_who_left_while_it_was_filled_is_not_launched(benches: Make) -> None:
+def test_a_request_cancelled_while_filling_is_not_launched(benches: Make) -> None:
     model = Prompt()
     bench = benches(model)
     x = np.ones((1, 2), np.float32)

@@ -33,13 +33,13 @@ def in_turn(seed: int, count: int) -> list[int]:
     return [rng.randrange(910_000, 990_000) + 100_000 * (place % 2) for place in range(count)]
 
 
-def test_nothing_is_known_of_a_new_model() -> None:
+def test_a_new_model_has_no_latencies() -> None:
     profile = LatencyTable()
     assert (profile.estimate_ns(1), profile.promise_ns(8), profile.known(), profile.table()) == (0, 0, [], [])
     assert profile.summary() == []
 
 
-def test_median_and_percentile_of_what_was_seen() -> None:
+def test_median_and_percentile_of_observed_times() -> None:
     profile = LatencyTable()
     times = list(range(1000, 1000 + WINDOW))
     random.Random(3).shuffle(times)
@@ -70,7 +70,7 @@ def test_estimates_rise_with_the_rows_and_promises_are_no_shorter(seen: list[tup
 
 
 @given(OBSERVATIONS)
-def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
+def test_the_curve_interpolates_measured_sizes(seen: list[tuple[int, int]]) -> None:
     """Reads after each batch or only at the end leave the same times."""
     read_often, read_once = LatencyTable(), LatencyTable()
     for rows, time_ns in seen:
@@ -128,7 +128,7 @@ def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
     ]  # fmt: skip
 
 
-def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() -> None:
+def test_larger_batches_are_never_estimated_faster() -> None:
     profile = LatencyTable()
     observe_all(profile, 4, [1000] * 3)
     profile.seed({8: [600]})
@@ -136,7 +136,7 @@ def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() 
     assert [known.median_ns for known in profile.known()] == [1000, 600]
 
 
-def test_seeds_give_way_to_batches_and_never_take_their_place() -> None:
+def test_observed_batches_replace_seeds_and_not_the_reverse() -> None:
     profile = LatencyTable()
     profile.seed({1: [100, 101, 102], 2: [], 4: [200]})
     assert [(row["rows"], row["source"]) for row in profile.table()] == [(1, "load"), (4, "load")]
@@ -181,7 +181,7 @@ def test_many_threads_may_observe_and_read() -> None:
     assert sum(known.observations for known in profile.known()) == 12_000
 
 
-def test_times_are_kept_apart_by_the_instances_at_work() -> None:
+def test_times_are_separate_for_each_number_of_busy_instances() -> None:
     profile = LatencyTable()
     profile.seed({1: [100_000], 8: [400_000]})
     profile.seed({1: [150_000], 8: [800_000]}, 2)
@@ -209,7 +209,7 @@ def test_without_a_number_it_is_that_of_late() -> None:
     assert (profile.estimate_ns(4), profile.promise_ns(4)) == (100_000, 100_000)
 
 
-def test_what_is_measured_of_a_few_sizes_scales_the_others() -> None:
+def test_measurements_of_a_few_sizes_scale_the_others() -> None:
     profile = LatencyTable()
     profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
     profile.seed({1: [200_000], 8: [800_000]}, 2)
@@ -217,7 +217,7 @@ def test_what_is_measured_of_a_few_sizes_scales_the_others() -> None:
     assert [known.rows for known in profile.known() if known.instances == 2] == [1, 8], "nobody has measured 16"
 
 
-def test_a_number_of_instances_first_heard_of_follows_within_eight_batches() -> None:
+def test_a_new_instance_count_converges_within_eight_batches() -> None:
     profile = LatencyTable()
     profile.seed({rows: [100_000 * rows] * 4 for rows in (1, 2, 4, 8, 16)})
     for place in range(RUN):
@@ -229,14 +229,14 @@ def test_a_number_of_instances_first_heard_of_follows_within_eight_batches() -> 
         assert profile.estimate_ns(rows, 2) == 100_000 * rows, "nothing was heard of two"
 
 
-def test_what_is_first_heard_goes_for_any_number() -> None:
+def test_the_first_measurement_applies_to_any_instance_count() -> None:
     profile = LatencyTable()
     profile.observe(4, 100_000, 3)
     assert [profile.estimate_ns(4, instances) for instances in (0, 1, 2, 3, 9)] == [100_000] * 5
 
 
 @given(st.lists(st.tuples(SIZES, TIMES, st.integers(1, 200)), max_size=200))
-def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tuple[int, int, int]]) -> None:
+def test_estimates_are_monotonic_for_any_instance_count(seen: list[tuple[int, int, int]]) -> None:
     profile = LatencyTable()
     for rows, time_ns, instances in seen:
         profile.observe(rows, time_ns, instances)

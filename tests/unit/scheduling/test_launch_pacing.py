@@ -24,7 +24,7 @@ def learned(*flights: tuple[int, int]) -> LaunchPacing:
     return pace
 
 
-def test_nothing_is_held_while_nothing_flies_or_nothing_is_known() -> None:
+def test_no_delay_without_batches_in_flight_or_measurements() -> None:
     assert learned((4, 1000 * US)).pull_ns(0) == 0
     pace = LaunchPacing(full_rows=8)
     pace.launched(4, 5_000 * US, 5_000 * US)
@@ -37,7 +37,7 @@ def test_the_next_batch_is_pulled_shortly_before_the_expected_end() -> None:
     assert pace.pull_ns(0) == 10_000 * US - LEAD_NS
 
 
-def test_flights_queue_up_on_the_device() -> None:
+def test_batches_queue_on_the_device() -> None:
     pace = learned((4, 1000 * US))
     pace.launched(4, 9_000 * US, 9_000 * US)
     pace.launched(4, 9_100 * US, 9_100 * US)
@@ -69,7 +69,7 @@ def test_a_full_batch_is_never_held() -> None:
 
 
 @pytest.mark.parametrize(("rows", "expected_us"), [(2, 0), (4, 1000), (6, 1000), (8, 1500), (100, 1500)])
-def test_unknown_sizes_are_taken_for_the_next_smaller(rows: int, expected_us: int) -> None:
+def test_unknown_sizes_use_the_next_smaller_size(rows: int, expected_us: int) -> None:
     pace = learned((8, 1500 * US), (4, 1000 * US))
     pace.launched(rows, 9_000 * US, 9_000 * US)
     assert pace.pull_ns(0) == (9_000 + expected_us) * US - LEAD_NS

@@ -102,7 +102,7 @@ async def outcome(waiting: Awaitable[InferResponse]) -> InferResponse | Exceptio
 
 
 @PATHS
-def test_members_of_a_merged_batch_get_their_own_answer_or_an_error(make: Callable[[Change], Any]) -> None:
+def test_members_of_a_merged_batch_get_their_own_response_or_an_error(make: Callable[[Change], Any]) -> None:
     """One row of output for the whole batch: right for a request of one row, wrong for the batch."""
 
     async def scenario(handle: ModelHandle) -> None:
@@ -220,7 +220,7 @@ def test_without_a_batch_dimension_the_declared_dims_hold(
     play(make(lambda y: y), scenario, unbatched(shape), rows=1)
 
 
-def test_an_output_that_does_not_come_is_the_models_fault() -> None:
+def test_a_missing_output_is_a_model_error() -> None:
     check = OutputCheck(SPEC)
     with pytest.raises(OutputMismatch, match="returned no output 'y'"):
         check.check({"z": np.zeros((1, 2))}, 1)
@@ -243,7 +243,7 @@ def short_output(request: pytest.FixtureRequest) -> tuple[int, ...]:
     return request.param  # type: ignore[no-any-return]
 
 
-def test_a_reshape_that_does_not_fit_is_the_models_fault(short_output: tuple[int, ...]) -> None:
+def test_an_impossible_reshape_is_a_model_error(short_output: tuple[int, ...]) -> None:
     class Inner:
         def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
             return {"y": np.zeros(short_output, np.float32)}

@@ -57,7 +57,7 @@ def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: 
 
 
 @pytest.mark.parametrize("depth", [2, 3, 5])
-def test_flights_keep_to_the_depth_and_to_their_order(benches: Make, depth: int) -> None:
+def test_batches_respect_the_depth_and_finish_in_order(benches: Make, depth: int) -> None:
     model = FakePipeline(depth=depth, manual=True)
     bench = benches(model, BatchPolicy(1))
     callers = bench.ask(*range(12))
@@ -73,7 +73,7 @@ def test_flights_keep_to_the_depth_and_to_their_order(benches: Make, depth: int)
         assert model.log.index(f"begin {number}") > model.log.index(f"finish {number - depth}")
 
 
-def test_while_flights_are_slow_to_land_the_next_batch_grows(benches: Make) -> None:
+def test_the_next_batch_grows_while_batches_are_in_flight(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model)
     callers = bench.ask(0)
@@ -88,7 +88,7 @@ def test_while_flights_are_slow_to_land_the_next_batch_grows(benches: Make) -> N
     assert model.batches == [[0], [1], [2, 3, 4, 5, 6, 7]]
 
 
-def test_who_pulls_says_whether_flights_are_open(benches: Make) -> None:
+def test_pulls_report_whether_batches_are_in_flight(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model)
     bench.log_pulls()
@@ -101,7 +101,7 @@ def test_who_pulls_says_whether_flights_are_open(benches: Make) -> None:
     assert "pull" in model.log, "the last time, with nothing open"
 
 
-def test_rows_come_from_where_they_lie_and_return_to_their_callers(benches: Make) -> None:
+def test_rows_are_read_in_place_and_returned_to_their_callers(benches: Make) -> None:
     bench = benches(FakePipeline())
     body = np.zeros(1 + 3 * 2 * 4, np.uint8)
     unaligned = body[1:].view(np.float32).reshape(3, 2)
@@ -140,7 +140,7 @@ def test_one_bad_request_in_a_batch_fails_alone(benches: Make, call: str) -> Non
     assert (totals.requests, totals.executions) == (3, 5)
 
 
-def test_members_of_a_failed_batch_go_ahead_of_the_queue_and_behind_what_is_in_the_air(benches: Make) -> None:
+def test_members_of_a_failed_batch_rerun_before_the_queue_and_after_batches_in_flight(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(3))
     spoilt = bench.ask(1, RAISES["finish"], 3)
@@ -157,7 +157,7 @@ def test_members_of_a_failed_batch_go_ahead_of_the_queue_and_behind_what_is_in_t
     assert model.batches == [[1, RAISES["finish"], 3], [4, 5, 6], [1], [RAISES["finish"]], [3], [7]]
 
 
-def test_a_member_that_leaves_before_its_second_chance_is_not_run_again(benches: Make) -> None:
+def test_a_member_cancelled_before_its_retry_is_not_run_again(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(3))
     spoilt = bench.ask(1, RAISES["finish"], 3)
@@ -220,7 +220,9 @@ def test_a_request_cancelled_in_flight_does_not_affect_the_others(benches: Make,
 
 @pytest.mark.parametrize("how", [DIES, LOST])
 @pytest.mark.parametrize("call", ["begin", "launch"])
-def test_the_thread_s_death_fails_what_is_in_the_air_at_once(benches: Make, how: dict[str, float], call: str) -> None:
+def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
+    benches: Make, how: dict[str, float], call: str
+) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
     in_the_air = bench.ask(1)
@@ -252,7 +254,7 @@ def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, fl
     assert "finishing 1" not in model.log
 
 
-def test_a_thread_that_sleeps_ends_with_its_finisher_and_leaves_the_queue_to_others(benches: Make) -> None:
+def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, last=False)
     (deadly,) = bench.ask(DIES["finish"])
@@ -295,7 +297,7 @@ def test_giving_up_answers_everything_that_was_pulled(benches: Make) -> None:
         assert "given up" in str(answer)
 
 
-def test_the_end_waits_for_flights_and_for_second_chances(benches: Make) -> None:
+def test_close_waits_for_batches_in_flight_and_retries(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(2))
     spoilt = bench.ask(1, RAISES["finish"])

@@ -25,7 +25,7 @@ def test_shapes_wait_apart_and_levels_in_order() -> None:
     assert queue.count == 1
 
 
-def test_an_entry_that_leaves_gives_its_tensors_back_at_once() -> None:
+def test_a_removed_entry_releases_its_tensors_at_once() -> None:
     queue = Queue()
     head, leaver = entry(), entry(rows=3)
     lane = queue.push(head)
@@ -55,7 +55,7 @@ def test_lanes_of_rare_shapes_are_forgotten() -> None:
     assert len(queue.shape_queues) == 1
 
 
-def test_demoted_entries_come_last() -> None:
+def test_demoted_entries_are_last() -> None:
     queue = Queue(levels=2)
     slow, quick = entry(), entry()
     lane = queue.push(slow)

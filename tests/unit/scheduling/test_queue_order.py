@@ -28,7 +28,7 @@ def served(queue: Queue, count: int = 1 << 30) -> list[Entry]:
     return queue.take(lane, min(count, lane.count))
 
 
-def test_what_is_due_first_goes_first_and_what_is_never_due_within_the_horizon() -> None:
+def test_earliest_deadlines_first_and_no_deadline_after_the_horizon() -> None:
     queue = Queue()
     never, late, soon = entry(), entry(1, due_ns=50), entry(2, due_ns=40)
     after_the_horizon = entry(HORIZON_NS - 10, due_ns=HORIZON_NS + 5)
@@ -54,7 +54,7 @@ def test_levels_that_do_not_age_are_strict() -> None:
 
 
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3 * AGING_NS))
-def test_a_level_is_overtaken_by_what_has_waited_so_much_longer(level: int, below: int, late_ns: int) -> None:
+def test_entries_that_waited_longer_overtake_a_higher_level(level: int, below: int, late_ns: int) -> None:
     queue = Queue(10, QueueOrder(AGING_NS))
     old, young = entry(0, level=level + below), entry(late_ns, level=level)
     queue.push(old)
@@ -80,7 +80,7 @@ def test_no_request_starves_behind_a_flood_of_higher_priority(level: int, sizes:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), st.integers(1, 4)), min_size=2, max_size=4))
-def test_clients_that_always_ask_share_by_their_weights(clients: list[tuple[float, int]]) -> None:
+def test_busy_clients_share_by_weight(clients: list[tuple[float, int]]) -> None:
     weights = {f"c{number}": weight for number, (weight, _) in enumerate(clients)}
     rows = {f"c{number}": rows for number, (_, rows) in enumerate(clients)}
     queue = Queue(1, QueueOrder(0, Sharing(weights)))
@@ -102,7 +102,7 @@ def test_clients_that_always_ask_share_by_their_weights(clients: list[tuple[floa
             assert difference <= rows[one] / weights[one] + rows[other] / weights[other] + 1e-6
 
 
-def test_a_client_with_little_to_ask_is_served_at_once_beside_one_that_floods() -> None:
+def test_a_quiet_client_is_served_at_once_beside_a_flood() -> None:
     queue = Queue(1, QueueOrder(0, Sharing()))
     for number in range(1000):
         queue.push(entry(number, client="flood"))
@@ -115,7 +115,7 @@ def test_a_client_with_little_to_ask_is_served_at_once_beside_one_that_floods() 
 
 
 @pytest.mark.parametrize("small", [1, 2, 4])
-def test_what_is_ahead_reckons_with_those_who_will_go_on_asking(small: int) -> None:
+def test_rows_ahead_include_future_requests_of_busy_clients(small: int) -> None:
     queue = Queue(1, QueueOrder(0, Sharing(), credit_rows=8))
     for number in range(1000):
         queue.push(entry(number, client="flood"))
@@ -141,7 +141,7 @@ def test_a_client_below_its_share_has_a_whole_burst_served_at_once() -> None:
     assert set(burst) <= set(served(queue, 9))
 
 
-def test_who_was_idle_has_not_saved_anything() -> None:
+def test_idle_clients_accumulate_no_credit() -> None:
     queue = Queue(1, QueueOrder(0, Sharing()))
     for number in range(200):
         queue.push(entry(number, client="busy"))
@@ -153,7 +153,7 @@ def test_who_was_idle_has_not_saved_anything() -> None:
 
 
 @pytest.mark.parametrize("first", ["flood", "calm"])
-def test_who_comes_first_to_an_empty_queue_has_gained_nothing(first: str) -> None:
+def test_the_first_client_of_an_empty_queue_has_no_advantage(first: str) -> None:
     queue = Queue(1, QueueOrder(0, Sharing(), credit_rows=8))
     for _ in range(10):  # each batch is all that waits
         for number in range(16):
@@ -180,7 +180,7 @@ def test_several_clients_are_detected() -> None:
     assert not order.crowded
 
 
-def test_what_leaves_unserved_is_not_counted_against_its_client() -> None:
+def test_removed_requests_do_not_count_against_their_client() -> None:
     queue = Queue(1, QueueOrder(0, Sharing()))
     mine = [entry(number, client="mine") for number in range(50)]
     for each in mine:
@@ -194,7 +194,7 @@ def test_what_leaves_unserved_is_not_counted_against_its_client() -> None:
     assert again.key <= 2 * NS_PER_MS
 
 
-def test_what_is_cleared_is_not_counted_against_its_client() -> None:
+def test_cleared_requests_do_not_count_against_their_client() -> None:
     queue = Queue(1, QueueOrder(0, Sharing()))
     for number in range(100):
         queue.push(entry(number, client="mine"))

@@ -31,7 +31,7 @@ def test_a_burst_passes_and_the_rest_at_the_rate() -> None:
     assert [charge(quotas, "a", 10 * NS_PER_S) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
 
 
-def test_named_clients_have_their_own_and_without_a_default_others_have_none() -> None:
+def test_named_clients_have_their_own_quota_and_others_none_without_a_default() -> None:
     quotas = Quotas(RateLimits({"poor": Quota(1.0), "": Quota(2.0)}))
     assert charge(quotas, "poor", 0) == 0
     assert charge(quotas, "poor", 0) == 1.0

@@ -48,7 +48,7 @@ def now(value: float, **more: Any) -> InferRequest:
     return ask(value, received_ns=monotonic_ns(), **more)
 
 
-def test_what_would_miss_the_objective_is_refused_before_it_is_queued() -> None:
+def test_requests_that_would_miss_the_objective_are_refused_before_queueing() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = slow(mailbox, model)
         first = served.infer(now(1))
@@ -72,7 +72,7 @@ def test_what_would_miss_the_objective_is_refused_before_it_is_queued() -> None:
     assert 99 not in {value for batch in play(scenario).batches for value in batch}
 
 
-def test_who_finds_the_queue_full_comes_back_when_what_is_there_is_done() -> None:
+def test_the_retry_time_of_a_full_queue_is_its_drain_time() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(8), limits=QueueLimits(max_count=16))
         served.latency_table.seed(SLOW)
@@ -108,7 +108,7 @@ def test_rejections_do_not_delay_ordered_responses() -> None:
     play(scenario)
 
 
-def test_a_request_with_a_deadline_of_its_own_is_refused_where_there_is_no_objective() -> None:
+def test_a_request_deadline_is_enforced_without_an_objective() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = slow(mailbox, model, objective_ms=0)
         first = served.infer(now(1))
@@ -164,7 +164,7 @@ def test_a_client_over_its_quota_is_refused_and_others_are_not() -> None:
     play(scenario)
 
 
-def test_levels_have_timeouts_and_bounds_of_their_own() -> None:
+def test_levels_have_separate_timeouts_and_bounds() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         policies = {
             1: LevelPolicy(queue_timeout_ns=20 * MS),

@@ -46,7 +46,7 @@ def _seen(in_flight: InFlightBatch) -> Array:
 # h: host, p: pinned, 0 and 1: on that GPU; each part has as many rows as its place in the batch says.
 @pytest.mark.parametrize("kinds", ["h", "p", "0", "hp", "ph", "php", "hhphh", "p0p", "h1h", "1p1", "hph0h1hp"])
 @pytest.mark.parametrize("device", [0, None])
-def test_every_row_is_where_the_gpu_looks_for_it(kinds: str, device: int | None) -> None:
+def test_every_row_is_at_its_device_offset(kinds: str, device: int | None) -> None:
     entries, first, expected = [], 0, []
     for count, kind in enumerate(kinds, start=1):
         array = _rows(first, count)
@@ -60,7 +60,7 @@ def test_every_row_is_where_the_gpu_looks_for_it(kinds: str, device: int | None)
     assert [row for _, row, _ in in_flight.resident_inputs] == expected
 
 
-def test_each_input_goes_its_own_way() -> None:
+def test_each_input_is_resident_or_copied_separately() -> None:
     a, b = _rows(0, 2), _rows(5, 3)
     entries = [_entry(x=resident(a), y=a), _entry(x=resident(b), y=b)]
     in_flight = InFlightBatch({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
@@ -78,7 +78,7 @@ def test_rows_of_another_kind_are_no_residents_either(array: Array) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_too_few_rows_and_too_many_are_found_out(rows: int) -> None:
+def test_wrong_row_counts_are_detected(rows: int) -> None:
     with pytest.raises(ValueError, match="input 'x' has 2 rows"):
         Filler("test").fill(_in_flight(rows, 0), [_entry(x=resident(_rows(0, 2)))])
 
@@ -92,7 +92,7 @@ def test_a_batch_on_the_cpu_gets_copies() -> None:
     assert len(owner.copies) == 2
 
 
-def test_an_oversized_request_is_cut_where_it_lies() -> None:
+def test_an_oversized_request_is_split_in_place() -> None:
     request = InferRequest(inputs={"x": as_input(resident(_rows(0, 5)))}, rows=5, shape_key=None, received_ns=0)
     parts = split_request(request, 2)
     in_flight = _in_flight(5, 0)
@@ -101,7 +101,7 @@ def test_an_oversized_request_is_cut_where_it_lies() -> None:
     assert len(in_flight.resident_inputs) == 3
 
 
-def test_parts_of_a_request_keep_all_of_its_attributes_but_the_rows() -> None:
+def test_parts_of_a_request_share_all_attributes_but_the_rows() -> None:
     request = InferRequest(
         inputs={"x": _rows(0, 5)},
         rows=5,

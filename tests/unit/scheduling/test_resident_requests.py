@@ -61,7 +61,7 @@ def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themsel
 
 
 @pytest.mark.parametrize("model", [FakeModel, FakePipeline], ids=["serial", "pipelined"])
-def test_a_model_that_knows_nothing_of_them_gets_copies(model: Any) -> None:
+def test_a_model_without_resident_inputs_gets_copies(model: Any) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         handle = served(mailbox, model())
         sent = located(4, 3)
@@ -93,7 +93,7 @@ def test_behind_a_reshape_they_are_read_by_the_gpu_too() -> None:
     play(scenario)
 
 
-def test_an_oversized_request_is_cut_where_it_lies() -> None:
+def test_an_oversized_request_is_split_in_place() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(device=0)
         handle = served(mailbox, model, batch=BatchPolicy(4))
@@ -128,7 +128,9 @@ def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other() -> None
 
 
 @pytest.mark.parametrize("value", [1.0, RAISES["launch"], RAISES["finish"]], ids=["well", "launch", "finish"])
-def test_the_memory_is_kept_until_the_batch_ends_and_no_longer(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_referenced_until_the_batch_ends_and_no_longer(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         logging.getLogger("headrace.instance"), "disabled", True
     )  # what pytest keeps of it holds frames
@@ -158,7 +160,7 @@ def test_the_memory_is_kept_until_the_batch_ends_and_no_longer(value: float, mon
 @pytest.mark.parametrize(
     "model", [FakeModel, lambda: FakePipeline(device=0), lambda: FakePipeline(device=0, prompt=True)]
 )
-def test_an_instance_that_waits_for_more_keeps_nothing(model: Any) -> None:
+def test_an_idle_instance_references_no_request_memory(model: Any) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         handle = served(mailbox, model())
         gc.collect()

@@ -132,7 +132,7 @@ def play(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, pause_s: float = 0
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_the_only_instance_dies_and_comes_back_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_instance_dies_and_restarts_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox)
         for times in (1, 2, 3):
@@ -175,7 +175,7 @@ def test_the_others_serve_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, scenario, pause_s=0.1)
 
 
-def test_who_cannot_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restart_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox)
         served.model.refused = [RuntimeError("no"), RuntimeError("no"), RuntimeError("no")]

@@ -47,7 +47,7 @@ class Puller:
         return self.interrupted
 
 
-def test_an_instance_with_nothing_under_way_is_woken_before_one_with_flights() -> None:
+def test_an_idle_instance_is_woken_before_one_with_batches_in_flight() -> None:
     for busy_first in (True, False):
         scheduler = Scheduler(BatchPolicy(8))
         pullers = [Puller(scheduler, busy) for busy in (busy_first, not busy_first)]
@@ -60,7 +60,7 @@ def test_an_instance_with_nothing_under_way_is_woken_before_one_with_flights() -
         assert other.result() is not None, "the busy one is better than none"
 
 
-def test_a_sleeper_that_is_interrupted_comes_back_empty_handed_and_the_others_sleep_on() -> None:
+def test_an_interrupted_sleeper_returns_no_batch_and_the_others_sleep_on() -> None:
     scheduler = Scheduler(BatchPolicy(8))
     one, other = Puller(scheduler), Puller(scheduler)
     one.interrupt()
@@ -69,7 +69,7 @@ def test_a_sleeper_that_is_interrupted_comes_back_empty_handed_and_the_others_sl
     assert other.result() is not None
 
 
-def test_who_is_interrupted_for_no_reason_sleeps_again() -> None:
+def test_a_spurious_interrupt_sleeps_again() -> None:
     scheduler = Scheduler(BatchPolicy(8))
     puller = Puller(scheduler)
     scheduler.interrupt(puller.sleeper)
@@ -78,7 +78,7 @@ def test_who_is_interrupted_for_no_reason_sleeps_again() -> None:
     assert puller.result() is not None
 
 
-def test_an_interrupted_sleeper_hands_its_alarm_on() -> None:
+def test_an_interrupted_sleeper_passes_its_wake_up_on() -> None:
     now_ns = 0
     scheduler = Scheduler(BatchPolicy(8, (), 3_600_000_000_000), clock=lambda: now_ns)
     other, keeper = Puller(scheduler), Puller(scheduler)

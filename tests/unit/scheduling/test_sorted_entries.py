@@ -67,7 +67,7 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
 
 
 @given(st.lists(KEYS, max_size=40), KEYS)
-def test_how_many_come_before(keys: list[int], key: int) -> None:
+def test_the_rank_of_an_entry(keys: list[int], key: int) -> None:
     found = SortedEntries()
     for each in keys:
         found.add(keyed(each))

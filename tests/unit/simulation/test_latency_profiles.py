@@ -33,7 +33,7 @@ def test_a_file_has_steps(tmp_path: Path) -> None:
     assert profile.variation == 0.1
 
 
-def test_a_servers_own_profile_is_taken() -> None:
+def test_a_saved_profile_of_a_server_is_used() -> None:
     known = dataplane.LatencyTable()
     known.seed({1: [100_000, 120_000, 110_000], 8: [400_000]})
     profile = profile_of({"name": "m", "version": "1", "profile": known.table()})
@@ -59,7 +59,7 @@ def test_a_servers_own_profile_is_taken() -> None:
         ({"compute": "5", "variation": -1}, "variation is -1: use a number"),
     ],
 )
-def test_what_is_no_profile_is_refused(document: object, message: str) -> None:
+def test_invalid_profiles_are_refused(document: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         profile_of(document)
 
@@ -81,5 +81,5 @@ def test_times_have_the_requested_variation(coefficient: float) -> None:
     assert times.std() / times.mean() == pytest.approx(coefficient, rel=0.03)
 
 
-def test_beyond_one_known_size_nothing_is_added() -> None:
+def test_one_measured_size_is_not_extrapolated() -> None:
     assert StepLatency(((4, 100.0),)).table(8) == (100,) * 9

@@ -23,7 +23,7 @@ def replayed(latencies_ms: list[int], outcomes: list[str]) -> Replay:
     return Replay(trace, [ms * MS for ms in latencies_ms], outcomes, [BatchHistory()])
 
 
-def test_curves_count_what_was_answered_and_when() -> None:
+def test_curves_count_responses_over_time() -> None:
     done = replayed([10, 60, 20, 5], [ANSWERED, ANSWERED, ANSWERED, "would_miss"])
     within, over_time = panels([("a", done)], [[50.0]])
     (curve,) = within.curves
@@ -35,7 +35,7 @@ def test_curves_count_what_was_answered_and_when() -> None:
     assert sum(offered.ys[:-1]) * second_bin_s == pytest.approx(4)
 
 
-def test_nothing_answered_is_said_and_names_are_escaped() -> None:
+def test_a_run_without_responses_is_noted_and_names_are_escaped() -> None:
     text = curve_picture(panels([("a<b>", replayed([0], ["overloaded"]))], [[None]]), "t & u")
     root = ElementTree.fromstring(text)
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -54,6 +54,6 @@ def test_axes_hold_their_values(low: float, factor: float, log: bool) -> None:
     assert marks == sorted(set(marks))
 
 
-def test_a_value_below_a_logarithmic_axis_is_left_out() -> None:
+def test_a_value_below_a_logarithmic_axis_is_omitted() -> None:
     panel = Panel("p", [PlotCurve("a", [0, 1, 10], [1, 2, 3])], "x", "y", log_x=True)
     assert curve_picture([panel], "t").count("L") == 1

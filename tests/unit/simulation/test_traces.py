@@ -79,7 +79,7 @@ def test_a_recorded_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
         ("seconds,rows\n1,1,1\n", "t.csv:2: "),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_traces_are_refused_with_their_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "t.csv"
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -104,7 +104,7 @@ def test_recorded_shapes_and_clients_become_those_of_requests(tmp_path: Path) ->
     assert [first.client, second.client, third.client] == ["a", "b", ""]
 
 
-def test_a_part_of_a_trace_keeps_its_times() -> None:
+def test_a_part_of_a_trace_has_unchanged_times() -> None:
     trace = made(Workload(100, 5, clients=(("a", 1.0), ("b", 1.0))))
     assert trace.clients is not None
     part = trace.of(trace.clients == 1)

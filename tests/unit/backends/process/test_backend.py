@@ -47,7 +47,7 @@ def test_tensors_there_and_back(load: Load, x: Array) -> None:
     assert y.flags.writeable, "it belongs to the caller"
 
 
-def test_it_runs_in_one_process_that_is_not_ours_for_all_instances(load: Load) -> None:
+def test_all_instances_run_in_one_child_process(load: Load) -> None:
     model = load(instances=3)
     executions = [model.execution(index) for index in range(3)]
     found = {pid(execution.run(x_of(1))) for execution in executions}
@@ -66,7 +66,7 @@ def test_outputs_may_be_larger_than_the_memory(load: Load) -> None:
 
 
 @pytest.mark.parametrize("words", ["", "pipelined"])
-def test_errors_of_the_model_are_told_and_kill_nothing(load: Load, words: str) -> None:
+def test_errors_of_the_model_are_raised_and_the_process_survives(load: Load, words: str) -> None:
     execution = load(words).execution(0)
     before = pid(execution.run(x_of(1)))
     with pytest.raises(InputRefused, match="five is too much"):
@@ -76,7 +76,7 @@ def test_errors_of_the_model_are_told_and_kill_nothing(load: Load, words: str) -
     assert pid(execution.run(x_of(1))) == before
 
 
-def test_flights_overlap_and_land_in_order(load: Load) -> None:
+def test_batches_overlap_and_finish_in_order(load: Load) -> None:
     model = load("pipelined")
     execution = model.execution(0)
     assert is_pipelined(execution)
@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_loaded(load: Load, monkeypatch: pytest.MonkeyPat
     assert str(caught.value).startswith(told)
 
 
-def test_what_the_process_logs_is_in_our_log(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_of_the_process_appear_in_the_server_log(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     model = load()
     model.close()
     lines = [record.getMessage() for record in caplog.records if record.name == "headrace.fragile"]
@@ -149,7 +149,7 @@ def test_gpu_memory_of_the_process_is_booked_with_us(tmp_path: Path) -> None:
         (600, 500, False, 100, "its gpu_memory_budget is 500 B"),
     ],
 )
-def test_what_the_process_has_no_room_for_is_refused_as_by_our_own_ledger(
+def test_a_load_without_room_in_the_process_is_refused_like_by_the_ledger(
     tmp_path: Path, weights: int, budget: int | None, others: bool, lacking: int, words: str
 ) -> None:
     ledger = Ledger()

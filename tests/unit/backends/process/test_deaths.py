@@ -57,7 +57,7 @@ def test_a_batch_that_kills_its_process_fails_and_the_next_one_runs(
     assert "printed by the child" in told, "its last words"
 
 
-def test_only_the_flight_that_kills_the_process_fails(load: Load, tmp_path: Path) -> None:
+def test_only_the_batch_that_kills_the_process_fails(load: Load, tmp_path: Path) -> None:
     model = load("pipelined wait")
     execution = model.execution(0)
     flights = [fly(execution, 1, fragile.ABORT), fly(execution, 4, 5)]
@@ -136,7 +136,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
     assert values(execution.run(x_of(2))) == [4]
 
 
-def test_pauses_grow_and_then_batches_are_refused_not_kept_waiting(
+def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.02, 600.0))
@@ -168,7 +168,7 @@ def test_a_process_that_has_lived_long_counts_anew(load: Load, monkeypatch: pyte
     assert values(execution.run(x_of(1))) == [2]
 
 
-def test_a_keeper_that_dies_takes_the_model_with_it(
+def test_a_dead_supervisor_thread_ends_the_model(
     load: Load, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # In the report's log the error would keep its frames, and with them the sockets.
@@ -197,7 +197,7 @@ def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.M
     assert not alive(child)
 
 
-def test_flights_left_open_do_not_stand_in_the_way_of_others(load: Load, tmp_path: Path) -> None:
+def test_unfinished_batches_do_not_block_others(load: Load, tmp_path: Path) -> None:
     model = load("pipelined wait", instances=2)
     left, other = model.execution(0), model.execution(1)
     flight, lost = fly(other, 7), fly(left, fragile.ABORT)

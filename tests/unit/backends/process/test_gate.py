@@ -45,7 +45,7 @@ def test_batches_are_inside_together() -> None:
     assert not gate.is_open
 
 
-def test_nobody_enters_without_a_process_and_who_waits_enters_the_next() -> None:
+def test_batches_wait_for_a_process_and_enter_the_next_one() -> None:
     gate: BatchAdmission[str] = BatchAdmission()
     assert gate.enter("a", wait=False) is None
     thread, found = in_thread(lambda: gate.enter("a", wait=True))
@@ -54,7 +54,7 @@ def test_nobody_enters_without_a_process_and_who_waits_enters_the_next() -> None
     assert found == ["second"]
 
 
-def test_suspects_run_alone_and_before_anybody_else() -> None:
+def test_suspected_batches_run_alone_and_first() -> None:
     gate = opened()
     for name in "ab":
         gate.enter(name, wait=False)
@@ -91,14 +91,14 @@ def test_after_a_death_batches_enter_one_at_a_time_for_a_while(monkeypatch: pyte
     assert gate.enter("h", wait=False) == "second"
 
 
-def test_an_idle_death_makes_nobody_careful() -> None:
+def test_a_death_while_idle_suspects_no_batch() -> None:
     gate = opened()
     gate.shut("")
     gate.open("second")
     assert [gate.enter(name, wait=False) for name in "ab"] == ["second"] * 2
 
 
-def test_who_was_alone_is_to_blame() -> None:
+def test_a_batch_that_ran_alone_is_blamed() -> None:
     gate = opened()
     gate.enter("a", wait=False)
     assert gate.shut("") == 1
@@ -107,7 +107,7 @@ def test_who_was_alone_is_to_blame() -> None:
     assert gate.enter("b", wait=False) == "second"
 
 
-def test_a_suspect_that_dies_alone_is_to_blame_and_the_others_are_still_to_be_tried() -> None:
+def test_a_suspect_that_crashes_alone_is_blamed_and_the_others_are_retried() -> None:
     gate = opened()
     for name in "bc":
         gate.enter(name, wait=False)
@@ -143,7 +143,7 @@ def test_refusals_end_with_the_next_process() -> None:
     assert gate.enter("a", wait=False) == "second"
 
 
-def test_who_waits_is_told_of_a_refusal_and_of_the_end() -> None:
+def test_waiting_batches_get_refusals_and_the_shutdown() -> None:
     gate: BatchAdmission[str] = BatchAdmission()
     waiting = [in_thread(lambda name=name: gate.enter(name, wait=True)) for name in "ab"]  # type: ignore[misc]
     gate.shut("not soon")

@@ -74,7 +74,7 @@ def test_without_graphs(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(execution.run({"x": rows(3)})["y"], right(rows(3)))
 
 
-def test_a_refused_capture_is_told_once(
+def test_a_refused_capture_is_logged_once(
     cuda: LateCuda, trt: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.refuse_capture = True
@@ -87,7 +87,7 @@ def test_a_refused_capture_is_told_once(
     assert "CAPTURE_INVALIDATED" in lines[0]
 
 
-def test_a_batch_that_is_not_launched_harms_nobody(trt: Any, tmp_path: Path) -> None:
+def test_a_discarded_batch_does_not_affect_others(trt: Any, tmp_path: Path) -> None:
     with opened(build(tmp_path), {**BATCHED, "cuda_graphs": "0"}) as execution:
         x = rows(3)
         under_way = fly(execution, x)
@@ -141,7 +141,7 @@ def test_plans_that_are_refused(trt: Any, tmp_path: Path) -> None:
             TensorRtBackend().load(plan, 1, {name: value})
 
 
-def test_outputs_whose_shape_the_values_decide_on(trt: Any, tmp_path: Path) -> None:
+def test_outputs_with_data_dependent_shapes(trt: Any, tmp_path: Path) -> None:
     trt.state.late_shapes = True
     with pytest.raises(ConfigError, match="'y', whose shape depends on the values"), opened(build(tmp_path)):
         pass
@@ -149,7 +149,7 @@ def test_outputs_whose_shape_the_values_decide_on(trt: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("function", ["mem_alloc", "pagelocked_empty", "Stream", "Event"])
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_full_gpu_is_told_and_leaves_nothing_behind(
+def test_a_full_gpu_is_an_error_and_leaks_nothing(
     cuda: LateCuda, trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
     import pycuda.driver

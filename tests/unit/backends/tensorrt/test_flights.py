@@ -77,7 +77,7 @@ def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("parameters", [{}, {"cuda_graphs": "0"}])
 @pytest.mark.parametrize("one_graph_rows", ["0", "2", "8"])
-def test_rows_are_read_where_they_lie(tmp_path: Path, one_graph_rows: str, parameters: dict[str, str]) -> None:
+def test_rows_are_read_in_place(tmp_path: Path, one_graph_rows: str, parameters: dict[str, str]) -> None:
     with opened(build(tmp_path), parameters_of(one_graph_rows, **parameters)) as execution:
         under_way: list[tuple[Any, Any, list[HostOwner]]] = []
         for number in range(40):
@@ -93,7 +93,7 @@ def test_rows_are_read_where_they_lie(tmp_path: Path, one_graph_rows: str, param
 
 
 @pytest.mark.usefixtures("trt", "kernels")
-def test_the_memory_is_kept_until_the_flight_has_landed(tmp_path: Path) -> None:
+def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path) -> None:
     def launched(execution: Any) -> tuple[Any, weakref.ref[HostOwner]]:
         x = rows(3)
         flight = execution.begin({"x": x}, 3)
@@ -135,7 +135,7 @@ def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> N
 
 
 @pytest.mark.usefixtures("trt")
-def test_without_the_kernel_flights_take_no_resident_rows(tmp_path: Path) -> None:
+def test_without_the_kernel_batches_have_no_resident_rows(tmp_path: Path) -> None:
     with closing(TensorRtBackend().load(build(tmp_path), 1, parameters_of())) as model:
         assert model.resident_devices == frozenset()
         with closing(model.execution(0)) as execution:
@@ -145,7 +145,7 @@ def test_without_the_kernel_flights_take_no_resident_rows(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("trt", "kernels")
-def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_batch_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.cuda import driver
 
     calls: list[str] = []
@@ -170,7 +170,7 @@ def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("wait", "spins"), [("auto", [True, False]), ("spin", [True, True]), ("sleep", [False, False])]
 )
-def test_who_waits_spins_or_sleeps(tmp_path: Path, wait: str, spins: list[bool]) -> None:
+def test_waits_spin_or_sleep(tmp_path: Path, wait: str, spins: list[bool]) -> None:
     with opened(build(tmp_path), parameters_of("2", wait=wait)) as execution:
         found = []
         for count in (2, 8):
@@ -188,7 +188,7 @@ def test_who_waits_spins_or_sleeps(tmp_path: Path, wait: str, spins: list[bool])
 
 
 @pytest.mark.usefixtures("trt")
-def test_buckets_that_pay_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_faster_buckets_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cuda.row_us = 0.1  # 8 rows take hardly longer than one
     with (
         caplog.at_level(logging.DEBUG, "headrace"),
@@ -257,7 +257,7 @@ def flat() -> onnx.ModelProto:
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("one_graph_rows", ["0", "8"])
-def test_few_pictures_are_prepared_where_they_lie(
+def test_few_images_are_prepared_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_graph_rows: str, refused: bool
 ) -> None:
     monkeypatch.setattr(launching, "THREADS", 32)
@@ -337,7 +337,7 @@ def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("trt")
 @pytest.mark.parametrize("one_graph_rows", ["auto", "8"])
-def test_a_flight_that_cannot_be_captured_leaves_the_engine_s_graphs(
+def test_a_batch_that_cannot_be_captured_preserves_the_graphs_of_the_engine(
     cuda: LateCuda,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -45,7 +45,7 @@ def test_weights_scratch_and_buffers_are_booked_on_each_gpu(cuda: LateCuda, tmp_
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_without_room_the_model_is_refused_and_leaves_nothing(tmp_path: Path, kind: Kind) -> None:
+def test_without_room_the_model_is_refused_and_leaks_nothing(tmp_path: Path, kind: Kind) -> None:
     plan = build(tmp_path)
     ledger = Ledger()
     limit = plan.stat().st_size - 1
@@ -62,7 +62,7 @@ def test_without_room_the_model_is_refused_and_leaves_nothing(tmp_path: Path, ki
     assert ledger.holdings() == []
 
 
-def test_a_plan_that_comes_back_takes_what_it_took_whatever_the_gpu_does_meanwhile(
+def test_a_reloaded_plan_books_its_earlier_size_whatever_else_uses_the_gpu(
     cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = build(tmp_path)
@@ -96,7 +96,7 @@ def test_a_plan_that_comes_back_takes_what_it_took_whatever_the_gpu_does_meanwhi
 
 
 @pytest.mark.parametrize("change", [{MAX_BATCH_SIZE: "4"}, {"wait": "spin"}, {"one_graph_rows": "2"}, {GPUS: "1"}])
-def test_what_is_run_another_way_is_measured_anew(
+def test_changed_options_are_measured_again(
     cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
 ) -> None:
     cuda.devices = 2
@@ -116,7 +116,7 @@ def test_what_is_run_another_way_is_measured_anew(
     assert [load({}), load(change), load({}), load(change)] == [1, 1, 0, 0]
 
 
-def test_what_graphs_that_could_not_be_had_have_left_open_is_measured_anew(
+def test_sizes_without_captured_graphs_are_measured_again(
     cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = build(tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_the_latency_of_a_flight_is_the_middle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_latency_of_a_batch_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     for took_us, flights, middle in (
         ([5.0, 9.0, 1.0, 7.0, 2.0, 3.0, 4.0, 8.0, 6.0], 9, 5.0),
         ([9_000.0, 1.0], 2, 9_000.0),
@@ -28,14 +28,14 @@ def test_the_latency_of_a_flight_is_the_middle_one(monkeypatch: pytest.MonkeyPat
         assert len(made) == 1 + flights
 
 
-def test_what_is_worth_a_bucket() -> None:
+def test_sizes_that_get_a_bucket() -> None:
     timings = {rows: BucketTiming(us, us) for rows, us in ((1, 99.0), (2, 100.0), (4, 100.0), (8, 106.0), (16, 200.0))}
     assert useful_buckets(timings) == (1, 4, 8, 16)
     assert useful_buckets({4: BucketTiming(1, 1)}) == (4,)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, unique=True), st.randoms(use_true_random=False))
-def test_every_batch_has_a_place(found: list[int], random: Any) -> None:
+def test_every_batch_size_has_a_bucket(found: list[int], random: Any) -> None:
     timings = {rows: BucketTiming(random.uniform(1, 100), random.uniform(1, 100)) for rows in found}
     kept = useful_buckets(timings)
     exact = exact_rows(kept, timings)

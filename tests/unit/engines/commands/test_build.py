@@ -110,7 +110,7 @@ def test_a_model_that_waits_for_its_engine_is_served_by_nothing_now(tmp_path: Pa
     assert found.not_current
 
 
-def test_a_version_that_the_policy_leaves_out_is_not_called_served(tmp_path: Path) -> None:
+def test_a_version_excluded_by_the_policy_is_not_reported_as_served(tmp_path: Path) -> None:
     project = project_of(tmp_path, "max_batch_size: 8\n", versions=2)
     found = forecast(project, TENSORRT, with_gpu(), None)
     assert found.refusal == ""
@@ -126,7 +126,7 @@ def test_only_a_written_pin_keeps_a_model_on_the_cpu(tmp_path: Path) -> None:
     assert gpu_config_change(pinned) == "write instance_group: [{kind: KIND_AUTO}] in config.yaml:1"
 
 
-def test_an_engine_of_a_folder_that_cannot_be_written_goes_where_servers_look(
+def test_an_engine_of_a_read_only_folder_goes_to_the_state_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = project_of(tmp_path, "max_batch_size: 4\n")

@@ -101,7 +101,7 @@ def test_every_precision_is_timed_at_every_size(project: Project, tmp_path: Path
     assert comparison.data == "held_out.npz (50 samples)"
 
 
-def test_what_fails_or_is_refused_is_a_row(project: Project, tmp_path: Path) -> None:
+def test_failures_and_refusals_have_a_row(project: Project, tmp_path: Path) -> None:
     comparison = compared(project, tmp_path, ("fp32", "fp16", "int8", "fp8"), fails_on_int8)
     reasons = {row.precision: row.reason for row in comparison.rows}
     assert reasons["fp32"] == ""
@@ -122,7 +122,7 @@ class _NoFp8Convolutions(OnnxRuntimeTarget):
         return "TensorRT 10.6.0 is too old"
 
 
-def test_what_fp8_leaves_in_fp16_is_remarked(tmp_path: Path) -> None:
+def test_layers_that_fp8_leaves_in_fp16_are_noted(tmp_path: Path) -> None:
     def remarks(text: str, folder: Path) -> list[str]:
         model = networks.network(text, networks.weights(w=(4, 4, 1, 1)), ("N", 4, 8, 8))
         project = write_project(folder, model, networks.inputs_of(model, 16))
@@ -217,7 +217,7 @@ class ClockedTarget(OnnxRuntimeTarget):
         return Clocked(path.stem, self.calls, self._fails_at.get(path.stem, 0), self.closed)
 
 
-def test_precisions_take_turns_and_each_is_first_once(project: Project, tmp_path: Path) -> None:
+def test_precisions_alternate_and_each_is_first_once(project: Project, tmp_path: Path) -> None:
     target = ClockedTarget({})
     comparison = compare(project, target, Store(tmp_path), ("fp32", "fp16", "int8"), (1, 8), 1.0, {}, build_directly)
     first_size = [name for name, rows in target.calls if rows == 1]

@@ -114,7 +114,7 @@ def _reconfigure(place: _Place, name: str) -> None:
 # ls
 
 
-def test_where_nothing_is_there_is_nothing_to_list(place: _Place) -> None:
+def test_an_empty_store_lists_nothing(place: _Place) -> None:
     status, text = place.run("ls")
     assert status == 0
     assert f"The store {place.store.root} is empty" in text
@@ -189,7 +189,7 @@ def test_tensorrt_is_loaded_only_for_its_engines(place: _Place, monkeypatch: pyt
     assert calls == [1]
 
 
-def test_what_is_not_finite_is_printed_as_json_has_it(place: _Place) -> None:
+def test_non_finite_numbers_are_printed_as_null(place: _Place) -> None:
     key = place.store.key({"a": 1})
     with place.store.scratch() as scratch:
         (scratch / "x.plan").write_bytes(b"x")
@@ -212,7 +212,7 @@ def test_several_repositories_are_listed_and_a_missing_one_is_reported(place: _P
 # gc
 
 
-def test_gc_removes_what_is_old_and_published_nowhere(place: _Place) -> None:
+def test_gc_removes_old_unpublished_entries(place: _Place) -> None:
     place.add_model("m")
     published, old, young = place.publish("m"), place.add_entry("old"), place.add_entry("young")
     for entry, days in ((published, 40), (old, 40), (young, 20)):
@@ -237,7 +237,7 @@ def test_using_an_engine_keeps_it(place: _Place) -> None:
     assert place.json("gc")["removed"] == []
 
 
-def test_gc_removes_all_and_leaves_what_is_published(place: _Place) -> None:
+def test_gc_all_removes_everything_but_published_entries(place: _Place) -> None:
     folder = place.add_model("m")
     entry = place.publish("m")
     (place.store.tables / "a.json").write_bytes(bytes(100))
@@ -252,7 +252,7 @@ def test_gc_removes_all_and_leaves_what_is_published(place: _Place) -> None:
     assert [one["state"] for one in place.json("ls")["published"]] == ["used"]
 
 
-def test_gc_leaves_what_is_being_built(place: _Place) -> None:
+def test_gc_skips_entries_being_built(place: _Place) -> None:
     entry = place.add_entry("m")
     with place.store.building(entry.key), place.store.scratch() as scratch:
         (scratch / "half").write_bytes(b"x")
@@ -264,7 +264,7 @@ def test_gc_leaves_what_is_being_built(place: _Place) -> None:
     assert place.store.find(entry.key) is not None
 
 
-def test_gc_removes_damaged_entries_and_what_the_dead_left(place: _Place) -> None:
+def test_gc_removes_damaged_entries_and_files_of_dead_builders(place: _Place) -> None:
     entry, good = place.add_entry("m"), place.add_entry("n")
     entry.path.with_name(ENTRY_FILE).write_text("{")
     dead = place.store.root / "scratch" / "0123"
@@ -286,7 +286,7 @@ def test_days_that_are_none_are_refused(place: _Place, days: str, capsys: pytest
 # verify
 
 
-def test_what_is_as_built_verifies(place: _Place) -> None:
+def test_unchanged_entries_verify(place: _Place) -> None:
     place.add_model("m")
     place.publish("m")
     place.publish("m", ELSEWHERE)
@@ -295,7 +295,7 @@ def test_what_is_as_built_verifies(place: _Place) -> None:
     assert place.json("verify") == {"checked": 4, "wrong": []}
 
 
-def test_a_corrupted_artefact_is_found_wherever_it_lies(place: _Place) -> None:
+def test_a_corrupted_artefact_is_detected_in_store_and_repository(place: _Place) -> None:
     folder = place.add_model("m")
     entry = place.publish("m")
     _change(folder / entry.path.name)
@@ -352,7 +352,7 @@ def test_a_stale_engine_for_another_machine_is_to_be_built_there(place: _Place) 
     assert wrong["cure"].endswith("on cpu neon")
 
 
-def test_odd_folders_in_a_repository_do_no_harm(place: _Place) -> None:
+def test_odd_folders_in_a_repository_are_skipped(place: _Place) -> None:
     (place.repository / "file").write_text("")
     (place.repository / ".hidden" / "1").mkdir(parents=True)
     (place.repository / "empty").mkdir()

@@ -121,7 +121,7 @@ def test_without_an_engine_the_onnx_file_is_inspected(tmp_path: Path) -> None:
     assert "conv, relu" in text
 
 
-def test_what_was_built_for_this_machine_is_opened(tmp_path: Path) -> None:
+def test_the_engine_of_this_machine_is_opened(tmp_path: Path) -> None:
     artefact = publish(add_model(tmp_path))
     inspect("--model-repository", tmp_path, "--json", tmp_path / "a.json")
     document = json.loads((tmp_path / "a.json").read_text())
@@ -227,7 +227,7 @@ def test_invalid_options_are_reported(words: tuple[str, str], expected: str, tmp
         inspect("--model-repository", tmp_path, words[0], words[1].format(file=folder / "config.yaml"))
 
 
-def test_a_server_can_show_what_was_published(tmp_path: Path) -> None:
+def test_a_server_can_show_the_published_layers(tmp_path: Path) -> None:
     artefact = publish(add_model(tmp_path))
     before = fingerprint_version(artefact.parent)
     assert "A server shows it now" in inspect("--model-repository", tmp_path, "--publish")

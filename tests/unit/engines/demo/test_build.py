@@ -42,7 +42,7 @@ def test_a_second_build_touches_nothing(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_builds_are_reproducible_and_leave_nothing_else(tmp_path):
+def test_builds_are_reproducible_and_leave_no_other_files(tmp_path):
     _build(tmp_path / "a")
     _build(tmp_path / "b")
     a, b = _contents(tmp_path / "a"), _contents(tmp_path / "b")
@@ -107,7 +107,7 @@ def test_configs_are_restored_but_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("present", [False, True], ids=["nothing there", "older model there"])
-def test_a_failure_while_writing_leaves_what_was(tmp_path, monkeypatch, present):
+def test_a_failed_write_preserves_the_previous_files(tmp_path, monkeypatch, present):
     if present:
         _build(tmp_path)
         _change_stamp(tmp_path, recipe="another")
@@ -141,7 +141,7 @@ def test_one_failing_model_does_not_stop_the_others(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "tiny/1").exists()
 
 
-def test_when_all_is_there_one_line_says_so_and_nothing_heavy_is_imported(tmp_path):
+def test_up_to_date_models_print_one_line_and_import_nothing_heavy(tmp_path):
     arguments = ["models", "build", "--output", str(tmp_path), "--only", "tiny", "add_sub"]
     assert command_line.main(arguments) == 0
     script = (
@@ -197,7 +197,7 @@ def test_a_stamp_under_its_old_name_counts_and_is_renamed(tmp_path):
     assert _contents(tmp_path) == before
 
 
-def test_a_rebuild_takes_the_old_stamp_away(tmp_path):
+def test_a_rebuild_removes_the_old_stamp(tmp_path):
     _old_layout(tmp_path)
     path = tmp_path / "tiny/1/build.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": "another"}))
@@ -206,7 +206,7 @@ def test_a_rebuild_takes_the_old_stamp_away(tmp_path):
     assert sorted(file.name for file in (tmp_path / "tiny/1").iterdir()) == ["model.onnx", "recipe.json"]
 
 
-def test_stamps_of_engines_are_left_alone(tmp_path):
+def test_stamps_of_engines_are_preserved(tmp_path):
     _build(tmp_path)
     engines = tmp_path / "tiny/1/build.json"
     engines.write_text('{"format": 1, "builds": []}')
@@ -237,7 +237,7 @@ def test_missing_samples_are_written_and_a_users_are_not_replaced(tmp_path, monk
     assert _contents(tmp_path) == {**laid, "digits/calibration.npz": b"mine"}
 
 
-def test_a_model_is_built_where_its_samples_cannot_be(tmp_path, monkeypatch):
+def test_a_model_is_built_even_if_its_samples_fail(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     outcome = _build_digits(tmp_path, monkeypatch)
     assert (outcome.built, outcome.error) == (True, "")
@@ -264,12 +264,12 @@ def test_all_models_are_chosen_unless_some_are_named():
 
 
 @pytest.mark.parametrize(("model", "name"), [(model, name) for model in CATALOGUE.values() for name in model.files])
-def test_committed_files_are_what_the_builder_writes(model, name):
+def test_committed_files_match_the_builder_output(model, name):
     assert (COMMITTED / model.name / name).read_text(encoding="utf-8") == model.file_text(name)
 
 
 @pytest.mark.parametrize("model", CATALOGUE.values(), ids=lambda model: model.name)
-def test_configs_read_as_what_they_are(model, demo_repository):
+def test_configs_parse_to_the_expected_values(model, demo_repository):
     if "config.yaml" in model.files:
         config = yaml.safe_load(model.file_text("config.yaml"))
         name, batch, outputs = config["name"], config["max_batch_size"], config["output"]

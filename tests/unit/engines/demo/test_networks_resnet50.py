@@ -57,7 +57,7 @@ def test_a_row_is_answered_alone_as_in_a_batch(seeded):
         np.testing.assert_allclose(session.run(["logits"], {"input": row[None]})[0][0], logits, rtol=1e-3, atol=1e-3)
 
 
-def test_answers_vary_and_keep_their_scale(seeded):
+def test_outputs_vary_and_have_a_bounded_scale(seeded):
     session = ort.InferenceSession(seeded, providers=["CPUExecutionProvider"])
     rows = np.random.default_rng(2).standard_normal((2, 3, 224, 224), np.float32)
     rows[1] = np.linspace(-2, 2, 224, dtype=np.float32)
@@ -135,7 +135,7 @@ def _onnx_file(reshape_to: int | None = None) -> bytes:
     return model.SerializeToString()
 
 
-def test_an_onnx_file_takes_the_models_place(tmp_path):
+def test_an_onnx_file_replaces_the_model(tmp_path):
     artefact = networks.build_resnet50_fetched(_ignore, _published(_onnx_file(), tmp_path / "weights.onnx"))
     session = ort.InferenceSession(artefact.model.SerializeToString(), providers=["CPUExecutionProvider"])
     rows = np.random.default_rng(4).standard_normal((5, 3, 224, 224), np.float32)
@@ -148,6 +148,6 @@ def test_an_onnx_file_that_cannot_batch_is_refused(tmp_path):
         networks.build_resnet50_fetched(_ignore, _published(_onnx_file(reshape_to=1), tmp_path / "weights.onnx"))
 
 
-def test_what_is_neither_is_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
     with pytest.raises(BuildError, match="neither a PyTorch checkpoint nor"):
         networks.build_resnet50_fetched(_ignore, _published(b"<html>not found</html>", tmp_path / "weights.onnx"))

@@ -24,7 +24,7 @@ def test_add_sub_adds_and_subtracts(demo_repository, name, dtype, rows):
     np.testing.assert_array_equal(difference, a - b)
 
 
-def test_tiny_is_the_perceptron_it_says(demo_repository):
+def test_tiny_computes_its_documented_perceptron(demo_repository):
     graph = onnx.load(demo_repository / "tiny/1/model.onnx").graph
     weights = {constant.name: numpy_helper.to_array(constant) for constant in graph.initializer}
     x = np.random.default_rng(7).standard_normal((9, 16), np.float32)

@@ -18,7 +18,7 @@ def _open(repository, name, precision=None):
     return calibration, open_samples(options.accuracy.data, folder.path, folder.config, options.accuracy.samples)
 
 
-def test_digits_calibrates_on_what_it_was_trained_on(demo_repository):
+def test_digits_calibrates_on_its_training_samples(demo_repository):
     calibration, accuracy = _open(demo_repository, "digits")
     assert calibration.origin == "calibration.npz (256 samples)"
     assert np.bincount(calibration.labels).min() >= 10
@@ -54,7 +54,7 @@ def test_no_picture_is_there_twice_and_all_are_the_same_every_time():
     assert sum(map(len, made.values())) < 4 << 20
 
 
-def test_what_makes_samples_does_not_make_the_model_what_it_is():
+def test_sample_code_is_not_part_of_the_model_digest():
     for model in CATALOGUE.values():
         assert not {model.samples.partition(":")[0]} & set(model.sources)
         assert bool(model.samples) == bool(model.sample_paths)

@@ -19,7 +19,7 @@ class _Call:
 
 
 @BOTH_FORMATS
-def test_tensors_come_back_as_they_were_saved(save_checkpoint, legacy):
+def test_tensors_round_trip(save_checkpoint, legacy):
     weight = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     base = np.arange(12, dtype=np.float32)
     content = save_checkpoint(
@@ -49,7 +49,7 @@ def test_dangerous_functions_are_refused(save_checkpoint, function):
         read_state_dict(save_checkpoint({"trap": _Call(function, "0")}))
 
 
-def test_a_known_module_does_not_open_its_other_names():
+def test_an_allowed_module_exposes_only_its_allowed_names():
     stack_global = b"\x80\x02ctorch._utils\n_import_dotted_name\n."
     header = b"".join(
         (

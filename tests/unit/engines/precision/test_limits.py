@@ -62,7 +62,7 @@ def test_values_near_the_largest_are_too_close_to_it() -> None:
     assert kept(model, x=np.float32([[0.8, 0, 0, 0]])) == {"large", "squashed"}
 
 
-def test_weights_that_overflow_or_vanish_are_found_without_samples() -> None:
+def test_overflowing_or_vanishing_weights_are_detected_without_samples() -> None:
     net = Network()
     x = net.input("x", ["N", 4])
     one = net.node("Mul", x, net.constant(1e6), name="overflows")
@@ -74,7 +74,7 @@ def test_weights_that_overflow_or_vanish_are_found_without_samples() -> None:
     assert kept(model, "bf16") == set()
 
 
-def test_activations_that_vanish_are_found_where_they_matter() -> None:
+def test_vanishing_activations_are_detected_where_they_matter() -> None:
     net = Network()
     x = net.input("x", ["N", 4])
     tiny = net.node("Mul", x, net.constant(1e-4), name="makes_tiny")
@@ -88,7 +88,7 @@ def test_activations_that_vanish_are_found_where_they_matter() -> None:
 
 
 @pytest.mark.parametrize("operator", ["Div", "Reciprocal", "Log"])
-def test_what_vanishes_below_a_fraction_or_in_a_logarithm_stays(operator: str) -> None:
+def test_values_that_vanish_in_a_division_or_logarithm_stay_fp32(operator: str) -> None:
     net = Network()
     x = net.input("x", ["N", 4])
     scaled = net.node("Mul", x, net.constant([1.0, 1e-9, 1.0, 1.0]), name="scale")
@@ -97,7 +97,7 @@ def test_what_vanishes_below_a_fraction_or_in_a_logarithm_stays(operator: str) -
     assert {"scale", "harmed"} <= kept(model, x=np.abs(rows(4, 4)) + np.float32(0.1))
 
 
-def test_means_whose_sums_overflow_stay() -> None:
+def test_means_with_overflowing_sums_stay_fp32() -> None:
     net = Network()
     x = net.input("x", ["N", 2, 64, 64])
     doubled = net.node("Mul", x, net.constant(2.0), name="doubled")
@@ -118,7 +118,7 @@ def test_integers_that_the_format_has_not_stay() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_norms_stay_where_they_do_not_compute_in_fp32_themselves(precision: str) -> None:
+def test_norms_without_internal_fp32_stay_fp32(precision: str) -> None:
     net = Network(opset=22)
     x = net.input("x", ["N", 4, 8])
     scale, bias = net.constant(np.ones(8)), net.constant(np.zeros(8))

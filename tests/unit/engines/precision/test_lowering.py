@@ -82,7 +82,7 @@ def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
     assert kept == ("/block.[0]/conv",)
 
 
-def test_a_name_that_only_the_other_target_quantises_may_be_kept(tmp_path: Path) -> None:
+def test_names_quantised_only_by_the_other_target_may_be_excluded(tmp_path: Path) -> None:
     net = Network()
     x = net.conv(net.input("x", ["N", 4, 8, 8]), (4, 4), "conv")
     model = net.model(net.node("ConvTranspose", x, net.weight(4, 4, 2, 2), name="up"))
@@ -101,7 +101,7 @@ def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{"min_cosine": 0.0, "min_top1_agreement": 0.0}, {"min_cosine": 1.0}])
-def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
+def test_convolutions_are_fp16_without_pairs_if_the_target_has_no_fp8_kernel(
     settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does it matter whether layers are searched for that lose too much."""
@@ -132,7 +132,7 @@ def test_a_model_without_products_is_rejected_if_the_target_has_no_fp8_convoluti
     assert quantized(lowered(model, tmp_path, "tensorrt", "fp8").model) == {"node_a", "node_y"}
 
 
-def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> None:
+def test_other_layers_are_fp16_if_they_have_a_kernel(tmp_path: Path) -> None:
     model = networks.residual()
     made = lowered(model, tmp_path, "tensorrt", "fp8", min_top1_agreement=0.0, min_cosine=0.0)
     x = networks.inputs_of(model)
@@ -157,7 +157,7 @@ def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> No
     assert other.without(()) is None
 
 
-def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_layer_search_where_it_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drop without labels is reported by the comparison of the artefact, not by the search."""
     monkeypatch.setattr(lowering, "rank_layers", lambda *_: pytest.fail("minutes for a large model"))
     assert (

@@ -75,7 +75,7 @@ def test_a_cast_cnn_answers_as_before() -> None:
     assert not np.array_equal(expected, given)
 
 
-def test_kept_nodes_stay_fp32_between_casts() -> None:
+def test_excluded_nodes_stay_fp32_between_casts() -> None:
     written = cast_model(small_cnn(), "fp16", ["conv2"])
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
@@ -95,7 +95,7 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
     assert operators(written)["Cast"] == 3
 
 
-def test_reshapes_between_kept_nodes_are_not_cast() -> None:
+def test_reshapes_between_excluded_nodes_are_not_cast() -> None:
     net = Network()
     x = net.input("x", ["N", 4])
     first = net.node("MatMul", x, net.weight(4, 4), name="first")
@@ -113,7 +113,7 @@ def test_a_table_that_is_read_by_index_is_stored_in_16_bits() -> None:
     assert len(written.graph.initializer) == 1
 
 
-def test_parameters_shapes_and_indices_keep_their_types() -> None:
+def test_parameters_shapes_and_indices_have_unchanged_types() -> None:
     net = Network(opset=19)
     x = net.input("x", ["N", 4, "H", "W"])
     convolved = net.conv(x, (4, 4), "conv")
@@ -255,7 +255,7 @@ def _with_random_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def test_bf16_computes_what_it_should() -> None:
+def test_bf16_computes_the_expected_values() -> None:
     net = Network(opset=22)
     x = net.input("x", ["N", 8])
     hidden = net.node("Relu", net.node("Gemm", x, net.weight(8, 16), net.weight(16)))
@@ -303,7 +303,7 @@ def _pair(net: Network, tensor: str, name: str) -> str:
         ("scales", {"apart", "conv1", "relu1", "conv2", "relu2", "conv3", "relu3"}),
     ],
 )
-def test_what_is_cast_of_a_quantised_model(quantized: str, low: set[str]) -> None:
+def test_casts_in_a_quantised_model(quantized: str, low: set[str]) -> None:
     model = quantized_cnn()
     written = cast_model(model, "fp16", quantized=quantized)  # type: ignore[arg-type]
     onnx.checker.check_model(written, full_check=True)
@@ -318,7 +318,7 @@ def test_what_is_cast_of_a_quantised_model(quantized: str, low: set[str]) -> Non
     assert cosine(run(model, **inputs), run(written, **inputs)) > 0.999
 
 
-def test_what_quantize_left_in_floating_point_is_cast() -> None:
+def test_layers_left_in_floating_point_by_quantize_are_cast() -> None:
     model = simplify(small_cnn())
     picture = np.random.default_rng(1).standard_normal((4, 3, 16, 16), np.float32)
     ranges = dict.fromkeys(tensors_to_calibrate(model), (-4.0, 4.0))

@@ -48,7 +48,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: str) -> None:
+def test_the_sensitive_layer_ranks_first_and_only_it_is_excluded(target: str) -> None:
     model = chain(6, harmed=3)
     ranges, shares = ranges_of(model), list[float]()
     ranking = rank_layers(model, ranges, target, "int8", pictures(), lambda done, _note: shares.append(done))
@@ -69,7 +69,7 @@ def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: st
     assert min_float_layers(names, holds) == harmful
 
 
-def test_a_layer_that_makes_nan_harms_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_produces_nan_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(model: onnx.ModelProto, ranges: object, target: str, precision: str, keep: list[str]) -> onnx.ModelProto:
         made = quantize(model, ranges, target, precision, keep)  # type: ignore[arg-type]
         for tensor in [] if "conv2" in keep else made.graph.initializer:
@@ -106,6 +106,6 @@ def test_the_search_finds_the_fewest_in_few_trials(needed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_a_search_without_an_outcome_says_so(count: int) -> None:
+def test_a_search_without_a_result_is_reported(count: int) -> None:
     with pytest.raises(BuildError, match=f"even with all {count} layers"):
         min_float_layers([str(i) for i in range(count)], lambda _keep: False)

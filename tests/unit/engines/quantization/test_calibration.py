@@ -90,7 +90,7 @@ def test_a_damaged_table_is_made_anew(tmp_path, damage):
     assert list(tmp_path.iterdir()) == [table]
 
 
-def test_progress_goes_from_nothing_to_all():
+def test_progress_runs_from_zero_to_one():
     reports = []
     _found(models.affine(), ["Y"], _samples(100), report=lambda done, note: reports.append((done, note)))
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)

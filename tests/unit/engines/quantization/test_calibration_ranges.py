@@ -22,7 +22,7 @@ def _range(values, method, percentile=99.99):
 
 
 @given(TENSORS, st.lists(st.integers(0, 10_000), max_size=5))
-def test_minmax_is_exact_and_holds_zero_whatever_the_batches(values, cuts):
+def test_minmax_is_exact_and_includes_zero_for_any_batches(values, cuts):
     histogram = TensorHistogram("x", "minmax")
     for piece in np.split(values.ravel(), sorted(cut % (values.size + 1) for cut in cuts)):
         histogram.add(piece)
@@ -59,7 +59,7 @@ def test_a_higher_percentile_is_never_narrower(values, percentiles):
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 2**32 - 1), st.floats(50.5, 99.9))
-def test_a_percentile_holds_what_it_says(seed, percentile):
+def test_a_percentile_covers_its_share(seed, percentile):
     values = np.random.default_rng(seed).standard_normal(5000).astype(np.float32)
     _, high = _range(np.abs(values), "percentile", percentile)
     inside = (np.abs(values) <= high).mean() * 100
@@ -76,7 +76,7 @@ def test_one_huge_value_is_clipped(method, outlier, most):
     assert 2 < max(-low, high) < most
 
 
-def test_the_least_squared_error_is_found():
+def test_the_range_minimizes_the_squared_error():
     values = np.random.default_rng(1).laplace(size=50_000).astype(np.float32)
 
     def error(threshold):

@@ -51,13 +51,13 @@ def test_tensorrt_quantises_the_stem_every_product_and_the_shortcuts() -> None:
     assert "MaxPool" not in found
 
 
-def test_tensorrt_gives_no_pair_to_an_addition_that_nothing_quantised_reads() -> None:
+def test_tensorrt_adds_no_pair_to_an_addition_without_quantised_readers() -> None:
     model = small("c = Conv(x, w)  y = Add(c, x)")
     assert set(edges(model)) == {"Conv"}
     assert set(edges(small("c = Conv(x, w)  a = Add(c, x)  y = Conv(a, w)"))) == {"Conv", "Add"}
 
 
-def test_tensorrt_quantises_both_operands_where_no_convolution_can_be_fused() -> None:
+def test_tensorrt_quantises_both_operands_if_no_convolution_can_be_fused() -> None:
     model = small("c = Conv(x, w)  s = Sigmoid(c)  m = Mul(c, s)  a = Add(m, x)  y = Conv(a, w)")
     assert edges(model)["Add"] == ["node_a:m", "node_a:x"]
     # The output of a convolution that others read too has to be written anyway.
@@ -65,7 +65,7 @@ def test_tensorrt_quantises_both_operands_where_no_convolution_can_be_fused() ->
     assert edges(shared)["Add"] == ["node_a:c", "node_a:r"]
 
 
-def test_tensorrt_leaves_the_shortcut_alone_where_either_side_is_kept() -> None:
+def test_tensorrt_adds_no_pair_to_a_residual_branch_with_an_excluded_side() -> None:
     model = small("c = Conv(x, w)  d = Conv(x, w, b)  e = Relu(d)  a = Add(c, e)  y = Conv(a, w)")
     assert edges(model)["Add"] == ["node_a:e"]
     for keep in (("node_c",), ("node_d",), ("node_a",), ("node_y",)):
@@ -87,7 +87,7 @@ def test_tensorrt_quantises_batch_norms_between_quantised_operators() -> None:
     assert "MaxPool" not in found
 
 
-def test_tensorrt_takes_both_sides_of_attention_and_no_residual_stream() -> None:
+def test_tensorrt_quantises_both_sides_of_attention_and_no_residual_stream() -> None:
     found = edges(simple("transformer"))
     assert set(found) == {"MatMul"}
     assert {"node_s0:q", "node_s0:k", "node_c0:s", "node_c0:v"} <= set(found["MatMul"])
@@ -110,7 +110,7 @@ def test_concatenations_of_concatenations_share_one_scale() -> None:
     )
 
 
-def test_what_is_concatenated_and_read_elsewhere_too_is_kept_apart_on_tensorrt() -> None:
+def test_tensors_concatenated_and_read_elsewhere_have_separate_pairs_on_tensorrt() -> None:
     model = small(
         "a = Conv(x, w)  b1 = Conv(x, w, b)  c = Concat <axis=1> (a, b1)  m = MaxPool <kernel_shape=[1,1]> (a)"
         "d = Conv(m, w)  e = Concat <axis=1> (c, d)  f = Conv(c, w2)  y = Conv(e, w3)",
@@ -146,13 +146,13 @@ def test_resize_to_the_nearest_moves_values_and_interpolation_makes_new_ones() -
         assert ("s" in placed(model, "onnxruntime").stored) is (mode == "nearest")
 
 
-def test_onnxruntime_stores_what_lies_between_integer_kernels() -> None:
+def test_onnxruntime_stores_tensors_between_integer_kernels() -> None:
     stored = set(placed(simple("residual"), "onnxruntime").stored)
     # Behind the Relu rather than before it; the moves; not the logits.
     assert stored == {"stem_r", "pool", "a1r", "a2", "down", "ar", "c1r", "c2", "cr", "mean", "flat"}
 
 
-def test_onnxruntime_leaves_a_chain_in_float_that_no_integer_kernel_reads() -> None:
+def test_onnxruntime_leaves_chains_without_an_integer_kernel_in_float() -> None:
     model = small("c = Conv(x, w)  r = Relu(c)  p = GlobalAveragePool(r)  y = Flatten(p)")
     assert placed(model, "onnxruntime").stored == ("r",)
 
@@ -180,13 +180,13 @@ def test_convolutions_with_computed_weights_stay(text: str) -> None:
     assert not placed(simplify(model), "tensorrt").weighted
 
 
-def test_fp16_models_and_integers_are_not_taken() -> None:
+def test_fp16_models_and_integers_are_not_quantised() -> None:
     for element_type in (TensorProto.FLOAT16, TensorProto.INT32):
         text = f"h = Cast <to={element_type}> (x)  m = MatMul(h, h)  y = Cast <to=1> (m)"
         assert not placed(networks.network(text, {}, (4, 4)), "tensorrt").weighted
 
 
-def test_kept_nodes_are_left_out_with_what_stood_for_them_alone() -> None:
+def test_excluded_nodes_are_omitted_with_their_own_tensors() -> None:
     model = simple("residual")
     found = placed(model, "tensorrt", keep=("node_c1",))
     assert "node_c1" not in found.weighted
@@ -199,7 +199,7 @@ def test_kept_nodes_are_left_out_with_what_stood_for_them_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "squeeze_excite", "transformer", "squeezenet", *networks.DEEP])
-def test_ranges_of_the_whole_suffice_whatever_is_kept(name: str) -> None:
+def test_ranges_of_the_whole_model_suffice_for_any_exclusion(name: str) -> None:
     model = simple(name)
     known = set(tensors_to_calibrate(model))
     names = [node.name for node in model.graph.node]
@@ -209,7 +209,7 @@ def test_ranges_of_the_whole_suffice_whatever_is_kept(name: str) -> None:
             assert {source for sources in found.sources.values() for source in sources} <= known
 
 
-def test_fp8_takes_products_and_convolutions_of_many_channels_with_small_filters() -> None:
+def test_fp8_covers_products_and_convolutions_of_many_channels_with_small_filters() -> None:
     found = edges(simple("residual"), "fp8")
     assert [edge for edge in found["Conv"] if edge.startswith("node_stem")] == []
     assert len(found["Conv"]) == 5
@@ -236,7 +236,7 @@ def test_without_convolutions_in_fp8_no_addition_has_pairs() -> None:
 
 
 @pytest.mark.parametrize(("target", "precision"), [("onnxruntime", "fp8"), ("openvino", "int8"), ("tensorrt", "int4")])
-def test_what_no_target_has_is_refused(target: str, precision: str) -> None:
+def test_precisions_without_a_target_are_refused(target: str, precision: str) -> None:
     with pytest.raises(BuildError, match=f"{target} cannot run {precision}"):
         placed(simple("residual"), target, precision)
 

@@ -132,7 +132,7 @@ def test_efficientnet_with_its_own_weights() -> None:
     assert (found["QLinearConv"], found["QLinearAdd"], found["Clip"], found["DequantizeLinear"]) == (49, 9, 0, 0)
 
 
-def test_onnxruntime_answers_as_the_graph_says() -> None:
+def test_onnxruntime_matches_the_quantised_graph() -> None:
     model, ranges = prepared("residual")
     quantized = quantize(model, ranges, "onnxruntime")
     x = networks.inputs_of(model, 3, seed=9)
@@ -140,7 +140,7 @@ def test_onnxruntime_answers_as_the_graph_says() -> None:
     np.testing.assert_allclose(fused, plain, atol=0.02 * np.abs(plain).max())
 
 
-def test_shortcut_of_a_residual_addition_is_quantised_and_its_convolution_is_not() -> None:
+def test_residual_branch_of_an_addition_is_quantised_and_its_convolution_is_not() -> None:
     model, ranges = prepared("residual")
     graph = OnnxGraph(quantize(model, ranges, "tensorrt"))
     for addition in (node for node in graph.nodes if node.op_type == "Add"):
@@ -150,7 +150,7 @@ def test_shortcut_of_a_residual_addition_is_quantised_and_its_convolution_is_not
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("name", ["residual", "transformer", "squeezenet"])
-def test_kept_nodes_stay_in_float(name: str, target: str) -> None:
+def test_excluded_nodes_stay_in_float(name: str, target: str) -> None:
     model, ranges = prepared(name)
     everything = quantizable(model)
     for keep in (everything[:1], everything[1::2], everything[-1:]):
@@ -166,7 +166,7 @@ def test_kept_nodes_stay_in_float(name: str, target: str) -> None:
     assert networks.operators(whole) == networks.operators(model)
 
 
-def test_kept_node_reads_the_float_tensor_where_there_is_one() -> None:
+def test_an_excluded_node_reads_the_float_tensor_if_there_is_one() -> None:
     text = "c = Conv(x, w)  d = Conv(x, w, b)  a = Add(c, d)  y = Relu(a)"
     model = simplify(networks.network(text, networks.weights(w=(4, 4, 1, 1), b=(4,)), ("N", 4, 3, 3)))
     ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
@@ -331,7 +331,7 @@ def test_missing_and_impossible_ranges_are_named() -> None:
                 quantize(model, ranges | {"a1r": span}, target)
 
 
-def test_quantised_models_are_left_as_they_are() -> None:
+def test_quantised_models_are_unchanged() -> None:
     model, ranges = prepared("residual")
     once = quantize(model, ranges, "tensorrt")
     assert quantizable(once) == []

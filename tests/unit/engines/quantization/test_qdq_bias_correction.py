@@ -67,7 +67,7 @@ def test_the_error_shrinks(target: str, bias: bool, groups: int) -> None:
     assert errors[1] < 0.7 * errors[0], errors
 
 
-def test_layers_that_are_kept_stay_as_they_are() -> None:
+def test_excluded_layers_are_unchanged() -> None:
     model, rows = simplify(network(bias=True)), samples()
     ranges = calibrate(model, tensors_to_calibrate(model), rows, Calibration(method="minmax"), None, silent)
     kept = quantizable(model)[0]

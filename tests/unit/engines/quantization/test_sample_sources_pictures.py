@@ -43,7 +43,7 @@ def _open(folder, config=None, limit=100):
     return open_samples("calibration", folder, config or _config(), limit)
 
 
-def test_pictures_become_what_the_models_preprocessing_makes_of_them(tmp_path):
+def test_images_go_through_the_preprocessing_of_the_model(tmp_path):
     _fill(tmp_path, *(f"{n}.png" for n in range(5)), "notes.txt", ".hidden.png", ".cache/x.png")
     samples = _open(tmp_path)
     assert samples.origin == "calibration/ (5 pictures)"
@@ -124,7 +124,7 @@ def test_the_digest_follows_the_picture_and_the_preprocessing(tmp_path):
     assert len(digests | {_open(tmp_path).digest}) == 3
 
 
-def test_pictures_are_read_when_they_are_wanted_and_a_few_are_kept(tmp_path, monkeypatch):
+def test_images_are_read_on_demand_and_a_few_are_cached(tmp_path, monkeypatch):
     _fill(tmp_path, *(f"{n}.png" for n in range(6)))
     read = []
     monkeypatch.setattr(picture_folder, "decode", lambda data: read.append(1) or decode(data))

@@ -24,7 +24,7 @@ def _open(folder, code, config=None, limit=100, function="samples"):
     return open_samples(f"reader.py:{function}", folder, config or _config(), limit)
 
 
-def test_arrays_are_read_once_and_given_as_often_as_wanted(tmp_path):
+def test_arrays_are_read_once_and_returned_repeatedly(tmp_path):
     samples = _open(tmp_path, """
         def samples():
             with open(__file__ + ".log", "a") as log:

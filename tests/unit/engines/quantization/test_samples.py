@@ -79,7 +79,7 @@ def test_samples_of_other_shapes_start_a_batch():
 # Arrays
 
 
-def test_arrays_are_taken_by_name_with_labels(tmp_path):
+def test_arrays_are_matched_by_name_with_labels(tmp_path):
     a = np.arange(20, dtype=np.float32).reshape(5, 4)
     config = _config(_input("A"), _input("B", "int32", (1,)), _input("C", optional=True))
     source = _npz(tmp_path, A=a, B=np.arange(5)[:, None], labels=np.arange(5), note=np.zeros(3))
@@ -102,7 +102,7 @@ def test_the_only_array_feeds_the_only_input(tmp_path, name):
     np.testing.assert_array_equal(samples.labels, np.zeros(5))
 
 
-def test_a_limit_takes_the_same_mixture_each_time(tmp_path):
+def test_a_limit_selects_the_same_mixture_each_time(tmp_path):
     source = _npz(
         tmp_path, X=np.repeat(np.arange(100, dtype=np.float32), 4).reshape(100, 4), labels=np.arange(100) // 10
     )
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_reported(tmp_path, keep):
 
 
 @pytest.mark.parametrize("source", ["../data.npz", "/etc/passwd", "", "a/../../data.npz", "..\\data.npz", "../r.py:f"])
-def test_what_leads_out_of_the_folder_is_refused(tmp_path, source):
+def test_paths_outside_the_folder_are_refused(tmp_path, source):
     (tmp_path / "m").mkdir()
     np.savez(tmp_path / "data.npz", X=np.zeros((1, 4)))
     with pytest.raises(BuildError, match="leads out of the model's folder"):

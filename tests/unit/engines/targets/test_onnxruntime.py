@@ -50,7 +50,7 @@ def test_it_is_a_target() -> None:
     assert (target.name, target.suffix, target.describe().target) == ("onnxruntime", ".onnx", "onnxruntime")
 
 
-def test_an_artefact_computes_what_the_model_computes(engine: Engine, tmp_path: Path) -> None:
+def test_an_artefact_matches_the_model(engine: Engine, tmp_path: Path) -> None:
     direct = ort.InferenceSession(conv_relu().SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(engine.run(BATCH)["y"], direct.run(None, BATCH)[0], atol=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
@@ -66,7 +66,7 @@ def test_constants_are_folded_and_no_kernel_of_this_machine_is_written(tmp_path:
     assert {opset.domain for opset in written.opset_import} == {""}
 
 
-def test_pairs_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_quantization_pairs_are_unchanged(tmp_path: Path) -> None:
     model = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x) => (float[2,4] y) {
         [q] a = QuantizeLinear(x, s, z) [dq] b = DequantizeLinear(a, s, z) [wdq] v = DequantizeLinear(w, s, i)
@@ -190,7 +190,7 @@ def test_an_unsupported_operator_is_named(operator: str, domain: str, kind: int,
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_full_disk_leaves_nothing_behind(precision: str, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_files(precision: str, tmp_path: Path) -> None:
     model = conv_relu(256)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -212,7 +212,7 @@ def test_wrong_inputs_are_a_build_error(engine: Engine) -> None:
         engine.run({"x": np.zeros((1, 3, 8, 8), "f4")})
 
 
-def test_what_is_no_model_is_a_build_error(tmp_path: Path) -> None:
+def test_files_that_are_no_model_are_a_build_error(tmp_path: Path) -> None:
     (tmp_path / "a.onnx").write_bytes(os.urandom(64))
     with pytest.raises(BuildError, match="cannot load"):
         TARGET.open(tmp_path / "a.onnx")

@@ -130,7 +130,7 @@ def test_a_removed_node_is_listed_with_the_node_before_it(tmp_path: Path) -> Non
     assert sorted(name for found in lineage.values() for name in found) == ["exp", "neg", "same"]
 
 
-def test_normalisations_that_became_convolutions_are_found(tmp_path: Path) -> None:
+def test_normalisations_fused_into_convolutions_are_traced(tmp_path: Path) -> None:
     original = name_nodes(
         model(
             """(float[1,16,8,8] x) => (float[1,16,8,8] y, float[1,16,8,8] z) { [conv] c = Conv(x, w) [pool] z = Relu(c)

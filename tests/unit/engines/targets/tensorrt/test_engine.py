@@ -49,7 +49,7 @@ def test_wrong_inputs_are_refused(trt: Any, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_the_profile_that_fits_best_is_taken(trt: Any, tmp_path: Path) -> None:
+def test_the_best_matching_profile_is_selected(trt: Any, tmp_path: Path) -> None:
     order = TargetSpec("fp32", (batches(1, 1, 8), batches(1, 8, 8), batches(16, 16, 32)))
     engine = TensorRtTarget().open(build(tmp_path, order=order))
     for rows, profile in ((1, 0), (8, 1), (20, 2), (3, 0)):
@@ -75,7 +75,7 @@ def test_plans_of_others_are_refused(trt: Any, tmp_path: Path) -> None:
         target.open(path)
 
 
-def test_times_come_from_the_gpus_clock(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_times_are_measured_by_the_gpu_clock(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     engine = TensorRtTarget().open(build(tmp_path))
     timing = engine.time({"x": X}, 0.05)
     assert timing.rows == 2
@@ -85,7 +85,7 @@ def test_times_come_from_the_gpus_clock(trt: Any, tmp_path: Path, cuda: FakeCuda
     engine.close()
 
 
-def test_what_cannot_be_captured_is_timed_all_the_same(
+def test_engines_without_graph_capture_are_timed_too(
     trt: Any, tmp_path: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = TensorRtTarget().open(build(tmp_path))
@@ -110,7 +110,7 @@ def test_layers_name_onnx_nodes_and_their_times(trt: Any, tmp_path: Path) -> Non
     engine.close()
 
 
-def test_outputs_whose_shapes_come_late(trt: Any, tmp_path: Path) -> None:
+def test_outputs_with_data_dependent_shapes(trt: Any, tmp_path: Path) -> None:
     trt.state.late_shapes = True
     engine = TensorRtTarget().open(build(tmp_path))
     np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
@@ -136,7 +136,7 @@ def test_an_output_without_memory_is_reported_and_does_not_affect_the_next_run(
     engine.close()
 
 
-def test_a_failed_execution_leaves_nothing_under_way(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_a_failed_execution_leaves_no_pending_work(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     engine = TensorRtTarget().open(build(tmp_path))
     trt.state.broken = True
     for call in (engine.run, engine.layers, lambda inputs: engine.time(inputs, 0.01)):
@@ -149,7 +149,7 @@ def test_a_failed_execution_leaves_nothing_under_way(trt: Any, tmp_path: Path, c
     engine.close()
 
 
-def test_closing_waits_for_what_is_under_way(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_closing_waits_for_pending_work(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     engine = TensorRtTarget().open(build(tmp_path))
     cuda.busy = True
     engine.close()
@@ -185,7 +185,7 @@ def test_missing_scratch_memory_is_reported(trt: Any, tmp_path: Path, cuda: Fake
     assert not cuda.live
 
 
-def test_an_engine_that_cannot_be_opened_leaves_no_memory(
+def test_an_engine_that_cannot_be_opened_leaks_no_memory(
     trt: Any, tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = build(tmp_path)

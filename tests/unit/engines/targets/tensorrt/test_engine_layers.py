@@ -52,12 +52,12 @@ def test_fused_nodes_are_read_from_the_metadata() -> None:
         ([], ""),
     ],
 )
-def test_the_precision_is_that_of_the_narrowest_number_that_goes_in(kinds: list[str], precision: str) -> None:
+def test_the_precision_is_that_of_the_narrowest_input(kinds: list[str], precision: str) -> None:
     (layer,) = read_layers(json.dumps({"Layers": [entry("a", kinds, "")]}), {}, None)
     assert layer.precision == precision
 
 
-def test_layers_without_details_are_known_by_their_names() -> None:
+def test_layers_without_details_are_classified_by_name() -> None:
     text = json.dumps({"Layers": ["a + b", "Reformatting CopyNode for Input Tensor 0 to a"]})
     first, second, third = read_layers(text, {"a + b": 3.0, "hidden": 1.0}, ["a", "b"])
     assert first.nodes == ("a", "b")
@@ -81,7 +81,7 @@ def test_times_are_means_of_executions() -> None:
     assert times.mean_us(2) == {"a": 2000.0, "looped": 4000.0}
 
 
-def test_names_are_found_whole() -> None:
+def test_whole_names_are_matched() -> None:
     names = ["/conv", "/conv/a", "conv", "a.b", "a"]
     assert mentioned_nodes("PWN(/conv/a + conv, a.b).", names) == ["/conv/a", "conv", "a.b"]
     assert mentioned_nodes("{ForeignNode[/conv...a]}", names) == ["/conv", "a"]

@@ -48,7 +48,7 @@ def test_the_machine_is_described(trt: Any) -> None:
     assert TensorRtTarget().describe() == Machine("tensorrt", version, "Fake H1", "9.0", 580)
 
 
-def test_precisions_are_refused_by_what_the_gpu_has(trt: Any, cuda: FakeCuda) -> None:
+def test_precisions_unsupported_by_the_gpu_are_refused(trt: Any, cuda: FakeCuda) -> None:
     target = TensorRtTarget()
     assert [target.refuses(p) for p in ("fp32", "fp16", "bf16", "int8", "fp8")] == [""] * 5
     cuda.capability = (8, 0)
@@ -186,7 +186,7 @@ def test_a_kernel_skipped_for_memory_is_reported(trt: Any, tmp_path: Path) -> No
         build(tmp_path)
 
 
-def test_a_quantized_layer_without_kernel_is_to_be_kept(trt: Any, tmp_path: Path) -> None:
+def test_a_quantized_layer_without_a_kernel_is_excluded(trt: Any, tmp_path: Path) -> None:
     trt.state.failure = ["Could not find any implementation for node matmul + add.", "[e.cpp] Internal Error (build)"]
     model = affine()
     model.graph.node.append(onnx.helper.make_node("QuantizeLinear", ["y", "scale"], ["q"], name="quantize"))
@@ -283,12 +283,12 @@ def test_a_signal_while_a_plan_is_loaded_is_not_lost(
         TensorRtTarget().open(path)
 
 
-def test_a_build_outside_of_the_main_thread_leaves_signals_alone(trt: Any, tmp_path: Path) -> None:
+def test_a_build_outside_the_main_thread_installs_no_signal_handlers(trt: Any, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(build, tmp_path).result().exists()
 
 
-def test_the_timing_cache_is_kept_and_reused(trt: Any, tmp_path: Path) -> None:
+def test_the_timing_cache_is_saved_and_reused(trt: Any, tmp_path: Path) -> None:
     cache = tmp_path / "caches" / "timing.cache"
     order = TargetSpec("fp32", ORDER.profiles, timing_cache=cache)
     build(tmp_path, order=order)
@@ -298,7 +298,7 @@ def test_the_timing_cache_is_kept_and_reused(trt: Any, tmp_path: Path) -> None:
     assert [path.name for path in cache.parent.iterdir()] == ["timing.cache"]
 
 
-def test_what_another_builder_cached_meanwhile_is_kept(trt: Any, tmp_path: Path) -> None:
+def test_entries_cached_concurrently_by_another_builder_are_merged(trt: Any, tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
     trt.state.on_step = lambda: cache.write_text(json.dumps({"gpu": "Fake H1", "kernels": ["Gelu"]}))
     build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache))
@@ -306,7 +306,7 @@ def test_what_another_builder_cached_meanwhile_is_kept(trt: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["not a cache", '{"gpu": "another", "kernels": ["Gelu"]}', ""])
-def test_a_foreign_timing_cache_is_begun_anew(trt: Any, tmp_path: Path, content: str) -> None:
+def test_a_foreign_timing_cache_is_replaced(trt: Any, tmp_path: Path, content: str) -> None:
     cache = tmp_path / "timing.cache"
     cache.write_text(content)
     build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache))
