@@ -7,10 +7,10 @@ case and without their prefix: `fp32` is `TYPE_FP32`, `cpu` is `KIND_CPU`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from headrace.core.tensor import BY_CONFIG_NAME
 
@@ -43,6 +43,21 @@ class ConfigPart(BaseModel):
     """Base class of the parts of a configuration: frozen, validated at construction, unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def _problems(self) -> Iterable[Problem]:
+        """Return the contradictions between the fields."""
+        return ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := list(self._problems()):
+            raise Problems(problems)
+        return self
+
+
+def option(default: Any, description: str) -> Any:
+    """Declare a field that may be absent, with the description for the schema and docs/configuration.md."""
+    return Field(default=default, description=description)
 
 
 def one_of(words: Sequence[str], prefix: str = "") -> tuple[BeforeValidator, WithJsonSchema]:

@@ -11,9 +11,10 @@ and the field's dotted name. The object is frozen and validated at construction.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.core.config_base import (
     ConfigPart,
@@ -29,12 +30,10 @@ from headrace.core.config_base import (
     Text,
     Version,
     one_of,
+    option,
 )
 from headrace.core.limits import CLIENT_PATTERN
-from headrace.core.optimization_config import (
-    HEADRACE_OPTIMIZATION_FIELDS,
-    Optimization,
-)
+from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS, Optimization
 from headrace.core.tensor_config import (
     ModelInput,
     ModelOutput,
@@ -54,72 +53,58 @@ MAX_PRIORITY_LEVELS = 1024
 class QueuePolicy(ConfigPart):
     """Limits on the time in the queue and on its length."""
 
-    timeout_action: Annotated[Literal["REJECT", "DELAY"], *one_of(("REJECT", "DELAY"))] = Field(
-        default="REJECT",
-        description="After the timeout, `REJECT` refuses the request and `DELAY` puts it behind all others.",
+    timeout_action: Annotated[Literal["REJECT", "DELAY"], *one_of(("REJECT", "DELAY"))] = option(
+        "REJECT", "After the timeout, `REJECT` refuses the request and `DELAY` puts it behind all others."
     )
-    default_timeout_microseconds: Duration = Field(
-        default=0, description="Maximum time in the queue, in microseconds; 0: no limit."
+    default_timeout_microseconds: Duration = option(0, "Maximum time in the queue, in microseconds; 0: no limit.")
+    allow_timeout_override: Flag = option(
+        False,
+        "Allows a request's parameter `timeout`, in microseconds, to shorten `default_timeout_microseconds`. As in "
+        "Triton, it has no effect if that is 0. Without the override the parameter is ignored.",
     )
-    allow_timeout_override: Flag = Field(
-        default=False,
-        description="Allows a request's parameter `timeout`, in microseconds, to shorten "
-        "`default_timeout_microseconds`. As in Triton, it has no effect if that is 0. Without the override "
-        "the parameter is ignored.",
-    )
-    max_queue_size: Count = Field(
-        default=0, description="Maximum requests in the queue; further ones are refused. 0: the server's own bound."
+    max_queue_size: Count = option(
+        0, "Maximum requests in the queue; further ones are refused. 0: the server's own bound."
     )
 
 
 class DynamicBatching(ConfigPart):
     """Merges waiting requests into batches. An empty block enables it with the defaults."""
 
-    preferred_batch_size: tuple[PositiveCount, ...] = Field(
-        default=(), description="Batch sizes in rows that run without further delay; `max_batch_size` if absent."
+    preferred_batch_size: tuple[PositiveCount, ...] = option(
+        (), "Batch sizes in rows that run without further delay; `max_batch_size` if absent."
     )
-    max_queue_delay_microseconds: Duration = Field(
-        default=0, description="Maximum delay of the oldest request to form a larger batch, in microseconds."
+    max_queue_delay_microseconds: Duration = option(
+        0, "Maximum delay of the oldest request to form a larger batch, in microseconds."
     )
-    preserve_ordering: Flag = Field(default=False, description="Sends responses in the order of the requests.")
-    priority_levels: Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY_LEVELS)] = Field(
-        default=0, description="Number of priority levels; 1 is the highest. 0: no priorities."
+    preserve_ordering: Flag = option(False, "Sends responses in the order of the requests.")
+    priority_levels: Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY_LEVELS)] = option(
+        0, "Number of priority levels; 1 is the highest. 0: no priorities."
     )
-    default_priority_level: Count = Field(
-        default=0,
-        description="Level of requests without a priority or with one outside the levels; required with "
-        "`priority_levels`.",
+    default_priority_level: Count = option(
+        0, "Level of requests without a priority or with one outside the levels; required with `priority_levels`."
     )
-    default_queue_policy: QueuePolicy = Field(
-        default=QueuePolicy(), description="Queue policy of every level that has none in `priority_queue_policy`."
+    default_queue_policy: QueuePolicy = option(
+        QueuePolicy(), "Queue policy of every level that has none in `priority_queue_policy`."
     )
-    priority_queue_policy: dict[Annotated[int, Field(ge=1)], QueuePolicy] = Field(
-        default={}, description="Queue policies by priority level."
+    priority_queue_policy: dict[Annotated[int, Field(ge=1)], QueuePolicy] = option(
+        {}, "Queue policies by priority level."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> DynamicBatching:
-        problems = []
+    def _problems(self) -> Iterator[Problem]:
         levels = self.priority_levels
         if levels and not 1 <= self.default_priority_level <= levels:
             message = f"default_priority_level {self.default_priority_level} is not one of the {levels} priority_levels"
-            problems.append(Problem(("default_priority_level",), message, f"write a level from 1 to {levels}"))
+            yield Problem(("default_priority_level",), message, f"write a level from 1 to {levels}")
         if not levels and self.default_priority_level:
             message = "default_priority_level is set, priority_levels is not"
-            problems.append(Problem(("default_priority_level",), message, "set priority_levels, or remove it"))
+            yield Problem(("default_priority_level",), message, "set priority_levels, or remove it")
         if self.preserve_ordering and levels > 1:
             message = "preserve_ordering and several priority_levels contradict each other"
-            problems.append(Problem(("preserve_ordering",), message, "keep one of them"))
-        problems += [
-            Problem(
-                ("priority_queue_policy", level), f"there is no priority level {level}", f"priority_levels is {levels}"
-            )
-            for level in self.priority_queue_policy
-            if level > levels
-        ]
-        if problems:
-            raise Problems(problems)
-        return self
+            yield Problem(("preserve_ordering",), message, "keep one of them")
+        for level in self.priority_queue_policy:
+            if level > levels:
+                loc = ("priority_queue_policy", level)
+                yield Problem(loc, f"there is no priority level {level}", f"priority_levels is {levels}")
 
 
 InstanceKind = Literal["KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"]
@@ -128,31 +113,27 @@ InstanceKind = Literal["KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"]
 class InstanceGroup(ConfigPart):
     """Instances of the model that run in parallel."""
 
-    name: Text = Field(default="", description="Name in the log; the model's name and a number if absent.")
-    kind: Annotated[InstanceKind, *one_of(("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"), "KIND_")] = Field(
-        default="KIND_AUTO", description="Device of the instances; KIND_AUTO follows the machine."
+    name: Text = option("", "Name in the log; the model's name and a number if absent.")
+    kind: Annotated[InstanceKind, *one_of(("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"), "KIND_")] = option(
+        "KIND_AUTO", "Device of the instances; KIND_AUTO follows the machine."
     )
-    count: PositiveCount = Field(default=1, description="Number of instances (on each GPU of `gpus` for KIND_GPU).")
-    gpus: tuple[Count, ...] = Field(default=(), description="GPU numbers; all the machine's GPUs if absent.")
+    count: PositiveCount = option(1, "Number of instances (on each GPU of `gpus` for KIND_GPU).")
+    gpus: tuple[Count, ...] = option((), "GPU numbers; all the machine's GPUs if absent.")
 
     @property
     def is_default(self) -> bool:
         """Return True if the configuration has no instance group and this is the default."""
         return not self.model_fields_set & {"kind", "count", "gpus"}
 
-    @model_validator(mode="after")
-    def _check(self) -> InstanceGroup:
+    def _problems(self) -> Iterator[Problem]:
         if self.kind == "KIND_CPU" and self.gpus:
-            raise Problems(
-                [Problem(("gpus",), "gpus are named in a group of KIND_CPU", "remove gpus, or write KIND_GPU")]
-            )
-        return self
+            yield Problem(("gpus",), "gpus are named in a group of KIND_CPU", "remove gpus, or write KIND_GPU")
 
 
 class LatestVersions(ConfigPart):
     """Serve the highest version numbers."""
 
-    num_versions: PositiveCount = Field(default=1, description="Number of versions.")
+    num_versions: PositiveCount = option(1, "Number of versions.")
 
 
 class AllVersions(ConfigPart):
@@ -168,15 +149,13 @@ class SpecificVersions(ConfigPart):
 class VersionPolicy(ConfigPart):
     """Selects the served versions; exactly one of the three fields."""
 
-    latest: LatestVersions | None = Field(default=None, description="The highest version numbers.")
-    all: AllVersions | None = Field(default=None, description="Every version: `all: {}`.")
-    specific: SpecificVersions | None = Field(default=None, description="The listed versions.")
+    latest: LatestVersions | None = option(None, "The highest version numbers.")
+    all: AllVersions | None = option(None, "Every version: `all: {}`.")
+    specific: SpecificVersions | None = option(None, "The listed versions.")
 
-    @model_validator(mode="after")
-    def _check(self) -> VersionPolicy:
+    def _problems(self) -> Iterator[Problem]:
         if (self.latest, self.all, self.specific).count(None) != 2:
-            raise Problems([Problem((), "one policy is needed", "write exactly one of latest, all, specific")])
-        return self
+            yield Problem((), "one policy is needed", "write exactly one of latest, all, specific")
 
 
 LATEST_VERSION = VersionPolicy(latest=LatestVersions())
@@ -202,10 +181,8 @@ Weight = Annotated[float, Field(strict=True, ge=_MIN_WEIGHT, le=_MAX_WEIGHT)]
 class Slo(ConfigPart):
     """The latency objective. A late response is still delivered."""
 
-    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
-        default=None,
-        description="Latency in milliseconds that 99 % of requests keep. Requests that would miss it are rejected at "
-        "once.",
+    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = option(
+        None, "Latency in milliseconds that 99 % of requests keep. Requests that would miss it are rejected at once."
     )
 
 
@@ -215,9 +192,7 @@ class RateLimit(ConfigPart):
     requests_per_s: Annotated[float, Field(strict=True, gt=0, le=_MAX_RATE_HZ)] = Field(
         description="Sustained requests per second."
     )
-    burst: PositiveCount | None = Field(
-        default=None, description="Maximum requests in a burst; if absent, one second's requests."
-    )
+    burst: PositiveCount | None = option(None, "Maximum requests in a burst; if absent, one second's requests.")
 
     @property
     def most_at_once(self) -> int:
@@ -228,29 +203,23 @@ class RateLimit(ConfigPart):
 class RateLimits(ConfigPart):
     """Rate limits of clients. A request over the limit is refused (429, RESOURCE_EXHAUSTED), even if the queue is empty."""
 
-    default: RateLimit | None = Field(
-        default=None,
-        description="Limit of each client that is not listed, and of all unnamed clients together; unlimited if absent.",
+    default: RateLimit | None = option(
+        None, "Limit of each client that is not listed, and of all unnamed clients together; unlimited if absent."
     )
-    clients: dict[ClientName, RateLimit] = Field(default={}, description="Limits by client name.")
+    clients: dict[ClientName, RateLimit] = option({}, "Limits by client name.")
 
-    @model_validator(mode="after")
-    def _check(self) -> RateLimits:
+    def _problems(self) -> Iterator[Problem]:
         if self.default is None and not self.clients:
-            raise Problems([Problem((), "rate_limits has no limits", "write default, clients, or both")])
-        return self
+            yield Problem((), "rate_limits has no limits", "write default, clients, or both")
 
 
 class FairSharing(ConfigPart):
     """Shares of clients within each priority level, in proportion to their weights."""
 
-    default_weight: Weight = Field(
-        default=1.0,
-        description="Weight of each client that is not listed; all unnamed clients are one client.",
+    default_weight: Weight = option(
+        1.0, "Weight of each client that is not listed; all unnamed clients are one client."
     )
-    weights: dict[ClientName, Weight] = Field(
-        default={}, description="Weights by client name: weight 2 gets twice the share of weight 1."
-    )
+    weights: dict[ClientName, Weight] = option({}, "Weights by client name: weight 2 gets twice the share of weight 1.")
 
 
 class Backend(ConfigPart):
@@ -324,13 +293,11 @@ def _label(value: str) -> str:
     return value
 
 
-def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> list[Problem]:
+def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> Iterator[Problem]:
     names = [tensor.name for tensor in tensors]
-    return [
-        Problem((field, index, "name"), f'{field} "{name}" is listed twice', "remove one of them")
-        for index, name in enumerate(names)
-        if name in names[:index]
-    ]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem((field, index, "name"), f'{field} "{name}" is listed twice', "remove one of them")
 
 
 def _not_here(field: str, name: str) -> Problem:
@@ -343,115 +310,95 @@ def _not_here(field: str, name: str) -> Problem:
 class ModelConfig(ConfigPart):
     """One model's configuration. Field names are Triton's; the last ones, after `metric_tags`, are Headrace's own."""
 
-    name: Text = Field(default="", description="The model's name. Must be the folder's name, which is the default.")
-    platform: Text = Field(
-        default="", description="`onnxruntime_onnx` or `tensorrt_plan`; follows from `backend` if absent."
+    name: Text = option("", "The model's name. Must be the folder's name, which is the default.")
+    platform: Text = option("", "`onnxruntime_onnx` or `tensorrt_plan`; follows from `backend` if absent.")
+    backend: Text = option("", "`onnxruntime` or `tensorrt`; follows from `platform` or the model's file if absent.")
+    version_policy: VersionPolicy = option(LATEST_VERSION, "Selects the served versions among those on disk.")
+    max_batch_size: Count = option(
+        0,
+        "Maximum rows of a batch. 0: the model has no batch dimension. If absent, 4 with `dynamic_batching` on where "
+        "first dimensions share a name and rows are independent, else 0.",
     )
-    backend: Text = Field(
-        default="", description="`onnxruntime` or `tensorrt`; follows from `platform` or the model's file if absent."
+    input: tuple[ModelInput, ...] = option((), "The inputs; read from the model if absent.")
+    output: tuple[ModelOutput, ...] = option((), "The outputs offered to clients; all outputs of the model if absent.")
+    optimization: Optimization = option(Optimization(), "Options that optimise the model's execution.")
+    dynamic_batching: DynamicBatching | None = option(
+        None, "Merges waiting requests into batches; `{}` enables it with the defaults."
     )
-    version_policy: VersionPolicy = Field(
-        default=LATEST_VERSION, description="Selects the served versions among those on disk."
+    instance_group: tuple[InstanceGroup, ...] = option(
+        (),
+        "Instances of the model. If absent, one; with `backend: tensorrt`, batches and no isolation, two on each GPU.",
     )
-    max_batch_size: Count = Field(
-        default=0,
-        description="Maximum rows of a batch. 0: the model has no batch dimension. If absent, 4 with `dynamic_batching`"
-        " on where first dimensions share a name and rows are independent, else 0.",
+    default_model_filename: Text = option("", "The model's file in a version's folder; `model.onnx` if absent.")
+    parameters: dict[str, ParameterText] = option(
+        {},
+        "Options of the backend. ONNX Runtime: `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`, "
+        "`enable_mem_arena`, `enable_mem_pattern`, `optimization_level`. TensorRT: `cuda_graphs` (1 or 0), "
+        "`pipeline_depth` (batches in flight in an instance, 2 to 8), `one_graph_rows` (batches up to this many rows "
+        "are one CUDA graph; `auto`: measured), `wait` (for a batch: `sleep`, `spin`, or `auto`: spin for batches that "
+        "are one graph).",
     )
-    input: tuple[ModelInput, ...] = Field(default=(), description="The inputs; read from the model if absent.")
-    output: tuple[ModelOutput, ...] = Field(
-        default=(), description="The outputs offered to clients; all outputs of the model if absent."
+    model_warmup: tuple[ModelWarmup, ...] = option((), "Requests that run before the model is ready.")
+    metric_tags: dict[str, ParameterText] = option({}, "Labels for the model's metrics.")
+    oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = option(
+        "split",
+        "`split`: a request with more than `max_batch_size` rows is split and its outputs are joined. `reject`: it is "
+        "refused, as in Triton. If absent, `reject` where the ONNX graph is not proven to keep rows independent.",
     )
-    optimization: Optimization = Field(
-        default=Optimization(), description="Options that optimise the model's execution."
+    preprocess: Preprocess | None = option(None, "Converts an image to the input tensor.")
+    postprocess: Postprocess | None = option(None, "Replaces an output of class scores.")
+    labels: dict[Annotated[str, Field(strict=True), AfterValidator(_label)], Version] = option(
+        {}, "Names for versions, e.g. `stable: 3`."
     )
-    dynamic_batching: DynamicBatching | None = Field(
-        default=None, description="Merges waiting requests into batches; `{}` enables it with the defaults."
+    slo: Slo = option(Slo(), "The latency objective.")
+    rate_limits: RateLimits | None = option(None, "Rate limit of each client; unlimited if absent.")
+    fair_sharing: FairSharing | None = option(
+        None, "Shares the model fairly between clients; `{}` enables it. If absent, all requests share one order."
     )
-    instance_group: tuple[InstanceGroup, ...] = Field(
-        default=(),
-        description="Instances of the model. If absent, one; with `backend: tensorrt`, batches and no isolation, two on"
-        " each GPU.",
+    priority_aging_microseconds: Duration = option(
+        DEFAULT_AGING_US,
+        "With `priority_levels`: a request moves up one level each time it has waited this long, in microseconds, "
+        "which prevents starvation. 0: no ageing, higher levels always run first.",
     )
-    default_model_filename: Text = Field(
-        default="", description="The model's file in a version's folder; `model.onnx` if absent."
-    )
-    parameters: dict[str, ParameterText] = Field(
-        default={},
-        description="Options of the backend. ONNX Runtime: `intra_op_thread_count`, `inter_op_thread_count`, "
-        "`execution_mode`, `enable_mem_arena`, `enable_mem_pattern`, `optimization_level`. TensorRT: "
-        "`cuda_graphs` (1 or 0), `pipeline_depth` (batches in flight in an instance, 2 to 8), "
-        "`one_graph_rows` (batches up to this many rows are one CUDA graph; `auto`: measured), `wait` (for "
-        "a batch: `sleep`, `spin`, or `auto`: spin for batches that are one graph).",
-    )
-    model_warmup: tuple[ModelWarmup, ...] = Field(
-        default=(), description="Requests that run before the model is ready."
-    )
-    metric_tags: dict[str, ParameterText] = Field(default={}, description="Labels for the model's metrics.")
-    oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = Field(
-        default="split",
-        description="`split`: a request with more than `max_batch_size` rows is split and its outputs are joined. "
-        "`reject`: it is refused, as in Triton. If absent, `reject` where the ONNX graph is not proven to "
-        "keep rows independent.",
-    )
-    preprocess: Preprocess | None = Field(default=None, description="Converts an image to the input tensor.")
-    postprocess: Postprocess | None = Field(default=None, description="Replaces an output of class scores.")
-    labels: dict[Annotated[str, Field(strict=True), AfterValidator(_label)], Version] = Field(
-        default={}, description="Names for versions, e.g. `stable: 3`."
-    )
-    slo: Slo = Field(default=Slo(), description="The latency objective.")
-    rate_limits: RateLimits | None = Field(default=None, description="Rate limit of each client; unlimited if absent.")
-    fair_sharing: FairSharing | None = Field(
-        default=None,
-        description="Shares the model fairly between clients; `{}` enables it. If absent, all requests share one order.",
-    )
-    priority_aging_microseconds: Duration = Field(
-        default=DEFAULT_AGING_US,
-        description="With `priority_levels`: a request moves up one level each time it has waited this long, in "
-        "microseconds, which prevents starvation. 0: no ageing, higher levels always run first.",
-    )
-    fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = Field(
-        default=None, description="The backend that runs the model where its own backend cannot."
+    fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = option(
+        None, "The backend that runs the model where its own backend cannot."
     )
     # Triton's message has a string field of this name, for a backend's library; it is ignored if empty.
     runtime: Annotated[
         Literal["auto", "onnxruntime", "tensorrt"],
         *one_of(("auto", "onnxruntime", "tensorrt")),
         BeforeValidator(lambda value: value or "auto"),
-    ] = Field(
-        default="auto",
-        description="The runtime. `auto`: the best runtime of this machine (docs/gpu.md has the table); `onnxruntime`: "
-        "the CPU; `tensorrt`: a GPU.",
+    ] = option(
+        "auto",
+        "The runtime. `auto`: the best runtime of this machine (docs/gpu.md has the table); `onnxruntime`: the CPU; "
+        "`tensorrt`: a GPU.",
     )
-    build_on_load: Flag | None = Field(
-        default=None,
-        description="Builds the engine of `optimization` if this machine has none, in a separate process while the ONNX"
-        " file serves, then swaps. If absent: yes with a GPU and TensorRT if the configuration names a "
-        "precision, the TensorRT backend or KIND_GPU; never on a CPU.",
+    build_on_load: Flag | None = option(
+        None,
+        "Builds the engine of `optimization` if this machine has none, in a separate process while the ONNX file "
+        "serves, then swaps. If absent: yes with a GPU and TensorRT if the configuration names a precision, the "
+        "TensorRT backend or KIND_GPU; never on a CPU.",
     )
-    cpu_max_batch_size: PositiveCount | None = Field(
-        default=None,
-        description="Maximum rows of a batch on a CPU, if fewer than `max_batch_size`: large batches for a GPU only add"
-        " latency on a CPU. Larger requests are split.",
+    cpu_max_batch_size: PositiveCount | None = option(
+        None,
+        "Maximum rows of a batch on a CPU, if fewer than `max_batch_size`: large batches for a GPU only add latency on "
+        "a CPU. Larger requests are split.",
     )
-    gpu_memory_budget: SizeBytes | None = Field(
-        default=None,
-        description='Maximum memory of a version on each GPU, in bytes or as text, e.g. "2GiB". If absent, the memory '
+    gpu_memory_budget: SizeBytes | None = option(
+        None,
+        'Maximum memory of a version on each GPU, in bytes or as text, e.g. "2GiB". If absent, the memory '
         "that `--gpu-memory-fraction` and the other models leave.",
     )
-    keep_loaded: Flag = Field(
-        default=False,
-        description="The model is never evicted from GPU memory to make room for another.",
+    keep_loaded: Flag = option(False, "The model is never evicted from GPU memory to make room for another.")
+    isolation: Annotated[Literal["none", "process"], *one_of(("none", "process"))] = option(
+        "none",
+        "`process`: the model runs in a child process, so a crash or a hang affects only this model. Costs about 0.1 "
+        "ms and a copy for each batch.",
     )
-    isolation: Annotated[Literal["none", "process"], *one_of(("none", "process"))] = Field(
-        default="none",
-        description="`process`: the model runs in a child process, so a crash or a hang affects only this model. Costs "
-        "about 0.1 ms and a copy for each batch.",
-    )
-    isolation_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = Field(
-        default=60.0,
-        description="With `isolation: process`: seconds after which a batch counts as hung and its process is killed "
-        "and restarted.",
+    isolation_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = option(
+        60.0,
+        "With `isolation: process`: seconds after which a batch counts as hung and its process is killed and "
+        "restarted.",
     )
 
     @property
@@ -464,68 +411,47 @@ class ModelConfig(ConfigPart):
         """The outputs as clients receive them; `output` has those of the model."""
         return served_outputs(self.postprocess, self.output)
 
-    @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
-        problems = [
-            *self._identity_problems(),
-            *_duplicates("input", self.input),
-            *_duplicates("output", self.output),
-            *self._batch_problems(),
-            *self._tensor_problems(),
-        ]
-        if problems:
-            raise Problems(problems)
-        return self
+    def _problems(self) -> Iterator[Problem]:
+        yield from self._identity_problems()
+        yield from _duplicates("input", self.input)
+        yield from _duplicates("output", self.output)
+        batch = self.max_batch_size if "max_batch_size" in self.model_fields_set else None
+        # No check is possible before max_batch_size is completed from the model.
+        if self.dynamic_batching is not None and batch is not None:
+            for index, size in enumerate(self.dynamic_batching.preferred_batch_size):
+                if size > batch:
+                    message = f"preferred_batch_size {size} is more than max_batch_size {batch}"
+                    loc = ("dynamic_batching", "preferred_batch_size", index)
+                    yield Problem(loc, message, "raise max_batch_size, or remove the size")
+        yield from preprocess_problems(self.preprocess, self.input, batch)
+        yield from postprocess_problems(self.postprocess, self.output, batch)
+        yield from self._input_name_problems()
 
-    def _identity_problems(self) -> list[Problem]:
-        problem = name_problem(self.name) if self.name else None
-        problems = [] if problem is None else [problem]
+    def _identity_problems(self) -> Iterator[Problem]:
+        if self.name and (problem := name_problem(self.name)):
+            yield problem
         if self.platform and self.platform not in _PLATFORMS:
-            problems.append(_not_here("platform", self.platform))
+            yield _not_here("platform", self.platform)
         elif self.backend and self.backend not in BACKENDS:
-            problems.append(_not_here("backend", self.backend))
+            yield _not_here("backend", self.backend)
         elif self.backend and self.platform and _PLATFORMS[self.platform] != self.backend:
             message = f'platform "{self.platform}" does not go with backend "{self.backend}"'
-            problems.append(
-                Problem(("platform",), message, f'write "{BACKENDS[self.backend].platform}", or remove platform')
-            )
-        return problems
+            yield Problem(("platform",), message, f'write "{BACKENDS[self.backend].platform}", or remove platform')
 
-    def _batch_problems(self) -> list[Problem]:
-        # No check is possible before max_batch_size is completed from the model.
-        if self.dynamic_batching is None or "max_batch_size" not in self.model_fields_set:
-            return []
-        return [
-            Problem(
-                ("dynamic_batching", "preferred_batch_size", index),
-                f"preferred_batch_size {size} is more than max_batch_size {self.max_batch_size}",
-                "raise max_batch_size, or remove the size",
-            )
-            for index, size in enumerate(self.dynamic_batching.preferred_batch_size)
-            if size > self.max_batch_size
-        ]
-
-    def _tensor_problems(self) -> list[Problem]:
+    def _input_name_problems(self) -> Iterator[Problem]:
         names = [tensor.name for tensor in self.input]
-        batch = self.max_batch_size if "max_batch_size" in self.model_fields_set else None
-        problems = [
-            *preprocess_problems(self.preprocess, self.input, batch),
-            *postprocess_problems(self.postprocess, self.output, batch),
-        ]
         picture = None if self.preprocess is None else self.preprocess.input
         if picture == "" and len(names) > 1:
             message = "preprocess.input is missing, and the model has several inputs"
-            problems.append(Problem(("preprocess",), message, f"write input: one of {', '.join(names)}"))
+            yield Problem(("preprocess",), message, f"write input: one of {', '.join(names)}")
         elif picture and names and picture not in names:
             message = f'preprocess.input "{picture}" is not an input of the model'
-            problems.append(Problem(("preprocess", "input"), message, f"write one of {', '.join(names)}"))
+            yield Problem(("preprocess", "input"), message, f"write one of {', '.join(names)}")
         for index, warmup in enumerate(self.model_warmup):
-            problems += [
-                Problem(("model_warmup", index, "inputs", name), f'warm-up names "{name}", which is not an input', "")
-                for name in warmup.inputs
-                if names and name not in names
-            ]
-        return problems
+            for name in warmup.inputs:
+                if names and name not in names:
+                    loc = ("model_warmup", index, "inputs", name)
+                    yield Problem(loc, f'warm-up names "{name}", which is not an input')
 
 
 HEADRACE_FIELDS: tuple[str, ...] = (

@@ -5,9 +5,10 @@ Every field of Triton's message is accepted; docs/configuration.md says which on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.core.config_base import (
     ConfigPart,
@@ -18,45 +19,45 @@ from headrace.core.config_base import (
     ParameterText,
     PositiveCount,
     Problem,
-    Problems,
     Text,
     one_of,
+    option,
 )
 
 
 class Graph(ConfigPart):
     """Optimisation of the model's graph."""
 
-    level: Int32 = Field(default=0, description="-1: basic, 0: all (the default), 1: extended; ONNX Runtime's levels.")
+    level: Int32 = option(0, "-1: basic, 0: all (the default), 1: extended; ONNX Runtime's levels.")
 
 
 class Cuda(ConfigPart):
     """Submission of work to an NVIDIA GPU."""
 
-    graphs: Flag = Field(default=False, description="Capture the execution as a CUDA graph and replay it.")
-    busy_wait_events: Flag = Field(default=False, description="Spin on CUDA events instead of sleeping.")
-    output_copy_stream: Flag = Field(default=False, description="Copy outputs on a separate CUDA stream.")
+    graphs: Flag = option(False, "Capture the execution as a CUDA graph and replay it.")
+    busy_wait_events: Flag = option(False, "Spin on CUDA events instead of sleeping.")
+    output_copy_stream: Flag = option(False, "Copy outputs on a separate CUDA stream.")
 
 
 class Accelerator(ConfigPart):
     """One execution accelerator and its options."""
 
     name: Annotated[str, Field(strict=True, min_length=1)] = Field(description="The accelerator, e.g. `tensorrt`.")
-    parameters: dict[str, ParameterText] = Field(default={}, description="Its options, e.g. `precision_mode: FP16`.")
+    parameters: dict[str, ParameterText] = option({}, "Its options, e.g. `precision_mode: FP16`.")
 
 
 class ExecutionAccelerators(ConfigPart):
     """Accelerators by device."""
 
-    gpu_execution_accelerator: tuple[Accelerator, ...] = Field(default=(), description="Accelerators on a GPU.")
-    cpu_execution_accelerator: tuple[Accelerator, ...] = Field(default=(), description="Accelerators on a CPU.")
+    gpu_execution_accelerator: tuple[Accelerator, ...] = option((), "Accelerators on a GPU.")
+    cpu_execution_accelerator: tuple[Accelerator, ...] = option((), "Accelerators on a CPU.")
 
 
 class PinnedMemory(ConfigPart):
     """Use of pinned host memory for transfers."""
 
     # As in Triton's message an empty block disables it, an absent one enables it.
-    enable: Flag = Field(default=False, description="Use pinned memory; true if the block is absent.")
+    enable: Flag = option(False, "Use pinned memory; true if the block is absent.")
 
 
 Priority = Literal["PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"]
@@ -75,109 +76,83 @@ Shape = tuple[Dimension, ...]
 class EngineProfile(ConfigPart):
     """A range of shapes that an engine supports and is tuned for."""
 
-    batch: tuple[PositiveCount, PositiveCount, PositiveCount] | None = Field(
-        default=None,
-        description="Rows: minimum, tuned, maximum. If absent: 1, `max_batch_size`, `max_batch_size`.",
+    batch: tuple[PositiveCount, PositiveCount, PositiveCount] | None = option(
+        None, "Rows: minimum, tuned, maximum. If absent: 1, `max_batch_size`, `max_batch_size`."
     )
-    shapes: dict[str, tuple[Shape, Shape, Shape]] = Field(
-        default={},
-        description="For each input with free dimensions: minimum, tuned and maximum shape, without the batch "
-        "dimension.",
+    shapes: dict[str, tuple[Shape, Shape, Shape]] = option(
+        {}, "For each input with free dimensions: minimum, tuned and maximum shape, without the batch dimension."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> EngineProfile:
-        problems = []
+    def _problems(self) -> Iterator[Problem]:
         if self.batch is not None and not self.batch[0] <= self.batch[1] <= self.batch[2]:
-            problems.append(Problem(("batch",), f"batch {list(self.batch)} does not ascend", "write [min, opt, max]"))
-        for name, (least, tuned, most) in self.shapes.items():
-            same = len(least) == len(tuned) == len(most)
-            if not same or not all(0 < a <= b <= c for a, b, c in zip(least, tuned, most, strict=True)):
+            yield Problem(("batch",), f"batch {list(self.batch)} does not ascend", "write [min, opt, max]")
+        for name, (smallest, tuned, largest) in self.shapes.items():
+            same = len(smallest) == len(tuned) == len(largest)
+            if not same or not all(0 < a <= b <= c for a, b, c in zip(smallest, tuned, largest, strict=True)):
                 message = f'the shapes of "{name}" do not ascend from the smallest to the largest'
-                problems.append(Problem(("shapes", name), message, "write three shapes without -1: [min, opt, max]"))
-        if problems:
-            raise Problems(problems)
-        return self
+                yield Problem(("shapes", name), message, "write three shapes without -1: [min, opt, max]")
 
 
 class Calibration(ConfigPart):
     """Calibration of the tensor ranges of an INT8 or FP8 engine."""
 
-    method: Annotated[Method, *one_of(METHODS)] = Field(
-        default="entropy",
-        description="`entropy`, `minmax`, `percentile` or `mse`. `tensorrt` can no longer be built: write `entropy`.",
+    method: Annotated[Method, *one_of(METHODS)] = option(
+        "entropy", "`entropy`, `minmax`, `percentile` or `mse`. `tensorrt` can no longer be built: write `entropy`."
     )
-    data: Text = Field(
-        default="",
-        description="Samples in the model's folder: images, an .npz with one array for each input, or "
-        "`file.py:function`.",
+    data: Text = option(
+        "", "Samples in the model's folder: images, an .npz with one array for each input, or `file.py:function`."
     )
-    samples: PositiveCount = Field(default=256, description="Maximum number of samples.")
-    percentile: Annotated[float, Field(strict=True, gt=50, le=100)] = Field(
-        default=99.99, description="Percentage of values inside the range, for `method: percentile`."
+    samples: PositiveCount = option(256, "Maximum number of samples.")
+    percentile: Annotated[float, Field(strict=True, gt=50, le=100)] = option(
+        99.99, "Percentage of values inside the range, for `method: percentile`."
     )
-    keep: tuple[Text, ...] = Field(
-        default=(),
-        description="Nodes (by name, `*` allowed) that stay in floating point, in addition to those found by "
-        "measurement.",
+    keep: tuple[Text, ...] = option(
+        (), "Nodes (by name, `*` allowed) that stay in floating point, in addition to those found by measurement."
     )
 
 
 class AccuracyBar(ConfigPart):
     """Accuracy relative to the FP32 model that a built engine must reach to be published."""
 
-    data: Text = Field(
-        default="", description="Held-out samples, as in `calibration.data`; the calibration's last quarter if absent."
+    data: Text = option("", "Held-out samples, as in `calibration.data`; the calibration's last quarter if absent.")
+    samples: PositiveCount = option(512, "Maximum number of samples.")
+    min_top1_agreement: Share | None = option(
+        None,
+        "Minimum share of samples with the same largest output. If absent: 0.98, or 0.9 for INT8 and FP8, or no "
+        "minimum without samples, where random inputs are compared.",
     )
-    samples: PositiveCount = Field(default=512, description="Maximum number of samples.")
-    min_top1_agreement: Share | None = Field(
-        default=None,
-        description="Minimum share of samples with the same largest output. If absent: 0.98, or 0.9 for INT8 and FP8, "
-        "or no minimum without samples, where random inputs are compared.",
+    max_drop: Share | None = option(
+        None, "Maximum loss of accuracy if the samples have labels; 0.005 is half a percentage point."
     )
-    max_drop: Share | None = Field(
-        default=None,
-        description="Maximum loss of accuracy if the samples have labels; 0.005 is half a percentage point.",
-    )
-    min_cosine: Share | None = Field(
-        default=None, description="Minimum cosine similarity of the outputs; 0.999 if absent, 0.95 for INT8 and FP8."
+    min_cosine: Share | None = option(
+        None, "Minimum cosine similarity of the outputs; 0.999 if absent, 0.95 for INT8 and FP8."
     )
 
 
 class Optimization(ConfigPart):
     """Optimisations of the model's execution."""
 
-    graph: Graph | None = Field(default=None, description="Optimisation of the model's graph.")
-    priority: Annotated[Priority, *one_of(("PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"), "PRIORITY_")] = Field(
-        default="PRIORITY_DEFAULT", description="Priority of this model's work on the device."
+    graph: Graph | None = option(None, "Optimisation of the model's graph.")
+    priority: Annotated[Priority, *one_of(("PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"), "PRIORITY_")] = option(
+        "PRIORITY_DEFAULT", "Priority of this model's work on the device."
     )
-    cuda: Cuda | None = Field(default=None, description="Submission of work to an NVIDIA GPU.")
-    execution_accelerators: ExecutionAccelerators | None = Field(
-        default=None, description="Accelerators, such as TensorRT."
+    cuda: Cuda | None = option(None, "Submission of work to an NVIDIA GPU.")
+    execution_accelerators: ExecutionAccelerators | None = option(None, "Accelerators, such as TensorRT.")
+    input_pinned_memory: PinnedMemory = option(PinnedMemory(enable=True), "Inputs go through pinned memory to a GPU.")
+    output_pinned_memory: PinnedMemory = option(
+        PinnedMemory(enable=True), "Outputs go through pinned memory from a GPU."
     )
-    input_pinned_memory: PinnedMemory = Field(
-        default=PinnedMemory(enable=True), description="Inputs go through pinned memory to a GPU."
+    gather_kernel_buffer_threshold: Count = option(0, "Buffers from which a kernel gathers the input on a GPU.")
+    eager_batching: Flag = option(False, "Assemble a batch before an instance is idle.")
+    precision: Annotated[Precision, *one_of(PRECISIONS)] | None = option(
+        None,
+        "Precision of the engine from `headrace build`: `fp32` (the default), `fp16`, `bf16`, `int8`, `fp8`, or "
+        "`best`: the fastest that meets `accuracy`.",
     )
-    output_pinned_memory: PinnedMemory = Field(
-        default=PinnedMemory(enable=True), description="Outputs go through pinned memory from a GPU."
-    )
-    gather_kernel_buffer_threshold: Count = Field(
-        default=0, description="Buffers from which a kernel gathers the input on a GPU."
-    )
-    eager_batching: Flag = Field(default=False, description="Assemble a batch before an instance is idle.")
-    precision: Annotated[Precision, *one_of(PRECISIONS)] | None = Field(
-        default=None,
-        description="Precision of the engine from `headrace build`: `fp32` (the default), `fp16`, `bf16`, `int8`, "
-        "`fp8`, or `best`: the fastest that meets `accuracy`.",
-    )
-    profiles: tuple[EngineProfile, ...] = Field(default=(), description="Ranges of shapes that the engine supports.")
-    workspace_mb: PositiveCount | None = Field(
-        default=None, description="Maximum scratch memory of TensorRT in MiB; unlimited if absent."
-    )
-    calibration: Calibration = Field(default=Calibration(), description="Calibration for INT8 and FP8.")
-    accuracy: AccuracyBar = Field(
-        default=AccuracyBar(), description="Accuracy that an engine must reach to be published."
-    )
+    profiles: tuple[EngineProfile, ...] = option((), "Ranges of shapes that the engine supports.")
+    workspace_mb: PositiveCount | None = option(None, "Maximum scratch memory of TensorRT in MiB; unlimited if absent.")
+    calibration: Calibration = option(Calibration(), "Calibration for INT8 and FP8.")
+    accuracy: AccuracyBar = option(AccuracyBar(), "Accuracy that an engine must reach to be published.")
 
 
 HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = ("precision", "profiles", "workspace_mb", "calibration", "accuracy")
