@@ -11,9 +11,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 
@@ -252,6 +254,170 @@ class Settings:
     tls_client_ca: str = ""
 
 
+def names(option: str) -> list[str]:
+    """Return an option with tritonserver's names for it."""
+    return [option, *(flag for flag, ours in TRITON_ALIASES.items() if ours == option)]
+
+
+_size = number_parser(int, lambda number: True, "is not a whole number")
+_port = number_parser(int, lambda number: number <= 65535, "is not a port (0 to 65535)")
+_positive = number_parser(int, lambda number: 0 < number < 2**62, "is not a whole number of 1 or more")
+_seconds = number_parser(float, lambda number: 0 <= number < 1e6, "is not a number of seconds")
+_fraction = number_parser(float, lambda number: 0 < number <= 1, "is not a fraction (more than 0, 1 at most)")
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of more than 0 seconds")
+    return seconds
+
+
+def _header(text: str) -> str:
+    name = text.lower()
+    is_reserved = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _RESERVED_HEADERS
+    if is_reserved or not _HEADER.fullmatch(name):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot name the client: write a header of letters, digits, '_', '-' and '.' that HTTP and gRPC do not use"
+        )
+    return name
+
+
+def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
+    """Parse the name and value of a field of `TritonMetrics`."""
+    name, _, value = text.partition("=")
+    if name in _METRICS_SWITCHES and value in ("true", "false"):
+        return name, value == "true"
+    if name == "summary_quantiles":
+        # Triton's form is QUANTILE:ERROR; here the error is that of the histogram buckets, 9 %.
+        try:
+            quantiles = tuple(float(item.partition(":")[0]) for item in value.split(","))
+        except ValueError:
+            quantiles = ()
+        if quantiles and all(0 < quantile < 1 for quantile in quantiles) and len(set(quantiles)) == len(quantiles):
+            return name, tuple(sorted(quantiles))
+    allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a metrics setting: write {allowed}")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _TRUE | _FALSE:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in _TRUE
+
+
+class _Option(NamedTuple):
+    """An option of `headrace serve`, and its environment variable `HEADRACE_<NAME>`.
+
+    Attributes:
+        name: field of `Settings`, `Telemetry` or `Limits`, which has the default.
+        help: text of `--help`.
+        kind: parser of the value, or its choices; `_switch` for an option with a `--no-` form.
+        metavar: placeholder of the value in `--help`.
+    """
+
+    name: str
+    help: str
+    kind: Callable[[str], Any] | tuple[str, ...] = str
+    metavar: str | None = None
+
+    def parse(self, text: str) -> Any:
+        """Parse the value of the environment variable; an error names the variable."""
+        try:
+            if not isinstance(self.kind, tuple):
+                return self.kind(text)
+            if text not in self.kind:
+                raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.kind)}")
+            return text
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{PREFIX}{self.name.upper()}: {error}") from error
+
+    def declare(self, parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+        """Add the option to a parser; its default is that of the environment, or of the dataclass."""
+        text = environ.get(PREFIX + self.name.upper())
+        add = partial(parser.add_argument, *names(f"--{self.name.replace('_', '-')}"))
+        if self.name in _SEPARATORS and not isinstance(self.kind, tuple):
+            # Without a default: argparse would add the values of the command line to it.
+            values = [self.parse(part) for part in (text or "").split(_SEPARATORS[self.name]) if part]
+            values = values or _REPEATED_DEFAULTS.get(self.name, [])
+            parser.set_defaults(**{f"default_{self.name}": values})
+            add(action="append", type=self.kind, metavar=self.metavar, help=self.help.format(*values))
+            return
+        default = _DEFAULTS[self.name] if text is None else self.parse(text)
+        if self.kind is _switch:
+            add(action=argparse.BooleanOptionalAction, default=default, help=self.help)
+        elif isinstance(self.kind, tuple):
+            add(choices=self.kind, default=default, help=self.help)
+        else:
+            add(type=self.kind, default=default, metavar=self.metavar, help=self.help)
+
+
+_DEFAULTS: dict[str, Any] = {each.name: each.default for kind in (Settings, Telemetry, Limits) for each in fields(kind)}
+_REPEATED_DEFAULTS = {"model_repository": ["model_repository"]}
+# Repeatable options, and the separators of their values in the environment; None: any white space.
+_SEPARATORS = {"model_repository": os.pathsep, "load_model": os.pathsep, "metrics_config": None}
+_STATE_DIR = _Option(
+    "state_dir",
+    "folder for latency tables, and for engines of read-only models (%(default)s; '': none)",
+    metavar="DIR",
+)
+_METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
+OPTIONS: tuple[_Option, ...] = (
+    _Option("model_repository", "folder of models, repeatable ({0})", metavar="DIR"),
+    _Option("model_control", "how models are loaded (%(default)s)", ("none", "explicit", "poll")),
+    _Option("load_model", "load at start, with --model-control explicit; repeatable", metavar="NAME"),
+    _Option("id", "name of the server in its metadata (%(default)s)", metavar="NAME"),
+    _Option("host", "address to listen on (%(default)s)"),
+    _Option("http_port", "HTTP port (%(default)s)", _port, "N"),
+    _Option("grpc_port", "gRPC port (%(default)s)", _port, "N"),
+    _Option("metrics_port", "port of /metrics (the HTTP port)", _port, "N"),
+    _Option("strict", "refuse to start if a model cannot be served", _switch),
+    _Option(
+        "ready_when",
+        "ready while a model serves, or while every model that should be served is READY (%(default)s)",
+        ("any", "all"),
+    ),
+    _Option("allow_client_shm", "let clients register shared memory", _switch),
+    _Option("allow_model_override", "accept load requests that contain a configuration", _switch),
+    _Option("trace_file", "write traces to this file", metavar="FILE"),
+    _Option("log_format", "format of the log (%(default)s)", ("text", "json")),
+    _Option(
+        "client_header",
+        "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)",
+        _header,
+        "NAME",
+    ),
+    *(
+        _Option(name, f"{text} (%(default)s)", *((_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")))
+        for name, text in LIMIT_HELP.items()
+    ),
+    _Option("gpu_memory_fraction", "of each GPU's memory, for all models together (%(default)s)", _fraction, "F"),
+    _Option(
+        "inline_bound_us",
+        "run a lone request on the event loop if the model computes it in this time, us, at p99 (%(default)s; 0: never)",
+        _size,
+        "US",
+    ),
+    _Option("otlp_endpoint", "URL of an OpenTelemetry receiver of spans, http://host:4317 (none)", metavar="URL"),
+    _Option("otlp_protocol", "protocol of --otlp-endpoint (%(default)s)", OTLP_PROTOCOLS),
+    _Option("trace_rate", "trace one in N requests without a trace context (%(default)s; 0: none)", _size, "N"),
+    _Option("request_log", "requests with a line in the access log (%(default)s)", REQUEST_LOG_MODES),
+    _Option("request_log_file", "file of the access log, as JSON (standard error)", metavar="FILE"),
+    _STATE_DIR,
+    _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
+    _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
+    _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
+    _Option("grpc_engine", "fast: our own HTTP/2 (%(default)s)", ("grpcio", "fast")),
+    _Option("grpc", "serve gRPC (on)", _switch),
+    _Option("tls_cert", "certificate chain of the server (PEM): TLS for HTTP and gRPC", metavar="FILE"),
+    _Option("tls_key", "private key of --tls-cert (PEM)", metavar="FILE"),
+    _Option("tls_client_ca", "require client certificates signed by one of these CAs (PEM)", metavar="FILE"),
+    _Option("poll_interval_s", "interval of --model-control poll (%(default)s)", _seconds, "S"),
+    _Option("metrics", "latency histograms and /metrics (on)", _switch),
+    _Option("metrics_config", f"as in Triton: {_METRICS_HELP}; repeatable", _metrics_setting, "NAME=VALUE"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
     """Declare the options of `headrace serve`, with defaults from the environment.
 
@@ -262,63 +428,15 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     Raises:
         ValueError: a variable has an invalid value; names both.
     """
-    env = _Environment(os.environ if environ is None else environ)
-    add = parser.add_argument
-    _add_repositories(parser, env)
-    server_id = env.text("ID", "headrace")
-    add("--id", default=server_id, metavar="NAME", help="name of the server in its metadata (%(default)s)")
-    add("--host", default=env.text("HOST", "127.0.0.1"), help="address to listen on (%(default)s)")
-    add("--http-port", type=_port, default=env.port("HTTP_PORT", 8000), metavar="N", help="HTTP port (%(default)s)")
-    add("--grpc-port", type=_port, default=env.port("GRPC_PORT", 8001), metavar="N", help="gRPC port (%(default)s)")
-    metrics_port = env.port("METRICS_PORT", None)
-    add("--metrics-port", type=_port, default=metrics_port, metavar="N", help="port of /metrics (the HTTP port)")
-    _add_flag(parser, env, "strict", "refuse to start if a model cannot be served")
-    ready_when = env.choice("READY_WHEN", "any", ("any", "all"))
-    text = "ready while a model serves, or while every model that should be served is READY (%(default)s)"
-    add("--ready-when", choices=("any", "all"), default=ready_when, help=text)
-    _add_flag(parser, env, "allow-client-shm", "let clients register shared memory")
-    _add_flag(parser, env, "allow-model-override", "let a load request bring its own configuration")
-    add("--trace-file", default=env.text("TRACE_FILE", ""), metavar="FILE", help="write traces to this file")
-    log_format = env.choice("LOG_FORMAT", "text", ("text", "json"))
-    add("--log-format", choices=("text", "json"), default=log_format, help="of the log (%(default)s)")
-    client = env.header("CLIENT_HEADER", CLIENT_HEADER)
-    text = "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)"
-    add("--client-header", type=_header, default=client, metavar="NAME", help=text)
-    _add_limits(parser, env)
-    fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
-    text = "of each GPU's memory, for all models together (%(default)s)"
-    add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
-    _add_inline_bound(parser, env)
-    _add_telemetry(parser, env)
-    _add_state(parser, env)
-    _add_timeouts(parser, env)
-    _add_grpc(parser, env)
-    _add_tls(parser, env)
-    poll = env.seconds("POLL_INTERVAL_S", 2.0)
-    add(
-        *names("--poll-interval-s"),
-        type=_seconds,
-        default=poll,
-        metavar="S",
-        help="of --model-control poll (%(default)s)",
-    )
-    add(
-        "--metrics",
-        action=argparse.BooleanOptionalAction,
-        default=env.flag("METRICS", True),
-        help="latency histograms and /metrics (on)",
-    )
-    _add_metrics_config(parser, env)
-
-
-def names(option: str) -> list[str]:
-    """Return an option with tritonserver's names for it."""
-    return [option, *(flag for flag, ours in TRITON_ALIASES.items() if ours == option)]
+    text = "a repository, the folder of one model, or a model file (model.onnx), in place of --model-repository"
+    parser.add_argument("path", nargs="*", type=Path, metavar="PATH", help=text)
+    for option in OPTIONS:
+        option.declare(parser, os.environ if environ is None else environ)
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:
     """Declare `--state-dir` for a command that loads models as the server does."""
-    _add_state(parser, _Environment(os.environ))
+    _STATE_DIR.declare(parser, os.environ)
 
 
 def is_json_log(arguments: Sequence[str]) -> bool:
@@ -335,69 +453,21 @@ def is_json_log(arguments: Sequence[str]) -> bool:
 
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Create settings from parsed arguments."""
-    return Settings(
-        model_repository=_repositories(args),
-        id=args.id,
-        host=args.host,
-        http_port=args.http_port,
-        grpc_port=args.grpc_port,
-        metrics_port=args.metrics_port,
-        model_control=args.model_control,
-        load_model=tuple(args.load_model or args.default_load_model),
-        strict=args.strict,
-        ready_when=args.ready_when,
-        allow_client_shm=args.allow_client_shm,
-        allow_model_override=args.allow_model_override,
-        trace_file=args.trace_file,
-        telemetry=Telemetry(**{field.name: getattr(args, field.name) for field in fields(Telemetry)}),
-        log_format=args.log_format,
-        client_header=args.client_header,
-        limits=Limits(**{name: getattr(args, name) for name in LIMIT_HELP}),
-        gpu_memory_fraction=args.gpu_memory_fraction,
-        profile_s=args.profile_s,
-        inline_bound_us=args.inline_bound_us,
-        state_dir=args.state_dir,
-        drain_timeout_s=args.drain_timeout_s,
-        keep_alive_timeout_s=args.keep_alive_timeout_s,
-        metrics=args.metrics,
-        metrics_config=TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),
-        grpc_engine=args.grpc_engine,
-        grpc=args.grpc,
-        poll_interval_s=args.poll_interval_s,
-        tls_cert=args.tls_cert,
-        tls_key=args.tls_key,
-        tls_client_ca=args.tls_client_ca,
+    values = vars(args)
+    # A path on the command line replaces the default repository.
+    repositories = args.model_repository or ([] if args.path else args.default_model_repository)
+    telemetry, limits, settings = (
+        {each.name: values[each.name] for each in fields(kind) if each.name in values}
+        for kind in (Telemetry, Limits, Settings)
     )
-
-
-def _repositories(args: argparse.Namespace) -> tuple[Path, ...]:
-    """Repositories of the options; the default only if no path is given either."""
-    folders = args.model_repository or ([] if args.path else args.default_model_repository)
-    return tuple(Path(folder) for folder in folders)
-
-
-def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    add = parser.add_argument
-    repositories = env.list("MODEL_REPOSITORY") or ["model_repository"]
-    add(
-        *names("--model-repository"),
-        action="append",
-        metavar="DIR",
-        help=f"folder of models, repeatable ({repositories[0]})",
-    )
-    text = "a repository, the folder of one model, or a model file (model.onnx), in place of --model-repository"
-    add("path", nargs="*", type=Path, metavar="PATH", help=text)
-    parser.set_defaults(default_model_repository=repositories, default_load_model=env.list("LOAD_MODEL"))
-    control = env.choice("MODEL_CONTROL", "none", ("none", "explicit", "poll"))
-    add(
-        *names("--model-control"),
-        choices=("none", "explicit", "poll"),
-        default=control,
-        help="who loads models (%(default)s)",
-    )
-    add(
-        "--load-model", action="append", metavar="NAME", help="load at start, with --model-control explicit; repeatable"
-    )
+    settings |= {
+        "model_repository": tuple(map(Path, repositories)),
+        "load_model": tuple(args.load_model or args.default_load_model),
+        "telemetry": Telemetry(**telemetry),
+        "limits": Limits(**limits),
+        "metrics_config": TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),
+    }
+    return Settings(**settings)
 
 
 def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -407,223 +477,11 @@ def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -
         words: the command and its arguments.
         environ: environment variables; None for those of the process.
     """
-    state = _Environment(os.environ if environ is None else environ).text("STATE_DIR", "")
+    state = (os.environ if environ is None else environ).get(f"{PREFIX}STATE_DIR", "")
     is_named = any(word.partition("=")[0] == "--state-dir" for word in words)
     if words[:1] != ["build"] or is_named or not state:
         return list(words)
     return [words[0], "--state-dir", state, *words[1:]]
-
-
-def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    state, text = (
-        env.text("STATE_DIR", "~/.cache/headrace/state"),
-        "where profiles, and engines of folders that cannot be written, outlive the process (%(default)s; '': nowhere)",
-    )
-    parser.add_argument("--state-dir", default=state, metavar="DIR", help=text)
-
-
-def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    defaults = Limits().table()
-    for name, help_text in LIMIT_HELP.items():
-        kind, metavar = (_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")
-        value = env.positive(name.upper(), defaults[name], kind)
-        text = f"{help_text} (%(default)s)"
-        option = names(f"--{name.replace('_', '-')}")
-        parser.add_argument(*option, type=kind, default=value, metavar=metavar, help=text)
-
-
-def _add_inline_bound(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    bound = env.positive("INLINE_BOUND_US", 200, _size)
-    text = (
-        "run a lone request on the event loop if the model computes it in this time, us, at p99 (%(default)s; 0: never)"
-    )
-    parser.add_argument("--inline-bound-us", type=_size, default=bound, metavar="US", help=text)
-
-
-def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    add, default = parser.add_argument, Telemetry()
-    text = "URL of an OpenTelemetry receiver of spans, http://host:4317 (none)"
-    add("--otlp-endpoint", default=env.text("OTLP_ENDPOINT", ""), metavar="URL", help=text)
-    protocol = env.choice("OTLP_PROTOCOL", default.otlp_protocol, OTLP_PROTOCOLS)
-    add("--otlp-protocol", choices=OTLP_PROTOCOLS, default=protocol, help="of --otlp-endpoint (%(default)s)")
-    text = "trace one in N requests that bring no trace (%(default)s; 0: none)"
-    rate = env.positive("TRACE_RATE", default.trace_rate, _size)
-    add("--trace-rate", type=_size, default=rate, metavar="N", help=text)
-    mode = env.choice("REQUEST_LOG", default.request_log, REQUEST_LOG_MODES)
-    add("--request-log", choices=REQUEST_LOG_MODES, default=mode, help="a line for each request (%(default)s)")
-    file = env.text("REQUEST_LOG_FILE", "")
-    add("--request-log-file", default=file, metavar="FILE", help="where it goes, as JSON (standard error)")
-
-
-def _add_metrics_config(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    words = env.text("METRICS_CONFIG", "").split()
-    parser.set_defaults(default_metrics_config=[env.parsed("METRICS_CONFIG", word, _metrics_setting) for word in words])
-    text = (
-        "as in Triton: summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
-    )
-    parser.add_argument(
-        "--metrics-config", action="append", type=_metrics_setting, metavar="NAME=VALUE", help=f"{text}; repeatable"
-    )
-
-
-def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    for option, seconds, text in (
-        ("profile-s", 0.25, "measure each model before it serves (%(default)s; 0: do not)"),
-        ("drain-timeout-s", 30.0, "wait for requests at shutdown (%(default)s)"),
-        ("keep-alive-timeout-s", 75.0, "keep an HTTP connection between requests (%(default)s)"),
-    ):
-        default = env.seconds(option.replace("-", "_").upper(), seconds)
-        parser.add_argument(*names(f"--{option}"), type=_seconds, default=default, metavar="S", help=text)
-
-
-def _add_grpc(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    engine = env.choice("GRPC_ENGINE", "grpcio", ("grpcio", "fast"))
-    parser.add_argument(
-        "--grpc-engine", choices=("grpcio", "fast"), default=engine, help="fast: our own HTTP/2 (%(default)s)"
-    )
-    served = env.flag("GRPC", True)
-    parser.add_argument("--grpc", action=argparse.BooleanOptionalAction, default=served, help="serve gRPC (on)")
-
-
-def _add_tls(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    for option, text in (
-        ("tls-cert", "certificate chain of the server (PEM): TLS on both front ends"),
-        ("tls-key", "private key of --tls-cert (PEM)"),
-        ("tls-client-ca", "clients must show a certificate signed by one of these (PEM)"),
-    ):
-        default = env.text(option.replace("-", "_").upper(), "")
-        parser.add_argument(f"--{option}", default=default, metavar="FILE", help=text)
-
-
-def _add_flag(parser: argparse.ArgumentParser, env: _Environment, name: str, text: str) -> None:
-    default = env.flag(name.replace("-", "_").upper(), False)
-    parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
-    return int(text)
-
-
-def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
-    """A name and value of `TritonMetrics`."""
-    name, _, value = text.partition("=")
-    if name in _METRICS_SWITCHES and value in ("true", "false"):
-        return name, value == "true"
-    if name == "summary_quantiles":
-        # Triton's form is QUANTILE:ERROR; here the error is that of the histogram buckets, 9 %.
-        try:
-            quantiles = tuple(float(item.partition(":")[0]) for item in value.split(","))
-        except ValueError:
-            quantiles = ()
-        if quantiles and all(0 < quantile < 1 for quantile in quantiles) and len(set(quantiles)) == len(quantiles):
-            return name, tuple(sorted(quantiles))
-    allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
-    raise argparse.ArgumentTypeError(f"{text!r} is not a metrics setting: write {allowed}")
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def _header(text: str) -> str:
-    name = text.lower()
-    is_reserved = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _RESERVED_HEADERS
-    if is_reserved or not _HEADER.fullmatch(name):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} cannot name the client: write a header of letters, digits, '_', '-' and '.' that HTTP and gRPC do not use"
-        )
-    return name
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**62:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _positive_seconds(text: str) -> float:
-    seconds = _seconds(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time of more than 0 seconds")
-    return seconds
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction (more than 0, 1 at most)")
-    return value
-
-
-class _Environment:
-    """Reads `HEADRACE_` variables; errors name the variable."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def text(self, name: str, default: str) -> str:
-        return self._environ.get(PREFIX + name, default)
-
-    def list(self, name: str) -> list[str]:
-        return [part for part in self.text(name, "").split(os.pathsep) if part]
-
-    def port(self, name: str, default: int | None) -> int | None:
-        text = self._environ.get(PREFIX + name)
-        return default if text is None else int(self.parsed(name, text, _port))
-
-    def seconds(self, name: str, default: float) -> float:
-        text = self._environ.get(PREFIX + name)
-        return default if text is None else self.parsed(name, text, _seconds)
-
-    def header(self, name: str, default: str) -> str:
-        text = self._environ.get(PREFIX + name)
-        return default if text is None else str(self.parsed(name, text, _header))
-
-    def positive(self, name: str, default: float, parse: Callable[[str], float]) -> float:
-        text = self._environ.get(PREFIX + name)
-        return default if text is None else self.parsed(name, text, parse)
-
-    def fraction(self, name: str, default: float) -> float:
-        text = self._environ.get(PREFIX + name)
-        return default if text is None else self.parsed(name, text, _fraction)
-
-    def flag(self, name: str, default: bool) -> bool:
-        text = self._environ.get(PREFIX + name)
-        if text is None:
-            return default
-        if text.lower() not in _TRUE | _FALSE:
-            raise ValueError(f"{PREFIX}{name}: {text!r} is neither true nor false")
-        return text.lower() in _TRUE
-
-    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
-        text = self.text(name, default)
-        if text not in choices:
-            raise ValueError(f"{PREFIX}{name}: {text!r} is not one of {', '.join(choices)}")
-        return text
-
-    @staticmethod
-    def parsed(name: str, text: str, parse: object) -> Any:
-        try:
-            return parse(text)  # type: ignore[operator]
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{PREFIX}{name}: {error}") from error
 
 
 def disable_ort_telemetry() -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import open_console, printable
+from headrace.core.command_line import number_parser, open_console, printable
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
 from headrace.pipelines.recipe import ImageRecipe, parameter_value
 
@@ -394,6 +394,10 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+_count = number_parser(int, lambda number: number >= 1, "is not a whole number of at least 1")
+_seconds = number_parser(float, lambda number: 0 < number < 1e6, "is not a number of seconds over 0")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
@@ -531,19 +535,3 @@ def _print_json(console: Console, value: object) -> None:
 
 def _complain(errors: Console, message: str) -> None:
     errors.print(Text.assemble(("headrace infer: ", "bold red"), printable(message)), soft_wrap=True)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds over 0")
-    return seconds

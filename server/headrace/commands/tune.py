@@ -14,13 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import fit_title, is_pipe, open_console, pickup_text
+from headrace.core.command_line import fit_title, is_pipe, number_parser, open_console, pickup_text
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.config.files import Changes
     from headrace.config.model_folder import ModelFolder
     from headrace.repository.tuning import MeasuredSetting, Options, Sweep
+
+
+_count = number_parser(int, lambda number: 0 < number <= 65536, "is not a number from 1 to 65536")
+_positive = number_parser(float, lambda number: 0 < number < 1e6, "is not a number over 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,19 +219,3 @@ def _counts(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 64 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: write numbers from 1 to 64, such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 65536")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number over 0")
-    return value

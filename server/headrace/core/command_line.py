@@ -11,8 +11,8 @@ import difflib
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -20,6 +20,31 @@ from rich.table import Table
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 _CHOICE = re.compile(r"invalid choice: '?(?P<word>[^']*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def number_parser(kind: type[Number], is_valid: Callable[[Number], bool], error: str) -> Callable[[str], Number]:
+    """Return a parser of one number for the `type` of an argument.
+
+    Args:
+        kind: `int` for decimal digits only, or `float`.
+        is_valid: returns True for the accepted numbers.
+        error: message of the error, after the text.
+    """
+
+    def parse(text: str) -> Number:
+        try:
+            if kind is not int or (text.isascii() and text.isdecimal()):
+                number = kind(text)
+                if is_valid(number):
+                    return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} {error}")
+
+    return parse
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
