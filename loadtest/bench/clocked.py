@@ -13,8 +13,9 @@ from headrace.backends.base import Execution
 from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
-from headrace.core.request import BatchTimes, InferRequest
+from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
+from headrace.observability.counters import BatchRecord
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import HandlePolicy
 from headrace.simulation.replay import ANSWERED, BatchHistory, BatchRecorder, Replay
@@ -117,20 +118,10 @@ class Timed(BatchRecorder):
         self._device = device
         self.added_ns: list[int] = []
 
-    def batch(
-        self,
-        rows: int,
-        batch_rows: int,
-        reason: str,
-        times: BatchTimes,
-        queue_ns: list[int],
-        total_ns: list[int],
-        busy_ns: int = 0,
-        shape: object = None,
-    ) -> None:
+    def record_batch(self, batch: BatchRecord) -> None:
         """Record a batch and its time beyond the device's."""
-        super().batch(rows, batch_rows, reason, times, queue_ns, total_ns, busy_ns, shape)
-        self.added_ns.append(times.split_ns - times.taken_ns - self._device.ns(batch_rows))
+        super().record_batch(batch)
+        self.added_ns.append(batch.times.split_ns - batch.times.taken_ns - self._device.ns(batch.batch_rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.request import BatchTimes
-from headrace.observability.counters import Recorder
+from headrace.observability.counters import BatchRecord, Recorder
 from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
@@ -31,19 +31,9 @@ class Kept(BatchRecorder):
         Recorder.__init__(self, True, lambda: self.now_ns)
         Kept.made = [self]
 
-    def batch(
-        self,
-        rows: int,
-        batch_rows: int,
-        reason: str,
-        times: BatchTimes,
-        queue_ns: list[int],
-        total_ns: list[int],
-        busy_ns: int = 0,
-        shape: object = None,
-    ) -> None:
-        super().batch(rows, batch_rows, reason, times, queue_ns, total_ns)
-        Recorder.batch(self, rows, batch_rows, reason, times, queue_ns, total_ns, busy_ns, shape)
+    def record_batch(self, batch: BatchRecord) -> None:
+        super().record_batch(batch)
+        Recorder.record_batch(self, batch)
 
 
 @pytest.fixture
@@ -188,7 +178,8 @@ def batches(rows: int, reason: str, assemble_ms: float = 0, queue_ms: float = 0,
         end_ns = 100_000 * MS + number * MS
         times = BatchTimes(end_ns - int((1 + assemble_ms) * MS), end_ns - MS, end_ns, end_ns)
         wait_ns = int(queue_ms * MS)
-        recorder.batch(rows, rows, reason, times, [wait_ns], [wait_ns + end_ns - times.taken_ns], MS)
+        total_ns = [wait_ns + end_ns - times.taken_ns]
+        recorder.record_batch(BatchRecord(rows, rows, reason, times, [wait_ns], total_ns, MS))
     return recorder
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from headrace.core.completion import settle_all
 from headrace.core.request import InferResponse
 from headrace.observability.counters import Recorder
-from headrace.scheduling.executor import BatchResults, OutputCheck, SerialRunner
-from headrace.scheduling.pipeline import LaunchPacing, Pipeline, _PendingBatch
+from headrace.scheduling.executor import OutputCheck, SerialRunner
+from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
@@ -26,6 +25,7 @@ from hypothesis import strategies as st
 from tests.support.completions import RecordedCompletion, request
 from tests.support.examples import examples
 from tests.support.fakes import SPEC
+from tests.support.pipeline_bench import batch_results
 from tests.support.virtual_pipeline import Cost, CostModel, VirtualPipeline
 
 US = 1_000
@@ -91,9 +91,9 @@ class World:
                 batch = self.scheduler.poll(self.now_ns)
                 if not isinstance(batch, Batch):
                     break
-                self._fly(index, _PendingBatch(batch.entries, batch.reason, batch.taken_ns))
+                self._fly(index, batch)
 
-    def _fly(self, index: int, run: _PendingBatch) -> None:
+    def _fly(self, index: int, run: Batch) -> None:
         pipeline, device = self.pipelines[index], self.devices[index]
         rows = sum(entry.rows for entry in run.entries)
         self.sizes.append(rows)
@@ -111,7 +111,7 @@ class World:
         pipeline._collect_finished()
 
     def _pipeline(self, device: VirtualPipeline) -> Pipeline:
-        answers = BatchResults(self.recorder, settle_all, lambda _busy_ns: None, OutputCheck(SPEC))
+        answers = batch_results(self.recorder, self.scheduler, self.policy, OutputCheck(SPEC))
         serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock)
         pace = LaunchPacing(self.policy.max_rows) if self.paced else None
         return Pipeline("virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock)

@@ -15,8 +15,11 @@ from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
 from headrace.observability.counters import Recorder
+from headrace.scheduling.admission import AdmissionController
+from headrace.scheduling.batching import CostModel
 from headrace.scheduling.executor import BatchResults, OutputCheck, SerialRunner
 from headrace.scheduling.instance import BatchRunner, Instance, OnDeath
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
@@ -50,6 +53,19 @@ class Caller(RecordedCompletion):
         return self.outcome
 
 
+def batch_results(
+    recorder: Recorder,
+    scheduler: Scheduler,
+    policy: BatchPolicy,
+    check: OutputCheck,
+    report: Callable[[int], None] = lambda _busy_ns: None,
+) -> BatchResults:
+    """Return what settles batches of a scheduler without a handle."""
+    latency_table = LatencyTable()
+    admission = AdmissionController(CostModel(latency_table, policy), policy, scheduler, list)
+    return BatchResults(recorder, settle_all, report, check, latency_table, admission)
+
+
 class Bench:
     """One pipelined instance with its scheduler.
 
@@ -71,7 +87,8 @@ class Bench:
         self.scheduler = Scheduler(self.policy, clock=self.clock)
         self.recorder = Recorder()
         self.reports: list[int] = []
-        self.answers = BatchResults(self.recorder, settle_all, self.reports.append, OutputCheck(_ANY_WIDTH))
+        check = OutputCheck(_ANY_WIDTH)
+        self.answers = batch_results(self.recorder, self.scheduler, self.policy, check, self.reports.append)
         self.exits: list[BaseException | None] = []
         self.instance = Instance("bench", lambda: model, self._runner, self._ended)
         self.instance.start()

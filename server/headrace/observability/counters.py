@@ -338,6 +338,31 @@ def _difference(now: Totals, earlier: Totals) -> Totals:
 _FOLD_AT = 2048  # pending durations of a phase: few enough that sorting them makes no noticeable pause
 
 
+@dataclass(slots=True)  # not frozen: its constructor runs for every batch
+class BatchRecord:
+    """A successful batch.
+
+    Attributes:
+        rows: rows of its successful requests.
+        batch_rows: rows of the batch, including those of cancelled requests.
+        reason: close reason.
+        times: ends of its phases.
+        queue_ns: queue time of each successful request.
+        total_ns: time from arrival to the end of split of each successful request.
+        busy_ns: time for which the batch occupied its instance.
+        shape: equal for batches whose requests could have shared a batch.
+    """
+
+    rows: int
+    batch_rows: int
+    reason: str
+    times: BatchTimes
+    queue_ns: list[int]
+    total_ns: list[int]
+    busy_ns: int = 0
+    shape: object = None
+
+
 class Recorder:
     """Counts the requests and batches of one model version. Thread-safe.
 
@@ -360,43 +385,22 @@ class Recorder:
         self._batches_ns: list[tuple[int, int, int, int]] = []
         self._codecs_ns: deque[tuple[int, int]] = deque()
 
-    def batch(
-        self,
-        rows: int,
-        batch_rows: int,
-        reason: str,
-        times: BatchTimes,
-        queue_ns: list[int],
-        total_ns: list[int],
-        busy_ns: int = 0,
-        shape: object = None,
-    ) -> None:
-        """Count a successful batch.
-
-        Args:
-            rows: of its successful requests.
-            batch_rows: of the batch, those of cancelled requests included.
-            reason: the reason why it was closed.
-            times: ends of its phases.
-            queue_ns: time in the queue of each successful request.
-            total_ns: time from arrival to the end of split of each successful request.
-            busy_ns: time in which the batch kept its instance busy.
-            shape: equal for batches whose requests could have shared a batch.
-        """
+    def record_batch(self, batch: BatchRecord) -> None:
+        """Count a successful batch."""
+        queue_ns, total_ns, shape = batch.queue_ns, batch.total_ns, batch.shape
         members = len(queue_ns)
-        assemble_ns = times.assembled_ns - times.taken_ns
-        compute_ns = times.computed_ns - times.assembled_ns
-        split_ns = times.split_ns - times.computed_ns
-        second = times.split_ns // NS_PER_S
+        taken_ns, assembled_ns, computed_ns, done_ns = batch.times
+        assemble_ns, compute_ns, split_ns = assembled_ns - taken_ns, computed_ns - assembled_ns, done_ns - computed_ns
+        second = done_ns // NS_PER_S
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
                 self._snapshots.put(second, self._copy())
-            totals.busy_ns += busy_ns
+            totals.busy_ns += batch.busy_ns
             totals.shape_changes += shape != self._shape
             self._shape = shape
             totals.requests += members
-            totals.rows += rows
+            totals.rows += batch.rows
             totals.executions += 1
             totals.queue_ns += sum(queue_ns)
             totals.request_ns += sum(total_ns)
@@ -404,10 +408,10 @@ class Recorder:
             totals.compute_ns += compute_ns * members
             totals.split_ns += split_ns * members
             totals.last_ms = time.time_ns() // NS_PER_MS
-            totals.reasons[reason] += 1
-            size = totals.sizes.get(batch_rows)
+            totals.reasons[batch.reason] += 1
+            size = totals.sizes.get(batch.batch_rows)
             if size is None:
-                size = totals.sizes[batch_rows] = SizeTotals()
+                size = totals.sizes[batch.batch_rows] = SizeTotals()
             size.count += 1
             size.assemble_ns += assemble_ns
             size.compute_ns += compute_ns
@@ -420,7 +424,7 @@ class Recorder:
                     self._fold()
 
     def record_codec_times(self, decode_ns: int, encode_ns: int) -> None:
-        """Count the time to decode a request and to encode its response; `batch` counts the request itself.
+        """Count the time to decode a request and to encode its response; `record_batch` counts the request itself.
 
         Called on the event loop, once for each successful request over HTTP or gRPC.
 
@@ -456,7 +460,7 @@ class Recorder:
         """Make a traced request the exemplar of its bucket of `total`.
 
         Args:
-            total_ns: time from arrival to the end of split, as `batch` counts it.
+            total_ns: time from arrival to the end of split, as `record_batch` counts it.
             trace_id: 32 hexadecimal digits.
         """
         with self._lock:

@@ -31,9 +31,8 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, ModelFailed
 from headrace.core.limits import BodyMemory
 from headrace.core.request import BatchTimes, InferResponse
 from headrace.core.tensor import Array, ModelSpec, is_resident
-from headrace.observability.counters import Recorder
+from headrace.observability.counters import BatchRecord, Recorder
 from headrace.scheduling.admission import AdmissionController, InFlightWork
-from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
@@ -137,8 +136,8 @@ class BatchResults:
         deliver: settles outcomes; returns the number that were not settled before, if known.
         report: callback with the busy time of a batch, in nanoseconds.
         check: check of the model's outputs.
-        latency_table: records compute times; a new table if None.
-        admission: records prediction errors; None without admission control.
+        latency_table: records compute times.
+        admission: records prediction errors.
         on_mismatch: callback for an output mismatch, called before any request is settled.
 
     Attributes:
@@ -152,8 +151,8 @@ class BatchResults:
         deliver: Deliver,
         report: Callable[[int], None],
         check: OutputCheck,
-        latency_table: LatencyTable | None = None,
-        admission: AdmissionController | None = None,
+        latency_table: LatencyTable,
+        admission: AdmissionController,
         on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None,
     ) -> None:
         self._recorder = recorder
@@ -162,14 +161,13 @@ class BatchResults:
         self._check = check
         self._on_mismatch = on_mismatch
         self._admission = admission
-        self.latency_table = latency_table or LatencyTable()
+        self.latency_table = latency_table
         self.busy_runners: set[object] = set()
 
     def begin(self, runner: object) -> None:
         """Record that a runner has pulled a batch."""
         self.busy_runners.add(runner)
-        if self._admission is not None:
-            self._admission.changed = True
+        self._admission.changed = True
 
     def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
         """Check the outputs of a batch and split them into views of each entry's rows.
@@ -198,27 +196,17 @@ class BatchResults:
             start = stop
         return results
 
-    def settle(
-        self,
-        entries: list[Entry],
-        reason: CloseReason,
-        times: BatchTimes,
-        results: list[dict[str, Array]],
-        busy_ns: int,
-        instances: int = 1,
-    ) -> None:
+    def settle(self, batch: Batch, times: BatchTimes, results: list[dict[str, Array]], busy_ns: int) -> None:
         """Settle the members of a batch with their rows, and record its times.
 
         Args:
-            entries: the members.
-            reason: close reason of the batch.
+            batch: the batch.
             times: times of its phases.
             results: outputs by name of each member.
             busy_ns: time for which the batch occupied its instance.
-            instances: busy instances at its start, including its own.
         """
-        batch_rows = rows = sum(map(_ROWS, entries))
-        closed = reason.value
+        entries, closed, instances = batch.entries, batch.reason.value, batch.instances
+        batch_rows = rows = batch.rows
         pairs: list[tuple[Completion, Outcome]] = []
         for entry, outputs in zip(entries, results, strict=True):
             pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
@@ -231,40 +219,43 @@ class BatchResults:
                 if completion.outcome is outcome or completion.outcome is None
             ]
             rows = sum(map(_ROWS, answered))
-        primary: list[Entry] = []
+        taken_ns, assembled_ns, computed_ns, split_ns = times
         queue_ns, total_ns = [], []
         for entry in answered:
             if entry.counts_as_request:
-                primary.append(entry)
-                queue_ns.append(times.taken_ns - entry.enqueued_ns)
-                total_ns.append(times.split_ns - entry.received_ns)
+                queue_ns.append(taken_ns - entry.enqueued_ns)
+                total_ns.append(split_ns - entry.received_ns)
         shape_key = entries[0].shape_key
-        self._recorder.batch(rows, batch_rows, closed, times, queue_ns, total_ns, busy_ns, shape_key)
+        record = BatchRecord(rows, batch_rows, closed, times, queue_ns, total_ns, busy_ns, shape_key)
+        self._recorder.record_batch(record)
         self._report(busy_ns)
         # Behind another batch in flight the compute time is at most the busy time.
-        compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
+        compute_ns = min(computed_ns - assembled_ns, busy_ns)
         self.latency_table.observe(batch_rows, compute_ns, instances)
         admission = self._admission
-        if admission is not None:
-            admission.changed = True
-            if admission.has_due_times:
-                admission.record_batch(batch_rows, self.latency_table.estimate_ns(batch_rows, instances), busy_ns)
-                admission.learn(primary, times.split_ns)
+        admission.changed = True
+        if admission.has_due_times:
+            admission.record_batch(batch_rows, self.latency_table.estimate_ns(batch_rows, instances), busy_ns)
+            admission.learn([entry for entry in answered if entry.counts_as_request], split_ns)
 
-    def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
+    def failed(self, batch: Batch, error: Exception) -> list[Batch]:
         """Settle the only member of a failed batch with the error; of several members, one may have failed all.
 
         Returns:
             The members to run again one by one.
         """
-        self._recorder.failed_batch(reason.value)
-        if self._admission is not None:
-            self._admission.changed = True
+        self._recorder.failed_batch(batch.reason.value)
+        self._admission.changed = True
         if isinstance(error, OutputMismatch):
             self._on_mismatch(error)
+        entries = batch.entries
         if len(entries) > 1:
             logger.debug("a batch of %d requests failed: running them one by one", len(entries))
-            return [entry for entry in entries if not entry.completion.done]
+            return [
+                Batch([entry], batch.reason, batch.taken_ns, entry.rows)
+                for entry in entries
+                if not entry.completion.done
+            ]
         if isinstance(error, HeadraceError):
             failure: HeadraceError = error
         else:
@@ -476,8 +467,7 @@ class SerialRunner:
         # Error of a run on another thread; the instance's thread ends with it.
         self._inline_error: BaseException | None = None
         self._on_loop = False  # a run blocks the event loop and its timers
-        self._running: list[Entry] = []
-        self._taken_ns = 0
+        self._running: Batch | None = None
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty."""
@@ -495,17 +485,15 @@ class SerialRunner:
             raise self._inline_error
 
     def _run_batch(self, batch: Batch) -> None:
-        if len(batch.entries) > 1 or batch.entries[0].completion.done:
-            batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
-        if batch.entries:
+        if batch.drop_settled():
             batch_results = self._batch_results
-            self._running, self._taken_ns = batch.entries, batch.taken_ns
+            self._running = batch
             batch_results.begin(self)
             try:
                 self.execute(batch)
             finally:
                 batch_results.busy_runners.discard(self)
-            self._running = []
+            self._running = None
 
     # On another thread, while the instance's thread sleeps in `next_batch`; see `headrace.scheduling.scheduler.InlineDispatch`
 
@@ -546,38 +534,41 @@ class SerialRunner:
 
     def give_up(self, error: Exception) -> None:
         """Settle the running requests with an error; any thread may call."""
-        self._batch_results.give_up(self._running, error)
+        running = self._running
+        if running is not None:
+            self._batch_results.give_up(running.entries, error)
 
     def in_flight_work(self) -> InFlightWork:
         """Return the running batch; any thread may call."""
         running = self._running
-        return InFlightWork(0, [(self._taken_ns, sum([entry.rows for entry in running]))] if running else ())
+        return InFlightWork(0, () if running is None else [(running.taken_ns, running.rows)])
 
     def execute(self, batch: Batch) -> None:
         """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
-        instances = len(self._batch_results.busy_runners) or 1
+        batch.instances = len(self._batch_results.busy_runners) or 1
         try:
-            times, results = self._run(batch.entries, batch.taken_ns)
+            times, results = self._run(batch)
         except ExecutionLost:
             raise
         except Exception as error:  # every other error of a backend fails this batch only
-            for entry in self._batch_results.failed(batch.entries, batch.reason, error):
-                if not entry.completion.done:
-                    self.execute(Batch([entry], batch.reason, self._clock()))
+            for retry in self._batch_results.failed(batch, error):
+                if retry.drop_settled():
+                    retry.taken_ns = self._clock()
+                    self.execute(retry)
             return
         if self._on_loop and batch.entries[0].deadline_ns <= times.split_ns:
             exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
         busy_ns = times.split_ns - times.taken_ns
         self._batch_results.busy_runners.discard(self)  # before `settle`: its caller may send the next request at once
-        self._batch_results.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
+        self._batch_results.settle(batch, times, results, busy_ns)
 
-    def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
-        inputs = self._staging.stack(entries)
+    def _run(self, batch: Batch) -> tuple[BatchTimes, list[dict[str, Array]]]:
+        inputs = self._staging.stack(batch.entries)
         assembled_ns = self._clock()
         outputs = self._execution.run(inputs)
         computed_ns = self._clock()
-        results = self._batch_results.split(outputs, entries)
-        return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
+        results = self._batch_results.split(outputs, batch.entries)
+        return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self._clock()), results
 
 
 def exceed_deadline(entry: Entry) -> None:

@@ -36,7 +36,6 @@ from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import InFlightWork
-from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.instance import OnDeath
 from headrace.scheduling.queue import Entry
@@ -44,24 +43,6 @@ from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
 
 # Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
 _SHORT_BYTES = 1 << 18
-
-
-class _PendingBatch:
-    """A batch that was pulled and is not settled, or one member of a batch that failed.
-
-    Ownership: the instance's thread until it is put into `_launched`, the finisher thread afterwards.
-    """
-
-    __slots__ = ("assembled_ns", "entries", "in_flight", "instances", "reason", "rows", "taken_ns")
-
-    def __init__(self, entries: list[Entry], reason: CloseReason, taken_ns: int) -> None:
-        self.entries = entries
-        self.rows = sum([entry.rows for entry in entries])
-        self.reason = reason
-        self.taken_ns = taken_ns
-        self.assembled_ns = 0
-        self.instances = 1  # running instances at launch
-        self.in_flight: InFlightBatch | None = None
 
 
 class _Finished(NamedTuple):
@@ -73,7 +54,7 @@ class _Finished(NamedTuple):
     """
 
     done_ns: int
-    retries: list[_PendingBatch]
+    retries: list[Batch]
 
 
 class Pipeline:
@@ -129,15 +110,15 @@ class Pipeline:
         self._pacing = pacing
         self._clock = clock
         self._filler = Filler(name, fill_threads)
-        self._pending: set[_PendingBatch] = set()
-        self._launched: SimpleQueue[_PendingBatch | None] = SimpleQueue()
+        self._pending: set[Batch] = set()
+        self._launched: SimpleQueue[Batch | None] = SimpleQueue()
         self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
         self._prompt = never_blocks(execution)
         # These four belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place
         self._inline_error: BaseException | None = None  # error of that launch
         self._open = 0  # batches in flight: launched and not returned through `_finished`
-        self._retries: deque[_PendingBatch] = deque()  # members to run one by one
+        self._retries: deque[Batch] = deque()  # members to run one by one
         self._last_done_ns = 0  # the finisher's: completion of the batch before
         self._caller_lock = threading.Lock()
         self._sleeper = threading.Lock()
@@ -161,12 +142,12 @@ class Pipeline:
 
     def give_up(self, error: Exception) -> None:
         """Settle every pulled request that is not settled with `error`; any thread may call."""
-        self._batch_results.give_up([entry for run in list(self._pending) for entry in run.entries], error)
+        self._batch_results.give_up([entry for batch in list(self._pending) for entry in batch.entries], error)
 
     def in_flight_work(self) -> InFlightWork:
         """Return the batches that were pulled and are not settled; any thread may call."""
-        pending_batches = list(self._pending)
-        return InFlightWork(self._last_done_ns, sorted([(run.taken_ns, run.rows) for run in pending_batches]))
+        pending = list(self._pending)
+        return InFlightWork(self._last_done_ns, sorted([(batch.taken_ns, batch.rows) for batch in pending]))
 
     # On the instance's thread
 
@@ -178,21 +159,18 @@ class Pipeline:
                 self._collect_finished()
             if self._wait_to_pull():
                 continue
-            run = self._next()
-            if run is not None:
-                if self._start(run):
-                    self._launched.put(run)
-                del run  # it may hold a client's memory, and the next batch may come late
-            elif self._launched_inline or self._has_news():
+            batch = self._next()
+            if batch is not None:
+                if self._start(batch):
+                    self._launched.put(batch)
+                del batch  # it may hold a client's memory, and the next batch may come late
+            elif self._launched_inline or self.needs_wake_up():
                 continue
             elif self._open:
                 self._collect_finished()
             else:
                 return
         raise self._inline_error
-
-    def _has_news(self) -> bool:
-        return not self._finished.empty() or bool(self._retries) or self._inline_error is not None
 
     def _collect_finished(self, timeout_s: float | None = None) -> None:
         """Wait until the finisher returns a batch.
@@ -222,55 +200,54 @@ class Pipeline:
             return False
         return True
 
-    def _next(self) -> _PendingBatch | None:
+    def _next(self) -> Batch | None:
         """Return the next batch to launch; None if there is none, or if a finished batch or an error must be handled first."""
         if self._retries:
-            run = self._retries.popleft()
-            run.taken_ns = self._clock()
-            return run
+            batch = self._retries.popleft()
+            batch.taken_ns = self._clock()
+            return batch
         inline_dispatch = self if self._prompt else None
         begins_ns = self._pacing.free_ns if self._pacing is not None and self._open else 0
-        batch = self._scheduler.next_batch(self._sleeper, self._has_news, self._open > 0, inline_dispatch, begins_ns)
-        return None if batch is None else self._add_pending(batch)
+        next_batch = self._scheduler.next_batch(
+            self._sleeper, self.needs_wake_up, self._open > 0, inline_dispatch, begins_ns
+        )
+        if next_batch is not None:
+            self._add_pending(next_batch)
+        return next_batch
 
-    def _add_pending(self, batch: Batch) -> _PendingBatch:
-        run = _PendingBatch(batch.entries, batch.reason, batch.taken_ns)
-        self._pending.add(run)
+    def _add_pending(self, batch: Batch) -> None:
+        self._pending.add(batch)
         self._batch_results.begin(self)
-        return run
 
-    def _start(self, run: _PendingBatch) -> bool:
+    def _start(self, batch: Batch) -> bool:
         """Launch a batch, run it serially, or drop it if no caller waits; True if it is in flight."""
-        entries = [entry for entry in run.entries if not entry.completion.done]
-        if len(entries) != len(run.entries):
-            run.entries, run.rows = entries, sum([entry.rows for entry in entries])
-        if not entries:
-            self._remove_pending(run)
-        elif len(entries[0].inputs) != self._inputs:
+        if not batch.drop_settled():
+            self._remove_pending(batch)
+        elif len(batch.entries[0].inputs) != self._inputs:
             while self._open:
                 self._collect_finished()
-            self._serial.execute(Batch(entries, run.reason, run.taken_ns))
-            self._remove_pending(run)
+            self._serial.execute(batch)
+            self._remove_pending(batch)
         else:
             try:
-                launched = self._launch(run)
+                launched = self._launch(batch)
             except ExecutionLost:
                 raise
             except Exception as error:  # every other error of a backend fails this batch only
-                self._retries.extend(self._failed(run, error))
+                self._retries.extend(self._failed(batch, error))
                 return False
             if launched:
                 self._open += 1
                 if self._pacing is not None:
-                    self._pacing.launched(run.rows, run.taken_ns, run.assembled_ns)
+                    self._pacing.launched(batch.rows, batch.taken_ns, batch.assembled_ns)
                 return True
-            self._remove_pending(run)
+            self._remove_pending(batch)
         return False
 
-    def _launch(self, run: _PendingBatch) -> bool:
+    def _launch(self, batch: Batch) -> bool:
         """Begin, fill and launch; False if every request was settled meanwhile."""
-        execution, entries = self._execution, run.entries
-        in_flight = execution.begin(entries[0].inputs, run.rows if self._batched else 0)
+        execution, entries = self._execution, batch.entries
+        in_flight = execution.begin(entries[0].inputs, batch.rows if self._batched else 0)
         try:
             self._filler.fill(in_flight, entries)
         except Exception:
@@ -279,9 +256,9 @@ class Pipeline:
         if all(entry.completion.done for entry in entries):
             execution.discard(in_flight)
             return False
-        run.in_flight = in_flight
-        run.instances = len(self._batch_results.busy_runners)
-        run.assembled_ns = self._clock()
+        batch.in_flight = in_flight
+        batch.instances = len(self._batch_results.busy_runners)
+        batch.assembled_ns = self._clock()
         execution.launch(in_flight)
         return True
 
@@ -300,58 +277,57 @@ class Pipeline:
 
     def dispatch(self, batch: Batch) -> None:
         """Launch a batch on the calling thread, without waking the instance's thread."""
-        run = self._launch_inline(batch)
-        if run is not None:
-            self._launched.put(run)
+        if self._launch_inline(batch):
+            self._launched.put(batch)
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
         """Launch and finish a batch on the calling thread, without waking a thread of the instance."""
         with self._caller_lock:  # free while no batch is in flight
             try:
-                run = self._launch_inline(batch)
+                is_launched = self._launch_inline(batch)
             finally:
                 on_launched()
-            if run is None:
+            if not is_launched:
                 return
             try:
-                self._complete(run)
+                self._complete(batch)
             except BaseException as error:  # as in `_finish_all`
                 self._report_death(error)
                 if isinstance(error, KeyboardInterrupt):  # meant for the calling thread
                     raise
 
-    def _launch_inline(self, batch: Batch) -> _PendingBatch | None:
-        """Launch a batch for the instance's thread; returns it if it is in flight."""
-        run = self._add_pending(batch)
+    def _launch_inline(self, batch: Batch) -> bool:
+        """Launch a batch for the instance's thread; True if it is in flight."""
+        self._add_pending(batch)
         try:
-            is_launched = self._start(run)
+            is_launched = self._start(batch)
             self._launched_inline = True
-            return run if is_launched else None
+            return is_launched
         except BaseException as error:  # ends the instance's thread, as if raised there: `needs_wake_up` wakes it
             self._inline_error = error
             self._on_death(error)
-            return None
+            return False
 
     def needs_wake_up(self) -> bool:
         """Return True if the instance's thread has a result, a retry or an error to handle."""
-        return self._has_news()
+        return not self._finished.empty() or bool(self._retries) or self._inline_error is not None
 
     # On the finisher's thread
 
     def _finish_all(self) -> None:
         try:
-            while (run := self._launched.get()) is not None:
+            while (batch := self._launched.get()) is not None:
                 self._await_caller()
-                self._complete(run)
-                del run  # its arrays may be large, and the next batch may come late
+                self._complete(batch)
+                del batch  # its arrays may be large, and the next batch may come late
         except BaseException as error:  # every failure of the thread is reported
             self._report_death(error)
 
     # On the finisher's thread, or on the thread of a caller that finishes its own batch
 
-    def _complete(self, run: _PendingBatch) -> None:
+    def _complete(self, batch: Batch) -> None:
         """Finish a batch and pass the result to the instance's thread."""
-        finished = self._finish(run)
+        finished = self._finish(batch)
         self._finished.put(finished)
         if finished.retries:
             self._scheduler.interrupt(self._sleeper)
@@ -364,26 +340,26 @@ class Pipeline:
             self._finished.put(error)
             self._scheduler.interrupt(self._sleeper)
 
-    def _finish(self, run: _PendingBatch) -> _Finished:
+    def _finish(self, batch: Batch) -> _Finished:
         """Wait for the outputs of a batch and settle its members."""
-        in_flight, run.in_flight = run.in_flight, None
+        in_flight, batch.in_flight = batch.in_flight, None
         assert in_flight is not None, "a launched batch has an InFlightBatch"
         try:
             outputs = self._execution.finish(in_flight)
             computed_ns = self._clock()
-            results = self._batch_results.split(outputs, run.entries)
+            results = self._batch_results.split(outputs, batch.entries)
         except ExecutionLost:
             raise
         except Exception as error:
-            return _Finished(0, self._failed(run, error))
-        times = BatchTimes(run.taken_ns, run.assembled_ns, computed_ns, self._clock())
+            return _Finished(0, self._failed(batch, error))
+        times = BatchTimes(batch.taken_ns, batch.assembled_ns, computed_ns, self._clock())
         # Busy time counts once: the overlap with the batch before is excluded.
-        busy_ns = times.split_ns - max(run.taken_ns, self._last_done_ns)
+        busy_ns = times.split_ns - max(batch.taken_ns, self._last_done_ns)
         self._last_done_ns = times.split_ns
         if len(self._pending) == 1:  # before `settle`: its caller may send the next request at once
             self._batch_results.busy_runners.discard(self)
-        self._batch_results.settle(run.entries, run.reason, times, results, busy_ns, run.instances)
-        self._remove_pending(run)
+        self._batch_results.settle(batch, times, results, busy_ns)
+        self._remove_pending(batch)
         return _Finished(computed_ns, [])
 
     # On either thread
@@ -393,18 +369,17 @@ class Pipeline:
         with self._caller_lock:
             pass
 
-    def _remove_pending(self, run: _PendingBatch) -> None:
+    def _remove_pending(self, batch: Batch) -> None:
         """Remove a batch that is settled or dropped."""
-        self._pending.discard(run)
+        self._pending.discard(batch)
         if not self._pending:  # a batch that is pulled at this moment is not counted; the next one is
             self._batch_results.busy_runners.discard(self)
 
-    def _failed(self, run: _PendingBatch, error: Exception) -> list[_PendingBatch]:
-        singly = self._batch_results.failed(run.entries, run.reason, error)
-        pending_batches = [_PendingBatch([entry], run.reason, run.taken_ns) for entry in singly]
-        self._pending.update(pending_batches)
-        self._remove_pending(run)
-        return pending_batches
+    def _failed(self, batch: Batch, error: Exception) -> list[Batch]:
+        retries = self._batch_results.failed(batch, error)
+        self._pending.update(retries)
+        self._remove_pending(batch)
+        return retries
 
 
 logger = logging.getLogger("headrace.instance")

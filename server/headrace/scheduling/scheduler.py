@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from headrace.backends.base import InFlightBatch
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import HeadraceError, Overloaded, QueueTimeout, Unavailable, WouldMiss
@@ -26,20 +28,40 @@ from headrace.scheduling.batching import IDLE, CloseReason, CostModel, Idle, Ski
 from headrace.scheduling.policy import BatchPolicy, QueueLimits
 from headrace.scheduling.queue import FAR_NS, Entry, Queue, QueueOrder, ShapeQueue
 
+_ROWS = attrgetter("rows")
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Batch:
-    """Requests that run together.
+    """Requests that run together, from pull to response.
+
+    Ownership: the thread that pulled it; in a pipeline the finisher thread once it is launched.
 
     Attributes:
-        entries: live entries of one shape, in the order of serving.
+        entries: entries of one shape, in the order of serving.
         reason: reason for closing the batch.
         taken_ns: monotonic time at which the batch was closed.
+        rows: rows of all entries.
+        assembled_ns: monotonic time of its launch in a pipeline.
+        instances: busy instances at its start, including its own.
+        in_flight: the batch in the backend of a pipeline, from launch to finish.
     """
 
     entries: list[Entry]
     reason: CloseReason
     taken_ns: int
+    rows: int
+    assembled_ns: int = 0
+    instances: int = 1
+    in_flight: InFlightBatch | None = None
+
+    def drop_settled(self) -> bool:
+        """Drop entries that were cancelled or whose deadline has passed; False if none is left."""
+        entries = self.entries
+        if len(entries) > 1 or entries[0].completion.done:
+            self.entries = [entry for entry in entries if not entry.completion.done]
+            self.rows = sum(map(_ROWS, self.entries))
+        return bool(self.entries)
 
 
 class BatchSelector:
@@ -109,10 +131,10 @@ class BatchSelector:
             else:
                 shape_queue, answer = self._first(at_ns, closed)
             if type(answer) is Take:
-                batch = Batch(self.queue.take(shape_queue, answer.count), answer.reason, now_ns)
+                entries = self.queue.take(shape_queue, answer.count)
                 if shape_queue.due_count and shape_queue.last_rows:
                     self._refuse_overdue(shape_queue, now_ns)
-                return batch
+                return Batch(entries, answer.reason, now_ns, sum(map(_ROWS, entries)))
             if type(answer) is Skip:
                 self._skip(shape_queue, answer.positions)
             elif type(answer) is WaitUntil:
@@ -134,7 +156,7 @@ class BatchSelector:
             reason = CloseReason.IDLE
         else:
             return None
-        return Batch([entry], reason, entry.enqueued_ns)
+        return Batch([entry], reason, entry.enqueued_ns, rows)
 
     def ready(self, now_ns: int) -> bool:
         """Return True if `poll` would return a batch."""

@@ -31,14 +31,13 @@ from headrace.core.completion import Completion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import Array, ModelSpec
-from headrace.observability.counters import Recorder
+from headrace.observability.counters import BatchRecord, Recorder
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.executor import BatchResults
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import LaunchPacing
 from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
 from headrace.simulation.traces import Trace
 
@@ -358,16 +357,6 @@ class StepTimes:
 
 
 @dataclass(slots=True, eq=False)
-class _PendingBatch:
-    """A batch that was pulled and is not settled."""
-
-    entries: list[Entry]
-    batch: Batch
-    rows: int
-    assembled_ns: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class VirtualInstance:
     """Simulated instance: it uses virtual time and no processor.
 
@@ -398,8 +387,8 @@ class VirtualInstance:
     pacing: LaunchPacing | None = None
     is_pulling: bool = True
     open: int = 0
-    _filling: _PendingBatch | None = None
-    _in_flight: deque[_PendingBatch] = field(default_factory=deque)
+    _filling: Batch | None = None
+    _in_flight: deque[Batch] = field(default_factory=deque)
     _waits: int = 0  # number of waits of the thread; identifies the wait that a timer belongs to
     _last_ns: int = 0
 
@@ -410,49 +399,44 @@ class VirtualInstance:
 
     def start(self, batch: Batch) -> None:
         """Fill and launch a batch that was pulled."""
-        rows = 0
-        for entry in batch.entries:
-            rows += entry.rows
-        run = _PendingBatch(batch.entries, batch, rows)
         self.batch_results.begin(self)
         self.open += 1
-        fill_ns = self.times.fill[rows]
+        fill_ns = self.times.fill[batch.rows]
         if fill_ns:
-            self.is_pulling, self._filling = False, run
+            self.is_pulling, self._filling = False, batch
             self.loop.at(self.loop.now_ns + fill_ns, self._filled)
         else:
-            self._launch(run)
+            self._launch(batch)
 
     def in_flight_work(self) -> InFlightWork:
         """Return the batches that were pulled and are not settled."""
-        runs = [*self._in_flight, self._filling] if self._filling else self._in_flight
-        return InFlightWork(self._last_ns, [(run.batch.taken_ns, run.rows) for run in runs])
+        batches = [*self._in_flight, self._filling] if self._filling else self._in_flight
+        return InFlightWork(self._last_ns, [(batch.taken_ns, batch.rows) for batch in batches])
 
     def _filled(self) -> None:
-        run, self._filling = self._filling, None
-        assert run is not None, "a batch is filled once"
-        self._launch(run)
+        batch, self._filling = self._filling, None
+        assert batch is not None, "a batch is filled once"
+        self._launch(batch)
         if self.is_pulling:
             self.pull()
 
-    def _launch(self, run: _PendingBatch) -> None:
-        times, rows = self.times, run.rows
-        run.assembled_ns = now_ns = self.loop.now_ns
+    def _launch(self, batch: Batch) -> None:
+        times, rows = self.times, batch.rows
+        batch.assembled_ns = now_ns = self.loop.now_ns
         compute_ns = times.vary(times.compute[rows])
         done_ns = self.device.run(now_ns, times.copy_in[rows], compute_ns, times.copy_out[rows])
         if self.pacing is not None:
-            self.pacing.launched(rows, run.batch.taken_ns, now_ns)
-        self._in_flight.append(run)
+            self.pacing.launched(rows, batch.taken_ns, now_ns)
+        self._in_flight.append(batch)
         self.loop.at(done_ns, self._finish)
         self._decide_pull()
 
     def _finish(self) -> None:
-        run = self._in_flight.popleft()
-        now_ns, batch = self.loop.now_ns, run.batch
-        times = BatchTimes(batch.taken_ns, run.assembled_ns, now_ns, now_ns)
+        batch, now_ns = self._in_flight.popleft(), self.loop.now_ns
+        times = BatchTimes(batch.taken_ns, batch.assembled_ns, now_ns, now_ns)
         busy_ns = now_ns - max(batch.taken_ns, self._last_ns)
         self._last_ns = now_ns
-        self.batch_results.settle(run.entries, batch.reason, times, [_NO_OUTPUTS] * len(run.entries), busy_ns)
+        self.batch_results.settle(batch, times, [_NO_OUTPUTS] * len(batch.entries), busy_ns)
         self.open -= 1
         if not self.open:
             self.batch_results.busy_runners.discard(self)
@@ -546,22 +530,12 @@ class BatchRecorder(Recorder):
         super().__init__(histograms=False)
         self._batches = batches
 
-    def batch(
-        self,
-        rows: int,
-        batch_rows: int,
-        reason: str,
-        times: BatchTimes,
-        queue_ns: list[int],
-        total_ns: list[int],
-        busy_ns: int = 0,
-        shape: object = None,
-    ) -> None:
+    def record_batch(self, batch: BatchRecord) -> None:
         """Record a batch; see `Recorder`."""
         batches = self._batches
-        batches.taken_ns.append(times.taken_ns)
-        batches.rows.append(batch_rows)
-        batches.reasons[reason] += 1
+        batches.taken_ns.append(batch.times.taken_ns)
+        batches.rows.append(batch.batch_rows)
+        batches.reasons[batch.reason] += 1
 
 
 class _NoModel:

@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, ModelLoad
 from headrace.core.tensor import ModelSpec
-from headrace.observability.counters import FIRST_NATIVE, Recorder
+from headrace.observability.counters import FIRST_NATIVE, BatchRecord, Recorder
 from headrace.observability.metrics import OPENMETRICS, PROTOBUF, MetricsPage, expose
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -106,8 +106,10 @@ def page(totals_ns: list[int]) -> MetricsPage:
     recorders = []
     for _ in range(2):
         recorder = Recorder()
-        recorder.batch(
-            len(totals_ns), len(totals_ns), "full", BatchTimes(0, 10, 20, 30), [5] * len(totals_ns), totals_ns
+        recorder.record_batch(
+            BatchRecord(
+                len(totals_ns), len(totals_ns), "full", BatchTimes(0, 10, 20, 30), [5] * len(totals_ns), totals_ns
+            )
         )
         recorder.failure("deadline", 7)
         recorders.append(recorder)

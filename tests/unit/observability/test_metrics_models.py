@@ -12,7 +12,7 @@ from headrace.core import errors
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import TritonMetrics
-from headrace.observability.counters import BUCKETS_S, Histogram, Recorder, quantiles_ns
+from headrace.observability.counters import BUCKETS_S, BatchRecord, Histogram, Recorder, quantiles_ns
 from headrace.observability.metrics_models import FIRST_RESPONSE_MS, REASONS, CpuCollector, Row, TritonModels
 from prometheus_client.metrics_core import Metric
 
@@ -38,7 +38,9 @@ class Page:
     def count(self, total_ms: float, requests: int = 1) -> None:
         total_ns = int(total_ms * NS_PER_MS)
         times = BatchTimes(0, total_ns // 10, total_ns // 2, total_ns)
-        self.recorder.batch(requests, requests, "full", times, [total_ns // 4] * requests, [total_ns] * requests)
+        self.recorder.record_batch(
+            BatchRecord(requests, requests, "full", times, [total_ns // 4] * requests, [total_ns] * requests)
+        )
 
     def scrape(self, after_s: float = 0) -> dict[tuple[str, ...], float]:
         self.clock.now_ns += int(after_s * NS_PER_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.request import BatchTimes
-from headrace.observability.counters import SECONDS, Recorder
+from headrace.observability.counters import SECONDS, BatchRecord, Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ def batch(
     times = BatchTimes(end_ns - 12 * NS_PER_MS, end_ns - 11 * NS_PER_MS, end_ns - NS_PER_MS, end_ns)
     waited_ns = [wait_ms * NS_PER_MS for wait_ms in waits_ms]
     total_ns = [wait_ns + 12 * NS_PER_MS for wait_ns in waited_ns]
-    recorder.batch(rows, rows, "full", times, waited_ns, total_ns, 12 * NS_PER_MS, shape)
+    recorder.record_batch(BatchRecord(rows, rows, "full", times, waited_ns, total_ns, 12 * NS_PER_MS, shape))
 
 
 def test_old_samples_are_excluded() -> None:

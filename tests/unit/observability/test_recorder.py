@@ -9,7 +9,7 @@ from headrace.backends.base import ProcessStatus
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, LevelLoad, ModelLoad
 from headrace.core.tensor import ModelSpec
-from headrace.observability.counters import BUCKETS_S, Histogram, Recorder, to_triton
+from headrace.observability.counters import BUCKETS_S, BatchRecord, Histogram, Recorder, to_triton
 from headrace.observability.metrics import MetricsPage
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ def test_totals_are_exact_from_many_threads() -> None:
 
     def work() -> None:
         for _ in range(5000):
-            recorder.batch(3, 3, "full", _times(), [10, 20], [150, 160])
+            recorder.record_batch(BatchRecord(3, 3, "full", _times(), [10, 20], [150, 160]))
             recorder.record_codec_times(4, 6)
             recorder.failure("deadline", 7)
 
@@ -70,7 +70,7 @@ def test_totals_are_exact_from_many_threads() -> None:
 
 def test_without_histograms_the_counts_stay() -> None:
     recorder = Recorder(histograms=False)
-    recorder.batch(1, 1, "idle", _times(), [10], [150])
+    recorder.record_batch(BatchRecord(1, 1, "idle", _times(), [10], [150]))
     recorder.record_codec_times(4, 6)
     assert recorder.totals().requests == 1
     assert not any(phase.count for phase in recorder.totals().phases.values())
@@ -78,7 +78,7 @@ def test_without_histograms_the_counts_stay() -> None:
 
 def test_statistics_have_triton_s_shape() -> None:
     recorder = Recorder()
-    recorder.batch(3, 3, "full", _times(), [10, 20], [150, 160])
+    recorder.record_batch(BatchRecord(3, 3, "full", _times(), [10, 20], [150, 160]))
     recorder.failed_batch("idle")
     recorder.failure("model_failed", 9)
     shown = to_triton("m", "1", recorder.totals())
@@ -129,7 +129,7 @@ class _Source:
 
 def test_the_page_is_valid_prometheus_text() -> None:
     source = _Source()
-    source.recorder.batch(3, 3, "full", _times(), [10_000_000, 20_000_000], [150, 160])
+    source.recorder.record_batch(BatchRecord(3, 3, "full", _times(), [10_000_000, 20_000_000], [150, 160]))
     source.recorder.failure("overloaded", 9)
     _, body = MetricsPage(lambda: [("m", "1", source)]).render()
     samples = {

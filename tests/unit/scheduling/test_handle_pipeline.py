@@ -300,7 +300,7 @@ def test_a_served_request_creates_no_reference_cycles() -> None:
             assert not [
                 each
                 for each in gc.garbage
-                if type(each).__name__ in ("Entry", "InferRequest", "_PendingBatch", "InFlightBatch")
+                if type(each).__name__ in ("Entry", "InferRequest", "Batch", "InFlightBatch")
             ]
         finally:
             gc.set_debug(0)
