@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -154,9 +155,15 @@ def violations(path: str, source: str) -> list[str]:
         path: the file, relative to the repository's root, with "/" between folders.
         source: its text.
     """
-    tree = ast.parse(source, filename=path)
-    found = [*_imports(path, tree), *_never(path, tree), *_sizes(path, tree, source), *_habits(path, tree, source)]
+    checks = (_imports(path, source), _never(path, source), _sizes(path, source), _habits(path, source))
+    found = [line_and_text for check in checks for line_and_text in check]
     return list(dict.fromkeys(f"{path}:{line}: {text}" for line, text in sorted(found)))
+
+
+@lru_cache(maxsize=1)
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file, breadth first; remembered for one file, because every check walks them."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 def _below(path: str, places: str) -> bool:
@@ -177,9 +184,9 @@ def _package(path: str) -> str:
     return _dotted(PurePosixPath(path).parent.as_posix())
 
 
-def _imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _imported(path: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything imported, at the top, in a function, or by importlib."""
-    for node in ast.walk(tree):
+    for node in _nodes(source):
         match node:
             case ast.Import():
                 yield from ((node.lineno, alias.name) for alias in node.names)
@@ -194,7 +201,7 @@ def _imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, name
 
 
-def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _imports(path: str, source: str) -> Iterator[tuple[int, str]]:
     rooms = [room for room in ROOMS if _below(path, room)]
     if not rooms:
         if _below(path, "server"):
@@ -205,7 +212,7 @@ def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
     own = _dotted(room)
     ours = ["headrace" if name == "*" else name for name in rules.get("ours", "").split()]
     third = " ".join([rules.get("third", ""), *(more for file, more in EXTRA.items() if fnmatch(path, file))])
-    for line, name in _imported(path, tree):
+    for line, name in _imported(path, source):
         top = name.partition(".")[0]
         if top in ("headrace", "headrace_engines"):
             if top == "headrace_engines" and _below(path, "server"):
@@ -223,10 +230,10 @@ def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield line, f"imports {name} [{room} may use {third.strip() or 'no packages'}] move it to the room that may"
 
 
-def _uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _uses(source: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every attribute read from an imported module, whatever it was imported as."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
             known |= {
                 a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
@@ -234,17 +241,21 @@ def _uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
             }
         elif isinstance(node, ast.ImportFrom) and not node.level:
             known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    bases = {id(base) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
-    for node in ast.walk(tree):
+    bases = {id(base) for node in _nodes(source) if isinstance(node, ast.ClassDef) for base in node.bases}
+    for node in _nodes(source):
         if isinstance(node, ast.Attribute) and id(node) not in bases:
-            name, *attributes = ast.unparse(node).split(".")
-            if name in known:
-                yield node.lineno, ".".join([known[name], *attributes])
+            attributes: list[str] = []
+            base: ast.expr = node
+            while isinstance(base, ast.Attribute):
+                attributes.insert(0, base.attr)
+                base = base.value
+            if isinstance(base, ast.Name) and base.id in known:
+                yield node.lineno, ".".join([known[base.id], *attributes])
 
 
-def _never(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _never(path: str, source: str) -> Iterator[tuple[int, str]]:
     rules = [rule for rule in NEVER if _below(path, rule.where) and not _below(path, rule.but)]
-    names = [*_imported(path, tree), *_uses(tree)] if rules else []
+    names = [*_imported(path, source), *_uses(source)] if rules else []
     for rule in rules:
         for line, name in names:
             for banned in rule.names.split():
@@ -252,11 +263,11 @@ def _never(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield line, f"uses {banned} [{rule.rule}] {rule.cure}"
 
 
-def _sizes(path: str, tree: ast.AST, source: str) -> Iterator[tuple[int, str]]:
+def _sizes(path: str, source: str) -> Iterator[tuple[int, str]]:
     lines = len(source.splitlines())
     if lines >= FILE_LINES:
         yield 1, f"has {lines} lines [a file has under {FILE_LINES}] split it by what its parts are about"
-    for node in ast.walk(tree):
+    for node in _nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _below(path, "tests"):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length >= FUNCTION_LINES:
@@ -270,7 +281,7 @@ def _sizes(path: str, tree: ast.AST, source: str) -> Iterator[tuple[int, str]]:
                 )
 
 
-def _habits(path: str, tree: ast.AST, source: str) -> Iterator[tuple[int, str]]:
+def _habits(path: str, source: str) -> Iterator[tuple[int, str]]:
     for part in PurePosixPath(path).with_suffix("").parts:
         if VAGUE.search(part):
             yield 1, f"{part!r} names nothing [no utils, manager, helper] name it after what it holds"
@@ -279,7 +290,7 @@ def _habits(path: str, tree: ast.AST, source: str) -> Iterator[tuple[int, str]]:
             if found := LATER.search(text):
                 yield line, f"{found.group()} [nothing is left for later] do it, or open an issue"
     everything = {"Exception", "BaseException"}
-    for node in ast.walk(tree):
+    for node in _nodes(source):
         match node:
             case ast.ExceptHandler(type=None):
                 yield node.lineno, "bare except [errors are caught by name] name what can be raised"
@@ -309,10 +320,47 @@ def _tree() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
+class Findings(NamedTuple):
+    """What the tests below look at in one file.
+
+    Attributes:
+        violations: broken rules, see `violations`.
+        identifiers: see `refused_identifiers`.
+        prose: see `refused_prose`.
+        imports: dotted names of everything imported.
+        classes: names of its public classes.
+        default_ports: see `servers_on_default_ports`.
+    """
+
+    violations: list[str]
+    identifiers: list[tuple[int, str]]
+    prose: list[tuple[int, str]]
+    imports: list[str]
+    classes: list[str]
+    default_ports: list[int]
+
+
+@cache
+def _findings() -> dict[str, Findings]:
+    """The findings in every file, by path; each file is read and parsed once for all tests."""
+    found = {}
+    for path in _tree():
+        source = (ROOT / path).read_text(encoding="utf-8")
+        found[path] = Findings(
+            violations(path, source),
+            refused_identifiers(source),
+            refused_prose(source),
+            [name for _, name in _imported(path, source)],
+            _public_classes(source),
+            servers_on_default_ports(source) if _below(path, "tests") else [],
+        )
+    return found
+
+
 def test_the_whole_tree_keeps_the_rules() -> None:
     tree = _tree()
     assert {"server/headrace/core/errors.py", "tests/test_architecture.py"} <= set(tree)
-    broken = [text for path in tree for text in violations(path, (ROOT / path).read_text(encoding="utf-8"))]
+    broken = [text for findings in _findings().values() for text in findings.violations]
     assert not broken, "\n" + "\n".join(broken)
 
 
@@ -401,20 +449,26 @@ PLAIN_WORDS: tuple[str, ...] = (
 )
 
 
-def import_cycles(modules: dict[str, str]) -> set[tuple[str, ...]]:
+def _public_classes(source: str) -> list[str]:
+    module = _nodes(source)[0]
+    assert isinstance(module, ast.Module)
+    return [node.name for node in module.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+
+
+def import_cycles(imports: dict[str, list[str]]) -> set[tuple[str, ...]]:
     """Groups of modules that import each other, under TYPE_CHECKING and in functions too (Tarjan's algorithm).
 
     Args:
-        modules: source text by dotted module name.
+        imports: dotted names of what a module imports, by its own dotted name.
     """
     graph = {
         name: {
             target
-            for _, found in _imported(name.replace(".", "/") + ".py", ast.parse(source))
+            for found in names
             for target in (found, found.rpartition(".")[0])
-            if target in modules and target != name
+            if target in imports and target != name
         }
-        for name, source in modules.items()
+        for name, names in imports.items()
     }
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -445,7 +499,7 @@ def import_cycles(modules: dict[str, str]) -> set[tuple[str, ...]]:
 def refused_identifiers(source: str) -> list[tuple[int, str]]:
     """Line and name of every identifier with a refused word in it."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 pass
@@ -462,47 +516,43 @@ def refused_identifiers(source: str) -> list[tuple[int, str]]:
 def refused_prose(source: str) -> list[tuple[int, str]]:
     """Line and text of every comment and docstring that speaks of people or begins as a riddle."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
             line = node.body[0].lineno if text else 0
             found += [(line, match.group()) for match in PEOPLE.finditer(text)]
             found += [(line, f"{match.group()} ...") for match in [RIDDLE.match(text)] if match]
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    # The tokenizer is slow: a file without such a word anywhere needs none.
+    for token in tokenize.generate_tokens(io.StringIO(source if PEOPLE.search(source) else "").readline):
         if token.type == tokenize.COMMENT:
             found += [(token.start[0], match.group()) for match in PEOPLE.finditer(token.string)]
     return found
 
 
-def _modules() -> dict[str, str]:
-    """Source text of the product's modules by dotted name."""
+def _modules() -> dict[str, Findings]:
+    """The findings in the product's modules, by dotted name."""
     return {
-        _dotted(path): (ROOT / path).read_text(encoding="utf-8")
-        for path in _tree()
+        _dotted(path): findings
+        for path, findings in _findings().items()
         if _below(path, "server engines") and not path.endswith("__init__.py")
     }
 
 
 def test_no_modules_import_each_other() -> None:
-    assert import_cycles(_modules()) == KNOWN_CYCLES
+    assert import_cycles({name: findings.imports for name, findings in _modules().items()}) == KNOWN_CYCLES
 
 
 def test_public_classes_have_names_of_their_own() -> None:
-    names = [
-        node.name
-        for source in _modules().values()
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
+    names = [name for findings in _modules().values() for name in findings.classes]
     assert {name for name in names if names.count(name) > 1} == set(KNOWN_NAMESAKES.split())
 
 
 def test_refused_identifiers_stay_away() -> None:
     found = [
         f"{path}:{line}: {name}: name the thing in the field's words (CONTRIBUTING.md)"
-        for path in _tree()
+        for path, findings in _findings().items()
         if _below(path, " ".join(PLAIN_WORDS))
-        for line, name in refused_identifiers((ROOT / path).read_text(encoding="utf-8"))
+        for line, name in findings.identifiers
     ]
     assert not found, "\n" + "\n".join(found)
 
@@ -510,19 +560,26 @@ def test_refused_identifiers_stay_away() -> None:
 def test_docstrings_and_comments_are_plain() -> None:
     found = [
         f"{path}:{line}: {text}: write in the field's words (CONTRIBUTING.md)"
-        for path in _tree()
+        for path, findings in _findings().items()
         if _below(path, " ".join(PLAIN_PROSE))
-        for line, text in refused_prose((ROOT / path).read_text(encoding="utf-8"))
+        for line, text in findings.prose
     ]
     assert not found, "\n" + "\n".join(found)
 
 
+def _cycles_of(modules: dict[str, str]) -> set[tuple[str, ...]]:
+    """Cycles of modules given by their source."""
+    imports = {
+        name: [found for _, found in _imported(name.replace(".", "/") + ".py", source)]
+        for name, source in modules.items()
+    }
+    return import_cycles(imports)
+
+
 def test_cycles_and_refused_identifiers_are_reported() -> None:
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.a import A"
-    assert import_cycles({"headrace.a": "from headrace import b", "headrace.b": hidden}) == {
-        ("headrace.a", "headrace.b")
-    }
-    assert import_cycles({"headrace.a": "import headrace.b", "headrace.b": "", "headrace.c": hidden}) == set()
+    assert _cycles_of({"headrace.a": "from headrace import b", "headrace.b": hidden}) == {("headrace.a", "headrace.b")}
+    assert _cycles_of({"headrace.a": "import headrace.b", "headrace.b": "", "headrace.c": hidden}) == set()
     assert refused_identifiers("told = 1\ndef f(asked_by): return x.Crew") == [
         (1, "told"),
         (2, "asked_by"),
@@ -655,7 +712,7 @@ def servers_on_default_ports(source: str) -> list[int]:
     if "serve" not in source:
         return found
     lines = source.splitlines()
-    for function in ast.walk(ast.parse(source)):
+    for function in _nodes(source):
         if isinstance(function, ast.FunctionDef):
             text = "\n".join(lines[function.lineno - 1 : function.end_lineno])
             lists = [[ast.unparse(word) for word in n.elts] for n in ast.walk(function) if isinstance(n, ast.List)]
@@ -667,9 +724,9 @@ def servers_on_default_ports(source: str) -> list[int]:
 
 def test_tests_start_no_server_on_the_default_ports() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}: set --http-port and --grpc-port (0: free ones), or use tests.support.serving"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for line in servers_on_default_ports(path.read_text(encoding="utf-8"))
+        f"{path}:{line}: set --http-port and --grpc-port (0: free ones), or use tests.support.serving"
+        for path, findings in _findings().items()
+        for line in findings.default_ports
     ]
     assert found == []
 

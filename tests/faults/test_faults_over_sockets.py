@@ -163,7 +163,7 @@ def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Se
     started = time.monotonic()
     status, answer = infer(server, "busy", steps_body(1, headrace_deadline_us=1_000_000))
     waited_s = time.monotonic() - started
-    assert (status, "deadline" in str(answer["error"])) == (504, True)
+    assert (status, "deadline" in str(answer["error"])) == (504, True), answer
     assert waited_s >= 1
     assert infer(server, "affine", affine_body())[0] == 200, "while the other one is stalled"
     assert gauge(server, "headrace_in_flight", "busy") == 1

@@ -186,8 +186,14 @@ def test_two_flooding_clients_share_by_weight() -> None:
 # With admission, by the simulator
 
 
-@pytest.mark.parametrize("calm", [0.1, 0.3])
-@pytest.mark.parametrize(("batch_us", "row_us", "slo_ms"), [(4000, 250, 25), (8000, 500, 50), (5900, 159, 25)])
+@pytest.mark.parametrize("calm", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("batch_us", "row_us", "slo_ms"),
+    [
+        (8000, 500, 50),
+        *(pytest.param(*device, marks=pytest.mark.slow) for device in ((4000, 250, 25), (5900, 159, 25))),
+    ],
+)
 @pytest.mark.parametrize("variation", [0.0, 0.08])
 def test_a_quiet_client_meets_an_objective_of_two_batches_beside_a_flood(
     batch_us: float, row_us: float, slo_ms: int, calm: float, variation: float

@@ -48,7 +48,7 @@ def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize("load", [0.3, *(pytest.param(load, marks=pytest.mark.slow) for load in (0.6, 0.8))])
-@pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("variation", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:
     trace = poisson_trace(load * 1000, 150)
     done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=variation))], seed=2)

@@ -34,6 +34,7 @@ def test_promtool_finds_nothing_wrong(words: tuple[str | Path, ...]) -> None:
     promtool(*words)
 
 
+@pytest.mark.slow
 def test_the_rules_pass_their_own_tests() -> None:
     promtool("test", "rules", TESTS)
 

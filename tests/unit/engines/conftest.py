@@ -1,4 +1,4 @@
-"""A demo repository, built once for all tests, and checkpoints in PyTorch's formats, written without PyTorch."""
+"""A repository of demo models, each built once for all tests, and checkpoints in PyTorch's formats, written without PyTorch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ SaveCheckpoint = Callable[..., bytes]
 
 
 @pytest.fixture(scope="session")
-def demo_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_repository(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that builds a demo model unless a test has done so, and returns the repository."""
     output = tmp_path_factory.mktemp("demo_repository")
-    for model in CATALOGUE.values():
-        outcome = build_demo_model(model, output, None, False, lambda *_: None)
+
+    @cache
+    def with_model(name: str) -> Path:
+        outcome = build_demo_model(CATALOGUE[name], output, None, False, lambda *_: None)
         assert outcome.built, outcome.error
-    return output
+        return output
+
+    return with_model
 
 
 class _Storage:

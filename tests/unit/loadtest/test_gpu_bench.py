@@ -111,6 +111,7 @@ def test_a_part_that_crashes_is_a_reason() -> None:
     assert "ended with -6" in reason
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_killed_with_its_children() -> None:
     code = (
         "import signal\n"

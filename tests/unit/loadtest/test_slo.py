@@ -42,6 +42,7 @@ def test_responses_between_warm_up_and_end_count() -> None:
     assert told.p50_ms == 10
 
 
+@pytest.mark.slow
 def test_both_methods_agree_at_low_load() -> None:
     trace = arrivals(0.05, 2.0, seed=1)
     real, virtual = (judged(way(trace, fixed()), 50) for way in (by_the_clock, simulated))
@@ -85,6 +86,7 @@ def test_a_deep_queue_stays_deep_while_it_is_measured(name: str, monkeypatch: py
     assert all(0 < spent_us < 10_000 for spent_us in deep_queue.measure(deep_queue.CASES[name], stretches=2))
 
 
+@pytest.mark.slow
 def test_the_simulator_is_held_against_the_clock() -> None:
     load, shape, clients, setting = simulator.CASES["0.5 load"]
     real, virtual = simulator.both(arrivals(load, 2.0, 1, shape, clients), setting, 100.0)

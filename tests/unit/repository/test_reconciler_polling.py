@@ -24,6 +24,8 @@ from headrace.scheduling.handle import ModelHandle
 
 from tests.support.models import add_model, affine
 
+pytestmark = pytest.mark.slow
+
 POLL = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.25)
 
 

@@ -25,6 +25,8 @@ from tests.support import fragile_backend as fragile
 from tests.support.fakes import SPEC, ask
 from tests.support.processes import eventually, isolated_children_of_this_process
 
+pytestmark = pytest.mark.slow
+
 Scenario = Callable[[ModelHandle], Coroutine[Any, Any, None]]
 
 

@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -184,11 +184,11 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path) -> None:
     assert tuple(nodes) == HOSTILE
 
 
-def test_the_longest_layers_come_first(demo_repository: Path, tmp_path: Path) -> None:
+def test_the_longest_layers_come_first(demo_repository: Callable[[str], Path], tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     out = io.StringIO()
-    words = ["digits", "--target", "onnxruntime", "--model-repository", str(demo_repository), "--top", "3"]
+    words = ["digits", "--target", "onnxruntime", "--model-repository", str(demo_repository("digits")), "--top", "3"]
     assert run(parser.parse_args(words), Console(file=out, width=160)) == 0
     times = [float(number) for number in re.findall(r" ([\d.]+) +[\d.]+% ", out.getvalue())]
     assert len(times) == 3

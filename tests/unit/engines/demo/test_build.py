@@ -269,7 +269,7 @@ def test_committed_files_match_the_builder_output(model, name):
 
 
 @pytest.mark.parametrize("model", CATALOGUE.values(), ids=lambda model: model.name)
-def test_configs_parse_to_the_expected_values(model, demo_repository):
+def test_configs_parse_to_the_expected_values(model):
     if "config.yaml" in model.files:
         config = yaml.safe_load(model.file_text("config.yaml"))
         name, batch, outputs = config["name"], config["max_batch_size"], config["output"]

@@ -22,12 +22,13 @@ PHOTOGRAPHS = [
 
 @pytest.fixture(scope="module")
 def session(demo_repository):
-    return ort.InferenceSession(demo_repository / "efficientnet_lite0/1/model.onnx", providers=["CPUExecutionProvider"])
+    path = demo_repository("efficientnet_lite0") / "efficientnet_lite0/1/model.onnx"
+    return ort.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")
 def labels(demo_repository):
-    return (demo_repository / "efficientnet_lite0/labels.txt").read_text().splitlines()
+    return (demo_repository("efficientnet_lite0") / "efficientnet_lite0/labels.txt").read_text().splitlines()
 
 
 def _preprocess(path: Path) -> np.ndarray:

@@ -23,7 +23,7 @@ def _published(content: bytes, path) -> WeightsFile:
 
 @pytest.fixture(scope="module")
 def seeded(demo_repository):
-    return demo_repository / "resnet50/1/model.onnx"
+    return demo_repository("resnet50") / "resnet50/1/model.onnx"
 
 
 @pytest.fixture(scope="module")

@@ -19,25 +19,28 @@ def _open(repository, name, precision=None):
 
 
 def test_digits_calibrates_on_its_training_samples(demo_repository):
-    calibration, accuracy = _open(demo_repository, "digits")
+    calibration, accuracy = _open(demo_repository("digits"), "digits")
     assert calibration.origin == "calibration.npz (256 samples)"
     assert np.bincount(calibration.labels).min() >= 10
-    with np.load(demo_repository / "digits/1/held_out.npz") as held_out:
+    with np.load(demo_repository("digits") / "digits/1/held_out.npz") as held_out:
         assert len(accuracy) == len(held_out["labels"])
         rows = {image.tobytes() for image in held_out["images"]}
     batch = next(accuracy.batches(1000))
     assert {image.tobytes() for image in batch["image"]} == rows
-    session = ort.InferenceSession(demo_repository / "digits/1/model.onnx", providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        demo_repository("digits") / "digits/1/model.onnx", providers=["CPUExecutionProvider"]
+    )
     assert (session.run(None, batch)[0].argmax(axis=1) == accuracy.labels).mean() >= 0.95
-    with np.load(demo_repository / "digits/calibration.npz") as stored:
+    with np.load(demo_repository("digits") / "digits/calibration.npz") as stored:
         assert len(stored["labels"]) == 1797 - len(accuracy)
         # A few of these small pictures are there twice in the data set itself.
         assert len({image.tobytes() for image in stored["image"]} & rows) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["efficientnet_lite0", "resnet50"])
 def test_models_of_pictures_have_pictures(demo_repository, name):
-    calibration, accuracy = _open(demo_repository, name, "fp16")
+    calibration, accuracy = _open(demo_repository(name), name, "fp16")
     assert calibration.origin == "calibration/ (64 pictures)"
     assert accuracy.origin == "accuracy/ (48 pictures)"
     assert calibration.labels is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +95,9 @@ def test_layers_name_the_nodes_fused_into_them(engine: Engine) -> None:
     assert sum(layer.share for layer in layers) == pytest.approx(1)
 
 
-def test_layers_of_digits_cover_every_node(demo_repository: Path) -> None:
-    source = read_onnx(demo_repository / "digits" / "1" / "model.onnx")
-    engine = TARGET.open(demo_repository / "digits" / "1" / "model.onnx", source)
+def test_layers_of_digits_cover_every_node(demo_repository: Callable[[str], Path]) -> None:
+    source = read_onnx(demo_repository("digits") / "digits" / "1" / "model.onnx")
+    engine = TARGET.open(demo_repository("digits") / "digits" / "1" / "model.onnx", source)
     layers = engine.layers({"image": np.zeros((8, 1, 8, 8), "f4")})
     done = [name for layer in layers for name in layer.nodes]
     assert sorted(done) == sorted(node.name for node in source.graph.node)
