@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from headrace.core.errors import BadRequest
-from headrace.core.request import InferRequest, InferResponse
+from headrace.core.request import InferResponse
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
@@ -25,10 +25,9 @@ from headrace.inference.request_options import request_parameters, tensor_parame
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
     MAX_TEMPLATE_BYTES,
+    Codec,
     RequestTemplate,
     TemplateBuilder,
-    TemplateCache,
-    TemplateFactory,
 )
 from headrace.inference.services import Regions
 
@@ -181,45 +180,21 @@ def scan(message: bytes) -> Envelope:
     return Envelope(name, version, request_id, header[0] if len(header) == 1 else b"".join(header), spans)
 
 
-class GrpcCodec:
-    """Decodes requests for one model version and encodes its responses.
-
-    Ownership: the event loop.
+class GrpcCodec(Codec[bytes, Envelope, Message]):
+    """Codec of serialized ModelInferRequest and ModelInferResponse messages; the layout of a message comes from `scan`.
 
     Args:
-        spec: input and output tensor specs of the version.
-        regions: shared memory of clients; None if it is disabled.
-        max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
+        spec, regions, max_shared_bytes: see `Codec`.
     """
 
     def __init__(
         self, spec: ModelSpec, regions: Regions | None = None, max_shared_bytes: int = MAX_SHARED_BYTES
     ) -> None:
-        self.spec = spec
-        self._regions = regions
-        self._factory = TemplateFactory(spec, max_shared_bytes)
-        self._templates = TemplateCache()
+        super().__init__(spec, regions, max_shared_bytes)
         self._head = _response(model_name=spec.name, model_version=spec.version)
         self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
 
-    def decode(
-        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int = 0, client: str = ""
-    ) -> tuple[InferRequest, RequestTemplate]:
-        """Decode a request.
-
-        Args:
-            message: serialized ModelInferRequest; inputs are views of it.
-            envelope: from `scan`.
-            received_ns, deadline_ns: arrival of the message and deadline of the call, monotonic; deadline 0 for none.
-            client: as in `InferRequest`.
-
-        Returns:
-            The request, and its template for `encode`.
-
-        Raises:
-            BadRequest: the request is invalid.
-            NotFound, Forbidden: shared memory that does not exist or is disabled.
-        """
+    def _read(self, message: bytes, envelope: Envelope) -> tuple[RequestTemplate, dict[str, Array], str]:
         header, spans = envelope.header, envelope.spans
         template = self._templates.find(header) if len(header) <= MAX_TEMPLATE_BYTES else None
         if template is None:
@@ -238,47 +213,18 @@ class GrpcCodec:
             inputs[entry.spec.name] = tensor_codec.from_binary(
                 entry.spec, entry.shape, entry.elements, message, start, size_bytes
             )
-        shared_bytes = 0
-        if template.needs_regions:
-            template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
-        return (
-            InferRequest(
-                inputs=inputs,
-                rows=template.rows,
-                shape_key=template.shape_key,
-                received_ns=received_ns,
-                request_id=envelope.id,
-                priority=template.priority,
-                deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
-                queue_timeout_ns=template.queue_timeout_ns,
-                size_bytes=len(message) + shared_bytes,
-                client=client,
-            ),
-            template,
-        )
+        return template, inputs, envelope.id
 
     def encode(
         self,
         response: InferResponse,
         template: RequestTemplate,
-        request_id: str,
+        request_id: str = "",
         parameters: Mapping[str, int | str] | None = None,
     ) -> Message:
-        """Encode a response, with raw outputs as Triton sends them.
+        """Encode a response as the parts of a message, with raw outputs as Triton sends them; see `Codec.encode`.
 
         An output in shared memory (`RequestedOutput.shared`) has empty raw contents, so that the others keep their positions.
-
-        Args:
-            response: every output of the model.
-            template: of the request, from `decode`.
-            request_id: of the caller, "" for none.
-            parameters: of the response.
-
-        Returns:
-            The parts of a serialized ModelInferResponse, in order.
-
-        Raises:
-            BadRequest: an output cannot be encoded in the requested form, or is larger than its shared memory.
         """
         head = [self._head]
         data: Message = [b""]

@@ -19,16 +19,16 @@ import orjson
 
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
-from headrace.core.request import InferRequest, InferResponse
-from headrace.core.tensor import BYTES, ModelSpec, TensorSpec, classify
+from headrace.core.request import InferResponse
+from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, classify
 from headrace.inference import tensor_codec
 from headrace.inference.request_options import flag, integer, request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
+    Codec,
     RequestTemplate,
     TemplateBuilder,
     TemplateCache,
-    TemplateFactory,
 )
 from headrace.inference.services import Regions
 from headrace.inference.tensor_codec import BodyBytes
@@ -193,18 +193,17 @@ class _Request(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Request)
 # Characters of a parser's message in an error: the message may repeat the client's JSON.
 _MAX_MESSAGE_CHARS = 200
-_MAX_HEADERS = 256  # JSON headers of responses that are kept for a model version
+_MAX_HEADERS = 256  # Cached JSON headers of responses for a model version.
 
 
-class ModelCodec:
-    """Decodes requests for one model version and encodes its responses.
+class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
+    """Codec of HTTP bodies: JSON, followed by the binary tensors as little-endian bytes.
 
-    Ownership: the event loop.
+    The layout of a body is the size of its JSON in bytes: None if the whole body is JSON, 0 for a raw binary request. An encoded
+    response is the size of its JSON if binary tensors follow it, else None; and the parts of the body in order.
 
     Args:
-        spec: input and output tensor specs of the version.
-        regions: shared memory of clients; None if it is disabled.
-        max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
+        spec, regions, max_shared_bytes: see `Codec`.
         client_limits: limits on JSON.
     """
 
@@ -215,32 +214,12 @@ class ModelCodec:
         max_shared_bytes: int = MAX_SHARED_BYTES,
         client_limits: ClientLimits | None = None,
     ) -> None:
-        self.spec = spec
-        self._regions = regions
-        self._factory = TemplateFactory(spec, max_shared_bytes)
-        self._templates = TemplateCache()
+        super().__init__(spec, regions, max_shared_bytes)
         self._headers: dict[tuple[object, ...], bytes] = {}
         self._raw_templates = TemplateCache()
         self._client_limits = client_limits or ClientLimits()
 
-    def decode(
-        self, body: bytes | BodyBytes, header_size: int | None, received_ns: int, deadline_ns: int = 0, client: str = ""
-    ) -> tuple[InferRequest, RequestTemplate]:
-        """Decode a request.
-
-        Args:
-            body: JSON, followed by the binary tensors as little-endian bytes. Inputs are views of it.
-            header_size: bytes of JSON; None if the whole body is JSON; 0 for a raw binary request.
-            received_ns, deadline_ns: arrival of the body and deadline of the transport, monotonic; deadline 0 for none.
-            client: as in `InferRequest`.
-
-        Returns:
-            The request, and its template for `encode`.
-
-        Raises:
-            BadRequest: the request is invalid.
-            NotFound, Forbidden: shared memory that does not exist or is disabled.
-        """
+    def _read(self, body: bytes | BodyBytes, header_size: int | None) -> tuple[RequestTemplate, dict[str, Array], str]:
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
@@ -261,49 +240,45 @@ class ModelCodec:
                 f"{len(body) - position} bytes are left over after the tensors: the inputs' binary_data_size add up to "
                 f"{position - size}, {len(body) - size} bytes came"
             )
-        shared_bytes = 0
-        if template.needs_regions:
-            template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
-        return (
-            InferRequest(
-                inputs=inputs,
-                rows=template.rows,
-                shape_key=template.shape_key,
-                received_ns=received_ns,
-                request_id=template.request_id,
-                priority=template.priority,
-                deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
-                queue_timeout_ns=template.queue_timeout_ns,
-                size_bytes=len(body) + shared_bytes,
-                client=client,
-            ),
-            template,
-        )
+        return template, inputs, template.request_id
 
     def encode(
         self,
         response: InferResponse,
         template: RequestTemplate,
         request_id: str = "",
-        parameters: Mapping[str, object] | None = None,
+        parameters: Mapping[str, int | str] | None = None,
     ) -> tuple[int | None, Body]:
-        """Encode a response.
-
-        Args:
-            response: every output of the model.
-            template: of the request, from `decode`.
-            request_id: of the caller, "" for none.
-            parameters: of the response.
-
-        Returns:
-            Bytes of the JSON header if binary tensors follow it, else None; and the parts of the body in order.
-
-        Raises:
-            BadRequest: an output cannot be encoded in the requested form, or is larger than its shared memory.
-        """
+        """See `Codec.encode`."""
         all_binary = self._factory.all_binary
-        if all_binary and template.outputs is all_binary and not (parameters or request_id or template.request_id):
-            return self._encode_binary(response)
+        request_id = request_id or template.request_id
+        if parameters or request_id or template.outputs is not all_binary or not all_binary:
+            return self._encode(response, template, request_id, parameters)
+        # All outputs in binary: the JSON header repeats with their shapes and sizes, and is cached by those.
+        body: Body = [b""]
+        sizes: list[object] = []
+        for spec in self.spec.outputs.values():
+            array = response.outputs[spec.name]
+            data = tensor_codec.to_binary(array, spec.datatype)
+            body.append(data)
+            sizes += (array.shape, len(data))
+        key = tuple(sizes)
+        header = self._headers.get(key)
+        if header is None:
+            header = bytes(self._encode(response, template, "", None)[1][0])
+            if len(self._headers) >= _MAX_HEADERS:
+                self._headers.clear()
+            self._headers[key] = header
+        body[0] = header
+        return len(header), body
+
+    def _encode(
+        self,
+        response: InferResponse,
+        template: RequestTemplate,
+        request_id: str,
+        parameters: Mapping[str, int | str] | None,
+    ) -> tuple[int | None, Body]:
         outputs: list[dict[str, object]] = []
         body: Body = [b""]
         binary = False
@@ -331,41 +306,10 @@ class ModelCodec:
         }
         if parameters:
             header["parameters"] = parameters
-        if request_id or template.request_id:
-            header = {"id": request_id or template.request_id, **header}
+        if request_id:
+            header = {"id": request_id, **header}
         body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
         return (len(body[0]) if binary else None), body
-
-    def _encode_binary(self, response: InferResponse) -> tuple[int, Body]:
-        """Encode all outputs in binary. The JSON header repeats with their shapes and sizes, so it is kept by those."""
-        body: Body = [b""]
-        sizes: list[object] = []
-        outputs = response.outputs
-        for spec in self.spec.outputs.values():
-            array = outputs[spec.name]
-            data = tensor_codec.to_binary(array, spec.datatype)
-            body.append(data)
-            sizes += (array.shape, len(data))
-        key = tuple(sizes)
-        header = self._headers.get(key)
-        if header is None:
-            descriptions = [
-                {
-                    "name": spec.name,
-                    "datatype": spec.datatype.name,
-                    "shape": outputs[spec.name].shape,
-                    "parameters": {"binary_data_size": len(data)},
-                }
-                for spec, data in zip(self.spec.outputs.values(), body[1:], strict=True)
-            ]
-            header = orjson.dumps(
-                {"model_name": self.spec.name, "model_version": self.spec.version, "outputs": descriptions}
-            )
-            if len(self._headers) >= _MAX_HEADERS:
-                self._headers.clear()
-            self._headers[key] = header
-        body[0] = header
-        return len(header), body
 
     def _raw_template(self, body: bytes | BodyBytes) -> tuple[RequestTemplate, int]:
         """Return the template of a raw binary request, and the position in the body at which raw inputs begin.

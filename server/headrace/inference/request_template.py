@@ -1,4 +1,4 @@
-"""Request templates: names, shapes and parameters of a request, checked against the model; for every protocol.
+"""Request templates: names, shapes and parameters of a request, checked against the model; and the base class of codecs.
 
 A codec reads names, shapes and parameters from its wire format and passes them to a `TemplateBuilder`. The resulting
 `RequestTemplate` can be cached and used for every request with the same header. Triton's shared memory extension is here too: a
@@ -7,15 +7,17 @@ template has the region and offset of a tensor, and the region is looked up for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
 from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
+from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, as_input
 from headrace.inference import tensor_codec
 from headrace.inference.request_options import (
@@ -37,6 +39,10 @@ MAX_TEMPLATES = 256
 MAX_TEMPLATE_BYTES = 4096
 # Limit on the inputs of one request in shared memory, bytes: a few bytes can name gigabytes.
 MAX_SHARED_BYTES = 128 << 20
+
+Content = TypeVar("Content", bound=Sized)
+Layout = TypeVar("Layout")
+Encoded = TypeVar("Encoded")
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
@@ -359,6 +365,86 @@ class TemplateCache:
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
         self._templates[header] = template
+
+
+class Codec(ABC, Generic[Content, Layout, Encoded]):
+    """Reads and writes the bytes of one wire format for one model version.
+
+    Ownership: the event loop.
+
+    Args:
+        spec: input and output tensor specs of the version.
+        regions: shared memory of clients; None if it is disabled.
+        max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, regions: Regions | None = None, max_shared_bytes: int = MAX_SHARED_BYTES
+    ) -> None:
+        self.spec = spec
+        self._regions = regions
+        self._factory = TemplateFactory(spec, max_shared_bytes)
+        self._templates = TemplateCache()
+
+    def decode(
+        self, content: Content, layout: Layout, received_ns: int, deadline_ns: int = 0, client: str = ""
+    ) -> tuple[InferRequest, RequestTemplate]:
+        """Decode a request.
+
+        Args:
+            content: the body or message; inputs are views of it.
+            layout: positions of its parts, e.g. the size of the JSON header.
+            received_ns, deadline_ns: arrival of the content and deadline of the transport, monotonic; deadline 0 for none.
+            client: as in `InferRequest`.
+
+        Returns:
+            The request, and its template for `encode`.
+
+        Raises:
+            BadRequest: the request is invalid.
+            NotFound, Forbidden: shared memory that does not exist or is disabled.
+        """
+        template, inputs, request_id = self._read(content, layout)
+        shared_bytes = 0
+        if template.needs_regions:
+            template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
+        request = InferRequest(
+            inputs=inputs,
+            rows=template.rows,
+            shape_key=template.shape_key,
+            received_ns=received_ns,
+            request_id=request_id,
+            priority=template.priority,
+            deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
+            queue_timeout_ns=template.queue_timeout_ns,
+            size_bytes=len(content) + shared_bytes,
+            client=client,
+        )
+        return request, template
+
+    @abstractmethod
+    def _read(self, content: Content, layout: Layout) -> tuple[RequestTemplate, dict[str, Array], str]:
+        """Return the template of a request, its inputs outside shared memory and its id; raises BadRequest."""
+
+    @abstractmethod
+    def encode(
+        self,
+        response: InferResponse,
+        template: RequestTemplate,
+        request_id: str = "",
+        parameters: Mapping[str, int | str] | None = None,
+    ) -> Encoded:
+        """Encode a response.
+
+        Args:
+            response: every output of the model.
+            template: of the request, from `decode`.
+            request_id: of the caller, "" for none.
+            parameters: of the response.
+
+        Raises:
+            BadRequest: an output cannot be encoded in the requested form, or is larger than its shared memory.
+        """
 
 
 def _read_shared_input(

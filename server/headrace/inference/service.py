@@ -10,65 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple
 from weakref import WeakKeyDictionary
 
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
-from headrace.core.request import InferRequest, InferResponse, ModelLoad
+from headrace.core.request import InferResponse, ModelLoad
 from headrace.core.tensor import ModelSpec
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
-from headrace.inference.request_template import RequestTemplate
+from headrace.inference.request_template import Codec, Content, Encoded, Layout, RequestTemplate
 from headrace.inference.response_metadata import load_parameters, timing
 from headrace.inference.services import Handle, Services
 from headrace.observability.access_log import OK, AccessRecord
 from headrace.observability.tracing import SamplingDecision
-
-Content = TypeVar("Content", contravariant=True)
-Layout = TypeVar("Layout", contravariant=True)
-Encoded = TypeVar("Encoded", covariant=True)
-
-
-class Codec(Protocol[Content, Layout, Encoded]):
-    """Reads and writes the bytes of one wire format for one model version."""
-
-    def decode(
-        self, content: Content, layout: Layout, received_ns: int, deadline_ns: int, client: str, /
-    ) -> tuple[InferRequest, RequestTemplate]:
-        """Decode a request; inputs are views of `content`.
-
-        Args:
-            content: the body or message.
-            layout: positions of its parts, e.g. the size of the JSON header.
-            received_ns: monotonic time at which the content had arrived.
-            deadline_ns: monotonic deadline of the transport, 0 for none.
-            client: as in `InferRequest`.
-
-        Raises:
-            HeadraceError: the request is invalid.
-        """
-
-    def encode(
-        self,
-        response: InferResponse,
-        template: RequestTemplate,
-        request_id: str,
-        parameters: Mapping[str, int | str] | None,
-        /,
-    ) -> Encoded:
-        """Encode a response.
-
-        Args:
-            response: every output of the model.
-            template: of the request, from `decode`.
-            request_id: of the caller, "" for none.
-            parameters: of the response.
-
-        Raises:
-            HeadraceError: an output cannot be sent in the requested form.
-        """
 
 
 class Wire(NamedTuple):
