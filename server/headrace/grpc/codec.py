@@ -299,13 +299,15 @@ def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
     """Convert a map of InferParameter to Python values; raises BadRequest."""
     if len(parameters) > _MAX_PARAMETERS:
         raise BadRequest(f"{len(parameters)} parameters came, at most {_MAX_PARAMETERS} are allowed")
-    values: dict[str, bool | int | float | str] = {}
-    for name, parameter in parameters.items():
-        kind = parameter.WhichOneof("parameter_choice")
-        if kind is None:
-            raise BadRequest(f"parameter {name[:64]!r} has no value")
-        values[name] = getattr(parameter, kind)
-    return values
+    return {name: parameter_value(name, parameter) for name, parameter in parameters.items()}
+
+
+def parameter_value(name: str, parameter: Any) -> Any:
+    """Return the value of a message with the oneof `parameter_choice`; raises BadRequest if it has none."""
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind is None:
+        raise BadRequest(f"parameter {name[:64]!r} has no value")
+    return getattr(parameter, kind)
 
 
 def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: dict[str, str | int]) -> bytes:

@@ -7,7 +7,8 @@ flow control, TLS, graceful shutdown. Responses are never compressed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -22,7 +23,7 @@ from headrace.grpc.fast_wire import (
     PREFIX_BYTES,
     MessageReader,
     RequestHead,
-    StatusTrailers,
+    error_trailers,
     initial_headers,
     ok_trailers,
     parse_request_head,
@@ -30,6 +31,7 @@ from headrace.grpc.fast_wire import (
     unpack_prefix,
 )
 from headrace.grpc.methods import Message, Methods
+from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
 from headrace.http2.stream import Http2Limits, Http2Stream
@@ -118,10 +120,8 @@ class FastGrpcServer:
     async def _wait_until_disconnected(self, timeout_s: float) -> None:
         if self._connections:
             self._disconnected.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._disconnected.wait(), max(0.0, timeout_s))
-            except TimeoutError:
-                return
 
     # --- http2.connection.Application ---------------------------------------------------------------------------------
 
@@ -133,11 +133,10 @@ class FastGrpcServer:
         self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool
     ) -> Http2Stream | None:
         """See `Application`."""
-        if head.unary is not None:
-            return UnaryCall(connection, stream_id, head, self._client_limits, self._deadline_timer)
-        if head.stream is not None:
-            call = StreamingCall(connection, stream_id, head, self._client_limits, self._deadline_timer)
-            if self._stopping:
+        if head.method is not None:
+            kind = StreamingCall if head.is_stream else UnaryCall
+            call = kind(connection, stream_id, head, self._client_limits, self._deadline_timer)
+            if self._stopping and isinstance(call, StreamingCall):
                 call.notify_stopping()
             return call
         if head.exceeded_limit:
@@ -251,15 +250,46 @@ class FastCall(Http2Stream):
 
     def fail(self, error: HeadraceError) -> None:
         """End the call with an error, and cancel its method."""
-        self._send_error(StatusTrailers.of_error(error))
+        self._send_error(error_status(error))
         self._cancel_method(error)
 
-    def _send_error(self, status: StatusTrailers) -> None:
+    async def _serve(self, method: Callable[..., Awaitable[Message | None]], *message: bytes) -> None:
+        """Run the method with the message of a unary call, or with none, and end the call."""
+        try:
+            response = await method(*message, self)
+            del message
+            self._send_response(response or [])
+        except asyncio.CancelledError as error:
+            self._send_error(ErrorStatus("CANCELLED", "the server has cancelled the call"))
+            forget_frames(error)
+            raise
+        except Exception as error:
+            self._send_error(error_status(error))
+            forget_frames(error)
+        finally:
+            self.reservation.end()
+
+    def _send_headers(self) -> None:
+        """Send the HEADERS frame before the first message, once."""
+        if not self._headers_sent:
+            self._headers_sent = True
+            self.connection.write_buffer.write_control(initial_headers(self.stream_id))
+
+    def _send_response(self, message: Message) -> None:
+        """Send the response of a unary call, if any, and end the call with status OK."""
+        if not self.closed:
+            write_buffer = self.connection.write_buffer
+            self._send_headers()
+            if message:
+                write_buffer.queue_data(self, _with_prefix(message))
+            write_buffer.end_stream(self, ok_trailers(self.stream_id))
+
+    def _send_error(self, status: ErrorStatus) -> None:
         if not self.closed:
             write_buffer = self.connection.write_buffer
             if self.pending:
                 write_buffer.discard(self)
-            write_buffer.end_stream(self, status.frame(self.stream_id, self._headers_sent))
+            write_buffer.end_stream(self, error_trailers(status, self.stream_id, self._headers_sent))
 
     def _cancel_method(self, error: HeadraceError) -> None:
         """Cancel the method of a closed stream. It counts against the limit of the connection until it has ended."""
@@ -331,7 +361,7 @@ class UnaryCall(FastCall):
                 return
             message = self._assemble_message(data, start, stop, end)
         except HeadraceError as error:
-            self._send_error(StatusTrailers.of_error(error))
+            self._send_error(error_status(error))
             self.reservation.end()
             return
         if message is not None:
@@ -364,44 +394,23 @@ class UnaryCall(FastCall):
         self.awaiting_body = False
         self._reader = None
         self.received_ns = monotonic_ns()
-        self._task = self.connection.loop.create_task(self._serve(message))
-
-    async def _serve(self, message: bytes) -> None:
-        method = self._head.unary
+        method = self._head.method
         assert method is not None
-        try:
-            response = await method(message, self)
-            del message
-            self._send_response(response)
-        except asyncio.CancelledError as error:
-            self._send_error(StatusTrailers("CANCELLED", "the server has cancelled the call"))
-            forget_frames(error)
-            raise
-        except Exception as error:
-            self._send_error(StatusTrailers.of_error(error))
-            forget_frames(error)
-        finally:
-            self.reservation.end()
+        self._task = self.connection.loop.create_task(self._serve(method, message))
 
     def _send_response(self, message: Message) -> None:
-        if self.closed:
-            return
-        connection = self.connection
-        write_buffer = connection.write_buffer
-        if sum(map(len, message)) < _JOIN_BELOW_BYTES:
-            content = message[0] if len(message) == 1 and type(message[0]) is bytes else b"".join(message)
+        if not self.closed and sum(map(len, message)) < _JOIN_BELOW_BYTES:
+            content = b"".join(message)
+            connection, write_buffer = self.connection, self.connection.write_buffer
             if write_buffer.reserve_window(self, len(content) + PREFIX_BYTES):
-                frames = unary_response(self.stream_id, bytes(content))
+                frames = unary_response(self.stream_id, content)
                 if len(connection.streams) > 1:
                     write_buffer.write(frames)
                 else:
                     write_buffer.flush(frames)  # no other stream is open whose frames could join this write
                 connection.stream_finished(self)
                 return
-        self._headers_sent = True
-        write_buffer.write_control(initial_headers(self.stream_id))
-        write_buffer.queue_data(self, _with_prefix(message))
-        write_buffer.end_stream(self, ok_trailers(self.stream_id))
+        super()._send_response(message)
 
 
 class StreamingCall(FastCall):
@@ -425,7 +434,8 @@ class StreamingCall(FastCall):
         self._drained = asyncio.Event()
         self.awaiting_body = False
         self.stopping = False
-        self._task = connection.loop.create_task(self._serve())
+        assert head.method is not None
+        self._task = connection.loop.create_task(self._serve(head.method))
 
     def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """Receive a part of a message, or many messages, and wake the reader."""
@@ -478,9 +488,7 @@ class StreamingCall(FastCall):
         if self.closed:
             raise Cancelled("the client disconnected")
         write_buffer = self.connection.write_buffer
-        if not self._headers_sent:
-            self._headers_sent = True
-            write_buffer.write_control(initial_headers(self.stream_id))
+        self._send_headers()
         if sum(map(len, message)) < _JOIN_BELOW_BYTES:
             content = b"".join(message)
             size_bytes = len(content) + PREFIX_BYTES
@@ -518,29 +526,6 @@ class StreamingCall(FastCall):
             self.increase_window(window_bytes - self.receive_window)
         if self._reader.partial:
             self.request_window(self._reader.missing_bytes)
-
-    async def _serve(self) -> None:
-        method = self._head.stream
-        assert method is not None
-        try:
-            await method(self)
-            self._send_ok()
-        except asyncio.CancelledError as error:
-            self._send_error(StatusTrailers("CANCELLED", "the server has cancelled the call"))
-            forget_frames(error)
-            raise
-        except Exception as error:
-            self._send_error(StatusTrailers.of_error(error))
-            forget_frames(error)
-        finally:
-            self.reservation.end()
-
-    def _send_ok(self) -> None:
-        if not self.closed:
-            if not self._headers_sent:
-                self._headers_sent = True
-                self.connection.write_buffer.write_control(initial_headers(self.stream_id))
-            self.connection.write_buffer.end_stream(self, ok_trailers(self.stream_id))
 
 
 def _with_prefix(message: Message) -> Message:

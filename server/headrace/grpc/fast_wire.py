@@ -16,14 +16,14 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.errors import BadRequest, HeadraceError
 from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
-from headrace.grpc.status import CODES, error_status
+from headrace.grpc.status import CODES, ErrorStatus, error_status
 from headrace.http2.connection import MalformedHeadersError
 from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS, HeaderField, encode
 from headrace.inference.compression import decompress
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions, RequestOptionsReader
 
 _ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
-_ACCEPT_ENCODING: HeaderField = (b"grpc-accept-encoding", b"identity, deflate, gzip")
+_ACCEPTED_ENCODINGS = "identity, deflate, gzip"
 _UNIT_NS = {
     b"H": 3600 * NS_PER_S,
     b"M": 60 * NS_PER_S,
@@ -46,7 +46,8 @@ unpack_prefix = PREFIX.unpack_from
 
 # --- Responses ---------------------------------------------------------------------------------------------------------
 
-_INITIAL_HEADERS = encode([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPT_ENCODING])
+_OK_STATUS: list[HeaderField] = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+_INITIAL_HEADERS = encode([*_OK_STATUS, (b"grpc-accept-encoding", _ACCEPTED_ENCODINGS.encode())])
 _OK = encode([(b"grpc-status", b"0")])
 # A unary response: the HEADERS frame, the header of the DATA frame and the message's prefix; the message; the trailers.
 # *_WORD: length and kind of a frame.
@@ -79,46 +80,22 @@ def ok_trailers(stream_id: int) -> bytes:
     return _TRAILERS.pack(_TRAILERS_WORD, END_HEADERS | END_STREAM, stream_id, _OK)
 
 
-@dataclass(frozen=True, slots=True)
-class StatusTrailers:
-    """Status of a failed call, in its wire encoding.
+def error_trailers(status: ErrorStatus, stream_id: int, headers_sent: bool) -> bytes:
+    """Encode the HEADERS frame that ends a failed call.
 
-    Attributes:
-        code: a name in `CODES`.
-        message: for `grpc-message`.
-        metadata: further trailers.
+    Args:
+        status: of the call.
+        stream_id: of the call.
+        headers_sent: True if `initial_headers` was sent before.
     """
-
-    code: str
-    message: str
-    metadata: tuple[HeaderField, ...] = ()
-
-    @classmethod
-    def of_error(cls, error: Exception) -> StatusTrailers:
-        """Encode the status of an error; must be called in its exception handler, see `error_status`."""
-        status = error_status(error)
-        metadata = tuple((name.encode(), _metadata_value(value)) for name, value in status.metadata)
-        return cls(status.code, status.text, metadata)
-
-    def frame(self, stream_id: int, headers_sent: bool) -> bytes:
-        """Encode the HEADERS frame that ends the call.
-
-        Args:
-            stream_id: of the call.
-            headers_sent: True if `initial_headers` was sent before.
-        """
-        fields: list[HeaderField] = (
-            [] if headers_sent else [(b":status", b"200"), (b"content-type", b"application/grpc")]
-        )
-        fields.append((b"grpc-status", b"%d" % CODES[self.code]))
-        if self.message:
-            fields.append((b"grpc-message", percent_encode(self.message)))
-        return _trailers_frame(stream_id, [*fields, *self.metadata])
-
-
-def _metadata_value(value: str | bytes) -> bytes:
-    """Encode a metadata value; binary values are sent in base64 without padding."""
-    return value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
+    fields: list[HeaderField] = [] if headers_sent else [*_OK_STATUS]
+    fields.append((b"grpc-status", b"%d" % CODES[status.code]))
+    if status.text:
+        fields.append((b"grpc-message", percent_encode(status.text)))
+    for name, value in status.metadata:  # binary values are sent in base64 without padding
+        content = value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
+        fields.append((name.encode(), content))
+    return _trailers_frame(stream_id, fields)
 
 
 def percent_encode(text: str) -> bytes:
@@ -142,8 +119,8 @@ class RequestHead:
     """Parsed request headers of a call.
 
     Attributes:
-        unary: the method, if the path names a unary one.
-        stream: the method, if the path names a streaming one.
+        method: the method, None if the request has an immediate response.
+        is_stream: True for a streaming method.
         timeout_ns: grpc-timeout; -1 for none.
         encoding: of messages with the compressed flag; "" for none.
         content_length: body size in bytes from content-length; -1 for none.
@@ -153,20 +130,20 @@ class RequestHead:
         http_status: HTTP status of the immediate response to a request that is not gRPC, 0 for none.
     """
 
-    unary: UnaryMethod | None = None
-    stream: StreamMethod | None = None
+    method: UnaryMethod | StreamMethod | None = None
+    is_stream: bool = False
     timeout_ns: int = -1
     encoding: str = ""
     content_length: int = -1
     options: RequestOptions = NO_OPTIONS
-    rejection: StatusTrailers | None = None
+    rejection: ErrorStatus | None = None
     http_status: int = 0
     exceeded_limit: str = ""
 
     def rejection_frame(self, stream_id: int) -> bytes:
         """Encode the immediate response with `rejection` or `http_status`."""
         if self.rejection is not None:
-            return self.rejection.frame(stream_id, headers_sent=False)
+            return error_trailers(self.rejection, stream_id, headers_sent=False)
         fields: list[HeaderField] = [(b":status", b"%d" % self.http_status)]
         if self.http_status == 405:
             fields.append((b"allow", b"POST"))
@@ -184,7 +161,7 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
         MalformedHeadersError: the fields are no HTTP/2 request.
     """
     if fields is None:
-        rejection = StatusTrailers("RESOURCE_EXHAUSTED", "the request's metadata are too large")
+        rejection = ErrorStatus("RESOURCE_EXHAUSTED", "the request's metadata are too large")
         return RequestHead(rejection=rejection, exceeded_limit="max_header_bytes")
     headers = _validate_headers(fields)
     length = headers.get(b"content-length", b"")
@@ -198,7 +175,7 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
     try:
         return _parse_grpc_headers(methods, headers, int(length) if length else -1)
     except HeadraceError as error:
-        return RequestHead(rejection=StatusTrailers.of_error(error))
+        return RequestHead(rejection=error_status(error))
 
 
 def _validate_headers(fields: Sequence[HeaderField]) -> dict[bytes, bytes]:
@@ -225,7 +202,7 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
     path = headers[b":path"].decode("latin-1")
     unary, stream = methods.unary.get(path), methods.streams.get(path)
     if unary is None and stream is None:
-        return RequestHead(rejection=StatusTrailers("UNIMPLEMENTED", f"no such method: {path[:256]}"))
+        return RequestHead(rejection=ErrorStatus("UNIMPLEMENTED", f"no such method: {path[:256]}"))
     if b"te" not in headers:
         raise BadRequest(
             "the header 'te: trailers' is missing: check that every proxy in front of the server supports gRPC"
@@ -233,10 +210,12 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
     encoding = headers.get(b"grpc-encoding", b"identity")
     if encoding not in _ENCODINGS:
         text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not supported: use identity, deflate or gzip"
-        return RequestHead(rejection=StatusTrailers("UNIMPLEMENTED", text, (_ACCEPT_ENCODING,)))
+        return RequestHead(
+            rejection=ErrorStatus("UNIMPLEMENTED", text, (("grpc-accept-encoding", _ACCEPTED_ENCODINGS),))
+        )
     return RequestHead(
-        unary,
-        stream,
+        unary or stream,
+        stream is not None,
         _timeout_ns(headers.get(b"grpc-timeout")),
         "" if encoding == b"identity" else encoding.decode(),
         content_length,
@@ -306,7 +285,8 @@ class MessageReader:
                 self.missing_bytes -= end - start
                 start = end
             if not self.missing_bytes:
-                self._complete()
+                self._messages.append((b"".join(self._parts), self._compressed))
+                self._parts.clear()
 
     def _begin(self) -> None:
         flag, self.missing_bytes = unpack_prefix(self._prefix)
@@ -328,10 +308,6 @@ class MessageReader:
             parts[-1] += data[start:stop]
         else:
             parts.append(bytearray(data[start:stop]))
-
-    def _complete(self) -> None:
-        parts, self._parts = self._parts, []
-        self._messages.append((b"".join(parts), self._compressed))
 
     def pop(self) -> tuple[bytes, int]:
         """Remove the oldest complete message; it is decompressed only now, when a reader needs it.

@@ -179,24 +179,32 @@ class _Handlers(grpc.GenericRpcHandler):
         return self._handlers.get(handler_call_details.method)
 
 
-class _UnaryCall:
-    """`GrpcCall` of grpcio, which cancels the task of the method when the client disconnects."""
-
-    __slots__ = ("_context", "_options_reader", "completion", "deadline_ns", "received_ns")
+class _Call:
+    """Common part of unary and streaming calls; see `GrpcCall`."""
 
     def __init__(self, context: Any, options_reader: RequestOptionsReader) -> None:
         self._context = context
         self._options_reader = options_reader
         self.received_ns = monotonic_ns()
-        self.deadline_ns = _deadline_ns(context, self.received_ns)
-        self.completion: LoopCompletion | None = None
+        remaining_s = context.time_remaining()
+        self.deadline_ns = 0 if remaining_s is None else self.received_ns + int(remaining_s * NS_PER_S)
 
     @property
     def options(self) -> RequestOptions:
-        return _request_options(self._options_reader, self._context)
+        names, metadata = self._options_reader.names, self._context.invocation_metadata() or ()
+        for name, _ in metadata:
+            if name in names:
+                return self._options_reader.read({name: value for name, value in metadata if name in names})
+        return NO_OPTIONS
 
 
-class _StreamCall:
+class _UnaryCall(_Call):
+    """`GrpcCall` of grpcio, which cancels the task of the method when the client disconnects."""
+
+    completion: LoopCompletion | None = None
+
+
+class _StreamCall(_Call):
     """`StreamCall` of grpcio.
 
     Attributes:
@@ -207,18 +215,12 @@ class _StreamCall:
     def __init__(
         self, context: Any, options_reader: RequestOptionsReader, reservation: BodyReservation, stopping: bool
     ) -> None:
-        self.deadline_ns = _deadline_ns(context, monotonic_ns())
+        super().__init__(context, options_reader)
         self.stopping = stopping
         self.reservation = reservation
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.end_reason: Unavailable | None = None
-        self._context = context
-        self._options_reader = options_reader
         self._reading = False
-
-    @property
-    def options(self) -> RequestOptions:
-        return _request_options(self._options_reader, self._context)
 
     async def read(self) -> bytes | None:
         if self.stopping:
@@ -253,19 +255,6 @@ class _StreamCall:
         """Cancel the method; the call ends with the error."""
         self.end_reason = error
         self.task.cancel()
-
-
-def _deadline_ns(context: Any, now_ns: int) -> int:
-    remaining_s = context.time_remaining()
-    return 0 if remaining_s is None else now_ns + int(remaining_s * NS_PER_S)
-
-
-def _request_options(options_reader: RequestOptionsReader, context: Any) -> RequestOptions:
-    names, metadata = options_reader.names, context.invocation_metadata() or ()
-    for name, _ in metadata:
-        if name in names:
-            return options_reader.read({name: value for name, value in metadata if name in names})
-    return NO_OPTIONS
 
 
 def _shutting_down() -> Unavailable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable, forget_frames
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
-from headrace.inference.request_options import NO_OPTIONS, RequestOptions
+from headrace.inference.request_options import RequestOptions
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
 from headrace.inference.services import Services
 from headrace.inference.status import grpc_code, retry_after_ms
@@ -52,7 +53,7 @@ class GrpcInference:
         try:
             envelope, options = scan(message), call.options
         except HeadraceError as error:
-            self.record_unreadable(error, call.received_ns)
+            self.service.fail(PendingRequest("", "", call.received_ns), error)
             raise
         pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
         call.completion = pending.completion
@@ -65,10 +66,7 @@ class GrpcInference:
             pass  # `finish` counts and raises it
         finally:
             call.completion = None
-        try:  # as in `finish`, without its call
-            return self.service.finish(pending)
-        except Exception as error:
-            self._raise(pending, error)
+        return self.finish(pending)
 
     def begin(
         self,
@@ -76,7 +74,7 @@ class GrpcInference:
         envelope: Envelope,
         received_ns: int,
         deadline_ns: int,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions,
     ) -> PendingRequest:
         """Decode a request and queue it.
 
@@ -115,10 +113,6 @@ class GrpcInference:
         except Exception as error:
             self._raise(pending, error)
 
-    def record_unreadable(self, error: HeadraceError, received_ns: int) -> None:
-        """Record a message that cannot be parsed."""
-        self.service.fail(PendingRequest("", "", received_ns), error)
-
     def _raise(self, pending: PendingRequest, error: Exception) -> NoReturn:
         failure = self.service.fail(pending, error)
         if failure is error:
@@ -146,23 +140,21 @@ _FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
 _RETRY = "headrace_retry_after_ms"
 
 
+@dataclass(frozen=True, slots=True)
 class InferStreams:
     """Serves ModelStreamInfer.
 
-    Args:
+    Attributes:
         infer: decodes, queues and encodes each request.
         max_bytes: limit on all requests in flight on one stream, and so on one request, bytes.
         max_in_flight: limit on the requests in flight on one stream.
         clock: monotonic nanoseconds.
     """
 
-    def __init__(
-        self, infer: GrpcInference, max_bytes: int, max_in_flight: int = MAX_IN_FLIGHT, clock: Clock = monotonic_ns
-    ) -> None:
-        self._infer = infer
-        self._max_bytes = max_bytes
-        self._max_in_flight = max_in_flight
-        self._clock = clock
+    infer: GrpcInference
+    max_bytes: int
+    max_in_flight: int = MAX_IN_FLIGHT
+    clock: Clock = monotonic_ns
 
     async def serve(self, call: StreamCall) -> None:
         """Serve ModelStreamInfer: ModelInferRequest in, ModelStreamInferResponse out. An error ends its request, not the stream.
@@ -172,7 +164,7 @@ class InferStreams:
             Cancelled: the client disconnected; requests in flight are abandoned.
             Unavailable: the server stops; requests in flight are completed.
         """
-        stream = _Stream(self._infer, call, self._max_bytes, self._max_in_flight, self._clock)
+        stream = _Stream(self, call)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(stream.write())
@@ -210,15 +202,11 @@ class _Stream:
         rejection: error that stopped the reader before the client half-closed, None for none.
     """
 
-    def __init__(
-        self, infer: GrpcInference, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock
-    ) -> None:
-        self._infer = infer
+    def __init__(self, streams: InferStreams, call: StreamCall) -> None:
+        self._streams = streams
+        self._infer = streams.infer
         self._call = call
         self._options = call.options
-        self._clock = clock
-        self._max_bytes = max_bytes
-        self._max_in_flight = max_in_flight
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._queued: set[PendingRequest] = set()
@@ -231,6 +219,7 @@ class _Stream:
 
     async def read(self) -> None:
         """Queue requests until the client half-closes or the server stops."""
+        streams = self._streams
         while True:
             try:
                 message = await self._call.read()
@@ -245,7 +234,7 @@ class _Stream:
             self._in_flight_bytes += len(message)
             self._begin(message)
             del message  # otherwise it stays in memory until the next message
-            while self._in_flight >= self._max_in_flight or self._in_flight_bytes >= self._max_bytes:
+            while self._in_flight >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
                 self._room.clear()
                 await self._room.wait()
 
@@ -277,7 +266,7 @@ class _Stream:
         self._queued.clear()
 
     def _begin(self, message: bytes) -> None:
-        received_ns, reservation, entry = self._clock(), self._call.reservation, _StreamEntry(len(message))
+        received_ns, reservation, entry = self._streams.clock(), self._call.reservation, _StreamEntry(len(message))
         request_id = ""
         try:
             try:
@@ -285,7 +274,7 @@ class _Stream:
                 request_id = envelope.id
                 reservation.grow(len(message))
             except HeadraceError as error:
-                self._infer.record_unreadable(error, received_ns)
+                self._infer.service.fail(PendingRequest("", "", received_ns), error)
                 raise
             try:
                 # Without the deadline of the stream: the engine ends the whole stream at its deadline.

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignor
 from tritonclient.grpc import service_pb2
 
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
+from headrace.grpc.codec import parameter_value
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
@@ -51,14 +52,12 @@ def parse(kind: type[P], message: bytes) -> P:
     Raises:
         BadRequest: the bytes are not a message of that class.
     """
-    parsed = kind()
     try:
-        parsed.ParseFromString(message)
+        return kind.FromString(message)
     except DecodeError as error:
         raise BadRequest(
             f"the message is not a valid {kind.DESCRIPTOR.full_name}: its protobuf encoding is broken"
         ) from error
-    return parsed
 
 
 def _unary(name: str, handler: Handler) -> UnaryMethod:
@@ -89,7 +88,7 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
         return {"settings": {name: {"value": _string_list(value)} for name, value in settings.items()}}
 
     def log_settings(request: Any) -> Mapping[str, object]:
-        changes = {name: _parameter_value(name, setting) for name, setting in request.settings.items()}
+        changes = {name: parameter_value(name, setting) for name, setting in request.settings.items()}
         settings = services.logs.update(changes) if changes else services.logs.settings()
         return {"settings": {name: {_log_field(value): value} for name, value in settings.items()}}
 
@@ -171,14 +170,7 @@ def _only_repository(request: Any) -> None:
 
 
 def _parameters(request: Any) -> dict[str, object]:
-    return {name: _parameter_value(name, value) for name, value in request.parameters.items()}
-
-
-def _parameter_value(name: str, value: Any) -> Any:
-    field = value.WhichOneof("parameter_choice")
-    if field is None:
-        raise BadRequest(f"{name[:64]!r} has no value")
-    return getattr(value, field)
+    return {name: parameter_value(name, value) for name, value in request.parameters.items()}
 
 
 def _trace_value(name: str, values: list[str]) -> object:
