@@ -124,7 +124,6 @@ class HeadraceServer:
         self._model_filter = model_filter or {}
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
-        self._options_reader = RequestOptionsReader(settings.client_header)
         self._lag = LoopLag()
         self._bodies = bodies = BodyMemory(settings.limits)
         self._http_limits = ClientLimits(settings.limits, "http", bodies)
@@ -199,15 +198,14 @@ class HeadraceServer:
             extensions=extensions(settings, cuda is not None),
             explain=Explainer(self._registry),
             name=settings.id,
+            options_reader=RequestOptionsReader(settings.client_header),
         )
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
         has_metrics_port = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(
-            services, self._http_limits, None if has_metrics_port else page, self._options_reader
-        )
+        application = HttpApplication(services, self._http_limits, None if has_metrics_port else page)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
         self._servers.append(UvicornServer(application, settings, self._http_limits, context))
@@ -235,7 +233,7 @@ class HeadraceServer:
         # Imported only if gRPC is on: the library takes time and memory.
         from headrace.grpc.service import grpc_methods
 
-        methods = grpc_methods(services, settings.limits.max_body_bytes, self._options_reader)
+        methods = grpc_methods(services, settings.limits.max_body_bytes)
         engine = grpc_engine(settings, methods, self._grpc_limits, tls)
         listener = GrpcListener(engine, settings.drain_timeout_s)
         port = await listener.start(settings.host, settings.grpc_port)

@@ -8,7 +8,7 @@ from headrace.observability.tracing import Exemplars, SamplingDecision, TraceSel
 
 
 class AccessRecorder:
-    """A `headrace.inference.services.Observer`; chooses every request while it is active.
+    """Stands for a `headrace.observability.tracing.RequestObserver`; chooses every request while it is active.
 
     Attributes:
         active: as the front ends see it.

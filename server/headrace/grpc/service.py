@@ -19,7 +19,6 @@ from headrace.grpc.codec import parameter_value
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
-from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Models, Regions, Services
 
 # The classes of these modules are created at import, where no type checker sees them.
@@ -99,7 +98,7 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
         "ServerMetadata": lambda request: plane.server_metadata(),
         # Triton's messages have no field for the precision of an engine and the device of a version.
         "ModelMetadata": lambda request: _without("parameters", plane.model_metadata(request.name, request.version)),
-        "ModelConfig": lambda request: {"config": plane.config(request.name, request.version)},
+        "ModelConfig": lambda request: {"config": services.models.config(request.name, request.version)},
         "ModelStatistics": lambda request: {
             "model_stats": [
                 _without("headrace", each) for each in services.models.statistics(request.name, request.version)
@@ -326,15 +325,12 @@ def _as_v1(file: Any) -> Any:
 SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 
-def grpc_methods(
-    services: Services, max_message_bytes: int, options_reader: RequestOptionsReader | None = None
-) -> Methods:
+def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     """Make all methods: inference, control, health, reflection.
 
     Args:
         services: of the server.
         max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
-        options_reader: parser of the request options in a call's metadata.
     """
     infer = GrpcInference(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)
@@ -348,4 +344,4 @@ def grpc_methods(
     }
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
-    return Methods(unary, streams, options_reader or RequestOptionsReader())
+    return Methods(unary, streams, services.options_reader)

@@ -34,7 +34,6 @@ from headrace.http.infer_endpoint import (
     send_method_not_allowed,
 )
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
-from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.service import internal_error
 from headrace.inference.services import Services
 
@@ -50,14 +49,17 @@ _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
 _MAX_MESSAGE_CHARS = 200
 
 
-def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
-    """Create the FastAPI application of all routes except inference.
+def control_application(
+    services: Services, client_limits: ClientLimits, metrics: Metrics | None, infer: InferEndpoint
+) -> FastAPI:
+    """Create the FastAPI application of all routes except inference, which it only documents.
 
     Args:
         services: of the server.
         client_limits: limits of all requests; the full body size is allowed only for requests that may carry model files.
         metrics: renders /metrics: takes the header Accept, returns (content type, body), and may run on any thread. None if
             metrics have a port of their own.
+        infer: the inference endpoint.
     """
     app = FastAPI(
         title="Headrace",
@@ -75,7 +77,7 @@ def control_application(services: Services, client_limits: ClientLimits, metrics
     def openapi() -> bytes:
         return orjson.dumps(document(app, table))
 
-    table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
+    table = [*infer_routes(infer), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:
         add_route(app, route, _endpoint(route, client_limits))
     return app
@@ -90,28 +92,25 @@ def check_path(raw_path: bytes) -> None:
 
 
 def _endpoint(route: Route, client_limits: ClientLimits) -> Callable[[Request], Awaitable[Response]]:
+    """Make the function that runs a route and encodes its result or error; it never raises for an invalid request."""
+
     async def endpoint(request: Request) -> Response:
-        return await _respond(route, request, client_limits)
+        try:
+            result = route.run(**await _arguments(route, request, client_limits))
+            if isinstance(result, Awaitable):
+                result = await result
+            if result is None:
+                return Response()
+            if isinstance(result, Page):
+                return Response(result.content, headers={"content-type": result.media_type})
+            content = result if isinstance(result, bytes) else _json(result)
+            return Response(content, headers={**route.headers, "content-type": route.media_type})
+        except HeadraceError as error:
+            return _error(error)
+        except Exception as error:
+            return _error(internal_error(error, logger))
 
     return endpoint
-
-
-async def _respond(route: Route, request: Request, client_limits: ClientLimits) -> Response:
-    """Run a route and encode its result or error; never raises for an invalid request."""
-    try:
-        result = route.run(**await _arguments(route, request, client_limits))
-        if isinstance(result, Awaitable):
-            result = await result
-        if result is None:
-            return Response()
-        if isinstance(result, Page):
-            return Response(result.content, headers={"content-type": result.media_type})
-        content = result if isinstance(result, bytes) else _json(result)
-        return Response(content, headers={**route.headers, "content-type": route.media_type})
-    except HeadraceError as error:
-        return _error(error)
-    except Exception as error:
-        return _error(internal_error(error, logger))
 
 
 async def _arguments(route: Route, request: Request, client_limits: ClientLimits) -> dict[str, Any]:
@@ -251,18 +250,11 @@ class HttpApplication:
         services: of the server.
         client_limits: limits of all connections and requests.
         metrics: see `control_application`.
-        options_reader: parser of the request options in the headers of inference requests.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        client_limits: ClientLimits,
-        metrics: Metrics | None,
-        options_reader: RequestOptionsReader | None = None,
-    ) -> None:
-        self._infer = InferEndpoint(services, client_limits, options_reader)
-        self._control = control_application(services, client_limits, metrics)
+    def __init__(self, services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> None:
+        self._infer = InferEndpoint(services, client_limits)
+        self._control = control_application(services, client_limits, metrics, self._infer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request; other ASGI scopes (lifespan, WebSocket) are ignored."""

@@ -42,16 +42,19 @@ LINGER_S = 2.0
 
 
 class Stage(IntEnum):
-    """Stage of an HTTP connection: the event it waits for."""
+    """Stage of an HTTP connection: the event it waits for.
+
+    Attributes:
+        BETWEEN: the next request; nothing has arrived.
+        HEADERS: the end of the headers, since the connection was made or since their first byte.
+        BODY: the end of the request body.
+        ENDING: the client's close: the server has sent its last response.
+    """
 
     BETWEEN = 0
-    """The next request; nothing has arrived."""
     HEADERS = 1
-    """The end of the headers, since the connection was made or since their first byte."""
     BODY = 2
-    """The end of the request body."""
     ENDING = 3
-    """The client's close: the server has sent its last response."""
 
 
 class ConnectionTimeouts:
@@ -105,7 +108,8 @@ class ConnectionTimeouts:
             self._arm()
 
     def _check(self, connection: HeadraceHttpProtocol, unread_before: int, since: int) -> None:
-        unread, epoch = connection.unread_bytes(), self.epoch
+        # Bytes of responses that the client has not read.
+        unread, epoch = connection.transport.get_write_buffer_size(), self.epoch
         if not unread or unread != unread_before:
             self._connections[connection] = (unread, epoch)
         elif epoch - since > self._stall_ticks:
@@ -426,10 +430,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     # --- Timeouts -----------------------------------------------------------------------------------------------------
 
-    def unread_bytes(self) -> int:
-        """Return the bytes of responses in the write buffer, which the client has not read."""
-        return self.transport.get_write_buffer_size()
-
     def is_idle_without_timer(self) -> bool:
         """Return True between two requests if no keep-alive timer is set; an empty line unsets it."""
         cycle = self.cycle
@@ -531,10 +531,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(wait_s, self.timeout_keep_alive_handler)
         else:
             super().timeout_keep_alive_handler()
-
-    async def drain(self) -> None:
-        """Wait until the write buffer has room again."""
-        await self.flow.drain()
 
     def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         """See `Connection`."""

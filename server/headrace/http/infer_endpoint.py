@@ -140,7 +140,6 @@ class InferEndpoint:
     Args:
         services: models, shared memory regions and the destination of request records.
         client_limits: limits of all requests.
-        options_reader: parser of the request options in the headers.
         clock: monotonic nanoseconds.
 
     Attributes:
@@ -149,19 +148,13 @@ class InferEndpoint:
         service: the steps of a request.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        client_limits: ClientLimits,
-        options_reader: RequestOptionsReader | None = None,
-        clock: Clock = monotonic_ns,
-    ) -> None:
+    def __init__(self, services: Services, client_limits: ClientLimits, clock: Clock = monotonic_ns) -> None:
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
         self.service = InferenceService(
             services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits), clock
         )
         self._client_limits = client_limits
-        self._options_reader = options_reader or RequestOptionsReader()
+        self._options_reader = services.options_reader
         self.clock = clock
         self.heads: dict[bytes, ParsedHead] = {}
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()

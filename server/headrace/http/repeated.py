@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Protocol
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from headrace.core.completion import LoopCompletion
@@ -30,6 +32,7 @@ class ResponseWriter(Protocol):
 
     completion: LoopCompletion | None
     transport: asyncio.Transport
+    flow: FlowControl
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
 
@@ -38,16 +41,6 @@ class ResponseWriter(Protocol):
 
     def write(self, cycle: RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         """Write a complete response; returns False if the write buffer is full."""
-
-    async def drain(self) -> None:
-        """Wait until the write buffer has room again."""
-
-
-class _NoEvent:
-    """Replaces the event of a uvicorn cycle: nothing waits for parts of a repeated request."""
-
-    def set(self) -> None:
-        """A no-op."""
 
 
 class RepeatedRequest:
@@ -84,7 +77,7 @@ class RepeatedRequest:
 
     body = b""
     more_body = waiting_for_100_continue = False
-    message_event = _NoEvent()
+    message_event = SimpleNamespace(set=bool)  # nothing waits for parts of the request: `set` does nothing
 
     def __init__(
         self, connection: ResponseWriter, endpoint: InferEndpoint, head: ParsedHead, reservation: BodyReservation
@@ -160,7 +153,7 @@ class RepeatedRequest:
         """Write the response after the write buffer has room again."""
         try:
             while not self._connection.write(self, head, parts):
-                await self._connection.drain()
+                await self._connection.flow.drain()
         finally:
             self._end()
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
+from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.services import Services
 
@@ -159,18 +160,13 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
 
 
 def _models(control: ControlPlane) -> Iterator[Route]:
-    statistics = bodies.Statistics
+    services, statistics = control.services, bodies.Statistics
     yield Route("statistics", "/v2/models/stats", "Statistics of every model", control.statistics, statistics)
+    config, layers = services.models.config, services.overview.layers
     of_model: tuple[tuple[str, str, str, Callable[..., object], type], ...] = (
         ("model", "", "Inputs, outputs and versions", control.model_metadata, bodies.ModelMetadata),
         ("health", "/ready", "200 while the model can serve requests", control.require_model_ready, bodies.ModelReady),
-        (
-            "model",
-            "/config",
-            "The configuration in force, with derived fields",
-            control.config,
-            bodies.ServedModelConfig,
-        ),
+        ("model", "/config", "The configuration in force, with derived fields", config, bodies.ServedModelConfig),
         ("statistics", "/stats", "Exact counts and times since the model was loaded", control.statistics, statistics),
         ("profile", "/profile", "Compute times of each batch size", control.profile, bodies.ProfileResponse),
         (
@@ -180,14 +176,8 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             control.model_load,
             bodies.LoadResponse,
         ),
-        ("profile", "/explain", "What limits the model now, and what would help", control.explain, bodies.Explanation),
-        (
-            "profile",
-            "/layers",
-            "Layer times measured by `headrace inspect --publish`",
-            control.layers,
-            bodies.LayerTimes,
-        ),
+        ("profile", "/explain", "What limits the model now, and what would help", services.explain, bodies.Explanation),
+        ("profile", "/layers", "Layer times measured by `headrace inspect --publish`", layers, bodies.LayerTimes),
     )
     for tag, suffix, summary, run, response in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
@@ -436,8 +426,12 @@ def document(app: FastAPI, table: Sequence[Route]) -> dict[str, Any]:
     return openapi
 
 
-def infer_routes() -> Iterator[Route]:
-    """List the inference routes for the document only: `HttpApplication` serves them before FastAPI."""
+def infer_routes(infer: InferEndpoint) -> Iterator[Route]:
+    """List the inference routes for the document; `HttpApplication` serves them before FastAPI.
+
+    Args:
+        infer: the inference endpoint.
+    """
     extra = {
         "description": (
             "The body is JSON, or JSON followed by the bytes of tensors; then `Inference-Header-Content-Length` has the size "
@@ -458,7 +452,7 @@ def infer_routes() -> Iterator[Route]:
             "inference",
             path,
             "Run a model",
-            _not_reached,
+            infer,
             bodies.InferenceResponse,
             method="POST",
             statuses=(403, 404, 413, 429, 503, 504),
@@ -471,10 +465,6 @@ class _Schema(GenerateJsonSchema):
 
     def default_schema(self, schema: Any) -> dict[str, Any]:
         return self.generate_inner(schema["schema"])
-
-
-def _not_reached(**names: str) -> NoReturn:
-    raise NotImplementedError("the HTTP application serves inference before FastAPI")
 
 
 def _json_body(kind: type, example: Mapping[str, object] | None = None) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from headrace.http2.frames import (
     HeaderCache,
     HeaderField,
     Http2ConnectionError,
-    Http2StreamError,
     Setting,
 )
 from headrace.http2.stream import FrameBudget, Http2Limits, Http2Stream, WindowGrants, WriteBuffer
@@ -267,10 +266,7 @@ class Http2Connection(asyncio.Protocol):
         end = start + length
         if end > len(data):
             return -1
-        try:
-            self._control.handle(kind, data[start:end], flags, stream_id)
-        except Http2StreamError as error:
-            self.stream_error(error.stream_id, error.code)
+        self._control.handle(kind, data[start:end], flags, stream_id)
         return end
 
     def _restore_window(self) -> None:
@@ -506,7 +502,7 @@ class ControlFrames:
             raise _protocol_error("the first frame is not a SETTINGS frame")
 
     def handle(self, kind: int, payload: bytes, flags: int, stream_id: int) -> None:
-        """Handle one complete frame that is not DATA; raises Http2ConnectionError and Http2StreamError."""
+        """Handle one complete frame that is not DATA; raises Http2ConnectionError."""
         if kind == frames.HEADERS:
             self._headers(payload, flags, stream_id)
             return
@@ -522,9 +518,7 @@ class ControlFrames:
             if not stream_id:
                 raise _protocol_error("PRIORITY on stream 0")
             if len(payload) != 5:
-                raise Http2StreamError(
-                    stream_id, ErrorCode.FRAME_SIZE_ERROR, f"PRIORITY has {len(payload)} bytes instead of 5"
-                )
+                self._connection.stream_error(stream_id, ErrorCode.FRAME_SIZE_ERROR)
         elif kind == frames.PUSH_PROMISE:
             raise _protocol_error("a client cannot push")
         elif stream_id:
@@ -637,8 +631,8 @@ class ConnectionTimers:
         self._last_stream_id = 0
 
     def start(self) -> None:
-        """Start ticking."""
-        self._schedule_tick()
+        """Schedule the next tick."""
+        self._timer = self._connection.loop.call_later(self._tick_s, self._tick)
 
     def stop(self) -> None:
         """Cancel all timers."""
@@ -682,9 +676,6 @@ class ConnectionTimers:
             if not connection.streams:
                 connection.close()
 
-    def _schedule_tick(self) -> None:
-        self._timer = self._connection.loop.call_later(self._tick_s, self._tick)
-
     def _tick(self) -> None:
         connection, limits, now_ns = self._connection, self._connection.limits, monotonic_ns()
         connection.ticks += 1
@@ -711,7 +702,7 @@ class ConnectionTimers:
                 connection.write_buffer.write_control(frames.ping(_KEEPALIVE_PING, ack=False))
             self._check_streams(now_ns)
             if not connection.transport.is_closing():
-                self._schedule_tick()
+                self.start()
 
     def _check_streams(self, now_ns: int) -> None:
         connection = self._connection

@@ -46,7 +46,7 @@ class Setting(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Error codes of RST_STREAM and GOAWAY (RFC 9113, section 7)."""
+    """Error codes of RST_STREAM and GOAWAY that the server sends (RFC 9113, section 7)."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -58,10 +58,7 @@ class ErrorCode(IntEnum):
     REFUSED_STREAM = 7
     CANCEL = 8
     COMPRESSION_ERROR = 9
-    CONNECT_ERROR = 10
     ENHANCE_YOUR_CALM = 11
-    INADEQUATE_SECURITY = 12
-    HTTP_1_1_REQUIRED = 13
 
 
 class Http2ConnectionError(Exception):
@@ -74,21 +71,6 @@ class Http2ConnectionError(Exception):
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
-        self.code = code
-
-
-class Http2StreamError(Exception):
-    """Stream error (RFC 9113, section 5.4.2): one stream is reset.
-
-    Args:
-        stream_id: of the stream to reset.
-        code: of the RST_STREAM frame.
-        text: for logs.
-    """
-
-    def __init__(self, stream_id: int, code: ErrorCode, text: str) -> None:
-        super().__init__(text)
-        self.stream_id = stream_id
         self.code = code
 
 
@@ -184,6 +166,8 @@ TABLE_BYTES = 4096
 _MAX_INTEGER = 1 << 24
 _CACHED_BLOCKS = 256
 _CACHED_BLOCK_BYTES = 512
+
+_short_huffman = lru_cache(maxsize=1024)(decode_huffman)
 
 
 class HpackDecoder:
@@ -366,11 +350,6 @@ def _string(block: bytes, position: int) -> tuple[bytes, int]:
     if not coded:
         return text, end
     return (_short_huffman(text) if length <= 64 else decode_huffman(text)), end
-
-
-@lru_cache(maxsize=1024)
-def _short_huffman(text: bytes) -> bytes:
-    return decode_huffman(text)
 
 
 def _encode_integer(number: int, pattern: int, mask: int) -> bytes:

@@ -367,9 +367,7 @@ class WriteBuffer:
                 self._transport.abort()
                 return
         self._chunks.append(frames)
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self.flush)
+        self.schedule_flush()
 
     def queue_data(self, stream: Http2Stream, parts: Iterable[bytes | memoryview]) -> None:
         """Send a body as DATA frames as soon as flow control allows it."""

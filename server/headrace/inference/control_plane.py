@@ -22,7 +22,7 @@ _SHORTENED_CHARS = 40
 class ControlPlane:
     """Health, metadata, configuration, statistics, repository control and trace settings.
 
-    The protocols call `Services.regions` and `Services.logs` directly: shared memory and logs need no common code.
+    The protocols call some services directly, such as `Services.regions` and `Services.logs`: they need no common code.
 
     Args:
         services: of the server.
@@ -75,10 +75,6 @@ class ControlPlane:
                     model["platform"] = handle.spec.platform
         return {"models": list(models.values())}
 
-    def config(self, model: str, version: str = "") -> Mapping[str, object]:
-        """Return the configuration in force in Triton's JSON; raises NotFound or Unavailable."""
-        return self.services.models.config(model, version)
-
     def statistics(self, model: str = "", version: str = "") -> dict[str, object]:
         """Return exact counts and times since a model was loaded; of all models if `model` is ""."""
         return {"model_stats": list(self.services.models.statistics(model, version))}
@@ -87,10 +83,6 @@ class ControlPlane:
         """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             return {"name": model, "version": handle.spec.version, "profile": list(handle.latency_table.table())}
-
-    def explain(self, model: str, version: str = "") -> Mapping[str, object]:
-        """Report the current bottleneck of a version; raises NotFound or Unavailable."""
-        return self.services.explain(model, version)
 
     def model_load(self, model: str, version: str = "") -> dict[str, object]:
         """Return queue, running batches and predicted wait of a version; raises NotFound or Unavailable."""
@@ -103,10 +95,6 @@ class ControlPlane:
         """Return the state, counts and gauges of every version."""
         services = self.services
         return {"name": "headrace", "version": services.version, **(await services.overview.status())}
-
-    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
-        """Return the compute time of each layer of a version; raises NotFound or Unavailable."""
-        return await self.services.overview.layers(model, version)
 
     def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
         """List every version in the repository with state and reason; only READY versions if `ready`."""

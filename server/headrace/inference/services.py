@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, ModelLoad
-from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import Array, ModelSpec, ResidentRows
-from headrace.observability.access_log import AccessRecord
+from headrace.inference.request_options import RequestOptionsReader
 from headrace.observability.counters import Recorder
-from headrace.observability.tracing import Exemplars, SamplingDecision
+from headrace.observability.logs import LogSettings
+from headrace.observability.tracing import RequestObserver, Tracer
 
 
-class Profile(Protocol):
+class ComputeTimes(Protocol):
     """Compute times of a version by batch size; see `headrace.scheduling.latency_table.LatencyTable`."""
 
     def table(self) -> Sequence[Mapping[str, object]]:
@@ -35,7 +35,7 @@ class Handle(Protocol):
     recorder: Recorder
 
     @property
-    def latency_table(self) -> Profile:
+    def latency_table(self) -> ComputeTimes:
         """Compute times by batch size."""
 
     def admit(self) -> None:
@@ -63,7 +63,7 @@ class Models(Protocol):
     def versions(self, name: str) -> Sequence[str]:
         """Return the versions of a model that are READY."""
 
-    def config(self, name: str, version: str) -> Mapping[str, object]:
+    def config(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the configuration in force in Triton's JSON."""
 
     def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
@@ -163,60 +163,13 @@ class Regions(Protocol):
         """
 
 
-class TraceControl(Protocol):
-    """Triton's trace settings; see `headrace.observability.tracing.Tracer`."""
-
-    def settings(self, model: str) -> Mapping[str, object]:
-        """Return the settings of a model, or of all if `model` is ""; values are strings, `trace_level` is a list of strings."""
-
-    def update(self, model: str, changes: Mapping[str, object]) -> Mapping[str, object]:
-        """Change settings and return those in force; None resets a setting.
-
-        Raises:
-            BadRequest: a setting is unknown or has an invalid value.
-            Forbidden: the setting belongs to the operator (trace_file).
-        """
-
-
-class Observer(Protocol):
-    """Traces and logs requests; see `headrace.observability.tracing.RequestObserver`."""
-
-    @property
-    def active(self) -> bool:
-        """True if a request may be sampled. Nothing else is read for a request while tracing and logging are off."""
-
-    def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
-        """Decide whether to trace or log a request, before it is queued; None for neither. Called only while `active`."""
-
-    def record_success(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
-        """Record a successful request that was sampled."""
-
-    def record_failure(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
-        """Record a failed request, sampled or not."""
-
-
-class LogControl(Protocol):
-    """Triton's log settings; see `headrace.observability.logs.LogSettings`."""
-
-    def settings(self) -> Mapping[str, bool | int | str]:
-        """Return the settings in force."""
-
-    def update(self, changes: Mapping[str, object]) -> Mapping[str, bool | int | str]:
-        """Change settings and return those in force.
-
-        Raises:
-            BadRequest: a setting is unknown or has an invalid value.
-            Forbidden: the setting belongs to the operator (log_file).
-        """
-
-
 class Overview(Protocol):
     """Data of the server's web page; see `headrace.repository.registry.ServerOverview`."""
 
     async def status(self) -> Mapping[str, object]:
         """Return time, readiness and every version: state, reason, and counts and gauges if it serves."""
 
-    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the compute time of each layer; raises NotFound (also if it was not measured) or Unavailable."""
 
 
@@ -236,16 +189,18 @@ class Services:
         extensions: protocol extensions that are enabled.
         explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.registry`.
         name: of the server, in its metadata.
+        options_reader: parser of the request options in headers and metadata.
     """
 
     models: Models
     repository: Repository
     regions: Regions
-    traces: TraceControl
-    observer: Observer
-    logs: LogControl
+    traces: Tracer
+    observer: RequestObserver
+    logs: LogSettings
     overview: Overview
     version: str
     extensions: Sequence[str]
-    explain: Callable[[str, str], Mapping[str, object]]
+    explain: Callable[..., Mapping[str, object]]
     name: str = "headrace"
+    options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)

@@ -226,11 +226,11 @@ class Registry:
         serving = self._serving.get(name)
         return list(serving.handles) if serving is not None else []
 
-    def config(self, name: str, version: str) -> Mapping[str, object]:
+    def config(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the configuration in force, in Triton's JSON; raises the errors of `lease`."""
-        serving = self._serving.get(name)
+        serving = self._serving.get(model)
         if serving is None or serving.by_name.get(version) is None:
-            raise self._missing(name, version)
+            raise self._missing(model, version)
         return serving.config
 
     def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
@@ -530,7 +530,7 @@ class ServerOverview:
             await asyncio.shield(self._refresh_task)
         return self._status
 
-    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the compute time of each layer of a serving version, as measured by `headrace inspect --publish`.
 
         Args:
@@ -627,7 +627,7 @@ class Explainer:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    def __call__(self, model: str, version: str) -> dict[str, object]:
+    def __call__(self, model: str, version: str = "") -> dict[str, object]:
         """Return the bottlenecks of a version, most important first, and the figures of the last seconds.
 
         Args:

@@ -29,6 +29,7 @@ class Backstage:
     """Every service at once: writes down what gets through to it."""
 
     active = False
+    config = layers = None
 
     def __init__(self) -> None:
         self.raises: Exception | None = None

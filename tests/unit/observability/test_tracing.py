@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.request import BatchTimes
-from headrace.inference.services import TraceControl
 from headrace.observability import tracing
 from headrace.observability.access_log import AccessRecord
 from headrace.observability.tracing import Tracer, TraceSelection
@@ -68,11 +67,10 @@ def ids(path: Path) -> list[object]:
 # --- Settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_implements_the_interface_of_the_front_ends(tracer: Tracer) -> None:
-    control: TraceControl = tracer
-    assert control.settings("") == control.settings("m") == DEFAULTS
-    assert control.update("", {}) == DEFAULTS
-    assert control.active is False
+def test_settings_without_changes_are_the_defaults(tracer: Tracer) -> None:
+    assert tracer.settings("") == tracer.settings("m") == DEFAULTS
+    assert tracer.update("", {}) == DEFAULTS
+    assert tracer.active is False
 
 
 def test_settings_come_from_the_model_then_the_server_then_the_default(tracer: Tracer) -> None:
