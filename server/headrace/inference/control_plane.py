@@ -110,7 +110,7 @@ class ControlPlane:
 
         Raises:
             NotFound, Unavailable: the model does not exist or does not serve.
-            HeadraceError: raised by `TraceControl.update`.
+            HeadraceError: raised by `Tracer.update`.
         """
         if model:
             self.services.models.lease(model, "").release()
