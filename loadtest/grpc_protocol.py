@@ -29,6 +29,17 @@ def infer_message(model: str, inputs: Mapping[str, Array]) -> bytes:
     return bytes(request.SerializeToString())
 
 
+def shared_memory_message(model: str, inputs: Mapping[str, Array], region: str, offset: int) -> bytes:
+    """A serialized ModelInferRequest whose only input lies in a region of shared memory."""
+    ((name, array),) = inputs.items()
+    request = service_pb2.ModelInferRequest(model_name=model)
+    tensor = request.inputs.add(name=name, datatype=NAMES[array.dtype], shape=array.shape)
+    tensor.parameters["shared_memory_region"].string_param = region
+    tensor.parameters["shared_memory_byte_size"].int64_param = array.nbytes
+    tensor.parameters["shared_memory_offset"].int64_param = offset
+    return bytes(request.SerializeToString())
+
+
 def framed(message: bytes) -> bytes:
     """A message behind its length prefix (gRPC over HTTP/2, "Length-Prefixed-Message"), not compressed."""
     return struct.pack(">BI", 0, len(message)) + message

@@ -1,6 +1,6 @@
 """The client's side of the Open Inference Protocol V2, kept apart from the server's codec so that the one can check the other.
 
-Only the datatypes that the demo models use are known here.
+It has only the datatypes that the demo models use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HttpRequest:
 
 
 def binary_request(model: str, inputs: Mapping[str, Array]) -> HttpRequest:
-    """An infer request whose tensors travel as raw bytes behind the JSON header, and whose answer shall do so too."""
+    """An infer request whose tensors travel as raw bytes behind the JSON header, as those of the answer shall."""
     described, blobs = [], []
     for name, array in inputs.items():
         blob = np.ascontiguousarray(array).tobytes()
@@ -56,6 +56,17 @@ def json_request(model: str, inputs: Mapping[str, Array]) -> HttpRequest:
     """An infer request with flat JSON tensors."""
     described = [_described(name, array) | {"data": array.ravel().tolist()} for name, array in inputs.items()]
     body = json.dumps({"inputs": described}).encode()
+    return HttpRequest(_infer_path(model), body, {"Content-Type": "application/json"})
+
+
+def shared_memory_request(model: str, inputs: Mapping[str, Array], region: str, offset: int = 0) -> HttpRequest:
+    """An infer request whose only input lies in a region of shared memory, and whose answer is binary."""
+    ((name, array),) = inputs.items()
+    parameters: dict[str, str | int] = {"shared_memory_region": region, "shared_memory_byte_size": array.nbytes}
+    if offset:
+        parameters["shared_memory_offset"] = offset
+    described = _described(name, array) | {"parameters": parameters}
+    body = json.dumps({"inputs": [described], "parameters": {"binary_data_output": True}}).encode()
     return HttpRequest(_infer_path(model), body, {"Content-Type": "application/json"})
 
 

@@ -29,14 +29,14 @@ import numpy as np
 import uvloop
 from headrace.backends.base import Execution, InFlightBatch
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
-from headrace.core.completion import LoopCompletion, Mailbox
-from headrace.core.request import InferRequest
+from headrace.core.completion import Mailbox
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
 from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 
 from loadtest.bench.spread import Spread
+from loadtest.callers import Callers
 from loadtest.protocol import Array
 
 _WARM_UP_S = 0.3
@@ -69,19 +69,17 @@ class Sleeper:
 
     Attributes:
         device: how fast it is.
-        batches: how many it has run.
         prompt: the event loop may launch.
     """
 
     device: Device
-    batches: int = 0
     prompt: bool = True
     _free_ns: int = 0
     _buffers: deque[Array] = field(default_factory=deque)
 
     @property
     def depth(self) -> int:
-        """Flights that may be open."""
+        """Maximum number of batches in flight."""
         return self.device.depth
 
     def execution(self, index: int) -> Execution:
@@ -104,7 +102,6 @@ class Sleeper:
         """Fix when it will be done."""
         self._free_ns = max(monotonic_ns(), self._free_ns) + self.device.ns(batch.rows)
         batch.handle = (self._free_ns, batch.handle)
-        self.batches += 1
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Sleep until then."""
@@ -140,60 +137,6 @@ def _precise_timers() -> None:
         _precise.done = True
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-
-
-@dataclass
-class Callers:
-    """A closed loop: each caller sends its next request when its last one is answered.
-
-    Args:
-        handle: the model.
-        row_bytes: of one request's input.
-        front_ns: what the event loop does besides for each request, as a front end would.
-
-    Attributes:
-        answered: requests.
-        latencies_ns: of each, from the call to the callback.
-        gone: set once `stopping` is and all are answered.
-    """
-
-    handle: ModelHandle
-    row_bytes: int
-    front_ns: int = 0
-    answered: int = 0
-    latencies_ns: list[int] = field(default_factory=list)
-    stopping: bool = False
-    waiting: int = 0
-
-    def __post_init__(self) -> None:
-        self.gone = asyncio.Event()
-        self._row = np.zeros((1, self.row_bytes), np.uint8)
-
-    def ask(self) -> None:
-        """One request from one caller."""
-        now_ns = monotonic_ns()
-        while self.front_ns and monotonic_ns() < now_ns + self.front_ns:
-            pass
-        request = InferRequest(
-            inputs={"x": self._row}, rows=1, shape_key=None, received_ns=now_ns, size_bytes=self.row_bytes
-        )
-        completion = self.handle.infer(request)
-        completion.then(partial(self._record_latency, completion, now_ns))
-        self.waiting += 1
-
-    def _record_latency(self, completion: LoopCompletion, start_ns: int) -> None:
-        outcome = completion.outcome
-        if outcome is None or isinstance(outcome, Exception):
-            raise RuntimeError("a request failed") from outcome
-        if outcome.outputs["classes"].shape != (1, 5):
-            raise RuntimeError("a wrong answer")
-        self.answered += 1
-        self.waiting -= 1
-        self.latencies_ns.append(monotonic_ns() - start_ns)
-        if not self.stopping:
-            self.ask()
-        elif not self.waiting:
-            self.gone.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,59 +190,22 @@ def _handle(model: Sleeper, max_rows: int, row_bytes: int, instances: int) -> Mo
     return ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), Recorder())
 
 
-class Blocked(Callers):
-    """One caller on a thread of its own, which waits for each answer."""
-
-    def ask(self) -> None:
-        """Start the callers; they run until `stopping`."""
-        self.waiting = 1
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._ask_on, daemon=True).start()
-
-    def _ask_on(self) -> None:
-        try:
-            while not self.stopping:
-                now_ns = monotonic_ns()
-                request = InferRequest(
-                    inputs={"x": self._row}, rows=1, shape_key=None, received_ns=now_ns, size_bytes=self.row_bytes
-                )
-                answer = self.handle.infer_blocking(request)
-                if answer.outputs["classes"].shape != (1, 5):
-                    raise RuntimeError("a wrong answer")
-                self.answered += 1
-                self.latencies_ns.append(monotonic_ns() - now_ns)
-        finally:
-            self._loop.call_soon_threadsafe(self.gone.set)
-
-
 async def measure(device: Device, crowd: Crowd, options: argparse.Namespace) -> Load:
     """Measure with this number of callers."""
-    model, max_rows = Sleeper(device), options.rows
-    handle = _handle(model, max_rows, options.row_bytes, crowd.instances)
+    handle = _handle(Sleeper(device), options.rows, options.row_bytes, crowd.instances)
     await asyncio.to_thread(handle.start)
-    make = Blocked if crowd.blocking else Callers
-    callers = make(handle, options.row_bytes, int(options.front_us * NS_PER_US))
-    for _ in range(crowd.callers):
-        callers.ask()
-    await asyncio.sleep(_WARM_UP_S)
-    callers.latencies_ns.clear()
-    answered, batches, cpu_ns, start_ns = callers.answered, model.batches, time.process_time_ns(), monotonic_ns()
-    await asyncio.sleep(options.seconds)
-    took_ns, cpu_ns = monotonic_ns() - start_ns, time.process_time_ns() - cpu_ns
-    answered, batches = callers.answered - answered, model.batches - batches
-    callers.stopping = True
-    await callers.gone.wait()
+    row = {"x": np.zeros((1, options.row_bytes), np.uint8)}
+    callers = Callers(handle, [row] * crowd.callers, ("classes", (1, 5)), int(options.front_us * NS_PER_US))
+    answered = await callers.run(_WARM_UP_S, options.seconds, blocking=crowd.blocking)
     await asyncio.to_thread(handle.close, None)
-    rate_per_s = answered / took_ns * NS_PER_S
-    limit_per_s = max_rows * NS_PER_S / max(device.ns(max_rows), 1)
-    p50_us, p99_us = np.percentile(callers.latencies_ns, (50, 99)) / NS_PER_US
+    limit_per_s = options.rows * NS_PER_S / max(device.ns(options.rows), 1)
     return Load(
-        rate_per_s=rate_per_s,
-        of_device=rate_per_s / limit_per_s,
-        cpu_us=cpu_ns / answered / NS_PER_US,
-        rows=answered / batches,
-        p50_us=float(p50_us),
-        p99_us=float(p99_us),
+        rate_per_s=answered.per_s,
+        of_device=answered.per_s / limit_per_s,
+        cpu_us=answered.cores / answered.per_s * 1e6,
+        rows=answered.mean_rows,
+        p50_us=answered.percentile_us(50),
+        p99_us=answered.percentile_us(99),
     )
 
 
@@ -324,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=256, help="in the largest batch (default: %(default)s)")
     parser.add_argument("--row-bytes", type=int, default=16, help="of one request's input (default: %(default)s)")
-    parser.add_argument("--front-us", type=float, default=0, help="what the loop does for each request besides")
+    parser.add_argument("--front-us", type=float, default=0, help="busy time of the loop before each request")
     parser.add_argument("--only", nargs="*", default=[], help="cases, e.g. full-200000 single-500")
     parser.add_argument("--switch-interval-us", type=float, default=0, help="of the interpreter; 0: its own")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -333,8 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.setswitchinterval(options.switch_interval_us / 1e6)
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # as the server has it
-    found = {name: run(options) for name, run in CASES.items() if not options.only or name in options.only}
-    print(json.dumps(found, indent=2) if options.json else _table(found))
+    results = {name: run(options) for name, run in CASES.items() if not options.only or name in options.only}
+    print(json.dumps(results, indent=2) if options.json else _table(results))
     return 0
 
 
@@ -372,10 +278,10 @@ CASES: dict[str, Callable[[argparse.Namespace], dict[str, dict[str, float]]]] = 
 }
 
 
-def _table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+def _table(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     head = [heading for heading, _, _ in _COLUMNS]
     lines = [f"| case | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    for name, figures in found.items():
+    for name, figures in results.items():
         cells = [f"{figures[key]['median']:,.{digits}f}" if key in figures else "-" for _, key, digits in _COLUMNS]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)

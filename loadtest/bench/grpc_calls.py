@@ -1,4 +1,4 @@
-"""Loads on gRPC servers, believed only if the servers' own counts agree.
+"""Loads on gRPC servers, checked against the servers' own counts.
 
 The load clients do not decode answers. So before each sample a call by grpcio is compared with ONNX Runtime, and after it three
 things must hold: every call ended, the answers have the size of right ones to the byte, and the server counted as many
@@ -8,7 +8,7 @@ successes as the client sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,12 +17,12 @@ import grpc
 from loadtest import grpc_protocol, servers
 from loadtest.bench import h2load, streaming
 from loadtest.bench.h2load import CallLoad, CallSample
-from loadtest.bench.inprocess import Oracle, WrongAnswer
-from loadtest.bench.session import Bench
+from loadtest.bench.inprocess import WrongAnswer
+from loadtest.bench.session import Bench, Question
 from loadtest.bench.streaming import StreamLoad, StreamSample
 from loadtest.bench.wrk import LoadFailed
 from loadtest.grpc_protocol import ECHO_COUNT, MODEL_INFER
-from loadtest.protocol import Array, send_json
+from loadtest.protocol import send_json
 from loadtest.servers import HOST, Running, ServerCommand
 
 # A server may count a batch a moment after its answers have left.
@@ -36,9 +36,9 @@ class Target:
     """A gRPC server under load.
 
     Attributes:
-        name: what reports call it.
-        port: where it speaks gRPC.
-        check: one message by the method that will be measured; compares the answer and gives its size in bytes, without the
+        name: in reports.
+        port: of gRPC.
+        check: one message by the method that will be measured; compares the answer and returns its size in bytes, without the
             length prefix.
         succeeded: inferences answered with success so far, by the server's own count.
     """
@@ -49,27 +49,12 @@ class Target:
     succeeded: Callable[[], int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Question:
-    """An inference and the oracle that checks its answer."""
-
-    model: str
-    inputs: Mapping[str, Array]
-    oracle: Oracle
-
-    @property
-    def message(self) -> bytes:
-        """As it is sent."""
-        return grpc_protocol.infer_message(self.model, self.inputs)
-
-
 @contextmanager
 def both_engines(bench: Bench, model: str) -> Iterator[tuple[Running, Running]]:
     """Two Headraces on the server's core, the first with the fast engine, the second with grpcio."""
-    cpus = bench.cores.server
     with (
-        bench.headrace(model, cpus=cpus, name=FAST, options=("--grpc-engine", "fast")) as fast,
-        bench.headrace(model, cpus=cpus, name=GRPCIO, options=("--grpc-engine", "grpcio")) as grpcio,
+        bench.headrace(model, name=FAST, options=("--grpc-engine", "fast")) as fast,
+        bench.headrace(model, name=GRPCIO, options=("--grpc-engine", "grpcio")) as grpcio,
     ):
         yield fast, grpcio
 
@@ -79,13 +64,9 @@ def headrace_target(server: Running, question: Question, *, stream: bool = False
     port, message = server.grpc_port, question.message
 
     def check() -> int:
-        if stream:
-            answer = grpc_protocol.call_stream(port, message)
-            outputs = grpc_protocol.decode_stream_answer(answer)
-        else:
-            answer = grpc_protocol.call(port, MODEL_INFER, message)
-            outputs = grpc_protocol.decode_answer(answer)
-        question.oracle.check(question.inputs, outputs)
+        answer = _one_answer(port, message, stream)
+        decode = grpc_protocol.decode_stream_answer if stream else grpc_protocol.decode_answer
+        question.oracle.check(question.inputs, decode(answer))
         return len(answer)
 
     def succeeded() -> int:
@@ -102,13 +83,19 @@ def echo_command(answer_bytes: int, cpus: tuple[int, ...]) -> ServerCommand:
 
 def echo_target(server: Running, message: bytes, *, stream: bool = False) -> Target:
     """The bare server, which counts for itself."""
+    port = server.port
+    return Target(
+        server.name,
+        port,
+        lambda: len(_one_answer(port, message, stream)),
+        lambda: int(grpc_protocol.call(port, ECHO_COUNT, b"")),
+    )
 
-    def check() -> int:
-        if stream:
-            return len(grpc_protocol.call_stream(server.port, message))
-        return len(grpc_protocol.call(server.port, MODEL_INFER, message))
 
-    return Target(server.name, server.port, check, lambda: int(grpc_protocol.call(server.port, ECHO_COUNT, b"")))
+def _one_answer(port: int, message: bytes, stream: bool) -> bytes:
+    if stream:
+        return grpc_protocol.call_stream(port, message)
+    return grpc_protocol.call(port, MODEL_INFER, message)
 
 
 def answer_size(target: Target) -> int:
@@ -151,7 +138,7 @@ def measure_stream(bench: Bench, target: Target, load: StreamLoad) -> StreamSamp
 
 
 def warm_up(bench: Bench, target: Target, load: CallLoad) -> float:
-    """The same load, briefly and uncounted; gives the calls a second of its second half."""
+    """The same load, briefly and uncounted; returns the calls a second of its second half."""
     bench.progress(f"warm up {target.name}", 0.0)
     brief = replace(load, calls=WARM_UP_CALLS)
     measure(bench, target, brief)
@@ -159,7 +146,7 @@ def warm_up(bench: Bench, target: Target, load: CallLoad) -> float:
 
 
 def unary_contender(bench: Bench, target: Target, load: CallLoad, seconds: int) -> Callable[[], CallSample]:
-    """Warm a server up with the load, and give what takes one sample of about so many seconds."""
+    """Warm a server up with the load; return a function that takes one sample of about so many seconds."""
     rate = warm_up(bench, target, load)
     full = replace(load, calls=max(WARM_UP_CALLS, round(rate * seconds)))
 
@@ -184,7 +171,7 @@ def stream_contender(bench: Bench, target: Target, load: StreamLoad) -> Callable
 
 @contextmanager
 def counted(target: Target) -> Iterator[Callable[[int], None]]:
-    """Hold a load client's count against the server's, from entering to leaving; say the client's by calling what is given.
+    """Compare a load client's count with the server's; the body calls the yielded function with the client's count.
 
     Raises:
         LoadFailed: the two differ.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from loadtest.bench.spread import Spread
+from loadtest.bench.spread import Spread, differences, ratios
 
 Verdict = Literal["PASS", "MISS", "-"]
 
@@ -44,14 +45,47 @@ class Figure:
     spread: Spread
 
 
+def values_of(rounds: Sequence[object], quantity: str) -> list[float]:
+    """One quantity of every round, by the name of its attribute."""
+    return [getattr(sample, quantity) for sample in rounds]
+
+
+def figures_of(samples: Mapping[str, Sequence[object]], units: Mapping[str, str]) -> list[Figure]:
+    """Some quantities of all contenders.
+
+    Args:
+        samples: rounds by contender.
+        units: unit of each quantity, by the name of its attribute in the samples.
+    """
+    return [
+        Figure(name, unit, Spread.of(values_of(rounds, quantity)))
+        for quantity, unit in units.items()
+        for name, rounds in samples.items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio (unit "") or a difference (unit "us") taken round by round, and what it should be."""
+    """A ratio (unit "") or a difference (unit "us") taken round by round, and its target."""
 
     label: str
     unit: str
     spread: Spread
     target: Target | None = None
+
+    @classmethod
+    def ratio(
+        cls, label: str, quantity: str, ours: Sequence[object], theirs: Sequence[object], target: Target | None = None
+    ) -> Comparison:
+        """Compare a quantity of two contenders: ours over theirs."""
+        return cls(label, "", ratios(values_of(ours, quantity), values_of(theirs, quantity)), target)
+
+    @classmethod
+    def p50_difference(
+        cls, label: str, ours: Sequence[object], theirs: Sequence[object], target: Target | None = None
+    ) -> Comparison:
+        """Compare the median latencies of two contenders: ours minus theirs."""
+        return cls(label, "us", differences(values_of(ours, "p50_us"), values_of(theirs, "p50_us")), target)
 
     @property
     def verdict(self) -> Verdict:
@@ -67,7 +101,7 @@ class CaseResult:
 
     Attributes:
         name: the case, as `--only` takes it.
-        title: what was measured, in a line.
+        title: one-line description of the measurement.
         figures: one for each contender (and quantity).
         comparisons: with their targets.
         notes: remarks for the reader of the figures.
@@ -76,9 +110,9 @@ class CaseResult:
 
     name: str
     title: str
-    figures: tuple[Figure, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    figures: Sequence[Figure] = ()
+    comparisons: Sequence[Comparison] = ()
+    notes: Sequence[str] = ()
     failure: str = ""
 
     @property

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
-from loadtest import servers
+from loadtest import grpc_protocol, servers
 from loadtest.bench import wrk
 from loadtest.bench.inprocess import Oracle, WrongAnswer
 from loadtest.bench.results import CaseResult
-from loadtest.protocol import Array, HttpRequest, decode_answer, send
+from loadtest.protocol import Array, HttpRequest, binary_request, decode_answer, send
 from loadtest.servers import HOST, Running, ServerCommand
 
 Measured = TypeVar("Measured")
@@ -30,6 +32,25 @@ class Cores:
     def both(self) -> tuple[int, ...]:
         """For cases where the model's own work is what is measured."""
         return (*self.server, *self.client)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """An inference and the oracle that checks its answer."""
+
+    model: str
+    inputs: Mapping[str, Array]
+    oracle: Oracle
+
+    @property
+    def request(self) -> HttpRequest:
+        """The request over HTTP, with binary tensors."""
+        return binary_request(self.model, self.inputs)
+
+    @property
+    def message(self) -> bytes:
+        """The request over gRPC."""
+        return grpc_protocol.infer_message(self.model, self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +85,37 @@ class Bench:
         Raises:
             FileNotFoundError: it was not built.
         """
-        found = [
+        paths = [
             path for path in (self.repository / model).glob("*/model.onnx") if re.fullmatch(r"\d+", path.parent.name)
         ]
-        if not found:
+        if not paths:
             raise FileNotFoundError(
                 f"no {model}/<version>/model.onnx in {self.repository}: build it with `make models`"
             )
-        return max(found, key=lambda path: int(path.parent.name))
+        return max(paths, key=lambda path: int(path.parent.name))
 
-    @contextmanager
+    def question(self, model: str) -> Question:
+        """One row for a model."""
+        oracle = Oracle(self.model_path(model))
+        return Question(model, oracle.example(rows=1), oracle)
+
     def headrace(
         self,
         *models: str,
-        cpus: tuple[int, ...],
+        cpus: tuple[int, ...] = (),
         name: str = "headrace",
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-    ) -> Iterator[Running]:
-        """Headrace with its default settings but for these options, serving these models and no other."""
+    ) -> AbstractContextManager[Running]:
+        """Headrace with its default settings but for these options, serving these models and no other.
+
+        Args:
+            models: names of the models.
+            cpus: the cores that it may use; by default the server's.
+            name: what reports call it.
+            options: of `headrace serve`.
+            env: added to this process's environment.
+        """
         for model in models:
             self.model_path(model)
         command = servers.headrace(
@@ -92,10 +125,9 @@ class Bench:
             models=models,
             options=options,
             env=env,
-            cpus=cpus,
+            cpus=cpus or self.cores.server,
         )
-        with self.start(command) as server:
-            yield server
+        return self.start(command)
 
     @contextmanager
     def start(self, command: ServerCommand) -> Iterator[Running]:
@@ -104,16 +136,19 @@ class Bench:
         with servers.running(command, self.scratch) as server:
             yield server
 
-    def check(self, server: Running, request: HttpRequest, oracle: Oracle, inputs: Mapping[str, Array]) -> bytes:
-        """Send one request to Headrace, compare the answer with ONNX Runtime's, give the answer's body.
+    def check(self, server: Running, question: Question, request: HttpRequest | None = None) -> bytes:
+        """Send a question to Headrace, compare the answer with ONNX Runtime's, return the answer's body.
+
+        Args:
+            server: the server.
+            question: inputs and oracle.
+            request: how the question is sent; by default with binary tensors.
 
         Raises:
             WrongAnswer: the status is not 200, or the tensors are not right.
         """
-        status, headers, body = send(HOST, server.port, request)
-        if status != 200:
-            raise WrongAnswer(f"{server.name} answered {status} to {request.path}: {body[:300]!r}")
-        oracle.check(inputs, decode_answer(headers, body))
+        headers, body = answer(server, request or question.request)
+        question.oracle.check(question.inputs, decode_answer(headers, body))
         return body
 
     def measure(self, server: Running, load: wrk.Load) -> wrk.Sample:
@@ -131,22 +166,62 @@ class Bench:
         self.load(server, replace(load, seconds=self.seconds(2)))
 
 
-class Case(Protocol):
-    """Something to measure."""
+def answer(server: Running, request: HttpRequest) -> tuple[dict[str, str], bytes]:
+    """Send one request; return headers and body of the answer.
+
+    Raises:
+        WrongAnswer: the status is not 200.
+    """
+    status, headers, body = send(HOST, server.port, request)
+    if status != 200:
+        raise WrongAnswer(f"{server.name} answered {status} to {request.path}: {body[:300]!r}")
+    return headers, body
+
+
+@dataclass(frozen=True, slots=True)
+class Case(ABC):
+    """Something to measure.
+
+    Attributes:
+        name: as `--only` takes it.
+        connections: of the client; with HTTP one request is in flight on each.
+        contenders: number of samples a round.
+        sample_s: length of a sample in seconds.
+    """
+
+    name: str
+    connections: int
+
+    contenders: ClassVar[int] = 4
+    sample_s: ClassVar[int] = 4
 
     @property
-    def name(self) -> str:
-        """As `--only` takes it."""
-
-    @property
+    @abstractmethod
     def title(self) -> str:
         """One-line description of the measurement."""
 
-    def planned_s(self, bench: Bench) -> float:
-        """The seconds that its samples take, for the progress bar."""
-
+    @abstractmethod
     def run(self, bench: Bench) -> CaseResult:
-        """Measure."""
+        """Check all answers, then measure."""
+
+    def rounds(self, bench: Bench) -> int:
+        """How often each contender is measured."""
+        return bench.rounds
+
+    def planned_s(self, bench: Bench) -> float:
+        """The seconds that the samples take, for the progress bar."""
+        return float(self.contenders * self.rounds(bench) * bench.seconds(self.sample_s))
+
+    def load(self, bench: Bench, *requests: HttpRequest) -> wrk.Load:
+        """The load of one sample over HTTP."""
+        return wrk.Load(requests, self.connections, bench.seconds(self.sample_s), cpus=bench.cores.client)
+
+    def samples(self, bench: Bench, loads: Mapping[Running, wrk.Load]) -> dict[str, list[wrk.Sample]]:
+        """Warm servers up, then measure them in interleaved rounds; samples by name."""
+        for server, load in loads.items():
+            bench.warm_up(server, load)
+        contenders = {server.name: partial(bench.measure, server, load) for server, load in loads.items()}
+        return interleave(contenders, self.rounds(bench))
 
 
 def interleave(contenders: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:

@@ -55,8 +55,8 @@ class StreamSample:
     client_busy: float = 0.0
 
     @property
-    def answers_per_s(self) -> float:
-        """Over the whole run."""
+    def calls_per_s(self) -> float:
+        """Answers over the whole run."""
         return self.answers / self.duration_s
 
 

@@ -18,9 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from loadtest.gpu import place
-from loadtest.gpu.cases import PARTS, TWO_GPUS
-from loadtest.gpu.findings import missed
-from loadtest.gpu.output import Output
+from loadtest.gpu.parts import PARTS, TWO_GPUS
+from loadtest.gpu.report import Output, missed
 from loadtest.gpu.run import Run, steps_of
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.wire import DEFAULT_WAY, WAYS

@@ -26,9 +26,10 @@ import numpy as np
 from loadtest.bench.spread import completion_rate
 from loadtest.gpu.lines import GrpcLines, HttpLines, Lines
 from loadtest.gpu.part_process import end_with_parent
-from loadtest.gpu.regions import CudaRegion, Region, SystemRegion
-from loadtest.gpu.requests import grpc_message, http_request
-from loadtest.protocol import Array
+from loadtest.gpu.subject import INPUT
+from loadtest.grpc_protocol import infer_message, shared_memory_message
+from loadtest.protocol import Array, binary_request, shared_memory_request
+from loadtest.regions import CudaRegion, Region, SystemRegion
 
 # Different requests that the slots of a client send.
 _DIFFERENT = 4
@@ -41,7 +42,6 @@ _STRAGGLERS_S = 15.0
 class _Opened:
     lines: Lines
     region: Region | None
-    rows: int
 
     def close(self) -> None:
         self.lines.close()
@@ -78,7 +78,7 @@ class Client:
                 return open_loop(self._opened[key].lines, order["start_s"], order["seconds"], order["rate"], random)
             case "lone":
                 return lone_caller(self._opened[key].lines, order["warm_s"], order["seconds"])
-        raise ValueError(f"nobody knows how to {order['do']!r}")
+        raise ValueError(f"unknown command {order['do']!r}")
 
     def close(self) -> None:
         """Give everything back."""
@@ -116,40 +116,74 @@ def closed_loop(lines: Lines, start_s: float, warm_s: float, seconds: float) -> 
     return {"per_s": per_s, "wrong": len(wrong), "errors": wrong[:1], "busy": busy, "latencies": _packed(latencies_us)}
 
 
-def open_loop(lines: Lines, start_s: float, seconds: float, rate: float, random: np.random.Generator) -> dict[str, Any]:
-    """Poisson arrivals at `rate` a second; a latency counts from the moment when the request should have begun."""
+@dataclass(slots=True)
+class Arrivals:
+    """Outcome of an open loop.
+
+    Attributes:
+        offered: number of requests that were due.
+        late: number of requests that began later than they were due.
+        answers: time of the answer, and from the due time to it, in seconds, and the error or "".
+    """
+
+    offered: int
+    late: int
+    answers: list[tuple[float, float, str]]
+
+
+def poisson_arrivals(
+    lines: Lines,
+    start_s: float,
+    seconds: float,
+    rate: float,
+    random: np.random.Generator,
+    stragglers_s: float = _STRAGGLERS_S,
+) -> Arrivals:
+    """Poisson arrivals at `rate` a second; a latency counts from the moment when the request should have begun.
+
+    Raises:
+        TimeoutError: an answer has not come `stragglers_s` after the end.
+    """
     end_s = start_s + seconds
     # Some more than will be needed: those beyond the end are not offered.
     moments = start_s + np.cumsum(random.exponential(1 / rate, 100 + round(1.5 * rate * seconds)))
     due = deque(moments[moments < end_s].tolist())
-    count = len(due)
+    arrivals = Arrivals(len(due), 0, [])
     free, intended = deque(range(lines.slots)), [0.0] * lines.slots
-    latencies_us, wrong, late, in_time = list[float](), list[str](), 0, 0
     _wait_until(start_s)
     while True:
         now_s = time.monotonic()
         while due and due[0] <= now_s and free:
             slot = free.popleft()
             intended[slot] = due.popleft()
-            late += now_s - intended[slot] > _AWAKE_S
+            arrivals.late += now_s - intended[slot] > _AWAKE_S
             lines.begin(slot)
         # What has not begun when the time is over was offered in vain.
-        if now_s > end_s and (len(free) == lines.slots or now_s > end_s + _STRAGGLERS_S):
+        if now_s > end_s and (len(free) == lines.slots or now_s > end_s + stragglers_s):
             break
         for slot, at_s, error in lines.poll(_sleep_s(due, free, now_s, end_s)):
             free.append(slot)
-            if error:
-                wrong.append(error)
-            else:
-                in_time += at_s <= end_s
-                latencies_us.append((at_s - intended[slot]) * 1e6)
+            arrivals.answers.append((at_s, at_s - intended[slot], error))
         if now_s > end_s:
             due.clear()
     if len(free) < lines.slots:
-        raise TimeoutError(f"{lines.slots - len(free)} requests were not answered within {_STRAGGLERS_S:.0f} s")
-    unanswered = count - len(latencies_us) - len(wrong)
-    found = {"offered": count, "in_time": in_time, "wrong": len(wrong), "errors": wrong[:1], "late": late}
-    return {**found, "unanswered": unanswered, "latencies": _packed(latencies_us)}
+        raise TimeoutError(f"{lines.slots - len(free)} requests were not answered within {stragglers_s:.0f} s")
+    return arrivals
+
+
+def open_loop(lines: Lines, start_s: float, seconds: float, rate: float, random: np.random.Generator) -> dict[str, Any]:
+    """`poisson_arrivals`, counted."""
+    arrivals = poisson_arrivals(lines, start_s, seconds, rate, random)
+    wrong = [error for _, _, error in arrivals.answers if error]
+    return {
+        "offered": arrivals.offered,
+        "in_time": sum(at_s <= start_s + seconds and not error for at_s, _, error in arrivals.answers),
+        "wrong": len(wrong),
+        "errors": wrong[:1],
+        "late": arrivals.late,
+        "unanswered": arrivals.offered - len(arrivals.answers),
+        "latencies": _packed([took_s * 1e6 for _, took_s, error in arrivals.answers if not error]),
+    }
 
 
 def lone_caller(lines: Lines, warm_s: float, seconds: float) -> dict[str, Any]:
@@ -174,21 +208,16 @@ def _sleep_s(due: deque[float], free: deque[int], now_s: float, end_s: float) ->
 
 
 def _open(order: dict[str, Any]) -> _Opened:
-    rows, side, slots, model = order["rows"], order["side"], order["slots"], order["model"]
+    rows, side = order["rows"], order["side"]
     random = np.random.default_rng(order["seed"])
-    different = min(_DIFFERENT, slots)
+    different = min(_DIFFERENT, order["slots"])
     pixels: Array = random.integers(0, 256, (different, rows, side, side, 3), dtype=np.uint8)
     region: Region | None = None
     if order["data"] != "body":
         kind = SystemRegion if order["data"] == "system" else CudaRegion
         region = kind(order["http_port"], f"{order['key']}_{os.getpid()}".replace(" ", "_"), pixels)
     try:
-        if order["transport"] == "http":
-            requests = [http_request(model, pixels, n, region) for n in range(different)]
-            lines: Lines = HttpLines(order["http_port"], [requests[slot % different] for slot in range(slots)])
-        else:
-            messages = [grpc_message(model, pixels, n, region) for n in range(different)]
-            lines = GrpcLines(order["grpc_port"], [messages[slot % different] for slot in range(slots)])
+        lines = _lines(order, pixels, region)
         for slot in range(different):
             if error := lines.ask(slot):
                 raise ValueError(f"the first request was answered with {error}")
@@ -196,7 +225,22 @@ def _open(order: dict[str, Any]) -> _Opened:
         if region is not None:
             region.close()
         raise
-    return _Opened(lines, region, rows)
+    return _Opened(lines, region)
+
+
+def _lines(order: dict[str, Any], pixels: Array, region: Region | None) -> Lines:
+    """Connections whose slots send the requests in turn."""
+    over_http = order["transport"] == "http"
+    requests: list[Any] = []
+    for number, tensor in enumerate(pixels):
+        model, inputs = order["model"], {INPUT: tensor}
+        if region is None:
+            requests.append(binary_request(model, inputs) if over_http else infer_message(model, inputs))
+        else:
+            encode = shared_memory_request if over_http else shared_memory_message
+            requests.append(encode(model, inputs, region.name, number * tensor.nbytes))
+    by_slot = [requests[slot % len(requests)] for slot in range(order["slots"])]
+    return HttpLines(order["http_port"], by_slot) if over_http else GrpcLines(order["grpc_port"], by_slot)
 
 
 def _wait_until(start_s: float) -> None:

@@ -9,10 +9,9 @@ import selectors
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ class Taken:
         return float(np.percentile(self.latencies_us, percent)) / 1e3 if len(self.latencies_us) else float("nan")
 
 
-class Crowd:
+class Crowd(AbstractContextManager["Crowd"]):
     """So many client processes.
 
     Args:
@@ -81,12 +80,7 @@ class Crowd:
             )
             self._processes.append(process)
 
-    def __enter__(self) -> Crowd:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self._processes:
             if process.stdin is not None:
                 with suppress(OSError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import importlib
 import os
 import resource
 import signal
@@ -18,7 +17,8 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from loadtest.gpu.messages import Reporter
+from loadtest.gpu.parts import BY_NAME
+from loadtest.gpu.report import Reporter
 from loadtest.gpu.setup import Setup
 from loadtest.servers import ROOT
 
@@ -46,7 +46,7 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     try:
-        importlib.import_module(f"loadtest.gpu.cases.{options.part}").run(setup, reporter)
+        BY_NAME[options.part].run(setup, reporter)
     except BaseException as error:
         traceback.print_exc()
         reporter.failure(f"{type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 import numpy as np
 from headrace.config.model_folder import read_model_folder
@@ -17,7 +17,7 @@ from loadtest.gpu.subject import INPUT, LOGITS, MEAN, STD, base_name
 from loadtest.protocol import Array
 
 
-class RawEngine:
+class RawEngine(AbstractContextManager["RawEngine"]):
     """The engine that the server serves too, loaded once more.
 
     Args:
@@ -32,17 +32,11 @@ class RawEngine:
         folder = read_model_folder(setup.repository / base_name(setup), setup.repository)
         chosen = serving_plan(folder, 1, GpuRuntime(tensorrt_machine))
         self.file = chosen.file
-        self.remark = chosen.remark
         self._engine = choose_target(setup.backend).open(chosen.file)
         shape = (setup.max_rows, 3, setup.side, setup.side)
         self._inputs = np.random.default_rng(1).standard_normal(shape, dtype=np.float32)
 
-    def __enter__(self) -> RawEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._engine.close()
 
     def time(self, rows: int, seconds: float) -> BatchTiming:

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from loadtest.gpu import place
-from loadtest.gpu.cases import PARTS, PREPARE, TWO_GPUS, Part
-from loadtest.gpu.cases.prepare import engine_name
-from loadtest.gpu.findings import PartFindings
-from loadtest.gpu.output import Output
-from loadtest.gpu.regions import remove_left
+from loadtest.gpu.parts import PARTS, PREPARE, TWO_GPUS, Part, engine_name
+from loadtest.gpu.report import Output, PartFindings
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.watch import watch
 from loadtest.gpu.wire import WAYS
+from loadtest.regions import remove_left
 
 _BY_LETTER = {part.letter: part for part in (*PARTS, TWO_GPUS)}
 
@@ -133,15 +131,8 @@ class Run:
     def _watched(self, step: Step, findings: PartFindings, limit_s: float) -> None:
         output = self._output
         setup = replace(self._setup, precision=step.precisions[0], precisions=step.precisions)
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "loadtest.gpu.part_process",
-            step.part.module,
-            "--setup",
-            setup.to_json(),
-        ]
+        command = [sys.executable, "-u", "-m", "loadtest.gpu.part_process", step.part.run.__name__]
+        command += ["--setup", setup.to_json()]
         several = step.part in (PREPARE, TWO_GPUS) or not setup.on_gpu
 
         def on_message(kind: str, content: object) -> None:

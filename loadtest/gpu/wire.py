@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.gpu.crowd import Crowd, CrowdFailed, Taken
-from loadtest.gpu.messages import Reporter
+from loadtest.gpu.report import Reporter
 from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.protocol import send_json
 from loadtest.servers import HOST, Running, cpu_seconds, headrace, running

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from loadtest.bench.machine import usable_cores
-from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most
+from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most, figures_of, values_of
 from loadtest.bench.session import interleave
-from loadtest.bench.spread import Spread, completion_rate, ratios
+from loadtest.bench.spread import ratios
+from loadtest.gpu.client import closed_loop, poisson_arrivals
 from loadtest.gpu.lines import HttpLines
 from loadtest.protocol import binary_request
 from loadtest.servers import Running, headrace, running
@@ -43,8 +43,13 @@ max_batch_size: {_ROWS}
 dynamic_batching: {{}}
 instance_group: [{{kind: KIND_CPU, count: 1}}]
 """
-# epoll sleeps whole milliseconds: what is due sooner is waited for awake.
-_AWAKE_S = 0.002
+_UNITS = {
+    "goodput_hz": "answers in time/s",
+    "throughput_hz": "answers/s",
+    "p99_ms": "p99 ms",
+    "refused": "share refused",
+    "refused_ms": "ms until refused, p50",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,9 @@ def run(plan: Plan) -> CaseResult:
                 return open_loop(servers[name], load * capacity_hz, seconds, slo_ms, next(rounds[name]))
 
             found = interleave({name: partial(sampled, name) for name in servers}, plan.rounds)
-            case_figures += _figures(found, f"{load:g} x capacity")
-            compared += _compared(found, f"{load:g} x capacity")
+            where = f"{load:g} x capacity"
+            case_figures += figures_of({f"{name}, {where}": each for name, each in found.items()}, _UNITS)
+            compared += _compared(found, where)
     notes = (
         f"{MODEL} on ONNX Runtime, one instance on one core, batches of {_ROWS}: {capacity_hz:.1f} pictures/s in a closed loop",
         f"SLO {slo_ms:g} ms, {_SLO_BATCHES:g} full batches",
@@ -97,63 +103,36 @@ def run(plan: Plan) -> CaseResult:
 
 def saturate(server: Running, seconds: float) -> float:
     """Answers a second with enough requests under way all the time."""
-    lines = HttpLines(server.port, [_REQUEST] * _CLOSED_SLOTS)
-    end_s = time.monotonic() + 1.0 + seconds
-    times_s: list[float] = []
-    under_way = _CLOSED_SLOTS
-    for slot in range(_CLOSED_SLOTS):
-        lines.begin(slot)
-    while under_way:
-        for slot, at_s, wrong in lines.poll(1.0):
-            if wrong:
-                raise RuntimeError(f"{server.name} answered {wrong}")
-            if end_s - seconds <= at_s < end_s:
-                times_s.append(at_s)
-            if at_s < end_s:
-                lines.begin(slot)
-            else:
-                under_way -= 1
-    lines.close()
-    return completion_rate(times_s)
+    with closing(HttpLines(server.port, [_REQUEST] * _CLOSED_SLOTS)) as lines:
+        answered = closed_loop(lines, time.monotonic(), 1.0, seconds)
+    if answered["wrong"]:
+        raise RuntimeError(f"{server.name} answered {answered['errors'][0]}")
+    return float(answered["per_s"])
 
 
 def open_loop(server: Running, rate_hz: float, seconds: float, slo_ms: float, seed: int) -> Answered:
     """Poisson arrivals; a latency counts from the moment when the request should have begun."""
-    random = np.random.default_rng(seed)
-    lines = HttpLines(server.port, [_REQUEST] * _SLOTS)
     start_s = time.monotonic() + 0.1
-    moments = start_s + np.cumsum(random.exponential(1 / rate_hz, round(2 * rate_hz * seconds) + 100))
-    due = deque(moments[moments < start_s + seconds].tolist())
-    offered, free, intended = len(due), deque(range(_SLOTS)), [0.0] * _SLOTS
-    answers: list[tuple[float, float]] = []  # when it came, and seconds from when it should have begun
-    refusals: list[float] = []
-    while due or len(free) < _SLOTS:
-        now_s = time.monotonic()
-        if now_s > start_s + seconds + _LONGEST_S:
-            raise TimeoutError(f"{server.name}: {_SLOTS - len(free)} requests were never answered")
-        while due and due[0] <= now_s:
-            if not free:
-                raise RuntimeError(f"{server.name}: more than {_SLOTS} requests under way")
-            slot = free.popleft()
-            intended[slot] = due.popleft()
-            lines.begin(slot)
-        wait_s = due[0] - now_s if due else 0.5
-        for slot, at_s, wrong in lines.poll(wait_s - _AWAKE_S / 2 if wait_s > _AWAKE_S else 0.0):
-            free.append(slot)
-            if not wrong:
-                answers.append((at_s, at_s - intended[slot]))
-            elif wrong.lower().startswith("http/1.1 503"):
-                refusals.append(at_s - intended[slot])
-            else:
-                raise RuntimeError(f"{server.name} answered {wrong}")
-    lines.close()
+    random = np.random.default_rng(seed)
+    with closing(HttpLines(server.port, [_REQUEST] * _SLOTS)) as lines:
+        arrivals = poisson_arrivals(lines, start_s, seconds, rate_hz, random, _LONGEST_S)
+    refusals, answers = list[float](), list[tuple[float, float]]()
+    for at_s, took_s, wrong in arrivals.answers:
+        if not wrong:
+            answers.append((at_s, took_s))
+        elif wrong.lower().startswith("http/1.1 503"):
+            refusals.append(took_s)
+        else:
+            raise RuntimeError(f"{server.name} answered {wrong}")
+    if len(arrivals.answers) < arrivals.offered:
+        raise RuntimeError(f"{server.name}: more than {_SLOTS} requests under way")
     first_s, last_s = start_s + _WARM_UP_S, start_s + seconds
     inside = [took_s for at_s, took_s in answers if first_s <= at_s <= last_s]
     return Answered(
         goodput_hz=sum(took_s * 1e3 <= slo_ms for took_s in inside) / (last_s - first_s),
         throughput_hz=len(inside) / (last_s - first_s),
         p99_ms=float(np.percentile([took_s for _, took_s in answers], 99)) * 1e3 if answers else float("nan"),
-        refused=len(refusals) / offered,
+        refused=len(refusals) / arrivals.offered,
         refused_ms=float(np.median(refusals)) * 1e3 if refusals else 0.0,
     )
 
@@ -177,26 +156,15 @@ def _copied(source: Path, folder: Path, slo_ms: float | None) -> None:
     (folder / "config.yaml").write_text(_CONFIG + promise)
 
 
-def _figures(found: dict[str, list[Answered]], where: str) -> list[Figure]:
-    units = {
-        "goodput_hz": "answers in time/s",
-        "throughput_hz": "answers/s",
-        "p99_ms": "p99 ms",
-        "refused": "share refused",
-        "refused_ms": "ms until refused, p50",
-    }
-    return [
-        Figure(f"{name}, {where}", unit, Spread.of([getattr(each, quantity) for each in rounds]))
-        for name, rounds in found.items()
-        for quantity, unit in units.items()
-    ]
-
-
 def _compared(found: dict[str, list[Answered]], where: str) -> list[Comparison]:
     """Capacity is what the other server answers a second in the same round, late or not."""
-    capacity_hz = [each.throughput_hz for each in found["fixed"]]
-    goodput = {name: ratios([each.goodput_hz for each in rounds], capacity_hz) for name, rounds in found.items()}
+    capacity_hz = values_of(found["fixed"], "throughput_hz")
     return [
-        Comparison(f"slo: goodput / capacity, {where}", "", goodput["slo"], at_least(0.9)),
-        Comparison(f"fixed: goodput / capacity, {where}", "", goodput["fixed"], at_most(0.2)),
+        Comparison(
+            f"{name}: goodput / capacity, {where}",
+            "",
+            ratios(values_of(found[name], "goodput_hz"), capacity_hz),
+            target,
+        )
+        for name, target in (("slo", at_least(0.9)), ("fixed", at_most(0.2)))
     ]

@@ -53,9 +53,9 @@ def run(plan: Plan) -> CaseResult:
                 Comparison(f"|simulated / by the clock - 1|, {quantity}, {name}", "", Spread.of(apart), at_most(0.1))
             )
     notes = (
-        USUAL,
+        USUAL.description,
         f"SLO {SLO_MS:g} ms",
-        f"a batch takes {extra_us:.0f} us longer than its device on average, which the simulator is told",
+        f"a batch takes {extra_us:.0f} us longer than its device on average, which is passed to the simulator",
     )
     return CaseResult(
         "simulator", "the simulator against a real run of the same trace", tuple(case_figures), tuple(compared), notes

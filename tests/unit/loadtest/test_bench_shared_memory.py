@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 
 from loadtest.bench.cases import shared_memory
 from loadtest.bench.inprocess import Oracle
+from loadtest.protocol import shared_memory_request
 
 
 @pytest.mark.parametrize("width", [shared_memory.SMALL, shared_memory.LARGE])
@@ -30,7 +30,7 @@ def test_models_read_the_same_bytes_for_any_input(width: int, tmp_path: Path) ->
 def test_requests_for_both_sizes_are_as_long_but_for_digits() -> None:
     sizes = {}
     for width in (shared_memory.SMALL, shared_memory.LARGE):
-        request = shared_memory.shared_memory_request("m", {"x": np.zeros((1, width), dtype=np.float32)}, region="r")
+        request = shared_memory_request("m", {"x": np.zeros((1, width), dtype=np.float32)}, region="r")
         (described,) = json.loads(request.body)["inputs"]
         assert described["parameters"] == {"shared_memory_region": "r", "shared_memory_byte_size": 4 * width}
         assert "data" not in described
@@ -38,17 +38,13 @@ def test_requests_for_both_sizes_are_as_long_but_for_digits() -> None:
     assert sizes[shared_memory.LARGE] - sizes[shared_memory.SMALL] < 10
 
 
-def test_both_copies_are_true() -> None:
+def test_both_copies_are_true(tmp_path: Path) -> None:
     content = np.random.default_rng(0).integers(0, 256, 602_112).astype(np.uint8)
-    memory = SharedMemory(create=True, size=content.nbytes)
-    try:
-        os.pwrite(memory._fd, content.tobytes(), 0)  # type: ignore[attr-defined]
-        np.testing.assert_array_equal(shared_memory.mapped_copy(memory)[: content.size], content)
-        with io.FileIO(f"/dev/shm/{memory.name}") as file:
-            np.testing.assert_array_equal(shared_memory.kernel_copy(file, content.size), content)
-    finally:
-        memory.close()
-        memory.unlink()
+    path = tmp_path / "content"
+    path.write_bytes(content.tobytes())
+    np.testing.assert_array_equal(shared_memory.mapped(str(path)).copy(), content)
+    with io.FileIO(path) as file:
+        np.testing.assert_array_equal(shared_memory.kernel_copy(file, content.size), content)
 
 
 def test_an_action_is_timed_on_the_requested_cores() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from loadtest import servers
 from loadtest.bench import h2load, wrk
-from loadtest.bench.cases.idle_connections import idle_connections
+from loadtest.bench.cases.http import idle_connections
 from loadtest.protocol import HttpRequest, send
 from loadtest.servers import ROOT, ServerCommand, ServerFailed, running
 

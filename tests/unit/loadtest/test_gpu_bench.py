@@ -21,13 +21,12 @@ from loadtest.bench.results import at_least
 from loadtest.gpu import client
 from loadtest.gpu.client import Client, _Opened, closed_loop, open_loop
 from loadtest.gpu.crowd import Crowd, CrowdFailed, _joined, _replies
-from loadtest.gpu.findings import PartFindings
 from loadtest.gpu.lines import Answer, HttpLines
-from loadtest.gpu.messages import Compare, Reporter
-from loadtest.gpu.regions import remove_left
-from loadtest.gpu.rounds import NothingMeasured, in_turns
+from loadtest.gpu.parts import NothingMeasured, in_turns
+from loadtest.gpu.report import Compare, PartFindings, Reporter
 from loadtest.gpu.watch import watch
 from loadtest.protocol import HttpRequest
+from loadtest.regions import remove_left
 from loadtest.servers import HOST, ROOT
 
 # What a part of the bench does first: find its pipe.
@@ -321,7 +320,7 @@ def test_a_connection_that_idled_too_long_is_opened_anew() -> None:
         lines = HttpLines(listener.getsockname()[1], [HttpRequest("/x", b"", {})])
         listener.accept()[0].close()  # the server gives up on a client that says nothing
         obeying = Client()
-        obeying._opened["k"] = _Opened(lines, None, 1)
+        obeying._opened["k"] = _Opened(lines, None)
         server = threading.Thread(target=answer_twice, args=(listener, 0, []), daemon=True)
         server.start()
         with pytest.raises(ValueError, match="503"):  # the second answer; the first one came

@@ -17,13 +17,9 @@ from onnx import TensorProto, helper, numpy_helper, save
 from loadtest.bench.results import at_least
 from loadtest.gpu import place, subject
 from loadtest.gpu.__main__ import _parser, _parts, _setup
-from loadtest.gpu.cases import PARTS, TWO_GPUS
-from loadtest.gpu.chart import sweep_chart
-from loadtest.gpu.findings import PartFindings
-from loadtest.gpu.messages import Compare
-from loadtest.gpu.output import Output
+from loadtest.gpu.parts import PARTS, TWO_GPUS
+from loadtest.gpu.report import Compare, Output, PartFindings, sweep_chart, to_markdown
 from loadtest.gpu.run import Run, steps_of
-from loadtest.gpu.tables import to_markdown
 from loadtest.servers import ROOT
 from tests.unit.loadtest.test_gpu_bench import VirtualTime, findings, sample, verdict
 
@@ -134,7 +130,7 @@ def test_a_hanging_part_does_not_use_the_time_of_others(
     Run(output, setup, begun_s + 400, run_part, clock.monotonic).all(steps_of(_parts(_VISIT), ["fp16", "int8"], 2))
     assert clock.now_s - begun_s <= 400
     failed = [part.name for part in output.parts if part.failure]
-    modules = {part.letter: part.module for part in (*PARTS, TWO_GPUS)}
+    modules = {part.letter: part.run.__name__ for part in (*PARTS, TWO_GPUS)}
     assert len(output.parts) == 10
     assert {modules[name.split()[0]] for name in failed} == ({hanging} if hanging else set())
     assert environments.pop("prepare") == environments.pop("two_gpus") == {}

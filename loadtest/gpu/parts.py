@@ -1,0 +1,480 @@
+"""The parts of the bench: each is a function of the setup and the reporter, called by `part_process` in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from statistics import median
+
+import grpc
+from headrace.core.errors import HeadraceError
+from headrace.scheduling.handle import ModelHandle
+from headrace_engines.targets import choose_target
+
+from loadtest.bench.results import at_least, at_most
+from loadtest.callers import CallersFailed
+from loadtest.gpu import place, subject
+from loadtest.gpu.crowd import Crowd, CrowdFailed
+from loadtest.gpu.inprocess import InProcess, requests_of
+from loadtest.gpu.raw import RawEngine, agreement
+from loadtest.gpu.report import Compare, Reporter
+from loadtest.gpu.setup import CLASSES, REQUEST_ROWS, Setup
+from loadtest.gpu.subject import BEST, INPUT, Variant, pictures, variant
+from loadtest.gpu.wire import ENGINES, Way, open_way, sample_way, saturate, server, servers, way_called, ways_of
+from loadtest.protocol import Array, Refused
+from loadtest.servers import HOST, Running, ServerFailed
+
+FAILURES = (HeadraceError, CallersFailed, CrowdFailed, ServerFailed, Refused, grpc.RpcError, OSError)
+
+# Takes and reports one sample of a round.
+Measure = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the run.
+
+    Attributes:
+        letter: as `--only` takes it.
+        run: measures and reports.
+        title: one-line description of the measurement.
+        limit_s: longest duration for one precision.
+        usual_s: duration on an H200, reserved for the part while the parts before it run.
+        usual_int8_s: the same for INT8, where less is measured.
+        least_s: with less time left it is not begun.
+    """
+
+    letter: str
+    run: Callable[[Setup, Reporter], None]
+    title: str
+    limit_s: float
+    usual_s: float
+    usual_int8_s: float = 0.0
+    least_s: float = 15.0
+
+    def usual(self, precision: str) -> float:
+        """Usual duration for one precision, in seconds."""
+        return (precision == "int8" and self.usual_int8_s) or self.usual_s
+
+
+class NothingMeasured(RuntimeError):
+    """Every contender has failed; the notes say why."""
+
+
+class WrongAnswers(RuntimeError):
+    """The served outputs differ from those of the engine."""
+
+
+class TooFewGpus(RuntimeError):
+    """This machine has fewer GPUs than the part compares."""
+
+
+def in_turns(reporter: Reporter, rounds: int, contenders: Mapping[str, Measure]) -> None:
+    """Measure every contender once a round, every second round in the opposite order; one that fails is left out from then on.
+
+    Raises:
+        NothingMeasured: all of them failed.
+    """
+    alive = dict(contenders)
+    for number in range(rounds):
+        for name in list(alive) if number % 2 == 0 else list(reversed(alive)):
+            try:
+                alive[name](number)
+            except FAILURES as error:
+                traceback.print_exc()
+                reporter.note(f"{name} failed in round {number} and is left out: {type(error).__name__}: {error}")
+                del alive[name]
+    if not alive:
+        raise NothingMeasured("every contender failed, see the notes")
+
+
+def prepare(setup: Setup, reporter: Reporter) -> None:
+    """Build the model and its engines before everything: as many engines at the same time as there are GPUs, each on its own."""
+    # TensorRT's machine is described before the long work, so that a missing GPU fails at once.
+    machine = choose_target(setup.backend).describe()
+    reporter.machine({setup.backend: str(machine)})
+    subject.prepare_demo(setup, PREPARE.limit_s)
+    free: SimpleQueue[int] = SimpleQueue()
+    for gpu in setup.gpus:
+        free.put(gpu)
+
+    def build(precision: str) -> None:
+        gpu, begun_s = free.get(), time.monotonic()
+        try:
+            subject.prepare(
+                replace(setup, precision=precision), PREPARE.limit_s, place.seeing(gpu) if setup.on_gpu else None
+            )
+        finally:
+            free.put(gpu)
+        reporter.sample(engine_name(precision), "s to build or find", time.monotonic() - begun_s)
+
+    failures = list[Exception]()
+    with ThreadPoolExecutor(len(setup.gpus)) as builders:
+        under_way = {precision: builders.submit(build, precision) for precision in setup.precisions}
+        for precision, building in under_way.items():
+            try:
+                building.result()
+            except Exception as error:
+                reporter.note(f"{precision}: {type(error).__name__}: {error}")
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def engine_name(precision: str) -> str:
+    """Name under which a built engine is reported."""
+    return f"{precision} engine"
+
+
+_RAW_SHARE = 0.35  # of a sample's length: a batch size needs less time than a server
+
+
+def raw_engine(setup: Setup, reporter: Reporter) -> None:
+    """(a) The engine alone, at every batch size, in interleaved rounds."""
+    with RawEngine(setup) as engine:
+        reporter.note(f"{engine.file.name}, {engine.file.stat().st_size / 1e6:.0f} MB")
+        for number in range(setup.rounds):
+            for rows in setup.sizes:
+                timing = engine.time(rows, _RAW_SHARE * setup.seconds)
+                percentiles = {"p50_us": round(timing.median_us, 1), "p99_us": round(timing.p99_us, 1)}
+                reporter.sample(f"n={rows}", "images/s", timing.rows_per_s, number, **percentiles)
+                reporter.sample(f"n={rows}", "p50 us", timing.median_us, number)
+
+
+def time_raw(setup: Setup, reporter: Reporter, engine: RawEngine, number: int) -> None:
+    """One sample of the engine alone, at the largest batch."""
+    timing = engine.time(setup.max_rows, setup.seconds)
+    reporter.sample(raw_name(setup), "images/s", timing.rows_per_s, number)
+
+
+def raw_name(setup: Setup) -> str:
+    """Name of the engine alone at the largest batch."""
+    return f"raw engine, n={setup.max_rows}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """A contender in process: a model, and requests for it.
+
+    Attributes:
+        setup: of the part.
+        reporter: of the part.
+        bench: the event loop.
+        handle: the model.
+        name: in reports.
+        requests: pictures.
+    """
+
+    setup: Setup
+    reporter: Reporter
+    bench: InProcess
+    handle: ModelHandle
+    name: str
+    requests: list[Array]
+
+    def saturate(self, number: int) -> None:
+        """Take and report one sample at saturation."""
+        rows = len(self.requests[0])
+        callers = max(2, self.setup.in_flight // rows)
+        answered = self.bench.measure(self.handle, self.requests, callers, self.setup.seconds)
+        detail = {"mean_batch": round(answered.mean_rows, 1), "cores": round(answered.cores, 2)}
+        self.reporter.sample(self.name, "images/s", answered.per_s * rows, number, **detail)
+
+    def call_alone(self, number: int, *, unit: str = "p50 us", share: float = 1.0, blocking: bool = False) -> None:
+        """Take and report one sample of a single caller, for a share of the usual time."""
+        seconds = share * self.setup.seconds
+        answered = self.bench.measure(self.handle, self.requests, 1, seconds, blocking=blocking)
+        p99_us = round(answered.percentile_us(99), 1)
+        self.reporter.sample(self.name, unit, answered.percentile_us(50), number, p99_us=p99_us)
+
+
+_CHECKED = 16
+_LEAST_AGREEMENT = 0.5
+# Contenders: the part's subject first. Name, pictures a request, in pinned memory.
+_IN_PROCESS = (
+    ("1 picture a request, pinned", 1, True),
+    (f"{REQUEST_ROWS} pictures a request, pinned", REQUEST_ROWS, True),
+    ("1 picture a request, ordinary memory", 1, False),
+)
+
+
+def in_process(setup: Setup, reporter: Reporter) -> None:
+    """(b) Through the in-process scheduler: single pictures in pinned memory, at least 0.95 of raw at saturation."""
+    raw = raw_name(setup)
+    pixels = pictures(setup, 2 * setup.max_rows)
+    with RawEngine(setup) as engine, InProcess(setup) as bench:
+        handle = bench.open(variant(setup, Variant(setup.instances)))
+        _check(setup, reporter, engine, bench, handle)
+        contenders: dict[str, Measure] = {raw: partial(time_raw, setup, reporter, engine)}
+        for number, (name, rows, in_pinned_memory) in enumerate(_IN_PROCESS):
+            target = at_least(0.95) if number == 0 and setup.judged else None
+            reporter.compare(Compare(f"{name} / {raw}", name, raw, "images/s", target=target))
+            requests = requests_of(setup, pixels, rows, in_pinned_memory=in_pinned_memory)
+            contenders[name] = Served(setup, reporter, bench, handle, name, requests).saturate
+        in_turns(reporter, setup.rounds, contenders)
+
+
+def _check(setup: Setup, reporter: Reporter, engine: RawEngine, bench: InProcess, handle: ModelHandle) -> None:
+    pixels = pictures(setup, _CHECKED, seed=3)
+    same, apart = agreement(bench.ask(handle, pixels), engine.classes(pixels))
+    reporter.note(
+        f"answers: {same:.0%} of {_CHECKED} pictures have the engine's best class, probabilities differ by {apart:.2g}"
+    )
+    if same < _LEAST_AGREEMENT:
+        raise WrongAnswers(f"only {same:.0%} of the answers agree with the engine's")
+
+
+RAW, PINNED, ORDINARY = "raw engine, n=1", "in process, pinned", "in process, ordinary memory"
+BLOCKING = "in process, pinned, blocking call"
+TARGETS_US = {PINNED: 100.0, BLOCKING: 100.0, "http system": 400.0}
+_LONE_WAYS = ("http system", "http cuda", "http body", "grpc fast system", "grpc fast cuda")
+
+
+def lone(setup: Setup, reporter: Reporter) -> None:
+    """(d) Batch 1, one caller: what the server adds to a replayed graph, in process and over HTTP with shared memory."""
+    model = variant(setup, Variant(setup.instances))
+    pixels = pictures(setup, 64)
+    with ExitStack() as stack:
+        engine = stack.enter_context(RawEngine(setup))
+
+        def time_one(number: int) -> None:
+            timing = engine.time(1, 0.5 * setup.seconds)
+            reporter.sample(RAW, "p50 us", timing.median_us, number, p99_us=round(timing.p99_us, 1))
+
+        contenders: dict[str, Measure] = {RAW: time_one}
+        bench = stack.enter_context(InProcess(setup))
+        handle = bench.open(model)
+        for name, in_pinned_memory in ((PINNED, True), (BLOCKING, True), (ORDINARY, False)):
+            requests = requests_of(setup, pixels, 1, in_pinned_memory=in_pinned_memory)
+            served = Served(setup, reporter, bench, handle, name, requests)
+            contenders[name] = partial(served.call_alone, blocking=name == BLOCKING)
+        served_alone = stack.enter_context(server(setup, model))
+        crowd = stack.enter_context(Crowd(1, setup.scratch))
+        for way in [way for way in ways_of(setup) if way.name in _LONE_WAYS]:
+            if key := _opened(setup, reporter, crowd, way, served_alone, model, 1, 1):
+                contenders[key] = partial(_call, setup, reporter, crowd, key)
+        for name in list(contenders)[1:]:
+            target = at_most(TARGETS_US[name]) if name in TARGETS_US and setup.judged else None
+            reporter.compare(Compare(f"{name} - {RAW}, p50", name, RAW, "p50 us", "difference", target))
+        in_turns(reporter, setup.rounds, contenders)
+
+
+def _opened(
+    setup: Setup, reporter: Reporter, crowd: Crowd, way: Way, served: Running, model: str, rows: int, slots: int
+) -> str:
+    """Key of the connections of a transport; "" and a note if the clients cannot use it."""
+    try:
+        return open_way(setup, crowd, way, served, model, rows, slots)
+    except CrowdFailed as error:
+        reporter.note(f"{way.name} is left out: {error}")
+        return ""
+
+
+def _call(setup: Setup, reporter: Reporter, crowd: Crowd, key: str, number: int) -> None:
+    taken = crowd.lone(key, setup.seconds)
+    p99_us = round(taken.percentile_ms(99) * 1e3, 1)
+    reporter.sample(key, "p50 us", taken.percentile_ms(50) * 1e3, number, p99_us=p99_us)
+
+
+# INT8 has no target here: measure only the transports that can be the fastest.
+_INT8_WAYS = ("http system", "http cuda", "grpc fast system", "grpc fast cuda")
+
+
+def over_wire(setup: Setup, reporter: Reporter) -> None:
+    """(c) Client processes on the same host, 8 pictures a request, over every transport: the best at least 0.8 of raw."""
+    model = variant(setup, Variant(setup.instances))
+    raw = raw_name(setup)
+    ways = [way for way in ways_of(setup) if setup.precision != "int8" or way.name in _INT8_WAYS]
+    engines = tuple(engine for engine in ENGINES if any(way.engine == engine for way in ways))
+    slots = max(setup.clients, setup.in_flight // REQUEST_ROWS)
+    target = at_least(0.8) if setup.judged and setup.precision == "fp16" else None
+    rates: dict[str, list[float]] = {}
+
+    def measure(name: str, sample: partial[float], number: int) -> None:
+        """Take a sample, and compare the best transport so far with the raw engine."""
+        rates.setdefault(name, []).append(sample(number))
+        best = max(rates, key=lambda way: median(rates[way]))
+        reporter.compare(Compare(f"the best way / {raw}", best, raw, "images/s", target=target))
+
+    with (
+        RawEngine(setup) as engine,
+        servers(setup, model, engines) as served,
+        Crowd(setup.clients, setup.scratch) as crowd,
+    ):
+        _published_clients(setup, reporter, served["fast"], model)
+        contenders: dict[str, Measure] = {raw: partial(time_raw, setup, reporter, engine)}
+        for way in ways:
+            if key := _opened(setup, reporter, crowd, way, served[way.engine], model, REQUEST_ROWS, slots):
+                reporter.compare(Compare(f"{way.name} / {raw}", way.name, raw, "images/s"))
+                sample = partial(sample_way, setup, reporter, crowd, key, way.name, served[way.engine], model)
+                contenders[way.name] = partial(measure, way.name, sample)
+        in_turns(reporter, setup.rounds, contenders)
+
+
+def _published_clients(setup: Setup, reporter: Reporter, served: Running, model: str) -> None:
+    """tritonclient over either protocol: that it works, not how fast."""
+    pixels = pictures(setup, REQUEST_ROWS)
+    for name, port in (("http", served.port), ("grpc", served.grpc_port)):
+        try:
+            published = importlib.import_module(f"tritonclient.{name}")
+            client = published.InferenceServerClient(f"{HOST}:{port}")
+            tensor = published.InferInput(INPUT, list(pixels.shape), "UINT8")
+            tensor.set_data_from_numpy(pixels)
+            times_ms = []
+            for _ in range(5):
+                begun_s = time.perf_counter()
+                shape = client.infer(model, [tensor]).as_numpy(BEST).shape
+                times_ms.append((time.perf_counter() - begun_s) * 1e3)
+            client.close()
+        except Exception as error:
+            reporter.note(f"tritonclient.{name} did not work here: {type(error).__name__}: {error}")
+            continue
+        what = f"tritonclient.{name}, one caller, {REQUEST_ROWS} pictures in the body"
+        reporter.sample(what, "ms", median(times_ms))
+        if shape != (REQUEST_ROWS, CLASSES):
+            reporter.note(f"tritonclient.{name} got classes of the shape {shape}")
+
+
+SHARES = (50, 80, 95, 110)
+# Of a sample's length elsewhere: tails need more requests than throughput does.
+_LONGER = 4.0
+# So many requests may be under way that the clients never hold one back before the server would refuse it.
+_SLOTS, _FEW_SLOTS = 512, 64
+
+
+def sweep(setup: Setup, reporter: Reporter) -> None:
+    """(f) Latency and throughput against offered load: random arrivals at 50, 80, 95 and 110 % of the capacity.
+
+    Latencies count from the moment when a request should have begun: a client that falls behind hides nothing.
+    """
+    model = variant(setup, Variant(setup.instances))
+    way = way_called(setup.best_way)
+    with server(setup, model, way.engine) as served, Crowd(setup.clients, setup.scratch) as crowd:
+        at_once = max(setup.clients, setup.in_flight // REQUEST_ROWS)
+        key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, at_once)
+        watched = [saturate(crowd, key, served, model, setup.seconds) for _ in range(max(2, setup.rounds))]
+        capacity = max(one.taken.per_s for one in watched)
+        crowd.shut(key)
+        reporter.sample(f"capacity over {way.name}, closed loop", "images/s", capacity * REQUEST_ROWS)
+        slots = _FEW_SLOTS if setup.small else _SLOTS
+        key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, slots, key="sweep")
+        for share in SHARES:
+            rate = capacity * share / 100
+            outcome = crowd.open_loop(key, rate, _LONGER * setup.seconds)
+            offered, name = round(rate * REQUEST_ROWS, 1), f"{share} % of capacity"
+            reporter.sample(name, "images/s offered", offered)
+            lost = {"failed": outcome.wrong, "never_begun": outcome.unanswered, "begun_late": outcome.late}
+            reporter.sample(name, "images/s", outcome.per_s * REQUEST_ROWS, 0, share=share, offered=offered, **lost)
+            if outcome.first_error:
+                reporter.note(f"{name}: {outcome.wrong} requests failed, the first with {outcome.first_error}")
+            for percent in (50, 95, 99):
+                value = outcome.percentile_ms(percent)
+                if math.isfinite(value):
+                    reporter.sample(name, f"p{percent} ms", value, 0, share=share, offered=offered)
+
+
+# Of a sample's length: one caller needs less time than many.
+_LONE_SHARE = 0.4
+
+
+def instances(setup: Setup, reporter: Reporter) -> None:
+    """(e) 1, 2 and 4 instances, with CUDA graphs and without: throughput at saturation, and the latency of one caller."""
+    raw = raw_name(setup)
+    with RawEngine(setup) as engine, InProcess(setup) as bench:
+        requests = requests_of(setup, pictures(setup, 2 * setup.max_rows), 1, in_pinned_memory=True)
+        contenders: dict[str, Measure] = {raw: partial(time_raw, setup, reporter, engine)}
+        for graphs in (True, False) if setup.on_gpu else (True,):
+            for count in (1, 2, 4):
+                name = f"{count} instance{'s' * (count > 1)}, graphs {'on' if graphs else 'off'}"
+                try:
+                    handle = bench.open(variant(setup, Variant(count, graphs)))
+                except HeadraceError as error:
+                    reporter.note(f"{name} is left out: {error}")
+                    continue
+                reporter.compare(Compare(f"{name} / {raw}", name, raw, "images/s"))
+                contenders[name] = partial(_both, Served(setup, reporter, bench, handle, name, requests))
+        in_turns(reporter, setup.rounds, contenders)
+
+
+def _both(served: Served, number: int) -> None:
+    served.saturate(number)
+    served.call_alone(number, unit="p50 us of one caller", share=_LONE_SHARE)
+
+
+ONE, TWO = "one GPU", "two GPUs"
+# With 32 pictures in a request the interpreter does not limit two GPUs.
+_ROWS = (REQUEST_ROWS, 4 * REQUEST_ROWS)
+
+
+def two_gpus(setup: Setup, reporter: Reporter) -> None:
+    """(g) `instance_group` on GPU 0 against the same on GPUs 0 and 1: at least 1.9 times one.
+
+    The target is for the figure in process with 8 pictures a request, as many as (c) sends: it shows scheduler and GPUs. Larger
+    requests, and those over the wire, stand beside it.
+    """
+    if setup.on_gpu and len(setup.gpus) < 2:
+        raise TooFewGpus(f"this machine has {len(setup.gpus)} GPU, two are needed")
+    both = setup.gpus[:2] if setup.on_gpu else (0,)
+    # On a CPU two instances stand for two GPUs.
+    models = {
+        ONE: variant(setup, Variant(setup.instances, gpus=both[:1])),
+        TWO: variant(setup, Variant(setup.instances if setup.on_gpu else 2, gpus=both)),
+    }
+    setup = replace(setup, in_flight=2 * setup.in_flight)
+    _two_in_process(setup, reporter, models)
+    _two_over_wire(setup, reporter, models)
+
+
+def _two_in_process(setup: Setup, reporter: Reporter, models: dict[str, str]) -> None:
+    pixels = pictures(setup, 4 * setup.max_rows)
+    with InProcess(setup) as bench:
+        handles = {name: bench.open(model) for name, model in models.items()}
+        contenders: dict[str, Measure] = {}
+        for rows in _ROWS:
+            requests = requests_of(setup, pixels, rows, in_pinned_memory=True)
+            labels = {name: f"{name}, in process, {rows} a request" for name in models}
+            for name, handle in handles.items():
+                contenders[labels[name]] = Served(setup, reporter, bench, handle, labels[name], requests).saturate
+            target = at_least(1.9) if rows == REQUEST_ROWS and setup.judged else None
+            reporter.compare(Compare(f"{labels[TWO]} / one", labels[TWO], labels[ONE], "images/s", target=target))
+        in_turns(reporter, setup.rounds, contenders)
+
+
+def _two_over_wire(setup: Setup, reporter: Reporter, models: dict[str, str]) -> None:
+    way = way_called(setup.best_way)
+    with (
+        server(setup, models[ONE], way.engine) as one,
+        server(setup, models[TWO], way.engine) as two,
+        Crowd(setup.clients, setup.scratch) as crowd,
+    ):
+        contenders: dict[str, Measure] = {}
+        for rows in _ROWS:
+            slots = max(setup.clients, setup.in_flight // rows)
+            labels = {name: f"{name}, {way.name}, {rows} a request" for name in models}
+            reporter.compare(Compare(f"{labels[TWO]} / one", labels[TWO], labels[ONE], "images/s"))
+            for name, served in ((ONE, one), (TWO, two)):
+                key = open_way(setup, crowd, way, served, models[name], rows, slots, key=f"{name} {rows}")
+                sample = partial(sample_way, setup, reporter, crowd, key, labels[name], served, models[name], rows=rows)
+                contenders[labels[name]] = sample
+        in_turns(reporter, setup.rounds, contenders)
+
+
+PREPARE = Part("prepare", prepare, "the model and its engine", 300.0, 90.0, least_s=5.0)
+PARTS = (
+    Part("a", raw_engine, "the engine alone: CUDA graph replay, inputs on the device", 45.0, 12.0, least_s=10.0),
+    Part("b", in_process, "`ModelHandle` in process, uint8 pictures, closed loop", 90.0, 20.0),
+    Part("d", lone, "one caller at a time, one picture", 75.0, 33.0),
+    Part("c", over_wire, "client processes on the same host, 8 uint8 pictures a request", 140.0, 48.0, 30.0),
+    Part("f", sweep, "random arrivals at a share of the capacity, 8 uint8 pictures a request", 90.0, 35.0),
+    Part("e", instances, "instances and CUDA graphs", 120.0, 45.0),
+)
+TWO_GPUS = Part("two-gpus", two_gpus, "two GPUs against one", 150.0, 60.0)
+BY_NAME = {part.run.__name__: part for part in (PREPARE, *PARTS, TWO_GPUS)}
