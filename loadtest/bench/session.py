@@ -205,7 +205,7 @@ class Case(ABC):
         """Check all answers, then measure."""
 
     def rounds(self, bench: Bench) -> int:
-        """How often each contender is measured."""
+        """Number of measurements of each contender."""
         return bench.rounds
 
     def planned_s(self, bench: Bench) -> float:
