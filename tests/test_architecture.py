@@ -105,7 +105,7 @@ EXTRA: dict[str, str] = {
     "server/headrace/repository/tuning.py": "numpy",
     "server/headrace/config/row_rules.py": "numpy",
     "server/headrace/config/onnx_model.py": "numpy",
-    "server/headrace/repository/warmup.py": "numpy",
+    "server/headrace/repository/warmup.py": "numpy pydantic",
 }
 EVERYWHERE = ("headrace.__version__",)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import Array, ResidentRows
@@ -186,12 +186,12 @@ class HasProcessStatus(Protocol):
         """Status of the process; readable from any thread."""
 
 
-def find_isolated_model(model: LoadedModel) -> HasProcessStatus | None:
-    """Return the model, or the model that it wraps as `inner`, that runs in a child process; None without one."""
+def find_inner(model: LoadedModel, attribute: str) -> Any:
+    """Return the model, or the model that it wraps as `inner`, that has an attribute; None if none has it."""
     inner: Any = model
-    while inner is not None and not hasattr(inner, "process_status"):
+    while inner is not None and not hasattr(inner, attribute):
         inner = getattr(inner, "inner", None)
-    return cast("HasProcessStatus | None", inner)
+    return inner
 
 
 class Backend(Protocol):

@@ -21,11 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.backends.base import Execution, ExecutionLost, LoadedModel
+from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_inner
 from headrace.config.documents import refuse
 from headrace.config.files import is_temporary, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine
@@ -179,8 +180,6 @@ def _texts(content: bytes, name: str) -> Array:
     return values
 
 
-profile_logger = logging.getLogger("headrace.profile")
-
 _FORMAT = 1
 _MAX_FILES = 512
 _MAX_BYTES = 4 << 20
@@ -192,6 +191,10 @@ _FIELDS = {
     "max_batch_size", "cpu_max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output",
     "preprocess", "postprocess", "isolation",
 }  # fmt: skip
+
+
+_Count = Annotated[int, Field(ge=1, lt=10**9)]
+_TimeNs = Annotated[int, Field(ge=1, le=_MAX_TIME_NS)]
 
 
 class StoredLatencies(NamedTuple):
@@ -209,17 +212,30 @@ class StoredLatencies(NamedTuple):
 NO_LATENCIES = StoredLatencies({}, 0)
 
 
+class _StoredDocument(BaseModel):
+    """Content of a file."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal[1]
+    idle_ns: Annotated[int, Field(ge=0, le=_MAX_TIME_NS)]
+    times_ns: dict[_Count, dict[_Count, Annotated[list[_TimeNs], Field(min_length=1)]]]
+
+
 class LatencyStore:
     """Latency tables in a folder, which is created by the first write. Thread-safe.
 
     Args:
         folder: path; "~" is expanded.
+
+    Attributes:
+        folder: absolute path.
     """
 
     def __init__(self, folder: Path) -> None:
         with suppress(RuntimeError):  # no such user: the first write fails and is logged
             folder = folder.expanduser()
-        self._folder = folder.absolute()
+        self.folder = folder.absolute()
         self._warned = False
 
     def file_for(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
@@ -245,54 +261,18 @@ class LatencyStore:
             "config": config.model_dump(mode="json", exclude_defaults=True, include=_FIELDS),
         }
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-        return LatencyFile(self, key, config.name, str(machine))
+        return LatencyFile(self, self.folder / f"{key}.json", config.name, str(machine))
 
-    def read(self, key: str) -> StoredLatencies:
-        """Read the entry of a key; `NO_LATENCIES` if there is none or it is invalid."""
-        path = self._path(key)
-        try:
-            with path.open("rb") as stream:
-                content = stream.read(_MAX_BYTES + 1)
-            document: Any = json.loads(content) if len(content) <= _MAX_BYTES else None
-            with suppress(OSError):  # marks it as recently used
-                os.utime(path)
-            return _parse(document)
-        except FileNotFoundError:
-            return NO_LATENCIES
-        except (OSError, ValueError, RecursionError) as error:
-            profile_logger.info("the stored profile %s is not used: %s", path.name, error)
-            return NO_LATENCIES
+    def warn_once(self, error: OSError) -> None:
+        """Log the first failed write."""
+        if not self._warned:
+            self._warned = True
+            cure = "name a writable folder with --state-dir, or write --state-dir '' to store nothing"
+            logger.warning("latency tables cannot be written to %s: %s (%s)", self.folder, error.strerror, cure)
 
-    def write(self, key: str, name: str, machine: str, latency_table: LatencyTable, idle_ns: int) -> None:
-        """Write a latency table, unless it is empty; a write error is logged once.
-
-        Args:
-            key: key of the version.
-            name: name of the model; for readers of the folder only.
-            machine: description of the machine; for readers of the folder only.
-            latency_table: latency table.
-            idle_ns: see `StoredLatencies`.
-        """
-        times_ns = {instances: table for instances, table in latency_table.times(_TIMES).items() if table}
-        if not times_ns:
-            return
-        document = {"format": _FORMAT, "model": name, "machine": machine, "idle_ns": idle_ns, "times_ns": times_ns}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_durably(self._path(key), json.dumps(document, separators=(",", ":")).encode())
-            self._sweep()
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                cure = "name a writable folder with --state-dir, or write --state-dir '' to store nothing"
-                profile_logger.warning("profiles cannot be written to %s: %s (%s)", self._folder, error.strerror, cure)
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.json"
-
-    def _sweep(self) -> None:
+    def remove_oldest(self) -> None:
         """Remove the least recently used files beyond the limit."""
-        with os.scandir(self._folder) as entries:
+        with os.scandir(self.folder) as entries:
             files = [entry for entry in entries if entry.name.endswith(".json") and not is_temporary(entry.name)]
         if len(files) <= _MAX_FILES:
             return
@@ -307,23 +287,50 @@ class LatencyFile:
 
     Attributes:
         store: the folder.
-        key: key of the version.
-        name: name of the model.
-        machine: description of the machine.
+        path: the file; its name is the key of the version.
+        name: name of the model; for readers of the folder only.
+        machine: description of the machine; for readers of the folder only.
     """
 
     store: LatencyStore
-    key: str
+    path: Path
     name: str
     machine: str
 
     def read(self) -> StoredLatencies:
-        """Read the table; see `LatencyStore.read`."""
-        return self.store.read(self.key)
+        """Read the table; `NO_LATENCIES` if there is none or it is invalid."""
+        try:
+            with self.path.open("rb") as stream:
+                content = stream.read(_MAX_BYTES + 1)
+            with suppress(OSError):  # marks it as recently used
+                os.utime(self.path)
+            stored = _StoredDocument.model_validate_json(content if len(content) <= _MAX_BYTES else b"")
+            return StoredLatencies(stored.times_ns, stored.idle_ns)
+        except FileNotFoundError:
+            return NO_LATENCIES
+        except (OSError, ValidationError) as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            logger.info("the stored latency table %s is not used: %s", self.path.name, problem)
+            return NO_LATENCIES
 
     def write(self, latency_table: LatencyTable, idle_ns: int) -> None:
-        """Write a table; see `LatencyStore.write`."""
-        self.store.write(self.key, self.name, self.machine, latency_table, idle_ns)
+        """Write a table, unless it is empty; a write error is logged once.
+
+        Args:
+            latency_table: the table.
+            idle_ns: see `StoredLatencies`.
+        """
+        times_ns = {instances: table for instances, table in latency_table.times(_TIMES).items() if table}
+        if not times_ns:
+            return
+        head = {"format": _FORMAT, "model": self.name, "machine": self.machine}
+        document = {**head, "idle_ns": idle_ns, "times_ns": times_ns}
+        try:
+            self.store.folder.mkdir(parents=True, exist_ok=True)
+            write_durably(self.path, json.dumps(document, separators=(",", ":")).encode())
+            self.store.remove_oldest()
+        except OSError as error:
+            self.store.warn_once(error)
 
 
 def cores() -> int:
@@ -337,39 +344,6 @@ def _machine(runtime: str) -> Machine:
 
         return tensorrt_machine()
     return onnxruntime_machine()
-
-
-def _parse(document: object) -> StoredLatencies:
-    """Parse the content of a file.
-
-    Raises:
-        ValueError: it is not a profile.
-    """
-    if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
-        raise ValueError(f"its format is not {_FORMAT}")
-    tables, idle_ns = document.get("times_ns"), document.get("idle_ns")
-    if not isinstance(tables, Mapping) or type(idle_ns) is not int or not 0 <= idle_ns <= _MAX_TIME_NS:
-        raise ValueError("it has no times")
-    return StoredLatencies({_count(instances): _table(table) for instances, table in tables.items()}, idle_ns)
-
-
-def _table(document: object) -> dict[int, list[int]]:
-    if not isinstance(document, Mapping):
-        raise ValueError("its times are not by rows")
-    table: dict[int, list[int]] = {}
-    for rows, times_ns in document.items():
-        if not (isinstance(times_ns, list) and times_ns):
-            raise ValueError("a number of rows has no times")
-        if not all(type(time_ns) is int and 0 < time_ns <= _MAX_TIME_NS for time_ns in times_ns):
-            raise ValueError("a time is not a number of nanoseconds")
-        table[_count(rows)] = times_ns
-    return table
-
-
-def _count(text: object) -> int:
-    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
-        raise ValueError("a number of rows or instances is not a positive whole number")
-    return int(text)
 
 
 _ABANDONED_S = 30.0  # instances stop waiting for another one whose batch takes longer
@@ -514,27 +488,28 @@ class LatencyMeasurement:
             position = self._remaining  # 0 for the last instance
         if position < 0 or self._latency_table.known():  # restarted, or loaded again after an eviction
             return
-        bucket_seconds = backend_buckets(self._model)  # complete once the last instance is open
-        if self._problem or bucket_seconds or not self._limit_ns:
+        # Compute times that the backend has measured itself; complete once the last instance is open.
+        buckets_us = getattr(find_inner(self._model, "buckets_us"), "buckets_us", {})
+        if self._problem or buckets_us or not self._limit_ns:
             if position == 0:
-                self._skip_runs(bucket_seconds)
+                self._skip_runs(buckets_us)
         elif position:
             self._measure_with_others(execution, position)
         else:
             self._measure_all(execution)
 
-    def _skip_runs(self, bucket_seconds: Mapping[int, float]) -> None:
-        if bucket_seconds:
+    def _skip_runs(self, buckets_us: Mapping[int, float]) -> None:
+        if buckets_us:
             with self._condition:
                 self._stages = ()  # earlier instances may wait
                 self._condition.notify_all()
-            self._latency_table.buckets = tuple(sorted(bucket_seconds))
-            table_ns = bucket_times(bucket_seconds)
+            self._latency_table.buckets = tuple(sorted(buckets_us))
+            table_ns = bucket_times(buckets_us)
             self._accept_stored(table_ns[min(table_ns)])
             self._latency_table.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
         if self._problem and self._limit_ns:
-            profile_logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
+            logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
         self._accept_stored(0)
 
     def _measure_with_others(self, execution: Execution, position: int) -> None:
@@ -573,7 +548,7 @@ class LatencyMeasurement:
             for entry in self._latency_table.known()
         )
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
-        profile_logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
+        logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
 
     def _run_stages(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
         """Run the stages together with the other instances.
@@ -636,7 +611,7 @@ class LatencyMeasurement:
             raise
         except Exception as error:
             name, error_name = self._config.name, type(error).__name__
-            profile_logger.info("model %s is not measured further: it failed on random inputs (%s)", name, error_name)
+            logger.info("model %s is not measured further: it failed on random inputs (%s)", name, error_name)
 
     def _timed(self, execution: Execution, inputs: dict[str, Array]) -> int:
         begun_ns = self._clock()
@@ -686,19 +661,6 @@ def unmeasurable(config: ModelConfig) -> str:
         if any(size < 0 for size in tensor.dims):
             return f"input {tensor.name} has free dimensions"
     return "" if sizes(config) else f"a row has more than {MAX_RANDOM_BYTES} bytes"
-
-
-def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
-    """Return the compute times that the backend has measured itself: microseconds by rows of each bucket; empty if there are
-    none.
-
-    The model, or the model that it wraps as `inner`, has them as `profile`.
-    """
-    inner: Any = model
-    while inner is not None and not hasattr(inner, "profile"):
-        inner = getattr(inner, "inner", None)
-    buckets: Mapping[int, float] = {} if inner is None else inner.profile
-    return buckets
 
 
 def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:

@@ -26,7 +26,7 @@ from headrace.backends.base import (
     HasProcessStatus,
     LoadedModel,
     ProcessStatus,
-    find_isolated_model,
+    find_inner,
 )
 from headrace.core.clock import NS_PER_S, Clock
 from headrace.core.completion import settle_all
@@ -207,7 +207,7 @@ class ModelInstances:
         self._name = name
         self._size = size
         self._model: LoadedModel | None = model
-        self.isolated: HasProcessStatus | None = find_isolated_model(model)
+        self.isolated: HasProcessStatus | None = find_inner(model, "process_status")
         self._scheduler = scheduler
         self._make_runner = make_runner
         self._on_dead = on_dead
@@ -279,7 +279,7 @@ class ModelInstances:
             if self._closed or not self.evicted:
                 model.close()
                 return False
-            self._model, self.isolated = model, find_isolated_model(model)
+            self._model, self.isolated = model, find_inner(model, "process_status")
             self._scheduler.resume()
             self._start(warm_up)
             self.evicted = False

@@ -38,6 +38,10 @@ def profile(*tables: tuple[int, dict[int, list[int]]]) -> LatencyTable:
     return written
 
 
+def stored_in(folder: Path, key: str) -> LatencyFile:
+    return LatencyFile(LatencyStore(folder), folder / f"{key}.json", "m", "here")
+
+
 @pytest.fixture
 def latency_file(tmp_path: Path) -> LatencyFile:
     return LatencyStore(tmp_path / "a" / "b").file_for(config(tmp_path), "0" * 64, "onnxruntime", 2)
@@ -63,7 +67,7 @@ def test_the_key_contains_everything_that_affects_the_latency(
     store, mine = latency_file.store, config(tmp_path / "mine")
     assert store.file_for(mine, "0" * 64, "onnxruntime", 2) == latency_file
     policies = config(tmp_path / "p", "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 100 }\n")
-    assert store.file_for(policies, "0" * 64, "onnxruntime", 2).key == latency_file.key, (
+    assert store.file_for(policies, "0" * 64, "onnxruntime", 2).path == latency_file.path, (
         "how requests wait changes no batch"
     )
     others = [
@@ -78,21 +82,21 @@ def test_the_key_contains_everything_that_affects_the_latency(
     ]
     monkeypatch.setattr(warmup, "cores", lambda: 99)
     others.append(store.file_for(mine, "0" * 64, "onnxruntime", 2))
-    assert len({latency_file.key, *(other.key for other in others)}) == 6
+    assert len({latency_file.path, *(other.path for other in others)}) == 6
 
 
 @given(st.data())
 def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    store = LatencyStore(tmp_path_factory.mktemp("store"))
-    store.write("key", "m", "here", profile((1, {1: [100], 8: [400, 500]}), (2, {4: [300]})), 5)
-    (path,) = store._folder.iterdir()
+    latency_file = stored_in(tmp_path_factory.mktemp("store"), "key")
+    latency_file.write(profile((1, {1: [100], 8: [400, 500]}), (2, {4: [300]})), 5)
+    path = latency_file.path
     content = path.read_bytes()
     at = data.draw(st.integers(0, len(content) - 1))
     broken = data.draw(
         st.sampled_from([content[:at], content[:at] + data.draw(st.binary(max_size=8)) + content[at + 1 :]])
     )
     path.write_bytes(broken)
-    found = store.read("key")  # raises nothing, and what it gives can be seeded
+    found = latency_file.read()  # raises nothing, and what it gives can be seeded
     for instances, times_ns in found.times_ns.items():
         LatencyTable().seed(times_ns, instances)
 
@@ -121,14 +125,14 @@ def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, 
 def test_invalid_files_are_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, document: Any
 ) -> None:
-    caplog.set_level(logging.INFO, "headrace.profile")
+    caplog.set_level(logging.INFO, "headrace.warmup")
     (tmp_path / "key.json").write_text(json.dumps(document))
-    assert LatencyStore(tmp_path).read("key") == NO_LATENCIES
+    assert stored_in(tmp_path, "key").read() == NO_LATENCIES
     assert "key.json is not used" in caplog.text
 
 
 def test_an_unwritable_folder_is_reported_once(latency_file: LatencyFile, caplog: pytest.LogCaptureFixture) -> None:
-    folder = latency_file.store._folder
+    folder = latency_file.store.folder
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")
     for _ in range(3):
@@ -139,15 +143,15 @@ def test_an_unwritable_folder_is_reported_once(latency_file: LatencyFile, caplog
 
 def test_the_least_recently_used_files_are_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_MAX_FILES", 4)
-    store, some = LatencyStore(tmp_path), profile((1, {1: [100]}))
+    some = profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]
     for age, key in enumerate(random.Random(1).sample(keys, 4)):
-        store.write(key, "m", "here", some, 0)
+        stored_in(tmp_path, key).write(some, 0)
         os.utime(tmp_path / f"{key}.json", (1000 + age, 1000 + age))
     oldest = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
-    store.read(oldest.stem)
+    stored_in(tmp_path, oldest.stem).read()
     second = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
-    store.write("new", "m", "here", some, 0)
+    stored_in(tmp_path, "new").write(some, 0)
     left = {path.name for path in tmp_path.iterdir()}
     assert len(left) == 4
     assert {oldest.name, "new.json"} <= left

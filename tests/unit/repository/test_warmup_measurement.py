@@ -16,7 +16,7 @@ from headrace.config.model_folder import read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
-from headrace.repository.warmup import LatencyMeasurement, StoredLatencies, backend_buckets, sizes
+from headrace.repository.warmup import LatencyMeasurement, StoredLatencies, sizes
 from headrace.scheduling.latency_table import LatencyTable
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
@@ -134,7 +134,7 @@ def test_a_model_without_a_batch_dimension_is_measured_as_it_is(tmp_path: Path) 
 def test_models_that_cannot_be_measured_give_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model: onnx.ModelProto, config: str, why: str
 ) -> None:
-    caplog.set_level(logging.INFO, "headrace.profile")
+    caplog.set_level(logging.INFO, "headrace.warmup")
     fake = Model()
     assert measured(read(tmp_path, model, config), fake).known() == []
     assert fake.rows == []
@@ -276,7 +276,7 @@ def test_a_saved_table_is_compared_with_the_table_of_the_backend(
     config: ModelConfig, then_us: int, source: str
 ) -> None:
     class Measured(Model):
-        profile: ClassVar = {1: 100.0, 8: 200.5}
+        buckets_us: ClassVar = {1: 100.0, 8: 200.5}
 
     profile, _ = measure_with_stored(Measured(), config, StoredLatencies({1: {1: [400_000]}}, then_us * 1000))
     assert [(known.rows, known.source) for known in profile.known()] == [(1, source), (2, "load"), (8, "load")]
@@ -285,7 +285,7 @@ def test_a_saved_table_is_compared_with_the_table_of_the_backend(
 def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
     config: ModelConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "headrace.profile")
+    caplog.set_level(logging.INFO, "headrace.warmup")
 
     def fail(rows: int) -> None:
         if rows > 2:
@@ -304,7 +304,7 @@ def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
 
 def test_the_table_of_the_backend_is_used_without_a_run(config: ModelConfig) -> None:
     class Measured(Model):
-        profile: ClassVar = {1: 100.0, 4: 150.0, 8: 200.5}
+        buckets_us: ClassVar = {1: 100.0, 4: 150.0, 8: 200.5}
 
     class Wrapped(Model):
         inner = Measured()
@@ -315,4 +315,3 @@ def test_the_table_of_the_backend_is_used_without_a_run(config: ModelConfig) -> 
     # A batch of 5 rows is padded to 8, and takes as long.
     assert [profile.estimate_ns(rows) for rows in (1, 2, 4, 5, 8)] == [100_000, 150_000, 150_000, 200_500, 200_500]
     assert profile.buckets == (1, 4, 8)
-    assert backend_buckets(Model()) == {}

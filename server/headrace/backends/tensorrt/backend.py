@@ -219,7 +219,7 @@ class TensorRtModel:
         return frozenset(self._gathers)
 
     @property
-    def profile(self) -> dict[int, float]:
+    def buckets_us(self) -> dict[int, float]:
         """Microseconds that a batch of each bucket keeps a GPU busy, by rows; empty before an instance is open."""
         tuning_result = next(iter(self._plans.values())).tuning_result
         return (

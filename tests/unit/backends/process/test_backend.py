@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.backends.base import InputRefused, find_isolated_model, is_pipelined
+from headrace.backends.base import InputRefused, find_inner, is_pipelined
 from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.core.errors import ConfigError
@@ -52,7 +52,7 @@ def test_all_instances_run_in_one_child_process(load: Load) -> None:
     executions = [model.execution(index) for index in range(3)]
     found = {pid(execution.run(x_of(1))) for execution in executions}
     assert found == set(isolated_children_of_this_process())
-    assert find_isolated_model(model) is model
+    assert find_inner(model, "process_status") is model
     assert model.process_status == (True, "", 0)
     assert not is_pipelined(executions[0])
 
