@@ -14,7 +14,6 @@ import numpy.typing as npt
 from headrace.backends.base import (
     Execution,
     InFlightBatch,
-    LoadedModel,
     PipelinedExecution,
     is_pipelined,
     never_blocks,
@@ -68,7 +67,7 @@ def top_k(scores: Floats, count: int) -> Ints:
     return (_LOW - (best[:, ::-1] & _LOW)).astype(np.int32)
 
 
-__all__ = ["PictureModel", "Steps", "steps_of", "with_pictures"]
+__all__ = ["Steps", "steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +168,12 @@ class Steps:
             )
         return Steps(None if pixels else self.pixels, remaining, self.batched)
 
+    def around(self, execution: Execution) -> Execution:
+        """Wrap an execution, with its `reshape` applied, in the steps; return it unchanged if there are none."""
+        if self.pixels is None and self.ranking is None:
+            return execution
+        return PictureExecution(execution, self.pixels, self.ranking, self.batched)
+
 
 class PictureExecution:
     """Execution that preprocesses images and ranks classes around another one; pipelined if that one is.
@@ -266,24 +271,6 @@ def _inner(batch: InFlightBatch) -> InFlightBatch:
     return inner
 
 
-@dataclass(frozen=True, slots=True)
-class PictureModel:
-    """Model whose executions preprocess images and rank classes; see `headrace.backends.base.LoadedModel`."""
-
-    inner: LoadedModel
-    pixels: Pixels | None
-    ranking: Ranking | None
-    batched: bool
-
-    def execution(self, index: int) -> Execution:
-        """Wrap the inner execution of instance `index`."""
-        return PictureExecution(self.inner.execution(index), self.pixels, self.ranking, self.batched)
-
-    def close(self) -> None:
-        """Close the inner model."""
-        self.inner.close()
-
-
 def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
     """Return the preprocessing and postprocessing of a model's configuration.
 
@@ -307,18 +294,6 @@ def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
             output.name, config.postprocess, None if names is None else _class_names(names, output.dims[-1])
         )
     return Steps(pixels, ranking, config.max_batch_size > 0)
-
-
-def with_pictures(model: LoadedModel, steps: Steps) -> LoadedModel:
-    """Wrap a model in its preprocessing and postprocessing; return it unchanged if there is none.
-
-    Args:
-        model: the model, with its `reshape` applied.
-        steps: the steps around it.
-    """
-    if steps.pixels is None and steps.ranking is None:
-        return model
-    return PictureModel(model, steps.pixels, steps.ranking, steps.batched)
 
 
 def _class_names(labels: tuple[str, ...], classes: int) -> Array:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.backends.base import Backend, Execution, LoadedModel
 from headrace.backends.process.backend import IsolatedBackend
+from headrace.backends.process.child import create_backend
 from headrace.config.completion import contradictions
 from headrace.config.manifest import Machine, Stamp, onnx_digest
 from headrace.config.model_folder import ModelFolder
@@ -26,7 +27,7 @@ from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.observability.counters import Recorder
-from headrace.pipelines.execution import Steps, steps_of, with_pictures
+from headrace.pipelines.execution import Steps, steps_of
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.warmup import (
     NO_LATENCIES,
@@ -110,7 +111,7 @@ def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
     return parameters
 
 
-# Entry points of the backends, for child processes.
+# Entry points of the backends by name; `create_backend` imports their libraries.
 FACTORIES = {
     "onnxruntime": "headrace.backends.onnxruntime:OnnxRuntimeBackend",
     "tensorrt": "headrace.backends.tensorrt.backend:TensorRtBackend",
@@ -149,14 +150,8 @@ def open_backend(name: str) -> Backend:
     Raises:
         ConfigError: this machine has no backend of that name.
     """
-    if name == "onnxruntime":
-        from headrace.backends.onnxruntime import OnnxRuntimeBackend
-
-        return OnnxRuntimeBackend()
-    if name == "tensorrt":
-        from headrace.backends.tensorrt.backend import TensorRtBackend
-
-        return TensorRtBackend()
+    if name in FACTORIES:
+        return create_backend(FACTORIES[name])
     cure = "write backend: onnxruntime, or write fallback: onnxruntime and put the ONNX file beside the engine"
     raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
 
@@ -307,8 +302,7 @@ class Loader:
             else:
                 instances = handle_policy(config).instances
                 model = self._create_backend(plan.runtime, config).load(plan.file, instances, dict(config.parameters))
-            inner = with_pictures(_reshaping(model, config), steps)
-            return _AccountedModel(inner, account, instances, residents, tuple(devices))
+            return _AccountedModel(model, account, instances, residents, tuple(devices), config, steps)
         except BaseException:
             account.close()
             raise
@@ -486,7 +480,7 @@ def _file_id(file: Path) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _AccountedModel:
-    """A model and the account of its memory, which is closed with it.
+    """A model, the steps around its executions, and the account of its memory, which is closed with it.
 
     Attributes:
         inner: the model.
@@ -494,6 +488,8 @@ class _AccountedModel:
         instances: number of executions.
         resident_devices: GPUs that read inputs in place, without a copy to the host.
         devices: GPU number of each instance; empty on the CPU.
+        config: complete configuration, for `reshape`.
+        steps: preprocessing and postprocessing on the CPU.
         on_closed: called after the model is closed, e.g. to store its latency table.
     """
 
@@ -502,10 +498,12 @@ class _AccountedModel:
     instances: int
     resident_devices: frozenset[int]
     devices: tuple[int, ...]
+    config: ModelConfig
+    steps: Steps
     on_closed: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:
-        return self.inner.execution(index)
+        return self.steps.around(_reshaped(self.inner.execution(index), self.config))
 
     def close(self) -> None:
         self.inner.close()
@@ -514,21 +512,9 @@ class _AccountedModel:
             callback()
 
 
-def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:
+def _reshaped(execution: Execution, config: ModelConfig) -> Execution:
     inputs = {tensor.name: tensor.reshape.shape for tensor in config.input if tensor.reshape is not None}
     outputs = {tensor.name: tensor.dims for tensor in config.output if tensor.reshape is not None}
-    return _ReshapingModel(model, inputs, outputs, config.max_batch_size > 0) if inputs or outputs else model
-
-
-@dataclass(frozen=True, slots=True)
-class _ReshapingModel:
-    inner: LoadedModel
-    inputs: dict[str, tuple[int, ...]]
-    outputs: dict[str, tuple[int, ...]]
-    batched: bool
-
-    def execution(self, index: int) -> Execution:
-        return ReshapingExecution(self.inner.execution(index), self.inputs, self.outputs, self.batched)
-
-    def close(self) -> None:
-        self.inner.close()
+    if not inputs and not outputs:
+        return execution
+    return ReshapingExecution(execution, inputs, outputs, config.max_batch_size > 0)

@@ -9,7 +9,7 @@ import pytest
 from headrace.backends.base import InFlightBatch, is_pipelined
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
-from headrace.pipelines.execution import PictureExecution, softmax, steps_of, top_k, with_pictures
+from headrace.pipelines.execution import PictureExecution, softmax, steps_of, top_k
 from headrace.pipelines.image import PixelSteps, prepare, to_pixels
 from headrace.pipelines.recipe import ImageRecipe, Resampling, axis, resample
 from hypothesis import example, given, settings
@@ -171,8 +171,8 @@ CONFIG = {
 
 def test_the_model_sees_tensors_and_callers_see_classes() -> None:
     model = Model()
-    pictures = with_pictures(model, steps_of(ModelConfig.model_validate(CONFIG), {"y": ("a", "b", "c", "d")}))
-    execution = pictures.execution(0)
+    steps = steps_of(ModelConfig.model_validate(CONFIG), {"y": ("a", "b", "c", "d")})
+    execution = steps.around(model.execution(0))
     sent = np.full((2, 6, 5, 3), 50, np.uint8)
     sent[1] = [100, 250, 150]
     outputs = execution.run({"x": sent})
@@ -189,14 +189,14 @@ def test_a_model_of_one_picture_at_a_time() -> None:
     outputs = [{**tensor} for tensor in CONFIG["output"]]  # type: ignore[attr-defined]
     config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "output": outputs, "postprocess": None})
     model = Model()
-    with_pictures(model, steps_of(config, {})).execution(0).run({"x": np.zeros((6, 5, 3), np.uint8)})
+    steps_of(config, {}).around(model.execution(0)).run({"x": np.zeros((6, 5, 3), np.uint8)})
     assert model.seen[0].shape == (3, 6, 5)
 
 
 def test_a_model_without_pipeline_settings_is_unchanged() -> None:
     model = Model()
     config = ModelConfig.model_validate({**CONFIG, "preprocess": None, "postprocess": None})
-    assert with_pictures(model, steps_of(config, {})) is model
+    assert steps_of(config, {}).around(model.execution(0)) is model
 
 
 @pytest.mark.parametrize("crop", [(224, 224), (7, 3)])
@@ -246,7 +246,7 @@ def flown(execution: PictureExecution, pixels: np.ndarray) -> InFlightBatch:
 
 def test_batches_overlap_if_the_model_overlaps() -> None:
     model = PipelinedModel()
-    execution = with_pictures(model, steps_of(ModelConfig.model_validate(CONFIG), {})).execution(0)
+    execution = steps_of(ModelConfig.model_validate(CONFIG), {}).around(model.execution(0))
     assert isinstance(execution, PictureExecution)
     assert is_pipelined(execution)
     some, more = (rng.integers(0, 256, (rows, 6, 5, 3), dtype=np.uint8) for rows in (2, 4))
@@ -264,7 +264,7 @@ def test_batches_overlap_if_the_model_overlaps() -> None:
 def test_every_batch_is_finished_or_discarded() -> None:
     model = PipelinedModel()
     config = {**CONFIG, "preprocess": {**CONFIG["preprocess"], "mean": 0.0, "std": 1.0}}  # type: ignore[dict-item]
-    execution = with_pictures(model, steps_of(ModelConfig.model_validate(config), {})).execution(0)
+    execution = steps_of(ModelConfig.model_validate(config), {}).around(model.execution(0))
     assert isinstance(execution, PictureExecution)
     execution.discard(flown(execution, np.zeros((2, 6, 5, 3), np.uint8)))
     with pytest.raises(RuntimeError, match="refused"):
@@ -274,9 +274,8 @@ def test_every_batch_is_finished_or_discarded() -> None:
 
 def test_a_ranked_model_without_pictures_overlaps_too() -> None:
     model = PipelinedModel()
-    execution = with_pictures(
-        model, steps_of(ModelConfig.model_validate({**CONFIG, "preprocess": None}), {})
-    ).execution(0)
+    steps = steps_of(ModelConfig.model_validate({**CONFIG, "preprocess": None}), {})
+    execution = steps.around(model.execution(0))
     assert isinstance(execution, PictureExecution)
     tensor = rng.standard_normal((2, 3, 6, 5)).astype(np.float32)
     flight = execution.begin({"x": tensor[:1]}, 2)
@@ -287,5 +286,5 @@ def test_a_ranked_model_without_pictures_overlaps_too() -> None:
 
 def test_one_picture_at_a_time_does_not_overlap() -> None:
     config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "postprocess": None})
-    assert not is_pipelined(with_pictures(PipelinedModel(), steps_of(config, {})).execution(0))
-    assert not is_pipelined(with_pictures(Model(), steps_of(ModelConfig.model_validate(CONFIG), {})).execution(0))
+    assert not is_pipelined(steps_of(config, {}).around(PipelinedModel().execution(0)))
+    assert not is_pipelined(steps_of(ModelConfig.model_validate(CONFIG), {}).around(Model().execution(0)))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from headrace.backends.process.backend import IsolatedBackend
 from headrace.repository import loader as loader_module
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
@@ -33,7 +34,9 @@ ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One here too, which the control plane asks for its name and size; no model of these tests may use it."""
     cuda = install_gpu(monkeypatch)
-    monkeypatch.setitem(loader_module.FACTORIES, "tensorrt", fake_tensorrt_child.FACTORY)
+    factories = {**loader_module.FACTORIES, "tensorrt": fake_tensorrt_child.FACTORY}
+    isolated = lambda runtime, config: IsolatedBackend(config.name, factories[runtime], 60.0)  # noqa: E731
+    monkeypatch.setattr(loader_module, "isolated", isolated)
     yield
     assert not cuda.live
     assert isolated_children_of_this_process() == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.backends.process.backend import IsolatedBackend
 from headrace.core.model_config import ModelConfig
 from headrace.core.request import InferRequest
 from headrace.repository import loader as loader_module
@@ -95,7 +96,9 @@ def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
     repository = tmp_path / "repository"
     put(repository, 1, config="")
     add_model(repository, "crash", identity(), files={"config.yaml": ISOLATED + "parameters: {words: abort}\n"})
-    monkeypatch.setitem(loader_module.FACTORIES, "onnxruntime", fragile.FACTORY)
+    monkeypatch.setattr(
+        loader_module, "isolated", lambda _, config: IsolatedBackend(config.name, fragile.FACTORY, 20.0)
+    )
 
     async def check(_: Reconciler, registry: Registry) -> None:
         state, reason = index(registry)["crash", "1"]
