@@ -80,9 +80,8 @@ class DataPlane:
 
     def _instance_died(self, name: str, number: str, remaining: int) -> None:
         logger.error("model %s version %s: an instance died, %d remain", name, number, remaining)
-        if remaining == 0:
-            self.registry.mark_dead(name, number)
+        self.registry.update_health(name, number)
 
     def _instance_restarted(self, name: str, number: str, alive: int) -> None:
         logger.warning("model %s version %s: a dead instance was restarted, %d live", name, number, alive)
-        self.registry.mark_alive(name, number)
+        self.registry.update_health(name, number)

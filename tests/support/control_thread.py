@@ -50,7 +50,7 @@ def run(
         registry, loaded = Registry(), threading.Event()
         loader = Loader(
             Mailbox(asyncio.get_running_loop()),
-            on_dead=lambda name, number, _: registry.mark_dead(name, number),
+            on_dead=lambda name, number, _: registry.update_health(name, number),
             **loading,
         )
         selection = ModelSelection([repository], names)

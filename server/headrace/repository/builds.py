@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -43,7 +43,6 @@ class BuildOrder:
         folder: folder of the model in a repository.
         target: runtime that loads the engine.
         digest: digest of everything that the engine is built from.
-        options: further options of the builder's command line.
     """
 
     name: str
@@ -51,7 +50,6 @@ class BuildOrder:
     folder: Path
     target: str
     digest: str
-    options: tuple[str, ...] = field(default=(), compare=False)
 
 
 class EngineBuilds:
@@ -62,7 +60,7 @@ class EngineBuilds:
     Ownership: `_lock` guards everything. `on_end` is called without it, on the build thread.
 
     Args:
-        command: builder command; the model's folder and options are appended.
+        command: builder command; the model's folder, version and target are appended.
         on_end: called with an order and its error ("" if it succeeded); not called for cancelled orders.
         on_progress: called with an order when its build begins and when its progress changes.
     """
@@ -218,15 +216,7 @@ class EngineBuilds:
     def _build(self, order: BuildOrder) -> str:
         """Run the builder; returns its error, "" if it succeeded."""
         self._on_progress(order)
-        command = [
-            *self._command,
-            str(order.folder),
-            "--version",
-            order.version,
-            "--target",
-            order.target,
-            *order.options,
-        ]
+        command = [*self._command, str(order.folder), "--version", order.version, "--target", order.target]
         try:
             with tempfile.TemporaryFile() as output:
                 # Its own process group, so that Ctrl-C reaches the server only. The same session: the scheduler applies

@@ -153,8 +153,6 @@ logger = logging.getLogger("headrace.control")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ClosingVersion:
-    name: str
-    version: str
     handle: ModelHandle
     after: Callable[[], None]
     thread: threading.Thread
@@ -176,17 +174,16 @@ class VersionCloser:
         self._lock = threading.Lock()
         self._closing: set[_ClosingVersion] = set()
 
-    def begin(self, name: str, version: str, handle: ModelHandle, after: Callable[[], None]) -> None:
+    def begin(self, handle: ModelHandle, after: Callable[[], None] = lambda: None) -> None:
         """Close a handle after its requests have completed, without a timeout; returns at once.
 
         Args:
-            name: name of the model.
-            version: version number.
             handle: a handle that can no longer be leased.
             after: called when the handle is closed. Called a second time if the handle closes after `wait` timed out.
         """
-        thread = threading.Thread(target=lambda: self._run(closing), name=f"drain {name}/{version}", daemon=True)
-        closing = _ClosingVersion(name, version, handle, after, thread)
+        name = f"drain {handle.spec.name}/{handle.spec.version}"
+        thread = threading.Thread(target=lambda: self._run(closing), name=name, daemon=True)
+        closing = _ClosingVersion(handle, after, thread)
         with self._lock:
             self._closing.add(closing)
         thread.start()
@@ -208,37 +205,27 @@ class VersionCloser:
         late = [closing for closing in all_closing if closing.thread.is_alive() and not closing.handle.close(0.0)]
         for closing in late:
             closing.after()  # the process ends without this thread
-            logger.error(
-                "model %s version %s did not stop within %g s; its requests failed",
-                closing.name,
-                closing.version,
-                timeout_s,
-            )
-            if self._registry.state(closing.name, closing.version) is State.UNLOADING:
-                self._registry.mark(
-                    closing.name,
-                    closing.version,
-                    State.UNAVAILABLE,
-                    "its requests did not end before the shutdown timeout",
-                )
+            name, version = closing.handle.spec.name, closing.handle.spec.version
+            logger.error("model %s version %s did not stop within %g s; its requests failed", name, version, timeout_s)
+            if self._registry.state(name, version) is State.UNLOADING:
+                reason = "its requests did not end before the shutdown timeout"
+                self._registry.mark(name, version, State.UNAVAILABLE, reason)
         return not late
 
     def _run(self, closing: _ClosingVersion) -> None:
+        name, version = key = closing.handle.spec.name, closing.handle.spec.version
         try:
             closing.handle.close(None)
             self._on_closed(closing.handle)
             closing.after()
-            logger.info("model %s version %s is closed", closing.name, closing.version)
+            logger.info("model %s version %s is closed", name, version)
         except BaseException:  # the index must not show UNLOADING for ever
-            logger.exception("model %s version %s could not be closed", closing.name, closing.version)
+            logger.exception("model %s version %s could not be closed", name, version)
         finally:
             with self._lock:
                 self._closing.discard(closing)
-                is_closing = any(
-                    (other.name, other.version) == (closing.name, closing.version) for other in self._closing
-                )
-                if not is_closing:
-                    self._registry.mark_unloaded(closing.name, closing.version)
+                if all((other.handle.spec.name, other.handle.spec.version) != key for other in self._closing):
+                    self._registry.mark_unloaded(name, version)
 
 
 _T = TypeVar("_T")
@@ -479,7 +466,7 @@ class Deployments:
         elif reason or self._failure(model, number):
             self._registry.mark(name, number, State.UNAVAILABLE, text)
         else:
-            self._registry.set_loading_reason(name, number, text)
+            self._registry.set_reason(name, text, number, State.LOADING)
 
     def _failure(self, model: _Model, number: str) -> str:
         """Return the error of a version's engine build; "" while it runs or if it succeeded."""
@@ -501,10 +488,10 @@ class Deployments:
         self._registry.publish(name, None)
         for number, version in self._versions(name).items():
             self._registry.mark(name, number, State.UNLOADING)
-            self._closer.begin(name, number, version.handle, version.release_files)
+            self._closer.begin(version.handle, version.release_files)
         if self._live.pop(name, None) is not None:
             LOADS.count(name, "unloaded")
-        self._registry.mark_all_unloaded(name, "unloaded")
+        self._registry.mark_all_unloaded(name)
 
     def unload_all(self) -> None:
         """`unload` of every model."""
@@ -543,7 +530,7 @@ class Deployments:
                 return _PendingVersion(signature, plan)
             current, model_file = fingerprint_version(source.path / number), folder.config.default_model_filename
             if without_builds(current, model_file) != without_builds(signature.files, model_file):
-                self._closer.begin(name, number, handle, lambda: None)
+                self._closer.begin(handle)
                 # A load from a half-written file has an undefined result.
                 raise refuse(f"{name}/{number}", None, "has changed during the load", "load the model again")
         except ConfigError as error:
@@ -661,13 +648,13 @@ class Deployments:
         if versions or pending:
             self._live[name] = model
         for number in pending:
-            self._registry.set_loading_reason(name, number, self._remark(model, number))
+            self._registry.set_reason(name, self._remark(model, number), number, State.LOADING)
         for number, version in before.items():
             if number in versions and versions[number].handle is version.handle:
                 continue
             if number not in numbers:
                 self._registry.mark(name, number, State.UNLOADING)
-            self._closer.begin(name, number, version.handle, version.release_files)
+            self._closer.begin(version.handle, version.release_files)
         self._registry.prune(name, keep=numbers)
         if versions and handles != {number: version.handle for number, version in before.items()}:
             logger.info("model %s serves version %s", name, ", ".join(versions))
@@ -681,7 +668,7 @@ class Deployments:
                 continue
             if self._registry.state(name, number) is State.LOADING:
                 self._registry.mark(name, number, State.UNAVAILABLE, "another version of the model failed to load")
-            self._closer.begin(name, number, version.handle, version.release_files)
+            self._closer.begin(version.handle, version.release_files)
 
     def _record_failed_load(self, name: str, error: ConfigError) -> None:
         logger.error("model %s keeps its serving versions, the load failed: %s", name, error)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -172,14 +172,7 @@ class GpuModelCache:
         """
         if not error.others:
             return False
-        if self._wait_for_closing(error.gpu):
-            return True
-        now_ns = self.clock()
-        victims = [model for model in self._candidates(error.gpu) if model.name != name]
-        if sum(model.memory_bytes[error.gpu] for model in victims) < error.lacking_bytes:
-            return False
-        victims.sort(key=lambda model: (model.evictable_ns() > now_ns, model.last_used_ns))
-        return self._evict(victims, error.gpu, error.lacking_bytes, name)
+        return self._wait_for_closing(error.gpu) or self._evict(error.gpu, error.lacking_bytes, name)
 
     # For the control thread
 
@@ -298,14 +291,15 @@ class GpuModelCache:
             if self._lacking(gpu, need_bytes):
                 self._wait_for_closing(gpu)
             if (lacking_bytes := self._lacking(gpu, need_bytes)) > 0:
-                self._evict_idle(gpu, lacking_bytes, model)
+                self._evict(gpu, lacking_bytes, model.name, idle_only=True)
         begun_ns = self.clock()
         while True:
             try:
                 account = model.reopen()
             except NoRoom as error:
                 if error.others and (
-                    self._wait_for_closing(error.gpu) or self._evict_idle(error.gpu, error.lacking_bytes, model)
+                    self._wait_for_closing(error.gpu)
+                    or self._evict(error.gpu, error.lacking_bytes, model.name, idle_only=True)
                 ):
                     continue
                 candidates = self._candidates(error.gpu) if error.others else []
@@ -347,17 +341,19 @@ class GpuModelCache:
         message = f"model '{model.handle.spec.name}' is out of memory and could not be loaded again: {error}"
         model.handle.refuse(Unavailable(message, wait_s))
 
-    def _evict_idle(self, gpu: int, lacking_bytes: int, requester: CachedModel) -> bool:
-        """Evict idle versions, least recently used first; False if none was evicted: none is idle, or it would not help."""
-        now_ns, candidates = self.clock(), self._candidates(gpu)
-        if sum(model.memory_bytes[gpu] for model in candidates) < lacking_bytes:
-            return False
-        victims = [model for model in candidates if model.evictable_ns() <= now_ns]
-        victims.sort(key=lambda model: model.last_used_ns)
-        return self._evict(victims, gpu, lacking_bytes, requester.name)
+    def _evict(self, gpu: int, lacking_bytes: int, requester: str, idle_only: bool = False) -> bool:
+        """Evict idle versions, then others unless `idle_only`, least recently used first.
 
-    def _evict(self, victims: Iterable[CachedModel], gpu: int, lacking_bytes: int, requester: str) -> bool:
-        freed_bytes = 0
+        Returns:
+            False if none was evicted: there is none, or all together would not help.
+        """
+        now_ns, freed_bytes = self.clock(), 0
+        victims = [model for model in self._candidates(gpu) if model.name != requester]
+        if sum(model.memory_bytes[gpu] for model in victims) < lacking_bytes:
+            return False
+        if idle_only:
+            victims = [model for model in victims if model.evictable_ns() <= now_ns]
+        victims.sort(key=lambda model: (model.evictable_ns() > now_ns, model.last_used_ns))
         for victim in victims:
             if freed_bytes and freed_bytes >= lacking_bytes:
                 break

@@ -16,7 +16,7 @@ from headrace.config.documents import read_config_json
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
 from headrace.core.model_config import name_problem
-from headrace.repository.builds import BUILDER, BuildOrder, EngineBuilds
+from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource, PrivateFolder, VersionCloser, check_files
 from headrace.repository.folders import (
     ABSENT,
@@ -171,11 +171,16 @@ class Reconciler:
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
         self._gpu_model_cache = loader.gpu_model_cache
-        self._gpu_model_cache.on_request = self._wake
+        # After every command the thread calls `load_requested` of the GPU model cache.
+        self._gpu_model_cache.on_request = lambda: self._post(lambda: None)
         self._closer = VersionCloser(registry, self._gpu_model_cache.remove)
         if loader.state is not None:
             builder = (*builder, "--state-dir", str(loader.state))
-        self._builds = EngineBuilds(builder, self._engine_built, self._engine_progress)
+        self._builds = EngineBuilds(
+            builder,
+            lambda order, failure: self._post(lambda: self._deployments.finish_build(order, failure)),
+            lambda order: self._post(lambda: self._deployments.update_progress(order)),
+        )
         self._deployments = Deployments(loader, registry, self._closer, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repositories_unreadable = False
@@ -279,18 +284,7 @@ class Reconciler:
             self._commands.put(_Command(action, outcome))
         await asyncio.wrap_future(outcome)
 
-    # On the build thread
-
-    def _engine_built(self, order: BuildOrder, failure: str) -> None:
-        self._post(lambda: self._deployments.finish_build(order, failure))
-
-    def _engine_progress(self, order: BuildOrder) -> None:
-        self._post(lambda: self._deployments.update_progress(order))
-
     # On any thread
-
-    def _wake(self) -> None:
-        self._post(lambda: None)  # `load_requested` of the GPU model cache runs after every command
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:

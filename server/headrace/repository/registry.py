@@ -172,6 +172,7 @@ def _statistics(name: str, version: str, handle: ModelHandle) -> dict[str, objec
 
 PLACEMENT = ("runtime", "device", "precision", "artefact", "not_on_gpu")
 _DEAD = "all its instances have died"
+_UNLOADED = "unloaded"
 
 
 @dataclass(slots=True)
@@ -333,48 +334,33 @@ class Registry:
             record = self._records.get((name, version))
             return record.state if record is not None else None
 
-    def set_reason(self, name: str, reason: str, version: str = "") -> None:
-        """Set the reason shown beside the READY versions of a model, or beside one version."""
+    def set_reason(self, name: str, reason: str, version: str = "", state: State = State.READY) -> None:
+        """Set the reason shown beside the versions of a model in a state, or beside one version."""
         with self._lock:
             for (model, number), record in self._records.items():
-                if model == name and record.state is State.READY and version in ("", number):
+                if model == name and record.state is state and version in ("", number):
                     record.reason = reason
 
-    def set_loading_reason(self, name: str, version: str, reason: str) -> None:
-        """Set the reason why a version is still LOADING."""
+    def update_health(self, name: str, version: str) -> None:
+        """Mark a serving version UNAVAILABLE if all its instances have died, READY again if one has been restarted."""
         with self._lock:
-            record = self._records.get((name, version))
-            if record is not None and record.state is State.LOADING:
-                record.reason = reason
-
-    def mark_dead(self, name: str, version: str) -> None:
-        """Mark a serving version UNAVAILABLE after all its instances have died."""
-        with self._lock:
-            serving = self._serving.get(name)
-            handle = serving.handles.get(version) if serving is not None else None
-            record = self._records.get((name, version))
-            if handle is not None and not handle.ready and record is not None and record.state is State.READY:
-                record.state, record.reason = transition(record.state, State.UNAVAILABLE), _DEAD
-
-    def mark_alive(self, name: str, version: str) -> None:
-        """Mark a version READY again after one of its dead instances has been restarted."""
-        with self._lock:
-            serving = self._serving.get(name)
-            handle = serving.handles.get(version) if serving is not None else None
-            record = self._records.get((name, version))
-            if serving is None or handle is None or not handle.ready or record is None:
+            serving, record = self._serving.get(name), self._records.get((name, version))
+            if serving is None or record is None or version not in serving.handles:
                 return
-            if record.state is State.UNAVAILABLE:
+            is_ready = serving.handles[version].ready
+            if record.state is State.READY and not is_ready:
+                record.state, record.reason = transition(record.state, State.UNAVAILABLE), _DEAD
+            elif record.state is State.UNAVAILABLE and is_ready:
                 record.state, record.reason = transition(record.state, State.READY), serving.remarks.get(version, "")
 
-    def mark_unloaded(self, name: str, version: str, reason: str = "unloaded") -> None:
+    def mark_unloaded(self, name: str, version: str) -> None:
         """Mark a version UNLOADED after its last request has completed; ignored if it has been loaded again."""
         with self._lock:
             record = self._records.get((name, version))
             if record is not None and record.state is State.UNLOADING:
-                record.state, record.reason = transition(record.state, State.UNLOADED), reason
+                record.state, record.reason = transition(record.state, State.UNLOADED), _UNLOADED
 
-    def mark_all_unloaded(self, name: str, reason: str) -> None:
+    def mark_all_unloaded(self, name: str) -> None:
         """Mark all versions of a model UNLOADED that are not still UNLOADING."""
         with self._lock:
             for (model, _), record in self._records.items():
@@ -382,7 +368,7 @@ class Registry:
                     continue
                 if record.state not in (State.UNKNOWN, State.LOADING):
                     record.state = transition(record.state, State.UNLOADING)
-                record.state, record.reason = transition(record.state, State.UNLOADED), reason
+                record.state, record.reason = transition(record.state, State.UNLOADED), _UNLOADED
 
     def forget(self, name: str, version: str) -> None:
         """Remove the record of a version; "" is the record of a model before its versions are known."""
@@ -404,18 +390,14 @@ class Registry:
                 if model == name and version not in versions and self._records[model, version].state not in active:
                     del self._records[model, version]
 
-    def serving(self, name: str) -> Serving | None:
-        """Return the serving versions of a model, None if there are none."""
-        return self._serving.get(name)
-
-    def publish(self, name: str, serving: Serving | None) -> Serving | None:
-        """Replace the serving versions of a model (None: none serve) and return the previous ones.
+    def publish(self, name: str, serving: Serving | None) -> None:
+        """Replace the serving versions of a model (None: none serve).
 
         LOADING versions become READY, or UNAVAILABLE if all their instances have died since.
         """
         with self._lock:
             all_serving = dict(self._serving)
-            before = all_serving.pop(name, None)
+            all_serving.pop(name, None)
             if serving is not None and serving.handles:
                 ordered = dict(sorted(serving.handles.items(), key=lambda item: int(item[0])))
                 all_serving[name] = replace(serving, handles=ordered)
@@ -428,7 +410,6 @@ class Registry:
                     elif record.state is State.READY:
                         record.reason = remark
             self._serving = all_serving
-            return before
 
     def substitutes(self) -> list[tuple[str, str, str]]:
         """Return (name, version, reason) of every version that the CPU serves although its configuration requires a GPU."""
@@ -617,56 +598,47 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
     }
 
 
-class Explainer:
-    """Explains what limits a version; callable from any thread.
+def explain(registry: Registry, model: str, version: str = "") -> dict[str, object]:
+    """Return the bottlenecks of a version, most important first, and the figures of the last seconds; thread-safe.
 
     Args:
         registry: registry of the versions.
+        model: name of the model.
+        version: version number or label; "" is the latest.
+
+    Returns:
+        name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and
+        expected of each) and numbers.
+
+    Raises:
+        NotFound, Unavailable: see `Registry.lease`.
     """
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def __call__(self, model: str, version: str = "") -> dict[str, object]:
-        """Return the bottlenecks of a version, most important first, and the figures of the last seconds.
-
-        Args:
-            model: name of the model.
-            version: version number or label; "" is the latest.
-
-        Returns:
-            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting and
-            expected of each) and numbers.
-
-        Raises:
-            NotFound, Unavailable: see `Registry.lease`.
-        """
-        handle = self._registry.lease(model, version)
-        try:
-            snapshot = LoadSnapshot(
-                handle.recorder.recent(),
-                handle.policy,
-                handle.latency_table,
-                handle.alive,
-                handle.depth,
-                handle.spec.max_batch_size > 0,
-                handle.latency_table.buckets,
-                handle.evicted,
-            )
-            load = handle.load(by_level=False)
-            figures = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
-            bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
-            first = bottlenecks[0]
-            return {
-                "name": model,
-                "version": handle.spec.version,
-                "limit": first.kind,
-                "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
-                "findings": [asdict(bottleneck) for bottleneck in bottlenecks],
-                "numbers": snapshot_figures(snapshot) | figures,
-            }
-        finally:
-            handle.release()
+    handle = registry.lease(model, version)
+    try:
+        snapshot = LoadSnapshot(
+            handle.recorder.recent(),
+            handle.policy,
+            handle.latency_table,
+            handle.alive,
+            handle.depth,
+            handle.spec.max_batch_size > 0,
+            handle.latency_table.buckets,
+            handle.evicted,
+        )
+        load = handle.load(by_level=False)
+        figures = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
+        bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
+        first = bottlenecks[0]
+        return {
+            "name": model,
+            "version": handle.spec.version,
+            "limit": first.kind,
+            "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
+            "findings": [asdict(bottleneck) for bottleneck in bottlenecks],
+            "numbers": snapshot_figures(snapshot) | figures,
+        }
+    finally:
+        handle.release()
 
 
 def _off_gpu(handle: ModelHandle) -> list[Bottleneck]:

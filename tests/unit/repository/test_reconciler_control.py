@@ -14,6 +14,7 @@ from headrace.core.request import InferRequest
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
+from headrace.scheduling.handle import ModelHandle
 
 from tests.support.control_thread import ask, index, put, run, same, until
 from tests.support.models import add_model, affine, busy, table_lookup
@@ -24,6 +25,10 @@ def repository(tmp_path: Path) -> Path:
     put(tmp_path / "repository", 1)
     add_model(tmp_path / "repository", "other", affine(seed=9))
     return tmp_path / "repository"
+
+
+def handles(registry: Registry) -> dict[str, ModelHandle]:
+    return {version: handle for name, version, handle in registry.sources() if name == "m"}
 
 
 def test_clients_may_load_only_in_explicit_mode(repository: Path) -> None:
@@ -106,25 +111,25 @@ def test_unknown_models_are_not_found(repository: Path) -> None:
 
 def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        handle = registry.serving("m").handles["1"]  # type: ignore[union-attr]
+        handle = handles(registry)["1"]
         await ask(registry)
         await reconciler.load("m", None, {})
-        assert registry.serving("m").handles["1"] is handle  # type: ignore[union-attr]
+        assert handles(registry)["1"] is handle
         put(repository, 2, version=2, config="version_policy: {all: {}}\nlabels: {stable: 1, canary: 2}\n")
         await reconciler.load("m", None, {})
-        assert registry.serving("m").handles["1"] is handle, "a new neighbour is no change"  # type: ignore[union-attr]
+        assert handles(registry)["1"] is handle, "a new neighbour is no change"
         assert handle.recorder.totals().requests == 1
         assert same(await ask(registry, version="stable"), 1)
         assert same(await ask(registry, version="canary"), 2)
         (repository / "m" / "config.yaml").write_text("version_policy: {all: {}}\nlabels: {stable: 2}\n")
         await reconciler.load("m", None, {})
-        assert registry.serving("m").handles["1"] is handle, "labels are not the version's"  # type: ignore[union-attr]
+        assert handles(registry)["1"] is handle, "labels are not the version's"
         assert same(await ask(registry, version="stable"), 2)
         with pytest.raises(NotFound, match="canary"):
             registry.lease("m", "canary")
         (repository / "m" / "config.yaml").write_text("version_policy: {all: {}}\nmax_batch_size: 2\n")
         await reconciler.load("m", None, {})
-        assert registry.serving("m").handles["1"] is not handle, "this concerns every version"  # type: ignore[union-attr]
+        assert handles(registry)["1"] is not handle, "this concerns every version"
 
     run(repository, check)
 
@@ -171,7 +176,7 @@ def test_a_label_of_a_missing_version_is_reported(repository: Path, caplog: pyte
 @pytest.mark.parametrize("how", ["garbage", "config", "version", "empty"])
 def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        handle = registry.serving("m").handles["1"]  # type: ignore[union-attr]
+        handle = handles(registry)["1"]
         if how == "garbage":
             (repository / "m" / "1" / "model.onnx").write_bytes(b"no model")
         elif how == "config":
@@ -184,7 +189,7 @@ def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
             with pytest.raises(ConfigError) as refused:
                 await reconciler.load("m", None, {})
         assert str(repository) not in str(refused.value)
-        assert registry.serving("m").handles == {"1": handle}  # type: ignore[union-attr]
+        assert handles(registry) == {"1": handle}
         assert same(await ask(registry), 1)
         state, reason = index(registry)["m", "1"]
         assert state == "READY"

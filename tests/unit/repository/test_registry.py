@@ -78,7 +78,7 @@ class Scene:
     def unload(self, name: str) -> None:
         for registry in self.registries.values():
             registry.publish(name, None)
-            registry.mark_all_unloaded(name, "unloaded")
+            registry.mark_all_unloaded(name)
 
     def complete(self, complete: bool = True) -> None:
         for registry in self.registries.values():
@@ -149,7 +149,7 @@ def test_a_model_whose_instances_have_died_counts_for_both(scene: Scene) -> None
     assert scene.ready == (True, True)
     kill(scene.runner, scene.handles["dead"])
     for registry in scene.registries.values():
-        registry.mark_dead("dead", "1")
+        registry.update_health("dead", "1")
     assert scene.ready == (False, False), "another replica may serve it"
     assert scene.counts == (1, 2)
 
@@ -177,12 +177,10 @@ def test_publishing_makes_a_model_ready_and_a_reload_preserves_it() -> None:
         registry = Registry()
         registry.mark("m", "1", State.LOADING)
         old, new = make(), make()
-        assert registry.publish("m", Serving({"1": old})) is None
+        registry.publish("m", Serving({"1": old}))
         registry.set_reason("m", "the last load failed: no")
         assert states(registry) == [("READY", "the last load failed: no")]
-        before = registry.publish("m", Serving({"1": new}))
-        assert before is not None
-        assert before.handles == {"1": old}
+        registry.publish("m", Serving({"1": new}))
         assert states(registry) == [("READY", "")]
         registry.mark_unloaded("m", "1")
         assert states(registry) == [("READY", "")], "the old one has ended, not the new one"
@@ -207,12 +205,12 @@ def test_the_death_of_an_old_instance_does_not_mark_the_new_version() -> None:
         registry.publish("m", Serving({"1": old}))
         registry.publish("m", Serving({"1": new}))
         kill(runner, old)
-        registry.mark_dead("m", "1")
+        registry.update_health("m", "1")
         assert states(registry) == [("READY", "")]
         assert registry.ready()
         kill(runner, new)
-        registry.mark_dead("m", "1")
-        registry.mark_dead("m", "1")
+        registry.update_health("m", "1")
+        registry.update_health("m", "1")
         assert states(registry) == [("UNAVAILABLE", "all its instances have died")]
         assert not registry.ready()
 
@@ -223,20 +221,20 @@ def test_a_version_with_a_restarted_instance_is_ready_with_its_remark() -> None:
         registry.set_complete(True)
         registry.mark("m", "1", State.LOADING)
         registry.publish("m", Serving({"1": make()}, remarks={"1": "from model.onnx"}))
-        registry.mark_dead("m", "1")
+        registry.update_health("m", "1")
         assert states(registry) == [("READY", "from model.onnx")], "it lives"
         dead = make()
         kill(runner, dead)
         registry.publish("m", Serving({"1": dead}, remarks={"1": "from model.onnx"}))
-        registry.mark_dead("m", "1")
-        registry.mark_alive("m", "1")
+        registry.update_health("m", "1")
+        registry.update_health("m", "1")
         assert states(registry) == [("UNAVAILABLE", "all its instances have died")], "not yet"
         while not dead.ready:
             runner.run(asyncio.sleep(0.01))
-        registry.mark_alive("m", "1")
-        registry.mark_alive("m", "1")
-        registry.mark_alive("m", "2")
-        registry.mark_alive("other", "1")
+        registry.update_health("m", "1")
+        registry.update_health("m", "1")
+        registry.update_health("m", "2")
+        registry.update_health("other", "1")
         assert states(registry) == [("READY", "from model.onnx")]
         assert registry.ready()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import QuotaExceeded
-from headrace.repository.registry import Explainer
+from headrace.repository.registry import explain
 from headrace.scheduling.policy import Quota, RateLimits
 
 from tests.support.fakes import FakeModel, ask, handle
@@ -24,7 +24,7 @@ def test_a_quota_is_explained_without_naming_the_client() -> None:
         served.record_failure(refused.value, 1)
         served.lease()
         registry: Any = SimpleNamespace(lease=lambda _model, _version: served)
-        report = Explainer(registry)("fake", "1")
+        report = explain(registry, "fake", "1")
         assert (report["limit"], "the access log names the clients" in str(report["summary"])) == ("quota", True)
         assert "hunter2" not in str(report)
         assert served.close(5)
