@@ -78,7 +78,10 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
     "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
-    "server/headrace/banner.py": {"ours": "headrace.core headrace.observability", "third": "orjson rich"},
+    "server/headrace/banner.py": {
+        "ours": "headrace.core headrace.observability headrace.repository.registry",
+        "third": "orjson rich",
+    },
     "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},
     "server/headrace/data_plane.py": {"ours": "headrace.core headrace.repository headrace.settings"},
     "server/headrace/embedding.py": {

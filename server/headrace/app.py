@@ -10,12 +10,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import uvloop
+
 from headrace.banner import Addresses
-from headrace.core.errors import ConfigError, Finding
+from headrace.config.documents import refuse
+from headrace.core.errors import ConfigError
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
 from headrace.cuda.devices import Nvml
@@ -40,7 +44,7 @@ from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from headrace.observability.tracing import RequestObserver, Spans, Tracer
 from headrace.repository.reconciler import Reconciler
-from headrace.repository.registry import Explainer, Registry, ServerOverview
+from headrace.repository.registry import Registry, ServerOverview, explain
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import TlsFiles, certificate_expiry_s
@@ -68,7 +72,7 @@ def _request_log(settings: Settings) -> RequestLog:
         stream = open_stream(telemetry.request_log_file)
     except OSError as error:
         reason = f"cannot be written: {error.strerror or error}"
-        raise _error(f"--request-log-file {telemetry.request_log_file}", reason, "name another file") from error
+        raise refuse(f"--request-log-file {telemetry.request_log_file}", None, reason, "name another file") from error
     text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
     return RequestLog(telemetry.request_log, stream, text=text)
 
@@ -84,21 +88,18 @@ def _spans(telemetry: Telemetry) -> Spans | None:
     except ValueError:
         usable = False
     if not usable:
-        raise _error(option, "is not a URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
+        raise refuse(
+            option, None, "is not a URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP"
+        )
     try:
         from headrace.observability.spans import SpanWriter, otlp_exporter
 
         return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), redacted)
     except ImportError as error:
-        raise _error(option, f"needs a package that is not installed ({error.name})", _EXTRA) from error
+        raise refuse(option, None, f"needs a package that is not installed ({error.name})", _EXTRA) from error
     except Exception as error:  # the exporter's own variables (OTEL_EXPORTER_OTLP_...) can be wrong in many ways
-        raise _error(
-            option, f"cannot be used: {redact(str(error))}", "check the OTEL_ environment variables"
-        ) from error
-
-
-def _error(option: str, message: str, cure: str) -> ConfigError:
-    return ConfigError([Finding(option, None, message, cure)])
+        cure = "check the OTEL_ environment variables"
+        raise refuse(option, None, f"cannot be used: {redact(str(error))}", cure) from error
 
 
 logger = logging.getLogger("headrace")
@@ -140,7 +141,7 @@ class HeadraceServer:
             return 1
         _configure_garbage_collector()
         raise_file_limit(self._settings.limits.max_connections)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(self._serve(tls))
 
     async def _serve(self, tls: TlsFiles | None) -> int:
@@ -196,7 +197,7 @@ class HeadraceServer:
             overview=ServerOverview(self._registry, settings.model_repository),
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
-            explain=Explainer(self._registry),
+            explain=partial(explain, self._registry),
             name=settings.id,
             options_reader=RequestOptionsReader(settings.client_header),
         )
@@ -235,9 +236,8 @@ class HeadraceServer:
 
         methods = grpc_methods(services, settings.limits.max_body_bytes)
         engine = grpc_engine(settings, methods, self._grpc_limits, tls)
-        listener = GrpcListener(engine, settings.drain_timeout_s)
-        port = await listener.start(settings.host, settings.grpc_port)
-        self._grpc = listener
+        port = await engine.start(settings.host, settings.grpc_port)
+        self._grpc = GrpcListener(engine, settings.drain_timeout_s)
         return port
 
     def _on_loaded(self, error: BaseException | None) -> None:
@@ -299,11 +299,3 @@ def _configure_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    if sys.platform == "win32":
-        return asyncio.new_event_loop
-    import uvloop
-
-    return uvloop.new_event_loop

@@ -6,30 +6,19 @@ import logging
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import orjson
 from rich.table import Table
 from rich.text import Text
 
 from headrace.core.command_line import open_console
+from headrace.core.tensor import BOOL, BY_CONFIG_NAME, BYTES
 from headrace.observability.logs import FIELDS
+from headrace.repository.registry import Registry
 
 logger = logging.getLogger("headrace")
-
-
-class Index(Protocol):
-    """Interface of the registry that the startup message needs."""
-
-    def index(self) -> Sequence[Mapping[str, object]]:
-        """Return name, version, state and reason of every known version."""
-
-    def placements(self) -> Mapping[tuple[str, str], Mapping[str, object]]:
-        """Return runtime, device, precision and more of each serving version, by name and version."""
-
-    def config(self, name: str, version: str) -> Mapping[str, Any]:
-        """Return the configuration of a serving model in Triton's JSON."""
 
 
 class Addresses(NamedTuple):
@@ -46,7 +35,7 @@ class Addresses(NamedTuple):
     metrics: str
 
 
-def startup_rows(registry: Index) -> list[dict[str, str]]:
+def startup_rows(registry: Registry) -> list[dict[str, str]]:
     """Return the startup table: one row a version, cells by column title, in the order of the columns.
 
     Args:
@@ -63,7 +52,7 @@ def startup_rows(registry: Index) -> list[dict[str, str]]:
     return rows
 
 
-def announce(addresses: Addresses, registry: Index, first_model: str = "") -> None:
+def announce(addresses: Addresses, registry: Registry, first_model: str = "") -> None:
     """Print the models, the addresses and a command to try; lines are folded on terminals only.
 
     Args:
@@ -99,7 +88,7 @@ def announce(addresses: Addresses, registry: Index, first_model: str = "") -> No
     console.print("Ctrl-C stops it.")
 
 
-def log_announcement(addresses: Addresses, registry: Index) -> None:
+def log_announcement(addresses: Addresses, registry: Registry) -> None:
     """Log the startup message: one line for each version with its row of the table, then one with the addresses.
 
     Args:
@@ -138,19 +127,6 @@ def example(url: str, ready: set[object]) -> str:
 
 # Inputs with more elements are sent as binary zeros through a pipe, not as numbers in JSON.
 _MAX_JSON_ELEMENTS = 64
-# Bytes of an element by the protocol's datatype; BYTES elements have no fixed size.
-_BYTES = {
-    "BOOL": 1,
-    "UINT8": 1,
-    "INT8": 1,
-    "UINT16": 2,
-    "INT16": 2,
-    "FP16": 2,
-    "BF16": 2,
-    "UINT32": 4,
-    "INT32": 4,
-    "FP32": 4,
-}
 
 
 def model_example(url: str, name: str, config: Mapping[str, Any]) -> str:
@@ -165,16 +141,16 @@ def model_example(url: str, name: str, config: Mapping[str, Any]) -> str:
     inputs: list[dict[str, Any]] = []
     total_bytes = 0
     for tensor in config["input"]:
-        datatype = "BYTES" if tensor["data_type"] == "TYPE_STRING" else tensor["data_type"].removeprefix("TYPE_")
+        datatype = BY_CONFIG_NAME[tensor["data_type"]]
         shape = [*batch, *(max(size, 1) for size in tensor["dims"])]
         elements = math.prod(shape)
-        entry: dict[str, Any] = {"name": tensor["name"], "datatype": datatype, "shape": shape}
-        if datatype == "BYTES":
+        entry: dict[str, Any] = {"name": tensor["name"], "datatype": datatype.name, "shape": shape}
+        if datatype is BYTES:
             entry["data"] = ["text"] * elements
-        elif elements <= _MAX_JSON_ELEMENTS and datatype not in ("FP16", "BF16"):
-            entry["data"] = [False if datatype == "BOOL" else 0] * elements
+        elif elements <= _MAX_JSON_ELEMENTS and datatype.name not in ("FP16", "BF16"):
+            entry["data"] = [False if datatype is BOOL else 0] * elements
         else:
-            size_bytes = elements * _BYTES.get(datatype, 8)
+            size_bytes = elements * datatype.size_bytes
             entry["parameters"] = {"binary_data_size": size_bytes}
             total_bytes += size_bytes
         inputs.append(entry)

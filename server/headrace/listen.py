@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.core.errors import ConfigError, Finding
+from headrace.config.documents import refuse
 from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol
@@ -71,7 +71,7 @@ class GrpcListener:
     """Runs a gRPC engine until `stop`.
 
     Args:
-        engine: the engine, grpcio's or Headrace's own.
+        engine: the engine, grpcio's or Headrace's own; it listens already.
         drain_timeout_s: maximum time in seconds for calls in flight after `stop`.
     """
 
@@ -79,14 +79,6 @@ class GrpcListener:
         self._engine = engine
         self._drain_timeout_s = drain_timeout_s
         self._ending = asyncio.Event()
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen on an address; returns the port.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
-        return await self._engine.start(host, port)
 
     async def serve(self) -> None:
         """Serve until `stop`, then drain."""
@@ -119,22 +111,18 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     """
     if not settings.tls_cert and not settings.tls_key:
         if settings.tls_client_ca:
-            raise _error("--tls-client-ca needs --tls-cert and --tls-key", "name the server's certificate and key too")
+            message = "--tls-client-ca needs --tls-cert and --tls-key"
+            raise refuse("command line", None, message, "name the server's certificate and key too")
         return None
     if not settings.tls_cert or not settings.tls_key:
-        raise _error("--tls-cert and --tls-key come together", "name both, or none")
+        raise refuse("command line", None, "--tls-cert and --tls-key come together", "name both, or none")
     tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     try:
         tls.ssl_context(())
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        raise _error(
-            f"the files for TLS cannot be used: {error}", "check that they are PEM, and belong together"
-        ) from None
+        message, cure = f"the files for TLS cannot be used: {error}", "check that they are PEM, and belong together"
+        raise refuse("command line", None, message, cure) from None
     return tls
-
-
-def _error(message: str, cure: str) -> ConfigError:
-    return ConfigError([Finding("command line", None, message, cure)])
 
 
 def metrics_application(page: MetricsRender) -> FastAPI:
@@ -151,10 +139,6 @@ def metrics_application(page: MetricsRender) -> FastAPI:
 
 def raise_file_limit(connections: int) -> None:
     """Raise the process's limit of file descriptors to what `connections` of each protocol need, plus 512."""
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = 2 * connections + 512
     if soft == resource.RLIM_INFINITY or soft >= required:

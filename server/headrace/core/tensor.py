@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, TypeGuard, cast
+from typing import Any, Protocol, SupportsIndex, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -250,6 +250,33 @@ def as_input(rows: ResidentRows) -> Array:
 def is_resident(array: object) -> TypeGuard[ResidentRows]:
     """Return True for an input whose rows a GPU reads without a host copy."""
     return type(array) is ResidentRows
+
+
+class Region(Protocol):
+    """Shared memory that a client has registered. Offsets are relative to the region."""
+
+    def check(self, offset: int, size_bytes: int) -> None:
+        """Check the bounds of a range.
+
+        Raises:
+            BadRequest: the range exceeds the region.
+        """
+
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
+        """Return a range without a copy, for models on these GPUs.
+
+        Returns:
+            The range as uint8[size_bytes], or None if it must be copied with `read`.
+
+        Raises:
+            BadRequest: the range exceeds the region.
+        """
+
+    def read(self, offset: int, size_bytes: int) -> Array:
+        """Copy a range, as uint8[size_bytes]; raises BadRequest if it exceeds the region or the memory no longer exists."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write data; raises BadRequest if they exceed the region or the memory no longer exists."""
 
 
 def check_range(offset: int, size_bytes: int, region_bytes: int) -> None:

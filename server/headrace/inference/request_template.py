@@ -18,7 +18,7 @@ import numpy as np
 from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
 from headrace.core.request import InferRequest, InferResponse
-from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, as_input
+from headrace.core.tensor import BYTES, Array, ModelSpec, Region, TensorSpec, as_input
 from headrace.inference import tensor_codec
 from headrace.inference.request_options import (
     DEADLINE_PARAMETER,
@@ -31,7 +31,7 @@ from headrace.inference.request_options import (
     integer,
     tensor_parameters,
 )
-from headrace.inference.services import Region, Regions
+from headrace.inference.services import Regions
 
 _MAX_PRIORITY = 2**31
 # Clients repeat the same request headers; each model version caches this number of templates.

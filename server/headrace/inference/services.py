@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, ModelLoad
-from headrace.core.tensor import Array, ModelSpec, ResidentRows
+from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.observability.counters import Recorder
 from headrace.observability.logs import LogSettings
@@ -104,33 +104,6 @@ class Repository(Protocol):
             Forbidden: model control is not enabled.
             NotFound: the model does not exist.
         """
-
-
-class Region(Protocol):
-    """Shared memory that a client has registered. Offsets are relative to the region."""
-
-    def check(self, offset: int, size_bytes: int) -> None:
-        """Check the bounds of a range.
-
-        Raises:
-            BadRequest: the range exceeds the region.
-        """
-
-    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
-        """Return a range without a copy, for models on these GPUs.
-
-        Returns:
-            The range as uint8[size_bytes], or None if it must be copied with `read`.
-
-        Raises:
-            BadRequest: the range exceeds the region.
-        """
-
-    def read(self, offset: int, size_bytes: int) -> Array:
-        """Copy a range, as uint8[size_bytes]; raises BadRequest if it exceeds the region or the memory no longer exists."""
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write data; raises BadRequest if they exceed the region or the memory no longer exists."""
 
 
 class Regions(Protocol):

@@ -30,7 +30,7 @@ import numpy as np
 
 from headrace.core.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unavailable, Unsupported
 from headrace.core.limits import REGION_PATTERN
-from headrace.core.tensor import PINNED, Array, ResidentRows, check_range
+from headrace.core.tensor import PINNED, Array, Region, ResidentRows, check_range
 
 SYSTEM = "system"
 CUDA = "cuda"
@@ -42,22 +42,6 @@ _MAX_NAME = 255
 RESERVED = ("headrace_", "triton_python_backend_shm_region_", "sem.")
 
 
-class OpenRegion(Protocol):
-    """Open memory of a client; see `headrace.inference.services.Region`."""
-
-    def check(self, offset: int, size_bytes: int) -> None:
-        """Raise BadRequest unless the range lies in the region; offset and size in bytes."""
-
-    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
-        """Return a range in place, uint8[size_bytes]; None if it has to be read."""
-
-    def read(self, offset: int, size_bytes: int) -> Array:
-        """Return a copy of a range as uint8[size_bytes]."""
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write data at an offset in bytes."""
-
-
 class Pinned(Protocol):
     """A pinned range of a file that every GPU can read while this object exists."""
 
@@ -67,7 +51,7 @@ class Pinned(Protocol):
 
 
 # Opens memory of a GPU: (handle, device, size_bytes).
-CudaOpener = Callable[[bytes, int, int], OpenRegion]
+CudaOpener = Callable[[bytes, int, int], Region]
 # Pins a range of a file: (descriptor, start, size_bytes, device, done); calls `done` on a thread of its own, None if it failed.
 Pin = Callable[[int, int, int, int, Callable[[Pinned | None], None]], None]
 
@@ -198,7 +182,7 @@ class _Registration:
     """A registered region."""
 
     kind: str
-    region: OpenRegion
+    region: Region
     status: Mapping[str, object]
 
 
@@ -223,7 +207,7 @@ class SharedMemoryRegions:
         self._limit = _default_limit() if limit is None else limit
         self._regions: dict[str, _Registration] = {}
 
-    def find(self, name: str) -> OpenRegion:
+    def find(self, name: str) -> Region:
         """Return a region; its memory stays open while the caller has a reference.
 
         Raises:

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest, Conflict, Forbidden, HeadraceError, NotFound, TooLarge, Unsupported
-from headrace.inference.services import Region, Regions
+from headrace.core.tensor import Region
+from headrace.inference.services import Regions
 from headrace.repository.shared_memory import CUDA, RESERVED, SYSTEM, SharedMemoryRegions
 from hypothesis import given
 from hypothesis import strategies as st
