@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
+from typing import Any
 
 from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe
 from headrace.core.svg_plot import variables
@@ -44,9 +45,18 @@ def size(size_bytes: int) -> str:
     return f"{size_bytes / 1e3:.0f} kB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
 
 
-def plain(text: str) -> str:
-    """Replace control characters, which a terminal would execute: names in a model may contain any."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print text as it is, without markup, emoji codes and highlighting; a terminal breaks long lines itself."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def finite(value: Any) -> Any:
+    """Return JSON data with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _GAP = 3

@@ -20,7 +20,7 @@ from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
 from headrace_engines.project import BuildSpec, Project, read_spec
 from headrace_engines.store import Store
-from headrace_engines.targets.base import Layer
+from headrace_engines.targets.base import MeasuredLayer
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.engine_projects import write_project
@@ -51,7 +51,7 @@ def build(
     return build_engine(project, spec or read_spec(project.config), target, Store(folder / "store"), silent)
 
 
-def layers_of(built: BuildResult, project: Project) -> list[Layer]:
+def layers_of(built: BuildResult, project: Project) -> list[MeasuredLayer]:
     engine = TARGET.open(built.path, read_onnx(project.source))
     try:
         layers = engine.layers(inputs_of(read_onnx(project.source), ROWS))
@@ -64,7 +64,7 @@ def layers_of(built: BuildResult, project: Project) -> list[Layer]:
     return layers
 
 
-def nodes_in(layers: list[Layer], precision: str) -> set[str]:
+def nodes_in(layers: list[MeasuredLayer], precision: str) -> set[str]:
     return {node for one in layers if one.precision == precision for node in one.nodes}
 
 

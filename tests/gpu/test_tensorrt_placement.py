@@ -20,7 +20,7 @@ from headrace_engines.progress import silent
 from headrace_engines.quantization.placement import place_pairs, tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
 from headrace_engines.simplify import simplify
-from headrace_engines.targets.base import Layer, ShapeRange, TargetSpec
+from headrace_engines.targets.base import MeasuredLayer, ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.networks import (
@@ -134,14 +134,14 @@ def family(name: str) -> onnx.ModelProto:
     return network(f"{_STEM} {FAMILIES[name]} {_HEAD}", constants, ("N", 3, 16, 16))
 
 
-def table(layers: list[Layer]) -> str:
+def table(layers: list[MeasuredLayer]) -> str:
     """What the engine consists of, for people."""
     return "\n".join(f"{one.precision:5} {one.kind:12} {' + '.join(one.nodes) or one.name[:60]}" for one in layers)
 
 
 def run_quantized(
     folder: Path, source: onnx.ModelProto, precision: str = "int8", keep: Collection[str] = ()
-) -> list[Layer]:
+) -> list[MeasuredLayer]:
     """Quantise all but `keep`, build, hold the answers and the precision of every quantised layer; gives all layers."""
     # Convolutions in FP8 were seen at the default level only.
     target = TensorRtTarget(optimization_level=1 if precision == "int8" else None)

@@ -19,12 +19,11 @@ from headrace.config.files import read_config_file
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
-from headrace.core.command_line import open_console, pickup_text
+from headrace.core.command_line import open_console, pickup_text, printable
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS
 from headrace.cuda import devices as gpus
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
@@ -32,7 +31,7 @@ from headrace_engines.commands import add_cache, add_repository_and_target, add_
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.progress import Report, with_progress_lines
 from headrace_engines.project import Project, all_projects, open_project, read_spec
-from headrace_engines.report import Heading, narrow_table, plain, rate, size
+from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, rate, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
@@ -76,11 +75,11 @@ class BuildOutcome:
     """
 
     name: str
-    built: BuildResult | None
-    published: bool
-    forced: bool
-    error: str
-    seconds: float
+    built: BuildResult | None = None
+    published: bool = False
+    forced: bool = False
+    error: str = ""
+    seconds: float = 0.0
     repository: str = ""
     fp32_rows_per_s: float = 0.0
     current: str = ""
@@ -103,26 +102,22 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.all and options.version is not None:
         raise CallError("both --version and --all are given: name one model in place of --all")
     projects = _projects(options)
-    targets = _Targets(options.target)
     with ThreadPoolExecutor(1) as pool:
         # Reading a large model takes as long as initialising a GPU; both run at the same time.
         digests = [pool.submit(project.digest) for project in projects if isinstance(project, Project)]
-        targets.default()
+        targets = _Targets(options.target)
         wait(digests)
     store = Store(options.cache)
-
-    from headrace_engines.report import BuildDisplay
 
     outcomes = []
     with BuildDisplay(console, [p.name for p in projects if isinstance(p, Project)]) as display:
         for project in projects:
             if isinstance(project, BuildError):
-                outcomes.append(BuildOutcome("", None, False, False, str(project), 0.0))
+                outcomes.append(BuildOutcome("", error=str(project)))
                 continue
             report = display.report(project.name)
-            outcome = build_model(
-                project, options, targets, store, with_progress_lines(report) if options.progress else report
-            )
+            report = with_progress_lines(report) if options.progress else report
+            outcome = build_model(project, options, targets, store, report)
             outcomes.append(outcome)
             display.finish(outcome.name, _last_phase(outcome))
     show_outcomes(console, open_console(stderr=True), outcomes)
@@ -141,28 +136,21 @@ class _Targets:
 
     Args:
         name: value of --target. "auto" is TensorRT if it and a GPU are available, except for models configured for the CPU.
+
+    Raises:
+        BuildError: TensorRT is requested and not available.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._default: Target | None = None
+        self._default = choose_target(name)
         self.gpu = gpu_runtime()
-
-    def default(self) -> Target:
-        """Return the target of models without a configured device.
-
-        Raises:
-            BuildError: TensorRT is requested and not available.
-        """
-        if self._default is None:
-            self._default = choose_target(self._name)
-        return self._default
 
     def of(self, project: Project) -> tuple[Target, str]:
         """Return the target of a model, and the change that would lead to another one or ""."""
-        target, pin = self.default(), cpu_pin(project.config)
-        if self._name != "auto" or target.name == "onnxruntime" or not pin:
-            return target, ""
+        pin = cpu_pin(project.config)
+        if self._name != "auto" or self._default.name == "onnxruntime" or not pin:
+            return self._default, ""
         return choose_target("onnxruntime"), f"built for the CPU ({pin}); for the GPU {gpu_config_change(project)}"
 
 
@@ -171,7 +159,7 @@ def build_model(
 ) -> BuildOutcome:
     """Build and publish one model; errors are in the outcome, not raised."""
     started_s = time.monotonic()
-    built = None
+    outcome, error = BuildOutcome(project.name), ""
     try:
         spec = read_spec(project.config, options.precision or "")
         target, advice = targets.of(project)
@@ -181,38 +169,41 @@ def build_model(
             raise BuildError(f"its engine would not be served: {expected.refusal}")
         build = build_best_engine if spec.precision == "best" else build_engine
         built = build(project, spec, target, store, report, rebuild=options.rebuild)
+        outcome = replace(outcome, built=built)
         if built.refusal and not options.force:
-            error = "; ".join(built.refusal) + "; --force publishes it with a mark"
-            return BuildOutcome(project.name, built, False, False, error, time.monotonic() - started_s)
+            raise BuildError("; ".join(built.refusal) + "; --force publishes it with a mark")
         forced = bool(built.refusal)
         folder = _publish(project, options, built, store, spec.precision, forced)
-        fp32 = _fp32_rows_per_s(project, built, target, store)
-        outcome = BuildOutcome(project.name, built, True, forced, "", time.monotonic() - started_s)
+        current, current_rows_per_s = _serving_before(expected.current, built)
         outcome = replace(
-            outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, state_folder=folder
+            outcome,
+            published=True,
+            forced=forced,
+            repository=str(project.folder.path.parent),
+            fp32_rows_per_s=_fp32_rows_per_s(project, built, target, store),
+            current=current,
+            current_rows_per_s=current_rows_per_s,
+            not_served=expected.not_served,
+            advice=advice,
+            state_folder=folder,
         )
-        outcome = replace(outcome, not_served=expected.not_served, advice=advice)
-        return _compared(outcome, expected, built)
-    except HeadraceError as error:
-        reason = str(error)
+    except HeadraceError as raised:
+        error = str(raised)
     except MemoryError:
-        reason = "there is not enough memory: close other programs, or use fewer calibration samples"
-    except OSError as error:
-        reason = _disk_reason(error)
-    return BuildOutcome(project.name, built, False, False, reason, time.monotonic() - started_s)
+        error = "there is not enough memory: close other programs, or use fewer calibration samples"
+    except OSError as raised:
+        location = f" ({raised.filename})" if raised.filename else ""
+        error = f"{raised.strerror or raised}{location}: make room, or check the permissions"
+    return replace(outcome, error=error, seconds=time.monotonic() - started_s)
 
 
-def _compared(outcome: BuildOutcome, expected: Forecast, built: BuildResult) -> BuildOutcome:
-    """Return the outcome with the file that serves before the build and its throughput."""
-    if expected.current is None:
-        return replace(outcome, current="nothing")
-    if expected.current.stamp is not None and expected.current.stamp.key == built.key:
-        return outcome
-    return replace(
-        outcome,
-        current=current_serving_text(expected.current),
-        current_rows_per_s=serving_rows_per_s(expected.current, built),
-    )
+def _serving_before(plan: ServingPlan | None, built: BuildResult) -> tuple[str, float]:
+    """Return description and throughput of the file that serves before the build; "" if it was this engine."""
+    if plan is None:
+        return "nothing", 0.0
+    if plan.stamp is not None and plan.stamp.key == built.key:
+        return "", 0.0
+    return current_serving_text(plan), serving_rows_per_s(plan, built)
 
 
 def _publish(
@@ -245,11 +236,6 @@ def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store
     return 0.0 if baseline is None else baseline.rows_per_s
 
 
-def _disk_reason(error: OSError) -> str:
-    location = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{location}: make room, or check the permissions"
-
-
 def _projects(options: argparse.Namespace) -> list[Project | BuildError]:
     if options.all:
         return all_projects(options.model_repository)
@@ -268,13 +254,11 @@ class Forecast:
 
     Attributes:
         current: the file and runtime that a server loads now; None if it serves nothing.
-        not_current: reason why it serves nothing; "" if it does.
         refusal: reason why an engine of the target would not be served, and the remedy; "" if it would.
         not_served: reason why the version is not served, and the remedy; "" if it is.
     """
 
     current: ServingPlan | None
-    not_current: str
     refusal: str = ""
     not_served: str = ""
 
@@ -295,18 +279,14 @@ def gpu_runtime() -> GpuRuntime:
 def gpu_config_change(project: Project) -> str:
     """Return the one-line change of a configuration that moves a model from the CPU to the GPU."""
     if project.config.runtime == "onnxruntime":
-        yaml, pbtxt, field = (
-            "runtime: auto",
-            'parameters { key: "headrace.runtime" value { string_value: "auto" } }',
-            "runtime",
-        )
-    else:
-        yaml, pbtxt, field = (
-            "instance_group: [{kind: KIND_AUTO}]",
-            "instance_group [ { kind: KIND_AUTO } ]",
-            "instance_group",
-        )
-    return _config_change(project, yaml, pbtxt, field)
+        return _runtime_change(project, "auto")
+    pbtxt = "instance_group [ { kind: KIND_AUTO } ]"
+    return _config_change(project, "instance_group: [{kind: KIND_AUTO}]", pbtxt, "instance_group")
+
+
+def _runtime_change(project: Project, runtime: str) -> str:
+    pbtxt = f'parameters {{ key: "headrace.runtime" value {{ string_value: "{runtime}" }} }}'
+    return _config_change(project, f"runtime: {runtime}", pbtxt, "runtime")
 
 
 def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | None) -> Forecast:
@@ -321,21 +301,18 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
     served = served_versions(project.config, project.folder.versions)
     if project.version not in served:
         policy = f"version_policy serves {', '.join(map(str, served)) or 'none'}"
-        change = _config_change(
-            project,
-            f"version_policy: {{specific: {{versions: [{project.version}]}}}}",
-            f"version_policy {{ specific {{ versions: [ {project.version} ] }} }}",
-            "version_policy",
-        )
-        return Forecast(None, policy, not_served=f"version {project.version} is not served: {policy}: {change}")
-    current, not_current = _plan(project, gpu, engines)
+        yaml = f"version_policy: {{specific: {{versions: [{project.version}]}}}}"
+        pbtxt = f"version_policy {{ specific {{ versions: [ {project.version} ] }} }}"
+        change = _config_change(project, yaml, pbtxt, "version_policy")
+        return Forecast(None, not_served=f"version {project.version} is not served: {policy}: {change}")
+    current, _ = _plan(project, gpu, engines)
     with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
         machine = target.describe()
         _write_stand_in(Path(scratch), project, machine, target.suffix)
         planned, problem = _plan(project, gpu, Path(scratch))
     if planned is not None and planned.stamp is not None and planned.stamp.machine == machine:
-        return Forecast(current, not_current)
-    return Forecast(current, not_current, _refusal(project, target, planned, problem))
+        return Forecast(current)
+    return Forecast(current, _refusal(project, target, planned, problem))
 
 
 def serving_text(built: BuildResult) -> str:
@@ -395,20 +372,10 @@ def _refusal(project: Project, target: Target, planned: ServingPlan | None, prob
     if target.name == "tensorrt" and pin:
         return f"the configuration keeps the model on the CPU ({pin}): {gpu_config_change(project)}, {instead}"
     if target.name == "onnxruntime" and (planned is None or planned.runtime == "tensorrt"):
-        change = _config_change(
-            project,
-            "runtime: onnxruntime",
-            'parameters { key: "headrace.runtime" value { string_value: "onnxruntime" } }',
-            "runtime",
-        )
         reason = problem or f"TensorRT serves {planned.file.name if planned else 'it'} on this machine's GPU"
-        return f"{reason}: {change}, {instead}"
-    reason = (
-        problem
-        or (planned.remark or planned.not_on_gpu if planned is not None else "")
-        or "the server takes another file"
-    )
-    return f"{reason}: {instead}"
+        return f"{reason}: {_runtime_change(project, 'onnxruntime')}, {instead}"
+    reason = problem or (planned.remark or planned.not_on_gpu if planned is not None else "")
+    return f"{reason or 'the server takes another file'}: {instead}"
 
 
 def _config_change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
@@ -442,29 +409,29 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOut
         name = f"{outcome.name}: " if outcome.name else ""
         if outcome.error:
             verb = "was not published" if outcome.built else "was not built"
-            head = f"[red]{escape(outcome.name)} {verb}:[/] " if name else ""
             # Some errors begin with the name of the model.
-            errors.print(f"{head}{escape(outcome.error.removeprefix(name))}", highlight=False, soft_wrap=True)
+            text = outcome.error.removeprefix(name)
+            style, head = "red", f"{outcome.name} {verb}: " if name else ""
         elif outcome.not_served:
-            head = f"[yellow]{escape(name)}built, but not served:[/] "
-            errors.print(f"{head}{escape(outcome.not_served)}", highlight=False, soft_wrap=True)
+            style, head, text = "yellow", f"{name}built, but not served: ", outcome.not_served
         elif outcome.forced and outcome.built is not None:
-            missed = escape("; ".join(outcome.built.refusal))
-            errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
+            style, head, text = "yellow", f"{name}published with a mark: ", "; ".join(outcome.built.refusal)
+        else:
+            continue
+        errors.print(Text.assemble((head, style), text), soft_wrap=True)
 
 
 def _print_served(console: Console, outcomes: Sequence[BuildOutcome]) -> None:
     """Print speed-up and runtime of each published engine, and the command that makes a running server load it."""
     published = [outcome for outcome in outcomes if outcome.published and outcome.built is not None]
     for outcome in published:
-        lines = [text for text in (speed_text(outcome), *_served_lines(outcome)) if text]
-        for line in lines:
-            console.print(f"{plain(outcome.name)}: {plain(line)}", highlight=False, markup=False, soft_wrap=True)
+        for line in filter(None, (speed_text(outcome), *_served_lines(outcome))):
+            print_text(console, f"{printable(outcome.name)}: {printable(line)}")
     served = [outcome for outcome in published if outcome.repository and not outcome.not_served]
     for repository in dict.fromkeys(outcome.repository for outcome in served):
         names = [outcome.name for outcome in served if outcome.repository == repository]
         text = pickup_text(names[0] if len(names) == 1 else "MODEL", repository)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_text(console, text)
 
 
 def _served_lines(outcome: BuildOutcome) -> list[str]:
@@ -513,7 +480,7 @@ def _row(outcome: BuildOutcome) -> list[Text]:
         f", {len(built.float_nodes)} node{'s' * (len(built.float_nodes) > 1)} kept" if built.float_nodes else ""
     )
     cells = [
-        plain(outcome.name),
+        printable(outcome.name),
         f"{built.spec.precision}{float_nodes_text}",
         done,
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import onnx
 from headrace.config.manifest import Machine
+from headrace.core.command_line import printable
 from headrace.core.optimization_config import PRECISIONS
 from headrace.core.svg_plot import (
     HEIGHT,
@@ -43,7 +43,18 @@ from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildSpec, Project, open_data, open_project, read_spec
-from headrace_engines.report import BuildDisplay, make_folder, milliseconds, page, plain, rate, save, size, table
+from headrace_engines.report import (
+    BuildDisplay,
+    finite,
+    make_folder,
+    milliseconds,
+    page,
+    print_text,
+    rate,
+    save,
+    size,
+    table,
+)
 from headrace_engines.store import Store
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Array, BatchTiming, Engine, Target
@@ -93,9 +104,7 @@ class ComparisonRow:
             "worked": built is not None,
             "reason": self.reason,
             "remark": self.remark,
-            "accuracy": _without_nonfinite(accuracy.to_json() | {"drop": accuracy.drop})
-            if accuracy is not None
-            else None,
+            "accuracy": finite(accuracy.to_json() | {"drop": accuracy.drop}) if accuracy is not None else None,
             "refusal": list(built.refusal) if built else [],
             "kept": list(built.float_nodes) if built else [],
             "size_bytes": built.size_bytes if built else None,
@@ -189,8 +198,7 @@ def compare(
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for precision in precisions:
-            row = _build(project, spec.at(precision), target, store, reports.get(precision, silent), maker)
-            row = replace(row, precision=precision, remark=_with_convolutions(row, source, target))
+            row = _build(project, spec.at(precision), target, store, reports.get(precision, silent), maker, source)
             if row.built is not None:
                 try:
                     engine = target.open(row.built.path, source)
@@ -207,7 +215,13 @@ def compare(
 
 
 def _build(
-    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, maker: Maker
+    project: Project,
+    spec: BuildSpec,
+    target: Target,
+    store: Store,
+    report: Report,
+    maker: Maker,
+    source: onnx.ModelProto,
 ) -> ComparisonRow:
     refused = target.refuses(spec.precision)
     if refused:
@@ -215,14 +229,14 @@ def _build(
         return ComparisonRow(spec.precision, refused)
     try:
         built = maker(project, spec, target, store, report)
-    except MemoryError:
-        return _failed(spec, report, "there is not enough memory: close other programs, or use fewer samples")
-    except OSError as error:
-        return _failed(spec, report, f"{error.strerror or error}: make room, or check the permissions")
-    except BuildError as error:
-        return _failed(spec, report, str(error))
+    except (MemoryError, OSError, BuildError) as error:
+        report(1.0, "failed")
+        return ComparisonRow(spec.precision, _reason(error))
     report(1.0, "from the store" if built.cached else "built")
     remarks = list(built.refusal)
+    if spec.precision == "fp8" and any(node.op_type == "Conv" for node in source.graph.node):
+        refused = target.refuses_fp8_convolutions()
+        remarks += [f"convolutions run in fp16: {refused}"] if refused else []
     if target.name == "onnxruntime" and spec.precision == "fp16":
         from headrace_engines.targets.onnxruntime import FP16_REMARK
 
@@ -230,17 +244,12 @@ def _build(
     return ComparisonRow(spec.precision, built=built, remark="; ".join(remarks))
 
 
-def _with_convolutions(row: ComparisonRow, source: onnx.ModelProto, target: Target) -> str:
-    """Return the remark of a row, with a note if its convolutions do not run in FP8."""
-    if row.precision != "fp8" or row.built is None or all(node.op_type != "Conv" for node in source.graph.node):
-        return row.remark
-    refused = target.refuses_fp8_convolutions()
-    return "; ".join(filter(None, (row.remark, refused and f"convolutions run in fp16: {refused}")))
-
-
-def _failed(spec: BuildSpec, report: Report, reason: str) -> ComparisonRow:
-    report(1.0, "failed")
-    return ComparisonRow(spec.precision, reason)
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "there is not enough memory: close other programs, or use fewer samples"
+    return (
+        f"{error.strerror or error}: make room, or check the permissions" if isinstance(error, OSError) else str(error)
+    )
 
 
 def _measure(
@@ -315,11 +324,6 @@ def _memory(engine: Engine, remark: str) -> tuple[int | None, str]:
         return engine.memory_bytes, remark
     except BuildError as error:
         return None, "; ".join(filter(None, (remark, str(error))))
-
-
-def _without_nonfinite(document: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in document.items()}
 
 
 def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
@@ -506,12 +510,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     show(console, comparison)
     if options.output is not None:
         write(comparison, options.output)
-        console.print(
-            f"compare.json, compare.html and compare.svg are in {options.output}.",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        print_text(console, f"compare.json, compare.html and compare.svg are in {options.output}.")
     base = next((row for row in comparison.rows if row.precision == "fp32"), comparison.rows[0])
     return 0 if base.built is not None else 1
 
@@ -529,9 +528,7 @@ def write(comparison: Comparison, folder: Path) -> None:
 
 def show(console: Console, comparison: Comparison) -> None:
     """Print a table of the precisions and a table of their speed."""
-    console.print(
-        Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
-    )
+    print_text(console, printable(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold")
     cells = [comparison_cells(row) for row in comparison.worked]
     columns = filled_columns(cells)
     properties = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -550,9 +547,8 @@ def show(console: Console, comparison: Comparison) -> None:
             speed.add_row(*map(Text, speed_cells(comparison, row, rows)), end_section=last)
     if speed.row_count:
         console.print(speed)
-    for row in comparison.rows:
-        if remark := comparison_cells(row)[-1]:
-            console.print(f"{row.precision}: {plain(remark)}", highlight=False, soft_wrap=True, markup=False)
+    for row, remark in _remarks(comparison):
+        print_text(console, f"{row.precision}: {printable(remark)}")
 
 
 def _lazy_report(display: BuildDisplay, name: str) -> Report:

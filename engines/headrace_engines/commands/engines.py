@@ -23,7 +23,7 @@ from headrace.config.manifest import (
     read_stamps,
     stamp_fits,
 )
-from headrace.core.command_line import fit_title
+from headrace.core.command_line import fit_title, printable
 from headrace.core.errors import ConfigError
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,7 @@ from rich.text import Text
 from headrace_engines.commands import add_cache
 from headrace_engines.errors import BuildError
 from headrace_engines.project import Project, open_project
-from headrace_engines.report import Heading, narrow_table, plain, size
+from headrace_engines.report import Heading, finite, narrow_table, print_text, size
 from headrace_engines.store import Store, StoreEntry, disk_error
 
 # State of a published artefact: served on this machine; for another machine; not served because the model or its configuration
@@ -302,12 +302,12 @@ def _ls(
     if stored:
         console.print(_store_table(store, stored, console.width))
     else:
-        console.print(f"The store {store.root} is empty.", highlight=False, markup=False, soft_wrap=True)
+        print_text(console, f"The store {store.root} is empty.")
     if published:
         console.print()
         console.print(_published_table(published, console.width))
     else:
-        console.print("No engine is published: `headrace build MODEL` builds one.", highlight=False, soft_wrap=True)
+        print_text(console, "No engine is published: `headrace build MODEL` builds one.")
     _print_problems(stored, published, console)
 
 
@@ -322,7 +322,7 @@ def _store_table(store: Store, stored: Sequence[StoreRecord], width: int) -> Tab
         facts = record.entry.facts
         cells = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
         rows.append([key, *cells, Text(size(record.entry.size_bytes)), Text(_age(record.entry.used_s)), publishers])
-    table = narrow_table(plain(f"Store {store.root}"), _STORED, rows, width)
+    table = narrow_table(printable(f"Store {store.root}"), _STORED, rows, width)
     total_bytes = sum(record.entry.size_bytes for record in stored if record.entry)
     table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
     return fit_title(table, width)
@@ -332,7 +332,7 @@ def _published_table(published: Sequence[PublishedEngine], width: int) -> Table:
     rows = []
     for engine in published:
         state, stamp = Text(engine.state, _STYLES[engine.state]), engine.stamp
-        name = Text(plain(f"{engine.model}/{engine.version}"))
+        name = Text(printable(f"{engine.model}/{engine.version}"))
         if stamp is None:
             rows.append([name, *[Text()] * 5, state])
             continue
@@ -352,18 +352,18 @@ def _print_problems(stored: Sequence[StoreRecord], published: Sequence[Published
     broken = [engine for engine in published if engine.problem and engine.state != FOREIGN]
     lines += [(f"{engine.model}/{engine.version}", engine.state, engine.problem) for engine in broken]
     for location, state, problem in lines:
-        line = Text.assemble((plain(location), "bold"), " ", (state, _STYLES[state]), f": {plain(problem)}")
+        line = Text.assemble((printable(location), "bold"), " ", (state, _STYLES[state]), f": {printable(problem)}")
         console.print(line, soft_wrap=True)
 
 
 def _machine(machine: Any) -> Text:
     machine = machine if isinstance(machine, dict) else {}
     lines = (("device", "capability"), ("target", "version"))
-    return Text("\n".join(plain(" ".join(str(machine.get(name, "")) for name in line)) for line in lines))
+    return Text("\n".join(printable(" ".join(str(machine.get(name, "")) for name in line)) for line in lines))
 
 
 def _text(value: object) -> Text:
-    return Text("" if value is None else plain(str(value)))
+    return Text("" if value is None else printable(str(value)))
 
 
 def _accuracy(accuracy: Any) -> Text:
@@ -393,20 +393,12 @@ def _age(moment_s: float | None) -> str:
 
 
 def _stored_json(record: StoreRecord) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "key": record.key,
-        "problem": record.problem or None,
-        "published": list(record.published),
-    }
-    if record.entry is not None:
-        # rich prints JSON as Python does, with NaN, which JSON does not have.
-        document |= {
-            "path": str(record.entry.path),
-            "size_bytes": record.entry.size_bytes,
-            "used_s": record.entry.used_s,
-        }
-        document["facts"] = _plain(record.entry.facts)
-    return document
+    document = {"key": record.key, "problem": record.problem or None, "published": list(record.published)}
+    if (entry := record.entry) is None:
+        return document
+    # rich prints JSON as Python does, with NaN, which JSON does not have.
+    facts = finite(entry.facts)
+    return document | {"path": str(entry.path), "size_bytes": entry.size_bytes, "used_s": entry.used_s, "facts": facts}
 
 
 def _published_json(engine: PublishedEngine) -> dict[str, Any]:
@@ -415,28 +407,13 @@ def _published_json(engine: PublishedEngine) -> dict[str, Any]:
     return {**location, "state": engine.state, "problem": engine.problem or None, "stamp": stamp}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
 # gc
-
-
-@dataclass(frozen=True, slots=True)
-class _Removed:
-    key: str
-    model: str
-    freed_bytes: int
 
 
 def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace, console: Console) -> int:
     stored = list_stored(store, list_published(repositories))
     oldest_s = time.time() - options.keep_days * _DAY_S
-    removed: list[_Removed] = []
+    removed: list[dict[str, Any]] = []
     busy: list[str] = []
     for record in stored:
         unused = not record.published and record.entry is not None and record.entry.used_s <= oldest_s
@@ -446,38 +423,26 @@ def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace,
         if freed_bytes is None:
             busy.append(record.key)
         else:
-            removed.append(_Removed(record.key, _model(record), freed_bytes))
+            model = "(damaged)" if record.entry is None else str(record.entry.facts.get("model", ""))
+            removed.append({"key": record.key, "model": model, "freed_bytes": freed_bytes})
     if not options.dry_run:
         store.sweep()
     files = _old_files(store, oldest_s, options.all)
-    freed_bytes = sum(removal.freed_bytes for removal in removed) + _remove_files(files, options.dry_run)
+    freed_bytes = sum(entry["freed_bytes"] for entry in removed) + _remove_files(files, options.dry_run)
     if options.json:
-        document = {
-            "dry_run": options.dry_run,
-            "freed_bytes": freed_bytes,
-            "removed": [asdict(removal) for removal in removed],
-        }
-        console.print_json(data={**document, "busy": busy, "files": [str(path) for path in files]})
+        document = {"dry_run": options.dry_run, "freed_bytes": freed_bytes, "removed": removed, "busy": busy}
+        console.print_json(data={**document, "files": [str(path) for path in files]})
         return 0
-    word = "would remove" if options.dry_run else "removed"
-    lines = [f"{word} {removal.key[:12]} {removal.model}: {size(removal.freed_bytes)}" for removal in removed]
+    word, would = ("would remove", "would be ") if options.dry_run else ("removed", "")
+    lines = [f"{word} {entry['key'][:12]} {entry['model']}: {size(entry['freed_bytes'])}" for entry in removed]
     lines += [f"{word} {path.relative_to(store.root)}" for path in files]
     lines += [f"kept {key[:12]}: it is being built" for key in busy]
     retained = len(stored) - len(removed) - len(busy)
     if retained:
         lines.append(f"kept {retained}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
-    for line in [*lines, _summary(len(removed), len(stored), freed_bytes, options.dry_run)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines.append(f"{len(removed)} of {len(stored)} engines {would}removed, {size(freed_bytes)} {would}freed")
+    print_text(console, "\n".join(lines))
     return 0
-
-
-def _summary(removed: int, stored: int, freed_bytes: int, dry_run: bool) -> str:
-    would = "would be " if dry_run else ""
-    return f"{removed} of {stored} engines {would}removed, {size(freed_bytes)} {would}freed"
-
-
-def _model(record: StoreRecord) -> str:
-    return "(damaged)" if record.entry is None else str(record.entry.facts.get("model", ""))
 
 
 def _old_files(store: Store, oldest_s: float, everything: bool) -> list[Path]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from headrace.config.files import write_durably
-from headrace.config.manifest import FORMAT, LAYERS_FILE, Machine, choose_from_folder
-from headrace.core.command_line import is_pipe
-from headrace.core.svg_plot import (
-    colour,
-)
+from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, choose_from_folder
+from headrace.core.command_line import is_pipe, printable
+from headrace.core.svg_plot import colour
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,80 +24,9 @@ from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import Project, open_project, read_spec
 from headrace_engines.quantization.samples import random_samples
-from headrace_engines.report import milliseconds, page, plain, rate, save, table
+from headrace_engines.report import milliseconds, page, print_text, rate, save, table
 from headrace_engines.targets import choose_target
-from headrace_engines.targets.base import Array, BatchTiming, Layer, ShapeRange, Target
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInspection:
-    """An engine with its timing and its layers.
-
-    Attributes:
-        model: name of the model.
-        version: number of the version.
-        artefact: name of the opened file.
-        precision: precision of the engine; "" for the model's ONNX file.
-        machine: machine of the measurement.
-        reason: reason why `artefact` is the model's ONNX file; "" for a built engine.
-        shapes: shapes of the inputs by name, batch dimension included.
-        rows: rows of the batch.
-        timing: timing without the profiler.
-        layers: layers in order.
-    """
-
-    model: str
-    version: int
-    artefact: str
-    precision: str
-    machine: Machine
-    reason: str
-    shapes: Mapping[str, tuple[int, ...]]
-    rows: int
-    timing: BatchTiming
-    layers: Sequence[Layer]
-
-    @property
-    def machine_text(self) -> str:
-        """Machine of the measurement, as text."""
-        return str(self.machine)
-
-    @property
-    def title(self) -> str:
-        """File, precision and rows, e.g. "model.0123456789ab.onnx, int8, 8 rows"."""
-        return f"{self.artefact}, {self.precision or 'as it is'}, {self.rows} row{'s' * (self.rows != 1)}"
-
-    @property
-    def total_us(self) -> float:
-        """Time of all layers under the profiler, which adds time to each layer; the overhead is largest for small layers."""
-        return sum(layer.time_us for layer in self.layers)
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of the time (0..1) of each precision, the largest first."""
-        shares: dict[str, float] = {}
-        for layer in self.layers:
-            shares[layer.precision] = shares.get(layer.precision, 0.0) + layer.share
-        return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object with times in microseconds and shares from 0 to 1."""
-        return {
-            "format": FORMAT,
-            "model": self.model,
-            "version": self.version,
-            "artefact": self.artefact,
-            "precision": self.precision,
-            "machine": asdict(self.machine),
-            "reason": self.reason,
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "rows": self.rows,
-            "median_us": self.timing.median_us,
-            "p99_us": self.timing.p99_us,
-            "rows_per_s": self.timing.rows_per_s,
-            "total_us": self.total_us,
-            "layers": [asdict(layer) | {"nodes": list(layer.nodes)} for layer in self.layers],
-        }
-
+from headrace_engines.targets.base import Array, ShapeRange, Target
 
 # A CPU needs seconds for the largest batches of a large model; the shares of the layers are the same from a few rows on.
 _CPU_ROWS = 8
@@ -120,7 +46,7 @@ def inspection_targets(name: str) -> list[Target]:
     return [first, choose_target("onnxruntime")]
 
 
-def inspect(project: Project, targets: list[Target], rows: int | None = None) -> EngineInspection:
+def inspect(project: Project, targets: list[Target], rows: int | None = None) -> LayerReport:
     """Open the engine for this machine, else the model's ONNX file on ONNX Runtime, and measure its layers.
 
     Args:
@@ -144,7 +70,7 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
 
 def _inspect(
     project: Project, target: Target, path: Path, precision: str, reason: str, rows: int | None
-) -> EngineInspection:
+) -> LayerReport:
     inputs = _inputs(project, target, rows)
     engine = target.open(path, read_onnx(project.source))
     try:
@@ -156,7 +82,8 @@ def _inspect(
     if not batched:
         # Without a batch dimension, one execution is one row.
         timing = replace(timing, rows=1, rows_per_s=timing.rows_per_s / max(timing.rows, 1))
-    return EngineInspection(
+    return LayerReport(
+        format=FORMAT,
         model=project.name,
         version=project.version,
         artefact=path.name,
@@ -164,9 +91,9 @@ def _inspect(
         machine=target.describe(),
         reason=reason,
         shapes={name: tuple(array.shape) for name, array in inputs.items()},
-        rows=timing.rows,
-        timing=timing,
-        layers=layers,
+        **asdict(timing),
+        total_us=sum(layer.time_us for layer in layers),
+        layers=tuple(layers),
     )
 
 
@@ -212,20 +139,33 @@ ol .bar{height:1rem}}
 """
 
 
-def layers_page(inspection: EngineInspection) -> str:
+def _title(report: LayerReport) -> str:
+    """Return file, precision and rows, e.g. "model.0123456789ab.onnx, int8, 8 rows"."""
+    return f"{report.artefact}, {report.precision or 'as it is'}, {report.rows} row{'s' * (report.rows != 1)}"
+
+
+def _shares(report: LayerReport) -> dict[str, float]:
+    """Return the share of the time (0..1) of each precision, the largest first."""
+    shares: dict[str, float] = {}
+    for layer in report.layers:
+        shares[layer.precision] = shares.get(layer.precision, 0.0) + layer.share
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def layers_page(report: LayerReport) -> str:
     """Return an HTML page of an engine's layers in the order in which they run."""
-    layers = inspection.layers
+    layers = report.layers
     longest_us = max((layer.time_us for layer in layers), default=0.0) or 1.0
-    title = f"{inspection.model} {inspection.version}: layers"
+    title = f"{report.model} {report.version}: layers"
     body = [
-        f"<h1>{escape(inspection.model)} <small>version {inspection.version}</small></h1>",
-        f"<p>{escape(inspection.title)}</p>",
-        f"<p>{escape(inspection.machine_text)}</p>",
-        f'<p class="soft">This is the model itself: {escape(inspection.reason)}.</p>' if inspection.reason else "",
-        f"<p><b>{milliseconds(inspection.timing.median_us)}</b> an execution (p99 {milliseconds(inspection.timing.p99_us)}), "
-        f"<b>{rate(inspection.timing.rows_per_s)}</b> rows/s; {len(layers)} layers take "
-        f"{milliseconds(inspection.total_us)} together under the profiler</p>",
-        _by_precision(inspection),
+        f"<h1>{escape(report.model)} <small>version {report.version}</small></h1>",
+        f"<p>{escape(_title(report))}</p>",
+        f"<p>{escape(str(report.machine))}</p>",
+        f'<p class="soft">This is the model itself: {escape(report.reason)}.</p>' if report.reason else "",
+        f"<p><b>{milliseconds(report.median_us)}</b> an execution (p99 {milliseconds(report.p99_us)}), "
+        f"<b>{rate(report.rows_per_s)}</b> rows/s; {len(layers)} layers take "
+        f"{milliseconds(report.total_us)} together under the profiler</p>",
+        _by_precision(report),
         "<h2>Layers in order</h2><ol>",
         *(_layer(layer, longest_us) for layer in layers),
         "</ol><h2>By kind</h2>",
@@ -234,7 +174,7 @@ def layers_page(inspection: EngineInspection) -> str:
     return page(title, "\n".join(body), _LAYERS_CSS)
 
 
-def _layer(layer: Layer, longest_us: float) -> str:
+def _layer(layer: MeasuredLayer, longest_us: float) -> str:
     nodes = ", ".join(layer.nodes)
     description = " · ".join(word for word in (layer.kind, layer.precision, layer.tactic) if word)
     head = f"<b>{escape(nodes)}</b>" if nodes else f'<span class="soft">{escape(layer.name)}</span>'
@@ -246,8 +186,8 @@ def _layer(layer: Layer, longest_us: float) -> str:
     )
 
 
-def _by_precision(inspection: EngineInspection) -> str:
-    shares = inspection.shares()
+def _by_precision(report: LayerReport) -> str:
+    shares = _shares(report)
     strip = "".join(
         f'<span style="width:{100 * share:.2f}%;background:{colour(name)}"></span>' for name, share in shares.items()
     )
@@ -258,20 +198,15 @@ def _by_precision(inspection: EngineInspection) -> str:
     return f'<div class="sum">{strip}</div><ul class="legend">{names}</ul>'
 
 
-def _by_kind(layers: Sequence[Layer]) -> str:
-    kinds: dict[str, list[Layer]] = {}
+def _by_kind(layers: Sequence[MeasuredLayer]) -> str:
+    kinds: dict[str, list[MeasuredLayer]] = {}
     for layer in layers:
         kinds.setdefault(layer.kind, []).append(layer)
     ranked = sorted(kinds.items(), key=lambda item: -sum(layer.time_us for layer in item[1]))
-    rows = [
-        [
-            escape(kind),
-            str(len(group)),
-            f"{sum(layer.time_us for layer in group):,.1f}",
-            f"{sum(layer.share for layer in group):.1%}",
-        ]
-        for kind, group in ranked
-    ]
+    rows = []
+    for kind, group in ranked:
+        time_us, share = sum(layer.time_us for layer in group), sum(layer.share for layer in group)
+        rows.append([escape(kind), str(len(group)), f"{time_us:,.1f}", f"{share:.1%}"])
     return table(("kind", "layers", "us", "share"), rows)
 
 
@@ -305,17 +240,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if value is not None and value < 1:
             raise CallError(f"{name} is {value}: write a number from 1 on")
     project = open_project(options.model, options.model_repository, options.version)
-    inspection = inspect(project, inspection_targets(options.target), options.batch)
-    show(console, inspection, options.top)
+    report = inspect(project, inspection_targets(options.target), options.batch)
+    show(console, report, options.top)
     if options.html is not None:
-        save(options.html, layers_page(inspection))
-        console.print(f"The page is in {options.html}.", highlight=False, soft_wrap=True, markup=False)
-    text = json.dumps(inspection.to_json(), indent=2, allow_nan=False) + "\n"
+        save(options.html, layers_page(report))
+        print_text(console, f"The page is in {options.html}.")
+    text = json.dumps(asdict(report), indent=2, allow_nan=False) + "\n"
     if options.json is not None:
         save(options.json, text)
     if options.publish:
         _publish(project, text)
-        console.print(f"A server shows it now: {LAYERS_FILE} is beside the model.", highlight=False)
+        print_text(console, f"A server shows it now: {LAYERS_FILE} is beside the model.")
     return 0
 
 
@@ -328,16 +263,16 @@ def _publish(project: Project, text: str) -> None:
         raise BuildError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def show(console: Console, inspection: EngineInspection, top: int | None) -> None:
+def show(console: Console, report: LayerReport, top: int | None) -> None:
     """Print the layers, all in order or the `top` longest first, and their sums."""
-    layers = list(enumerate(inspection.layers, 1))
+    layers = list(enumerate(report.layers, 1))
     if top is not None:
         layers = sorted(layers, key=lambda numbered: -numbered[1].time_us)[:top]
-    head = f"{inspection.model} {inspection.version} on {inspection.machine_text}: {inspection.title}"
-    console.print(Text(plain(head), "bold"), soft_wrap=True)
-    if inspection.reason:
-        cure = f"`headrace build {inspection.model}` builds an engine"
-        console.print(Text(plain(f"This is the model itself: {inspection.reason}; {cure}."), "yellow"), soft_wrap=True)
+    head = f"{report.model} {report.version} on {report.machine}: {_title(report)}"
+    print_text(console, printable(head), "bold")
+    if report.reason:
+        cure = f"`headrace build {report.model}` builds an engine"
+        print_text(console, printable(f"This is the model itself: {report.reason}; {cure}."), "yellow")
     bar_width = _BAR_WIDTH if console.width >= _WIDE and not is_pipe(console) else 0
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("#", justify="right", no_wrap=True)
@@ -350,32 +285,25 @@ def show(console: Console, inspection: EngineInspection, top: int | None) -> Non
         table.add_column("")
     longest = max((layer.share for _, layer in layers), default=0.0) or 1.0
     for number, layer in layers:
-        bar = (
-            [Text("█" * round(bar_width * layer.share / longest), _COLOURS.get(layer.precision, ""))]
-            if bar_width
-            else []
-        )
-        table.add_row(str(number), *_cells(layer), *bar)
+        bar = Text("█" * round(bar_width * layer.share / longest), _COLOURS.get(layer.precision, ""))
+        table.add_row(str(number), *_cells(layer), *([bar] if bar_width else []))
     console.print(table)
-    shares = ", ".join(f"{name or 'unknown'} {share:.1%}" for name, share in inspection.shares().items())
-    timing = inspection.timing
-    console.print(
-        f"{len(inspection.layers)} layers, {milliseconds(inspection.total_us)} under the profiler: {shares}.\n"
-        f"Without it {milliseconds(timing.median_us)} an execution (p99 {milliseconds(timing.p99_us)}), "
-        f"{rate(timing.rows_per_s)} rows/s.",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+    shares = ", ".join(f"{name or 'unknown'} {share:.1%}" for name, share in _shares(report).items())
+    print_text(
+        console,
+        f"{len(report.layers)} layers, {milliseconds(report.total_us)} under the profiler: {shares}.\n"
+        f"Without it {milliseconds(report.median_us)} an execution (p99 {milliseconds(report.p99_us)}), "
+        f"{rate(report.rows_per_s)} rows/s.",
     )
 
 
-def _cells(layer: Layer) -> list[Text]:
-    name = Text(plain(", ".join(layer.nodes))) if layer.nodes else Text(plain(layer.name), "dim")
+def _cells(layer: MeasuredLayer) -> list[Text]:
+    name = Text(printable(", ".join(layer.nodes))) if layer.nodes else Text(printable(layer.name), "dim")
     return [
         name,
-        Text(plain(layer.kind)),
-        Text(plain(layer.precision), _COLOURS.get(layer.precision, "")),
-        Text(plain(layer.tactic)),
+        Text(printable(layer.kind)),
+        Text(printable(layer.precision), _COLOURS.get(layer.precision, "")),
+        Text(printable(layer.tactic)),
         Text(f"{layer.time_us:,.1f}"),
         Text(f"{layer.share:.1%}"),
     ]

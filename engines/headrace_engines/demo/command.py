@@ -21,17 +21,17 @@ from headrace_engines.demo.build import (
 )
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
-from headrace_engines.report import BuildDisplay, size
+from headrace_engines.report import BuildDisplay, print_text, size
 
 
 def show_demo_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Path) -> None:
     """Print one line if all models are up to date, else a table and the failures with their reasons."""
     for outcome in outcomes:
         if outcome.remark:
-            console.print(f"{outcome.name}: {outcome.remark}.", highlight=False, markup=False, soft_wrap=True)
+            print_text(console, f"{outcome.name}: {outcome.remark}.")
     if all(outcome.state is DemoState.UP_TO_DATE and not outcome.built and not outcome.error for outcome in outcomes):
         count = "The demo model is" if len(outcomes) == 1 else f"All {len(outcomes)} demo models are"
-        console.print(f"{count} up to date in {output}.", highlight=False, soft_wrap=True)
+        print_text(console, f"{count} up to date in {output}.")
         return
     table = Table("model", "what was done", "weights", title=f"Demo models in {output}", title_justify="left")
     for heading in ("size", "accuracy", "time"):
@@ -50,8 +50,8 @@ def show_demo_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output
         if outcome.error:
             console.print(f"[red]{outcome.name} was not built:[/] {outcome.error}", highlight=False, soft_wrap=True)
         elif outcome.state is DemoState.FOREIGN and not outcome.built:
-            notice = f"{outcome.name}: the model there has no stamp of this builder and was not replaced; --force replaces it."
-            console.print(notice, highlight=False, soft_wrap=True)
+            reason = "the model there has no stamp of this builder and was not replaced; --force replaces it."
+            print_text(console, f"{outcome.name}: {reason}")
 
 
 def _outcome_text(outcome: DemoOutcome) -> str:

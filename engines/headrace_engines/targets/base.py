@@ -16,11 +16,21 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 import onnx
-from headrace.config.manifest import BatchTiming, Machine
+from headrace.config.manifest import BatchTiming, Machine, MeasuredLayer
 
 from headrace_engines.progress import Report
 
-__all__ = ["Array", "BatchTiming", "Engine", "Layer", "Machine", "ModelRunner", "ShapeRange", "Target", "TargetSpec"]
+__all__ = [
+    "Array",
+    "BatchTiming",
+    "Engine",
+    "Machine",
+    "MeasuredLayer",
+    "ModelRunner",
+    "ShapeRange",
+    "Target",
+    "TargetSpec",
+]
 Array = npt.NDArray[Any]
 
 
@@ -48,29 +58,6 @@ class TargetSpec:
     timing_cache: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One step of a built engine.
-
-    Attributes:
-        name: name in the engine.
-        kind: operator, e.g. "Conv", "CaskConvolution".
-        nodes: names of its ONNX nodes, in order; empty for steps that the builder added (reformats).
-        precision: precision of its arithmetic, e.g. "int8", "fp16", "fp32".
-        tactic: name of the kernel; "" if the engine does not report it.
-        time_us: mean time of one execution, in microseconds.
-        share: share of the time of all layers, 0..1.
-    """
-
-    name: str
-    kind: str
-    nodes: tuple[str, ...]
-    precision: str
-    tactic: str
-    time_us: float
-    share: float
-
-
 class ModelRunner(Protocol):
     """Runs a model on batches of inputs."""
 
@@ -84,7 +71,7 @@ class Engine(ModelRunner, Protocol):
     def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
         """Time executions of a batch for about `seconds`; on a GPU as a CUDA graph with inputs on the device."""
 
-    def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+    def layers(self, inputs: Mapping[str, Array]) -> list[MeasuredLayer]:
         """Return the layers in order, timed on this batch."""
 
     @property

@@ -40,7 +40,7 @@ from onnx import TensorProto, helper
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, copy_model, drop_unused_domains, read_onnx, write_onnx
 from headrace_engines.progress import Report
-from headrace_engines.targets.base import Array, BatchTiming, Layer, TargetSpec
+from headrace_engines.targets.base import Array, BatchTiming, MeasuredLayer, TargetSpec
 
 _LAYOUT = "_nchwc"
 _NUMBERED = re.compile(r"_token_\d+$|/duplicated(_token_\d+)?$")
@@ -344,7 +344,7 @@ class OnnxRuntimeEngine:
             rows, float(median_us), float(p99_us), rows * len(durations_ns) / ((now_ns - started_ns) / 1e9)
         )
 
-    def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+    def layers(self, inputs: Mapping[str, Array]) -> list[MeasuredLayer]:
         """Return the kernels of ONNX Runtime in order, timed on this batch by its profiler."""
         self._note_shapes(inputs)
         return profile_layers(self._path, self._source, inputs)
@@ -420,7 +420,7 @@ class _Kernel:
     times_us: list[float] = field(default_factory=list)
 
 
-def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[str, Array]) -> list[Layer]:
+def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[str, Array]) -> list[MeasuredLayer]:
     """Run an ONNX file under ONNX Runtime's profiler.
 
     Args:
@@ -525,12 +525,12 @@ def _types(kinds: Any) -> list[str]:
     return [kind for entry in kinds or () if isinstance(entry, dict) for kind in entry]
 
 
-def _layers(kernels: dict[str, _Kernel], optimised: onnx.ModelProto, lineage: Lineage) -> list[Layer]:
+def _layers(kernels: dict[str, _Kernel], optimised: onnx.ModelProto, lineage: Lineage) -> list[MeasuredLayer]:
     nodes = {node.name: node for node in optimised.graph.node}
     means_us = {name: _middle_mean(kernel.times_us) for name, kernel in kernels.items()}
     total_us = sum(means_us.values())
     return [
-        Layer(
+        MeasuredLayer(
             name=name,
             kind=kernel.kind,
             nodes=lineage.get(name, ()),

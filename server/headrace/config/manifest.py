@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -232,7 +232,7 @@ def _capability(cpuinfo: str, architecture: str) -> str:
 
 
 LAYERS_FILE = "layers.json"
-FORMAT = 1
+FORMAT: Final = 1
 # A layer takes about 300 bytes; a larger file is not a layer report.
 MAX_BYTES = 4 << 20
 
@@ -242,7 +242,17 @@ _Time = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """One step of an engine; see `headrace_engines.targets.base.Layer`."""
+    """One step of a built engine.
+
+    Attributes:
+        name: name in the engine.
+        kind: operator, e.g. "Conv", "CaskConvolution".
+        nodes: names of its ONNX nodes, in order; empty for steps that the builder added (reformats).
+        precision: precision of its arithmetic, e.g. "int8", "fp16", "fp32".
+        tactic: name of the kernel; "" if the engine does not report it.
+        time_us: mean time of one execution, in microseconds.
+        share: share of the time of all layers, 0..1.
+    """
 
     name: str
     kind: str
@@ -255,7 +265,24 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """An engine and its layers, with times; the content of `layers.json`."""
+    """An engine and its layers, with times; the content of `layers.json`.
+
+    Attributes:
+        format: version of the file format.
+        model: name of the model.
+        version: number of the version.
+        artefact: name of the opened file.
+        precision: precision of the engine; "" for the model's ONNX file.
+        machine: machine of the measurement.
+        reason: reason why `artefact` is the model's ONNX file; "" for a built engine.
+        shapes: shapes of the inputs by name, batch dimension included.
+        rows: rows of the batch.
+        median_us: median time of one execution without the profiler, in microseconds.
+        p99_us: 99th percentile of it.
+        rows_per_s: rows a second without the profiler.
+        total_us: time of all layers under the profiler, which adds time to each layer, most to small ones.
+        layers: layers in order.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 

@@ -7,6 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from headrace.core.command_line import printable
 from headrace.core.svg_plot import (
     HEIGHT,
     WIDTH,
@@ -24,7 +25,7 @@ from headrace.core.svg_plot import (
     svg,
     ticks,
 )
-from headrace_engines.report import milliseconds, plain, rate, size
+from headrace_engines.report import milliseconds, rate, size
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -158,7 +159,7 @@ def test_each_precision_has_a_colour_and_a_shape_of_its_own() -> None:
         (rate(41_200.4), "41,200"),
         (size(1500), "1.5 kB"),
         (size(102_000_000), "102.0 MB"),
-        (plain("a\x1b[2Jb\nc"), "a\ufffd[2Jb\ufffdc"),
+        (printable("a\x1b[2Jb\nc"), "a\ufffd[2Jb\ufffdc"),
     ],
 )
 def test_numbers_for_people(text: str, expected: str) -> None:

@@ -25,7 +25,7 @@ from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDevice
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from headrace_engines.errors import BuildError
-from headrace_engines.targets.base import BatchTiming, Layer
+from headrace_engines.targets.base import BatchTiming, MeasuredLayer
 from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, explain_open, signals_deferred
 
 Array = npt.NDArray[Any]
@@ -250,7 +250,7 @@ def layer_profiler(trt: Any, times: LayerTimer) -> Any:
     return Profiler()
 
 
-def read_layers(information: str, times_us: Mapping[str, float], nodes: Collection[str] | None) -> list[Layer]:
+def read_layers(information: str, times_us: Mapping[str, float], nodes: Collection[str] | None) -> list[MeasuredLayer]:
     """Return layers in the order of the engine; layers that only the profiler lists are last.
 
     Args:
@@ -278,10 +278,12 @@ def read_layers(information: str, times_us: Mapping[str, float], nodes: Collecti
     return layers + [_layer(entry, times_us, total, node_names) for entry in extra]
 
 
-def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float, node_names: set[str] | None) -> Layer:
+def _layer(
+    entry: Mapping[str, Any], times_us: Mapping[str, float], total: float, node_names: set[str] | None
+) -> MeasuredLayer:
     name = str(entry.get("Name", ""))
     time_us = times_us.get(name, 0.0)
-    return Layer(
+    return MeasuredLayer(
         name=name,
         kind=str(entry.get("LayerType", "")),
         nodes=_nodes(entry, name, node_names),
@@ -475,7 +477,7 @@ class TensorRtEngine:
                 if graph is not None:
                     graph.close()
 
-    def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+    def layers(self, inputs: Mapping[str, Array]) -> list[MeasuredLayer]:
         """Return the engine's layers in order, timed on this batch.
 
         Times are those of TensorRT's profiler, which serialises layers: their sum exceeds the time of one execution.

@@ -33,7 +33,7 @@ from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report
 from headrace_engines.project import BuildSpec, Project, open_project, read_spec
 from headrace_engines.store import Store
-from headrace_engines.targets.base import BatchTiming, Engine, Layer, Target, TargetSpec
+from headrace_engines.targets.base import BatchTiming, Engine, MeasuredLayer, Target, TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
@@ -192,7 +192,7 @@ class Clocked:
         median_us = 900.0 if turn == 3 else 100.0 + turn
         return BatchTiming(rows, median_us, 2 * median_us, rows * 1e6 / median_us)
 
-    def layers(self, inputs: Mapping[str, Any]) -> list[Layer]:
+    def layers(self, inputs: Mapping[str, Any]) -> list[MeasuredLayer]:
         return []
 
     @property
