@@ -128,21 +128,13 @@ def _lift_constants(graph: OnnxGraph) -> None:
 # Choosing
 
 
-@dataclass(frozen=True, slots=True)
-class _CastNode:
-    """A node to cast and how."""
-
-    node: onnx.NodeProto
-    signature: Signature
-
-
 def _nodes_to_cast(
     graph: OnnxGraph, numbers: FloatFormat, keep: frozenset[str], quantized: Quantized
-) -> dict[str, _CastNode]:
-    """Return the nodes to cast, by the name of their first output."""
+) -> dict[str, Signature]:
+    """Return the changes of the nodes to cast, by the name of their first output."""
     graph.sort()
     stay = _computed_from_shapes(graph) | _near_quantized(graph, quantized)
-    chosen: dict[str, _CastNode] = {}
+    chosen: dict[str, Signature] = {}
     cast_tensors: set[str] = set()
     for node in graph.nodes:
         key = _key(node)
@@ -154,7 +146,7 @@ def _nodes_to_cast(
             # The QuantizeLinear of weights needs the type of their DequantizeLinear.
             if not cast_tensors.issuperset(read) or not (read or node.op_type == "QuantizeLinear"):
                 continue
-        chosen[key] = _CastNode(node, match)
+        chosen[key] = match
         cast_tensors |= {node.output[i] for i in match.outputs}
     return _without_islands(graph, chosen)
 
@@ -224,8 +216,9 @@ def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
     return reached
 
 
-def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str, _CastNode]:
+def _without_islands(graph: OnnxGraph, chosen: dict[str, Signature]) -> dict[str, Signature]:
     """Remove nodes that only move values between FP32 nodes, except readers of a table of weights: these save memory."""
+    nodes = {_key(node): node for node in graph.nodes}
     visited: set[str] = set()
     islands: set[str] = set()
     for start in chosen:
@@ -233,13 +226,13 @@ def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str
             continue
         island, waiting = {start}, [start]
         while waiting:
-            near = _neighbours(graph, chosen[waiting.pop()].node) & chosen.keys() - island
+            near = _neighbours(graph, nodes[waiting.pop()]) & chosen.keys() - island
             island |= near
             waiting.extend(near)
         visited |= island
-        if all(_only_moves(graph, chosen[key].node) for key in island):
+        if all(_only_moves(graph, nodes[key]) for key in island):
             islands |= island
-    return {key: cast for key, cast in chosen.items() if key not in islands}
+    return {key: match for key, match in chosen.items() if key not in islands}
 
 
 def _neighbours(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
@@ -261,7 +254,7 @@ def _only_moves(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
 class _Writer:
     """Casts the chosen nodes of a graph."""
 
-    def __init__(self, graph: OnnxGraph, numbers: FloatFormat, chosen: dict[str, _CastNode]) -> None:
+    def __init__(self, graph: OnnxGraph, numbers: FloatFormat, chosen: dict[str, Signature]) -> None:
         self._graph = graph
         self._numbers = numbers
         self._chosen = chosen
@@ -277,10 +270,10 @@ class _Writer:
         """Change the graph and return its model."""
         planned = [(node, self._chosen.get(_key(node))) for node in self._graph.nodes]
         for node, cast in planned:
-            for i in cast.signature.outputs if cast else ():
+            for i in cast.outputs if cast else ():
                 self._make(node, i)
         for node, cast in planned:
-            self._read(node, cast.signature.inputs if cast else ())
+            self._read(node, cast.inputs if cast else ())
         self._graph.sort()
         self._drop_idle_casts()
         return self._graph.finish()

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+from headrace.config.files import write_durably
 from headrace.core.optimization_config import Calibration
 from onnx import numpy_helper
 
@@ -297,16 +296,12 @@ def _read(table: Path, key: str, names: Sequence[str]) -> dict[str, Range] | Non
 
 
 def _write(table: Path, document: dict[str, Any]) -> None:
-    """Write a temporary file and rename it, so that concurrent builders leave one complete table."""
-    temporary = ""
+    """Replace the table at once, so that concurrent builders leave a complete one."""
     try:
         table.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".table.", dir=table.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(document, stream, indent=1)
-        Path(temporary).replace(table)
+        write_durably(table, json.dumps(document, indent=1).encode())
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         cure = "make room or choose another folder with --cache DIR"
-        raise BuildError(f"the calibration table cannot be kept in {table.parent}: {error.strerror}: {cure}") from error
+        raise BuildError(
+            f"the calibration table cannot be written to {table.parent}: {error.strerror}: {cure}"
+        ) from error

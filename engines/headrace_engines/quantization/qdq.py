@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -116,13 +116,7 @@ def quantize(
     model = copy_model(raise_opset(model, FP8_OPSET) if precision == "fp8" else model)
     graph = OnnxGraph(model)
     placement = place_pairs(graph, target, precision, keep)
-    scheme: _Scheme
-    if precision == "fp8":
-        scheme = _Fp8()
-    elif target == "tensorrt":
-        scheme = _SymmetricInt8()
-    else:
-        scheme = _UnsignedInt8(reduce_range)
+    scheme = _Fp8() if precision == "fp8" else _Scheme() if target == "tensorrt" else _UnsignedInt8(reduce_range)
     writer = _Writer(graph, placement, scheme, ranges)
     writer.write()
     if target == "onnxruntime":
@@ -139,54 +133,49 @@ class _Scale:
     zero_point: Array | TensorProto
 
 
-class _Scheme(Protocol):
-    """An 8-bit format: scales of activations and weights."""
+class _Scheme:
+    """An 8-bit format: scales of activations and weights. This base class is symmetric INT8.
 
-    element_type: int
-    weight_type: int
-    quantizes_bias: bool
+    Attributes:
+        element_type: `TensorProto.DataType` of activations.
+        weight_type: the same of weights.
+        quantizes_bias: biases become INT32.
+        largest_weight: largest INT8 number of a weight.
+    """
+
+    element_type: int = TensorProto.INT8
+    weight_type: int = TensorProto.INT8
+    quantizes_bias = False
+    largest_weight = 127
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         """Return the scale for values in low..high, 0 included; if `clamped`, values must not exceed `high`."""
+        largest = max(-low, high)
+        return _Scale(_float32(largest / 127 if largest else 1.0), np.zeros((), np.int8))
 
     def larger(self, scale: Floats) -> Floats:
         """Return the next larger scale."""
+        return _float32(scale * _SCALE_RATIO)
 
     def weight(
         self, values: Floats, layer: WeightedLayer, min_scale: Floats | None
-    ) -> tuple[Array | TensorProto, _Scale]:
-        """Return the weights in 8 bits, or in FP32 if the target quantises them, and their scale.
+    ) -> tuple[Array | TensorProto | None, _Scale]:
+        """Return the weights in 8 bits, or None if the target quantises them, and their scale.
 
         Args:
             values: weights, FP32.
             layer: layer of the weights.
             min_scale: lower bounds of the scales, FP32 [channels]; None without bounds.
         """
+        return _symmetric(values, layer.axis, min_scale, self.largest_weight)
 
 
-class _SymmetricInt8:
-    element_type: int = TensorProto.INT8
-    weight_type: int = TensorProto.INT8
-    quantizes_bias = False
-
-    def activation(self, low: float, high: float, clamped: bool) -> _Scale:
-        largest = max(-low, high)
-        return _Scale(_float32(largest / 127 if largest else 1.0), np.zeros((), np.int8))
-
-    def larger(self, scale: Floats) -> Floats:
-        return _float32(scale * _SCALE_RATIO)
-
-    def weight(self, values: Floats, layer: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, layer.axis, min_scale, 127)
-
-
-class _UnsignedInt8:
+class _UnsignedInt8(_Scheme):
     element_type: int = TensorProto.UINT8
-    weight_type: int = TensorProto.INT8
     quantizes_bias = True
 
     def __init__(self, reduce_range: bool) -> None:
-        self._largest_weight = 63 if reduce_range else 127
+        self.largest_weight = 63 if reduce_range else 127
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         scale = _float32((high - low) / 255 if high > low else 1.0)
@@ -196,17 +185,10 @@ class _UnsignedInt8:
             scale = np.asarray(np.nextafter(scale, np.float32(0)))
         return _Scale(scale, np.asarray(zero_point))
 
-    def larger(self, scale: Floats) -> Floats:
-        return _float32(scale * _SCALE_RATIO)
 
-    def weight(self, values: Floats, layer: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, layer.axis, min_scale, self._largest_weight)
-
-
-class _Fp8:
+class _Fp8(_Scheme):
     element_type: int = TensorProto.FLOAT8E4M3FN
     weight_type: int = TensorProto.FLOAT8E4M3FN
-    quantizes_bias = False
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         return self._with_zero(fp8_scale(max(-low, high)))
@@ -216,11 +198,11 @@ class _Fp8:
 
     def weight(
         self, values: Floats, layer: WeightedLayer, min_scale: Floats | None
-    ) -> tuple[Array | TensorProto, _Scale]:
+    ) -> tuple[TensorProto | None, _Scale]:
         # One scale: the exponents of FP8 cover small channels too, and TensorRT supports scales by channel on some GPUs only.
         scale = fp8_scale(float(np.abs(values).max(initial=0)))
         # A convolution runs in FP8 if TensorRT quantises its weights, and in FP16 if they are stored in FP8 (10.6 on an H200).
-        whole = values if layer.operator == "Conv" else encode_fp8(values, scale)
+        whole = None if layer.operator == "Conv" else encode_fp8(values, scale)
         return whole, self._with_zero(scale)
 
     def _with_zero(self, scale: np.float32) -> _Scale:
@@ -272,7 +254,7 @@ class _Writer:
                 self._constants(nodes[name], layer, inputs[(name, layer.activations[0])])
 
     def _pair(self, tensor: str) -> str:
-        graph, scheme = self._graph, self._scheme
+        scheme = self._scheme
         low, high, clamped = self._range(tensor)
         scale = scheme.activation(low, high, clamped)
         other_scales = {
@@ -281,15 +263,7 @@ class _Writer:
         while float(scale.scale) in other_scales:
             scale = replace(scale, scale=scheme.larger(scale.scale))
         self._scales[tensor] = scale
-        shape = graph.shape(tensor)
-        constants = [
-            graph.add_constant(f"{tensor}_scale", scale.scale),
-            graph.add_constant(f"{tensor}_zero_point", _copy_constant(scale.zero_point)),
-        ]
-        quantized = graph.add_node("QuantizeLinear", [tensor, *constants], f"{tensor}_quantized")
-        graph.set_type(quantized, scheme.element_type, shape)
-        self.pairs[tensor] = graph.add_node("DequantizeLinear", [quantized, *constants], f"{tensor}_dequantized")
-        graph.set_type(self.pairs[tensor], TensorProto.FLOAT, shape)
+        self.pairs[tensor] = self._dequantized(tensor, None, scale, None, scheme.element_type)
         return self.pairs[tensor]
 
     def _range(self, tensor: str) -> tuple[float, float, bool]:
@@ -338,17 +312,17 @@ class _Writer:
             graph.rewire(node, 2, self._dequantized(node.input[2], whole, zeros, 0, TensorProto.INT32))
 
     def _dequantized(
-        self, name: str, quantized: Array | TensorProto, scale: _Scale, axis: int | None, element_type: int
+        self, name: str, quantized: Array | TensorProto | None, scale: _Scale, axis: int | None, element_type: int
     ) -> str:
-        """Return the output of a DequantizeLinear of constants, with a QuantizeLinear before it for FP32 constants."""
+        """Return the output of a DequantizeLinear of a constant, or of a QuantizeLinear of the tensor without a constant."""
         graph = self._graph
         shape = graph.shape(name)
         scales = [
             graph.add_constant(f"{name}_scale", scale.scale),
-            graph.add_constant(f"{name}_zero_point", _copy_constant(scale.zero_point)),
+            graph.add_constant(f"{name}_zero_point", scale.zero_point),
         ]
         by_channel = axis if scale.scale.ndim else None
-        if isinstance(quantized, np.ndarray) and quantized.dtype == np.float32:
+        if quantized is None:
             stored = graph.add_node("QuantizeLinear", [name, *scales], f"{name}_quantized", axis=by_channel)
         else:
             stored = graph.add_constant(f"{name}_quantized", quantized)
@@ -356,12 +330,6 @@ class _Writer:
         output = graph.add_node("DequantizeLinear", [stored, *scales], f"{name}_dequantized", axis=by_channel)
         graph.set_type(output, TensorProto.FLOAT, shape)
         return output
-
-
-def _copy_constant(values: Array | TensorProto) -> Array | TensorProto:
-    if isinstance(values, TensorProto):
-        return TensorProto.FromString(values.SerializeToString())
-    return values
 
 
 def _avoid_float_gemm(graph: OnnxGraph, placement: QdqPlacement) -> None:
@@ -400,8 +368,8 @@ Doubles = npt.NDArray[np.float64]
 SAMPLES = 48
 # Rows of one run: the inputs of all layers are in memory until they are averaged.
 _ROWS = 4
-# Operators with channels in the second dimension, with the index of their bias.
-_BIAS = {"Conv": 2, "Gemm": 2}
+# Operators with channels in the second dimension and a bias as input 2.
+_BIASED = ("Conv", "Gemm")
 
 
 def correct_biases(
@@ -419,7 +387,7 @@ def correct_biases(
     graph, rounded = OnnxGraph(copy_model(model)), OnnxGraph(copy_model(quantized))
     counterparts = {node.name: node for node in rounded.nodes}
     names = set(nodes) & set(counterparts)
-    layers = [node for node in graph.nodes if node.name in names and node.op_type in _BIAS]
+    layers = [node for node in graph.nodes if node.name in names and node.op_type in _BIASED]
     report(0.0, "correcting biases")
     means = _means(model, graph, sorted({node.input[0] for node in layers}), samples.head(SAMPLES), report)
     for node in layers:
@@ -481,10 +449,10 @@ def _shift(graph: OnnxGraph, node: onnx.NodeProto, error: Doubles, mean: Doubles
     """Return the shift of the mean of each output channel by the error of the weights; None if the shapes do not fit."""
     if node.op_type == "Gemm":
         error = error if graph.attribute(node, "transB", 0) else error.T
-        matrix: Doubles | None = (
-            error @ mean if error.shape[1:] == mean.shape and _is_plain_product(graph, node) else None
-        )
-        return matrix
+        # x times W plus a bias, without factors.
+        names = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+        plain = all(graph.attribute(node, name, value) == value for name, value in names.items())
+        return np.asarray(error @ mean) if plain and error.shape[1:] == mean.shape else None
     groups = graph.attribute(node, "group", 1)
     outputs, inputs = error.shape[:2]
     if mean.size != groups * inputs:
@@ -494,23 +462,14 @@ def _shift(graph: OnnxGraph, node: onnx.NodeProto, error: Doubles, mean: Doubles
     return channels
 
 
-def _is_plain_product(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
-    """Return whether a Gemm is x times W plus a bias."""
-    attributes = [
-        graph.attribute(node, name, default) for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
-    ]
-    return attributes == [1.0, 1.0, 0]
-
-
 def _subtract_shift(graph: OnnxGraph, node: onnx.NodeProto, shift: Doubles) -> None:
     """Subtract the shift from a copy of the node's bias, except for a computed bias or one with other shapes."""
-    index = _BIAS[node.op_type]
-    name = node.input[index] if len(node.input) > index else ""
+    name = node.input[2] if len(node.input) > 2 else ""
     bias = graph.constant(name) if name else np.zeros(shift.shape, np.float32)
     if bias is None or bias.shape != shift.shape:
         return
     corrected = graph.add_constant(f"{node.name}.bias", (bias - shift).astype(np.float32))
-    if len(node.input) > index:
-        graph.rewire(node, index, corrected)
+    if len(node.input) > 2:
+        graph.rewire(node, 2, corrected)
     else:
         node.input.append(corrected)

@@ -26,9 +26,10 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, BinaryIO, NamedTuple, NoReturn
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -131,40 +132,38 @@ def open_pictures(
     return Samples(reader.read, digests, name, "pictures", labels=labels, batched=layout.batched)
 
 
+@dataclass(slots=True)
 class _Pictures:
     """Prepares pictures on use and caches the first ones."""
 
-    def __init__(
-        self, path: Path, folder: Path, names: list[str], layout: InputLayout, recipe: ImageRecipe, location: str
-    ) -> None:
-        self._path = path
-        self._folder = folder
-        self._names = names
-        self._layout = layout
-        self._recipe = recipe
-        self._location = location
-        self._cache: dict[int, Array] = {}
-        self._cache_bytes = 0
+    path: Path
+    folder: Path
+    names: list[str]
+    layout: InputLayout
+    recipe: ImageRecipe
+    location: str
+    cache: dict[int, Array] = field(default_factory=dict)
+    cache_bytes: int = 0
 
     def read(self, number: int) -> Sample:
-        array = self._cache.get(number)
+        array = self.cache.get(number)
         if array is None:
-            array = self._prepared(self._names[number])
-            if self._cache_bytes + array.nbytes <= _CACHE_BYTES:
-                self._cache[number] = array
-                self._cache_bytes += array.nbytes
-        return {self._layout.name: array}
+            array = self._prepared(self.names[number])
+            if self.cache_bytes + array.nbytes <= _CACHE_BYTES:
+                self.cache[number] = array
+                self.cache_bytes += array.nbytes
+        return {self.layout.name: array}
 
     def _prepared(self, name: str) -> Array:
-        location = f"{self._location}{name}"
+        location = f"{self.location}{name}"
         try:
-            pixels = prepare(decode(_content(self._path / name, self._folder, location)), self._recipe)
+            pixels = prepare(decode(_content(self.path / name, self.folder, location)), self.recipe)
         except BadRequest as error:
             raise BuildError(f"{location}: {error}") from error
-        if self._layout.datatype.name == "UINT8":
+        if self.layout.datatype.name == "UINT8":
             pixels = np.clip(np.rint(pixels), 0, 255)
-        array = pixels.astype(self._layout.dtype)
-        return self._layout.sample(array if len(self._layout.dims) == array.ndim else array[0], location)
+        array = pixels.astype(self.layout.dtype)
+        return self.layout.sample(array if len(self.layout.dims) == array.ndim else array[0], location)
 
 
 def _recipe(layouts: Mapping[str, InputLayout], config: ModelConfig, location: str) -> tuple[InputLayout, ImageRecipe]:
@@ -290,7 +289,6 @@ def _label_file(file: Path, location: str) -> dict[str, str]:
 
 LABELS = ("labels", "label")
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_SKIP_BYTES = 1 << 20
 
 
 class _Header(NamedTuple):
@@ -424,26 +422,14 @@ class _ArrayFile:
                 return [np.ascontiguousarray(values[number]) for number in numbers]
             shape = header.shape[1:]
             row_bytes = header.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-            rows: dict[int, Array] = {}
-            position = 0
-            for number in sorted(set(numbers)):
-                _read(stream, (number - position) * row_bytes, keep=False)
-                rows[number] = np.frombuffer(_read(stream, row_bytes), header.dtype).reshape(shape)
-                position = number + 1
-            return [rows[number] for number in numbers]
-
-
-def _read(stream: IO[bytes], size_bytes: int, keep: bool = True) -> bytes:
-    """Read and return `size_bytes` bytes, or skip them and return none."""
-    content = bytearray()
-    while size_bytes:
-        piece = stream.read(min(size_bytes, _SKIP_BYTES))
-        if not piece:
-            raise EOFError("the file is truncated")
-        size_bytes -= len(piece)
-        if keep:
-            content += piece
-    return bytes(content)
+            rows = dict.fromkeys(numbers, b"")
+            for number in range(max(rows) + 1):
+                content = stream.read(row_bytes)
+                if len(content) < row_bytes:
+                    raise EOFError("the file is truncated")
+                if number in rows:
+                    rows[number] = content
+            return [np.frombuffer(rows[number], header.dtype).reshape(shape) for number in numbers]
 
 
 def open_reader(
@@ -489,22 +475,20 @@ class _SampleFile:
 
     def __init__(self) -> None:
         self._file: BinaryIO = tempfile.TemporaryFile(prefix="headrace-samples-")  # noqa: SIM115
-        self._records: list[list[tuple[str, int, np.dtype[Any], tuple[int, ...]]]] = []
-        self._text: dict[tuple[int, str], Array] = {}
+        # By input the offset in the file, or an array of text.
+        self._records: list[dict[str, int | Array]] = []
         self.digests: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._records)
 
     def add(self, sample: Sample) -> None:
-        records = []
+        record: dict[str, int | Array] = {}
         try:
             for name, array in sample.items():
-                if array.dtype == object:
-                    self._text[len(self), name] = array
-                else:
-                    records.append((name, self._file.seek(0, 2), array.dtype, array.shape))
-                    self._file.write(np.ascontiguousarray(array).tobytes())
+                record[name] = array if array.dtype == object else self._file.seek(0, os.SEEK_END)
+                if array.dtype != object:
+                    np.save(self._file, array)
             self._file.flush()
         except OSError as error:
             folder = tempfile.gettempdir()
@@ -512,15 +496,16 @@ class _SampleFile:
                 f"the samples cannot be written to {folder}: {error.strerror or error}: make room there"
             ) from error
         self.digests.append(content_digest(sample))
-        self._records.append(records)
+        self._records.append(record)
 
     def read(self, number: int) -> Sample:
-        sample: Sample = {name: array for (n, name), array in self._text.items() if n == number}
-        for name, offset, dtype, shape in self._records[number]:
-            self._file.seek(offset)
-            size_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-            sample[name] = np.frombuffer(self._file.read(size_bytes), dtype).reshape(shape)
-        return sample
+        return {name: self._load(value) for name, value in self._records[number].items()}
+
+    def _load(self, value: int | Array) -> Array:
+        if isinstance(value, int):
+            self._file.seek(value)
+            return np.asarray(np.load(self._file))
+        return value
 
 
 def _call(path: Path, function: str) -> Iterator[Any]:
@@ -558,16 +543,12 @@ def _guarded(path: Path, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except (Exception, SystemExit) as error:  # code of the model's owner can raise anything
-        _raise_reader_error(path, error)
-
-
-def _raise_reader_error(path: Path, error: BaseException) -> NoReturn:
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        raise BuildError(f"{path.name}:{error.lineno}: {error.msg}: correct the code that reads samples") from error
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = f":{frames[-1].lineno}" if frames else ""
-    message = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-    raise BuildError(f"{path.name}{line}: {message}: correct the code that reads samples") from error
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = f":{frames[-1].lineno}" if frames else ""
+        message = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            line, message = f":{error.lineno}", error.msg
+        raise BuildError(f"{path.name}{line}: {message}: correct the code that reads samples") from error
 
 
 def _samples_of(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from headrace.core.model_config import ModelConfig
@@ -100,15 +101,16 @@ class InputLayout:
             BuildError: they do not fit. The message has the expected and the actual shape and, if it matches, a common mistake.
         """
         sample_shape = tuple(shape[1:]) if samples_in_front else tuple(shape)
-        if len(sample_shape) != len(self.dims) or any(
-            e not in (-1, f) for e, f in zip(self.dims, sample_shape, strict=True)
-        ):
+        if not self._fits(sample_shape):
             expected = ["N", *self.dims] if samples_in_front else [*self.dims]
             message = f"{location}: input '{self.name}' takes {_shape_text(expected)}, found {_shape_text(shape)}"
             raise BuildError(f"{message}: {self._cure(tuple(shape), sample_shape)}")
         if not self._takes(dtype):
             cure = f"convert it with .astype('{self.dtype}') after the pre-processing of the model"
             raise BuildError(f"{location}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.dims) and all(e in (-1, f) for e, f in zip(self.dims, shape, strict=True))
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
         """Return whether data of this type can be converted: the same type, floats to floats, integers to integers."""
@@ -123,7 +125,8 @@ class InputLayout:
         if self.dtype == object:
             return array.astype(object)
         if self.datatype is BF16 and array.dtype == np.float32:
-            return _to_bf16(array)
+            # As bit patterns.
+            return array.astype(ml_dtypes.bfloat16).view(np.uint16)
         if self.dtype.kind in "iu" and array.size and not np.can_cast(array.dtype, self.dtype):
             limits = np.iinfo(self.dtype)
             if array.min() < limits.min or array.max() > limits.max:
@@ -132,18 +135,15 @@ class InputLayout:
             return np.asarray(array, self.dtype)
 
     def _cure(self, whole: tuple[int, ...], sample_shape: tuple[int, ...]) -> str:
-        def fits(shape: tuple[int, ...]) -> bool:
-            return len(shape) == len(self.dims) and all(e in (-1, f) for e, f in zip(self.dims, shape, strict=True))
-
-        if fits(whole):
+        if self._fits(whole):
             return "the first dimension must count samples: use array[None] for a single one"
-        if len(sample_shape) == 3 and fits((sample_shape[2], sample_shape[0], sample_shape[1])):
+        if len(sample_shape) == 3 and self._fits((sample_shape[2], sample_shape[0], sample_shape[1])):
             return "the data is channels last (NHWC), the input channels first (NCHW): use array.transpose(0, 3, 1, 2)"
-        if len(sample_shape) == 3 and fits((sample_shape[1], sample_shape[2], sample_shape[0])):
+        if len(sample_shape) == 3 and self._fits((sample_shape[1], sample_shape[2], sample_shape[0])):
             return "the data is channels first (NCHW), the input channels last (NHWC): use array.transpose(0, 2, 3, 1)"
-        if fits((1, *sample_shape)):
+        if self._fits((1, *sample_shape)):
             return "the dimension of the single channel is missing: use array[:, None]"
-        if fits((*sample_shape, 1)):
+        if self._fits((*sample_shape, 1)):
             return "the dimension of the single channel is missing: use array[..., None]"
         return "reshape it to the shape of the input"
 
@@ -204,12 +204,6 @@ def check_labels(labels: Array, config: ModelConfig, location: str) -> Array:
     return flat.astype(np.int64)
 
 
-def _to_bf16(array: Array) -> Array:
-    """Return FP32 values as BF16 bit patterns, UINT16, rounded to nearest even."""
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
-
-
 def _shape_text(shape: Sequence[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -219,40 +213,28 @@ SEED = 5
 _PIXELS = 255.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Samples:
     """Inputs of a model in a fixed order, read on use.
 
-    Args:
+    Attributes:
         read: returns the sample of an index: arrays by input name in the model's shape, without the batch dimension.
         digests: digest of the content of every sample, by index.
         name: name of the data, for messages, e.g. "calibration/".
         noun: plural noun for the number of samples, e.g. "pictures"; "" for messages without the number.
-        labels: class of every sample by index, INT64; None without labels.
+        labels: class of every sample by index, INT64 [len]; None without labels.
         batched: False for a model without a batch dimension: a batch is one sample in the exact shape of the model.
-        numbers: indices of the selected samples; None for all.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int], Sample],
-        digests: Sequence[bytes],
-        name: str,
-        noun: str = "samples",
-        *,
-        labels: Array | None = None,
-        batched: bool = True,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        self._read = read
-        self._digests = digests
-        self._name = name
-        self._noun = noun
-        self._labels = labels
-        self.batched = batched
-        self._numbers = range(len(digests)) if numbers is None else numbers
+    read: Callable[[int], Sample]
+    digests: Sequence[bytes]
+    name: str
+    noun: str = "samples"
+    labels: Array | None = None
+    batched: bool = True
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array], labels: Array | None = None, name: str = "arrays") -> Self:
+    def of(cls, arrays: Mapping[str, Array], labels: Array | None = None) -> Self:
         """Return samples from arrays by input name; the first dimension counts samples."""
         by_name = {key: np.asarray(array) for key, array in arrays.items()}
         count = len(next(iter(by_name.values())))
@@ -260,32 +242,24 @@ class Samples:
         def read(number: int) -> Sample:
             return {key: array[number] for key, array in by_name.items()}
 
-        return cls(read, [content_digest(read(n)) for n in range(count)], name, labels=labels)
+        return cls(read, [content_digest(read(n)) for n in range(count)], "arrays", labels=labels)
 
     def __len__(self) -> int:
-        return len(self._numbers)
-
-    @property
-    def labels(self) -> Array | None:
-        """Class of every sample, INT64 [len]; None without labels."""
-        return None if self._labels is None else np.asarray(self._labels[list(self._numbers)], np.int64)
+        return len(self.digests)
 
     @property
     def digest(self) -> str:
         """SHA-256, in hex, of the contents of the samples and their labels."""
-        digest = hashlib.sha256()
-        for number in self._numbers:
-            digest.update(self._digests[number])
-        labels = self.labels
-        if labels is not None:
-            digest.update(labels.astype("<i8").tobytes())
+        digest = hashlib.sha256(b"".join(self.digests))
+        if self.labels is not None:
+            digest.update(self.labels.astype("<i8").tobytes())
         return digest.hexdigest()
 
     @property
     def origin(self) -> str:
         """Name and number of the samples, for messages, e.g. "calibration/ (96 pictures)"."""
-        noun = self._noun[:-1] if len(self) == 1 else self._noun
-        return f"{self._name} ({len(self)} {noun})" if self._noun else self._name
+        noun = self.noun[:-1] if len(self) == 1 else self.noun
+        return f"{self.name} ({len(self)} {noun})" if self.noun else self.name
 
     def batches(self, rows: int) -> Iterator[Sample]:
         """Yield the samples in order, as batches by input name.
@@ -298,11 +272,10 @@ class Samples:
             BuildError: a sample cannot be read.
         """
         if not self.batched:
-            yield from map(self._read, self._numbers)
+            yield from map(self.read, range(len(self)))
             return
         waiting: list[Sample] = []
-        for number in self._numbers:
-            sample = self._read(number)
+        for sample in map(self.read, range(len(self))):
             if waiting and _shapes(sample) != _shapes(waiting[0]):
                 yield _stacked(waiting)
                 waiting = []
@@ -315,7 +288,7 @@ class Samples:
 
     def head(self, count: int) -> Samples:
         """Return the first `count` samples, or all if there are fewer."""
-        return self._part(self._numbers[:count])
+        return self._part(range(len(self))[:count])
 
     def split(self, share: float) -> tuple[Samples, Samples]:
         """Split off the last `share` (0..1) of the samples; both parts have at least one sample.
@@ -326,22 +299,19 @@ class Samples:
         if len(self) < 2:
             raise BuildError(f"{self.origin}: one sample cannot be divided into two parts: add samples")
         cut = min(max(len(self) - round(share * len(self)), 1), len(self) - 1)
-        return self._part(self._numbers[:cut]), self._part(self._numbers[cut:])
+        return self._part(range(cut)), self._part(range(cut, len(self)))
 
     def without(self, others: Samples) -> Samples:
         """Return the samples whose content is not in `others`."""
-        digests = {others._digests[number] for number in others._numbers}
-        return self._part([number for number in self._numbers if self._digests[number] not in digests])
+        digests = set(others.digests)
+        return self._part([index for index, digest in enumerate(self.digests) if digest not in digests])
 
-    def _part(self, numbers: Sequence[int]) -> Samples:
-        return Samples(
-            self._read,
-            self._digests,
-            self._name,
-            self._noun,
-            labels=self._labels,
-            batched=self.batched,
-            numbers=numbers,
+    def _part(self, indices: Sequence[int]) -> Samples:
+        return replace(
+            self,
+            read=lambda index: self.read(indices[index]),
+            digests=[self.digests[index] for index in indices],
+            labels=None if self.labels is None else self.labels[list(indices)],
         )
 
 
@@ -381,14 +351,14 @@ def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequenc
     return Samples(read, digests, "random inputs", "", batched=batched)
 
 
-def content_digest(sample: Sample, *extra: object) -> bytes:
-    """Return the SHA-256 of a sample's names, types, shapes and values, and of the text of `extra`."""
+def content_digest(sample: Sample) -> bytes:
+    """Return the SHA-256 of a sample's names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, array in sorted(sample.items()):
         content = repr(array.tolist()).encode() if array.dtype.kind == "O" else np.ascontiguousarray(array).tobytes()
         digest.update(repr((name, array.dtype.str, array.shape, len(content))).encode())
         digest.update(content)
-    digest.update(repr(extra).encode())
+    digest.update(b"()")  # end of the sample: digests of stored engines include it
     return digest.digest()
 
 

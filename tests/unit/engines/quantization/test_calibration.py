@@ -130,5 +130,5 @@ def test_a_model_without_a_batch_dimension_runs_sample_by_sample():
 
 def test_a_failed_write_of_a_table_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match="the calibration table cannot be kept in"):
+    with pytest.raises(BuildError, match="the calibration table cannot be written to"):
         _found(models.affine(), ["Y"], cache=tmp_path / "file")
