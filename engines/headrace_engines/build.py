@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,13 +107,13 @@ def build_engine(
     digest = project.digest()
     key = _key(project, spec, data, machine, store)
     if not rebuild and (entry := store.find(key)) is not None:
-        return _result_from_entry(entry, spec, machine, key, cached=True)
+        return _result_from_entry(entry, spec, machine, cached=True)
     with store.building(key, on_wait=lambda note: report(0.0, note)):
         # Another builder may have finished it while this one waited for the lock.
         if not rebuild and (entry := store.find(key)) is not None:
-            return _result_from_entry(entry, spec, machine, key, cached=True)
+            return _result_from_entry(entry, spec, machine, cached=True)
         entry = _Builder(project, spec, target, store, data, key, digest, machine).run(report)
-    return _result_from_entry(entry, spec, machine, key, cached=False)
+    return _result_from_entry(entry, spec, machine, cached=False)
 
 
 def build_best_engine(
@@ -146,9 +147,8 @@ def build_best_engine(
 def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: Store) -> BuildResult | None:
     """Return the stored FP32 engine of the same target, model and shapes; None if there is none."""
     plain, machine = spec.at("fp32"), target.describe()
-    key = _key(project, plain, open_data(project, plain), machine, store)
-    entry = store.find(key)
-    return None if entry is None else _result_from_entry(entry, plain, machine, key, cached=True)
+    entry = store.find(_key(project, plain, open_data(project, plain), machine, store))
+    return None if entry is None else _result_from_entry(entry, plain, machine, cached=True)
 
 
 def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, store: Store) -> str:
@@ -162,155 +162,137 @@ def _rows_per_s(built: BuildResult) -> float:
     return max(built.timings, key=lambda timing: timing.rows).rows_per_s
 
 
+@dataclass(frozen=True, slots=True)
 class _Builder:
     """Builds one artefact that the store does not have."""
 
-    def __init__(
-        self,
-        project: Project,
-        spec: BuildSpec,
-        target: Target,
-        store: Store,
-        data: BuildData,
-        key: str,
-        digest: str,
-        machine: Machine,
-    ) -> None:
-        self._project = project
-        self._spec = spec
-        self._target = target
-        self._store = store
-        self._data = data
-        self._key = key
-        self._digest = digest
-        self._machine = machine
+    project: Project
+    spec: BuildSpec
+    target: Target
+    store: Store
+    data: BuildData
+    key: str
+    digest: str
+    machine: Machine
 
     def run(self, report: Report) -> StoreEntry:
         started_s = time.monotonic()
         report(0.0, "reading the model")
-        source = read_onnx(self._project.source)
+        source = read_onnx(self.project.source)
         model = simplify(source)
         lowered = lower_model(
             model,
-            self._spec,
-            self._target.name,
-            self._data,
-            self._store.tables,
+            self.spec,
+            self.target.name,
+            self.data,
+            self.store.tables,
             part(report, 0.0, 0.45),
-            self._target.refuses_fp8_convolutions() if self._spec.precision == "fp8" else "",
+            self.target.refuses_fp8_convolutions() if self.spec.precision == "fp8" else "",
         )
-        with self._store.scratch() as scratch:
-            artefact = scratch / f"model{self._target.suffix}"
+        with self.store.scratch() as scratch:
+            artefact = scratch / f"model{self.target.suffix}"
             lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.8))
-            engine = self._target.open(artefact, lowered.model)
-            try:
+            with closing(self.target.open(artefact, lowered.model)) as engine:
                 accuracy = self._compare(OnnxRunner(source), engine, part(report, 0.8, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
-            finally:
-                engine.close()
             seconds = time.monotonic() - started_s
             facts = {**self._facts(lowered, accuracy, timings, seconds), "baseline": self._baseline(timings)}
-            return self._store.add(self._key, artefact, facts)
+            return self.store.add(self.key, artefact, facts)
 
     def _build_artefact(self, lowered: LoweredModel, artefact: Path, report: Report) -> LoweredModel:
         """Build, with layers for which the target has no 8-bit kernel in floating point; return the built model."""
+        order = TargetSpec(
+            precision=self.spec.precision,
+            profiles=self.spec.profiles,
+            workspace_bytes=self.spec.workspace_bytes,
+            timing_cache=self.store.timing_cache(self.machine),
+        )
         for attempt in range(_TRIES):
             try:
-                self._target.build(lowered.model, self._order(lowered), artefact, report)
+                self.target.build(lowered.model, order, artefact, report)
                 break
             except NoKernelError as error:
                 other = lowered.without(error.nodes) if lowered.without and attempt < _TRIES - 1 else None
                 if other is None:
                     raise
-                logger.warning("%s: %s; building again with these nodes in floating point", self._project.name, error)
+                logger.warning("%s: %s; building again with these nodes in floating point", self.project.name, error)
                 lowered = other
         return lowered
 
-    def _order(self, lowered: LoweredModel) -> TargetSpec:
-        return TargetSpec(
-            precision=self._spec.precision,
-            profiles=self._spec.profiles,
-            workspace_bytes=self._spec.workspace_bytes,
-            timing_cache=self._store.timing_cache(self._machine),
-        )
-
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
         """Compare on batches that fit the profile with the fewest rows."""
-        held_out, output = self._data.held_out, self._data.output
-        if not self._project.config.max_batch_size:
+        held_out, output = self.data.held_out, self.data.output
+        if not self.project.config.max_batch_size:
             return measure(reference, engine, held_out, 1, report, output=output)
-        shapes = [next(iter(profile.shapes.values())) for profile in self._spec.profiles]
+        shapes = [next(iter(profile.shapes.values())) for profile in self.spec.profiles]
         min_rows, max_rows = min((smallest[0], max_rows[0]) for smallest, _, max_rows in shapes)
         rows = max(min(ROWS, max_rows), min_rows)
         return measure(reference, _PaddedEngine(engine, min_rows), held_out, rows, report, output=output)
 
     def _timings(self, engine: Engine, report: Report) -> list[BatchTiming]:
-        sizes = batch_sizes(self._project, self._spec)
+        sizes = batch_sizes(self.project, self.spec)
         timings = []
         for index, rows in enumerate(sizes):
             report(index / len(sizes), f"timing {rows} row{'s' * (rows > 1)}")
-            timings.append(self._per_row(engine.time(sample_batch(self._data, rows, self._project), _TIMING_S)))
+            timings.append(per_row(engine.time(sample_batch(self.data, rows, self.project), _TIMING_S), self.project))
         return timings
 
     def _baseline(self, timings: list[BatchTiming]) -> Mapping[str, object] | None:
         """Time `model.onnx` on ONNX Runtime, which serves a model without an engine."""
         best = max(timings, key=lambda timing: timing.rows_per_s)
-        rows = best.rows if self._target.name == "onnxruntime" else min(best.rows, _CPU_ROWS)
+        rows = best.rows if self.target.name == "onnxruntime" else min(best.rows, _CPU_ROWS)
         try:
-            engine = OnnxRuntimeEngine(self._project.source)
-            try:
-                timing = engine.time(sample_batch(self._data, rows, self._project), _TIMING_S)
-            finally:
-                engine.close()
+            with closing(OnnxRuntimeEngine(self.project.source)) as engine:
+                timing = engine.time(sample_batch(self.data, rows, self.project), _TIMING_S)
         except BuildError as error:
-            logger.info("%s: model.onnx is not timed on ONNX Runtime: %s", self._project.name, error)
+            logger.info("%s: model.onnx is not timed on ONNX Runtime: %s", self.project.name, error)
             return None
-        return asdict(self._per_row(timing))
-
-    def _per_row(self, timing: BatchTiming) -> BatchTiming:
-        """Correct the timing of a model without a batch dimension, whose first dimension the engine counts as rows."""
-        batched = bool(self._project.config.max_batch_size)
-        return timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows)
+        return asdict(per_row(timing, self.project))
 
     def _facts(
         self, lowered: LoweredModel, accuracy: Accuracy, timings: list[BatchTiming], seconds: float
     ) -> Mapping[str, object]:
         return {
-            "model": self._project.name,
-            "version": self._project.version,
-            "onnx_sha256": self._digest,
-            "spec_digest": self._spec.digest(),
-            "precision": self._spec.precision,
-            "machine": asdict(self._machine),
+            "model": self.project.name,
+            "version": self.project.version,
+            "onnx_sha256": self.digest,
+            "spec_digest": self.spec.digest(),
+            "precision": self.spec.precision,
+            "machine": asdict(self.machine),
             "accuracy": accuracy.to_json(),
-            "refusal": judge(accuracy, self._spec.bar, quantized=self._spec.quantized),
+            "refusal": judge(accuracy, self.spec.bar, quantized=self.spec.quantized),
             "kept": list(lowered.float_nodes),
             "timings": [asdict(timing) for timing in timings],
             "seconds": round(seconds, 3),
-            "built_with": {**_versions(), self._machine.target: self._machine.version},
+            "built_with": {**_versions(), self.machine.target: self.machine.version},
         }
 
 
+def per_row(timing: BatchTiming, project: Project) -> BatchTiming:
+    """Correct the timing of a model without a batch dimension, whose first dimension the engine counts as rows."""
+    if project.config.max_batch_size:
+        return timing
+    return replace(timing, rows=1, rows_per_s=timing.rows_per_s / max(timing.rows, 1))
+
+
+@dataclass(frozen=True, slots=True)
 class _PaddedEngine:
     """Runs smaller batches than an engine was built for: repeats rows and drops their outputs.
 
-    Args:
+    Attributes:
         engine: engine with a batch dimension.
         min_rows: smallest batch of the engine.
     """
 
-    def __init__(self, engine: Engine, min_rows: int) -> None:
-        self._engine = engine
-        self._min_rows = min_rows
+    engine: Engine
+    min_rows: int
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         rows = len(next(iter(inputs.values())))
-        if rows >= self._min_rows:
-            return self._engine.run(inputs)
-        answers = self._engine.run({name: _resized(array, self._min_rows) for name, array in inputs.items()})
-        return {
-            name: array[:rows] if array.shape[:1] == (self._min_rows,) else array for name, array in answers.items()
-        }
+        if rows >= self.min_rows:
+            return self.engine.run(inputs)
+        answers = self.engine.run({name: _resized(array, self.min_rows) for name, array in inputs.items()})
+        return {name: array[:rows] if array.shape[:1] == (self.min_rows,) else array for name, array in answers.items()}
 
 
 def _resized(array: Array, rows: int) -> Array:
@@ -361,14 +343,14 @@ def make_stamp(
     )
 
 
-def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, key: str, cached: bool) -> BuildResult:
+def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, cached: bool) -> BuildResult:
     facts: dict[str, Any] = dict(entry.facts)
     accuracy = facts.get("accuracy")
     return BuildResult(
         path=entry.path,
         spec=spec,
         machine=machine,
-        key=key,
+        key=entry.key,
         accuracy=None if accuracy is None else Accuracy.from_json(accuracy),
         refusal=list(facts.get("refusal", [])),
         float_nodes=tuple(facts.get("kept", ())),

@@ -72,6 +72,12 @@ class OnnxGraph:
         """Return the nodes that read a tensor, each once, in any order."""
         return list(self._consumers.get(tensor, {}).values())
 
+    def only_reader(self, tensor: str) -> onnx.NodeProto | None:
+        """Return the only node that reads a tensor, once; None if there are several, or if it is an output of the model."""
+        readers = self.consumers(tensor)
+        alone = len(readers) == 1 and tensor not in self.outputs and list(readers[0].input).count(tensor) == 1
+        return readers[0] if alone else None
+
     def is_constant(self, tensor: str) -> bool:
         """Return whether a tensor is an initializer."""
         return tensor in self._constants
@@ -122,21 +128,19 @@ class OnnxGraph:
         self._constants[name] = self.model.graph.initializer[-1]
         return name
 
-    def add_node(
-        self, operator: str, inputs: Sequence[str], output: str = "", *, domain: str = "", **attributes: Any
-    ) -> str:
+    def add_node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Add a node with one output at the end (see `sort`) and return the output's name.
 
         Args:
             operator: e.g. "QuantizeLinear".
             inputs: names of the tensors.
-            output: base of the unused name of the output; the operator if "".
-            domain: domain of the operator.
+            output: base of the unused name of the output.
             attributes: attributes of the node; those of value None are left out.
         """
-        name = self.fresh(output or operator)
+        name = self.fresh(output)
         present = {key: value for key, value in attributes.items() if value is not None}
-        node = helper.make_node(operator, list(inputs), [name], name=name, domain=domain, **present)
+        # The empty domain is written: artefacts and digests of cached tables keep their bytes.
+        node = helper.make_node(operator, list(inputs), [name], name=name, domain="", **present)
         self.model.graph.node.append(node)
         self._enter(self.model.graph.node[-1])
         return name
@@ -163,10 +167,6 @@ class OnnxGraph:
 
     def remove(self, node: onnx.NodeProto) -> None:
         """Remove a node; rewire the readers of its outputs first."""
-        for name in self._reads(node):
-            self._consumers.get(name, {}).pop(id(node), None)
-        for name in node.output:
-            self._producers.pop(name, None)
         self.model.graph.node.remove(node)
         self._index()
 
@@ -239,11 +239,7 @@ class OnnxGraph:
             self._consumers.setdefault(name, {})[id(node)] = node
 
     def _reads(self, node: onnx.NodeProto) -> set[str]:
-        names = {name for name in node.input if name}
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                names |= {name for child in inner.node for name in self._reads(child)}
-        return names
+        return {name for name in node.input if name} | captured(node)
 
 
 def captured(node: onnx.NodeProto) -> set[str]:

@@ -88,7 +88,10 @@ def open_project(model: str, repository: Path, version: int | None = None) -> Pr
     Raises:
         BuildError: the model or version does not exist, or its configuration is invalid.
     """
-    path = _folder(model, repository)
+    try:
+        path = find_model_folder(model, repository)
+    except NotFound as error:
+        raise BuildError(str(error)) from error
     if path.name.isdecimal() and (path / SOURCE).is_file():
         raise BuildError(f"{model} is a version of a model: write {path.parent.name} --version {path.name}")
     try:
@@ -126,13 +129,6 @@ def all_projects(repository: Path) -> list[Project | BuildError]:
         except BuildError as error:
             projects.append(error)
     return projects
-
-
-def _folder(model: str, repository: Path) -> Path:
-    try:
-        return find_model_folder(model, repository)
-    except NotFound as error:
-        raise BuildError(str(error)) from error
 
 
 # Increased when equal specifications lead to another artefact than before; stored artefacts are then built again.

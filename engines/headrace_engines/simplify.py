@@ -223,7 +223,7 @@ def _merge_affine(graph: OnnxGraph) -> None:
     """Merge a scale or shift by channel after a batch norm into the batch norm."""
     merged = set()
     for norm in [node for node in graph.nodes if node.op_type == "BatchNormalization"]:
-        while (step := _only_reader(graph, norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
+        while (step := graph.only_reader(norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
             scale, shift = graph.constant(norm.input[1]), graph.constant(norm.input[2])
             if scale is None or shift is None:
                 break
@@ -248,12 +248,6 @@ def _drop(graph: OnnxGraph, names: set[str]) -> None:
         graph.sort()
 
 
-def _only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
-    readers = graph.consumers(tensor)
-    alone = len(readers) == 1 and tensor not in graph.outputs and list(readers[0].input).count(tensor) == 1
-    return readers[0] if alone else None
-
-
 def _by_channel(graph: OnnxGraph, values: Array | None, tensor: str, channels: int) -> Array | None:
     """Return a constant operand of [N, C, ...] as [C]; None if it does not have one value per channel."""
     shape = graph.shape(tensor)
@@ -269,7 +263,7 @@ def _biased_products_to_gemm(graph: OnnxGraph) -> None:
     """Write a matrix product and a bias by column as one Gemm, which has kernels that add the bias."""
     done = set()
     for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
-        step = _only_reader(graph, node.output[0])
+        step = graph.only_reader(node.output[0])
         weight, first_shape = graph.shape(node.input[1]), graph.shape(node.input[0])
         if (
             step is None

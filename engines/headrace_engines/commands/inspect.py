@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace_engines.build import per_row
 from headrace_engines.commands import add_model
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
@@ -72,16 +74,9 @@ def _inspect(
     project: Project, target: Target, path: Path, precision: str, reason: str, rows: int | None
 ) -> LayerReport:
     inputs = _inputs(project, target, rows)
-    engine = target.open(path, read_onnx(project.source))
-    try:
-        timing = engine.time(inputs, _TIMING_S)
+    with closing(target.open(path, read_onnx(project.source))) as engine:
+        timing = per_row(engine.time(inputs, _TIMING_S), project)
         layers = engine.layers(inputs)
-    finally:
-        engine.close()
-    batched = bool(project.config.max_batch_size)
-    if not batched:
-        # Without a batch dimension, one execution is one row.
-        timing = replace(timing, rows=1, rows_per_s=timing.rows_per_s / max(timing.rows, 1))
     return LayerReport(
         format=FORMAT,
         model=project.name,

@@ -69,7 +69,8 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
-        self._storages: dict[str, _Storage] = {}
+        # Storages read so far, by key.
+        self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement of an accepted name.
@@ -95,12 +96,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         storage = _Storage(str(pid[2]), pid[1], int(pid[4]))
         if len(pid) > 5 and pid[5] is not None:
             _malformed(f"storage {storage.key} is a view of another")
-        return self._storages.setdefault(storage.key, storage)
-
-    @property
-    def storages(self) -> dict[str, _Storage]:
-        """Storages read so far, by key."""
-        return self._storages
+        return self.storages.setdefault(storage.key, storage)
 
 
 def read_state_dict(content: bytes) -> dict[str, Array]:

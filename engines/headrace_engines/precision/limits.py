@@ -215,17 +215,8 @@ _MARGIN = 0.25
 _LOSS = 8.0
 _LONG_SOFTMAX = 4096
 _SQUARES = {"InstanceNormalization", "MeanVarianceNormalization", "LpNormalization", "LRN", "LpPool", "GlobalLpPool"}
-_SUMS = {
-    "ReduceL2",
-    "ReduceSumSquare",
-    "ReduceLogSumExp",
-    "ReduceLogSum",
-    "CumSum",
-    "CumProd",
-    "ReduceProd",
-    "DFT",
-    "STFT",
-}
+_REDUCTIONS = {"ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "ReduceLogSum", "ReduceProd"}
+_SUMS = _REDUCTIONS | {"CumSum", "CumProd", "DFT", "STFT"}
 _COORDINATES = {"GridSample", "RoiAlign", "MaxRoiPool", "AffineGrid", "NonMaxSuppression"}
 _BY_RULE = _SQUARES | _SUMS | _COORDINATES
 _STASHING = {"LayerNormalization", "GroupNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}

@@ -238,8 +238,8 @@ def _without_islands(graph: OnnxGraph, chosen: dict[str, Signature]) -> dict[str
 def _neighbours(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
     """Return the keys of the nodes that share an FP32 tensor with a node."""
     names = _floats(graph, node)
-    makers = (graph.producer(name) for name in names)
-    return {_key(n) for n in makers if n is not None} | {_key(n) for name in names for n in graph.consumers(name)}
+    producers = (graph.producer(name) for name in names)
+    return {_key(n) for n in producers if n is not None} | {_key(n) for name in names for n in graph.consumers(name)}
 
 
 def _only_moves(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
@@ -424,55 +424,48 @@ def lower_model(
     return _Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
 
 
+@dataclass
 class _Quantizer:
-    """Writes one model with Q/DQ."""
+    """Writes one model with Q/DQ; `fp8_reason` is `no_fp8_convolutions` of `lower_model`."""
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        spec: BuildSpec,
-        target: str,
-        data: BuildData,
-        tables: Path,
-        no_fp8_convolutions: str,
-    ) -> None:
-        assert data.calibration is not None
-        self._model = model
-        self._spec = spec
-        self._target = target
-        self._data = data
-        self._calibration = data.calibration
-        self._tables = tables
-        nodes = quantizable(model, target, spec.precision)
-        self._fp8_reason = no_fp8_convolutions if spec.precision == "fp8" else ""
+    model: onnx.ModelProto
+    spec: BuildSpec
+    target: str
+    data: BuildData
+    tables: Path
+    fp8_reason: str
+
+    def __post_init__(self) -> None:
+        assert self.data.calibration is not None
+        self.calibration = self.data.calibration
+        nodes = quantizable(self.model, self.target, self.spec.precision)
         # Convolutions without FP8 on this target are not candidates, and are not listed in `float_nodes`.
-        others = {node.name for node in model.graph.node if node.op_type not in PRODUCTS}
-        self._not_fp8 = others.intersection(nodes) if self._fp8_reason else set()
-        self._nodes = [name for name in nodes if name not in self._not_fp8]
-        self._ranges: dict[str, tuple[float, float]] = {}
+        others = {node.name for node in self.model.graph.node if node.op_type not in PRODUCTS}
+        fp8 = self.spec.precision == "fp8"
+        self.not_fp8 = others.intersection(nodes) if fp8 and self.fp8_reason else set()
+        self.nodes = [name for name in nodes if name not in self.not_fp8]
+        self.ranges: dict[str, tuple[float, float]] = {}
 
     def run(self, report: Report) -> LoweredModel:
-        calibration, precision = self._spec.calibration, self._spec.precision
-        if not self._nodes:
-            if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
+        calibration, precision = self.spec.calibration, self.spec.precision
+        if not self.nodes:
+            if any(node.op_type == "DequantizeLinear" for node in self.model.graph.node):
                 raise BuildError("the model is quantised already: use fp32, which does not change it")
-            if self._not_fp8:
+            if self.not_fp8:
                 cure = "use fp16 or int8"
                 raise BuildError(
-                    f"the model has convolutions but no product to run in fp8, and {self._fp8_reason}: {cure}"
+                    f"the model has convolutions but no product to run in fp8, and {self.fp8_reason}: {cure}"
                 )
             missing = "convolution and no product of FP32"
-            raise BuildError(f"the model has no {missing} that {self._target} runs in {precision}: use fp32 or fp16")
-        if self._not_fp8:
-            logger.warning("%d convolutions run in fp16: %s", len(self._not_fp8), self._fp8_reason)
+            raise BuildError(f"the model has no {missing} that {self.target} runs in {precision}: use fp32 or fp16")
+        if self.not_fp8:
+            logger.warning("%d convolutions run in fp16: %s", len(self.not_fp8), self.fp8_reason)
         # Names of nodes that only another target quantises are valid.
-        keep = nodes_to_keep(quantizable(self._model), calibration)
-        if keep.issuperset(self._nodes):
+        keep = nodes_to_keep(quantizable(self.model), calibration)
+        if keep.issuperset(self.nodes):
             raise BuildError(f"calibration.keep leaves no node in {precision}: name fewer nodes, or use fp32 or fp16")
-        tensors = tensors_to_calibrate(self._model)
-        self._ranges = calibrate(
-            self._model, tensors, self._calibration, calibration, self._tables, part(report, 0.0, 0.4)
-        )
+        tensors = tensors_to_calibrate(self.model)
+        self.ranges = calibrate(self.model, tensors, self.calibration, calibration, self.tables, part(report, 0.0, 0.4))
         quantized = self._corrected(keep, part(report, 0.4, 0.6))
         missed = self._missed(quantized, part(report, 0.6, 0.65))
         if missed:
@@ -486,7 +479,7 @@ class _Quantizer:
         model = self._in_half(quantized, keep) if half else quantized
 
         def without(nodes: Collection[str]) -> LoweredModel | None:
-            if half and self._spec.precision == "fp8":
+            if half and self.spec.precision == "fp8":
                 return self._lowered(quantized, keep, half=False)
             added = set(nodes) - keep
             if added:
@@ -497,41 +490,39 @@ class _Quantizer:
 
     def _corrected(self, keep: set[str], report: Report) -> onnx.ModelProto:
         """Return the quantised model with corrected biases, or without if they lower the cosine with the original."""
-        plain = self._quantize(self._model, keep)
-        nodes = [name for name in self._nodes if name not in keep]
-        model = correct_biases(self._model, plain, nodes, self._calibration, part(report, 0.0, 0.6))
+        plain = self._quantize(self.model, keep)
+        nodes = [name for name in self.nodes if name not in keep]
+        model = correct_biases(self.model, plain, nodes, self.calibration, part(report, 0.0, 0.6))
         corrected = self._quantize(model, keep)
-        reference, few = OnnxRunner(self._model), self._calibration.head(SAMPLES)
-        output = self._data.output
+        reference, few = OnnxRunner(self.model), self.calibration.head(SAMPLES)
+        output = self.data.output
         before = measure(reference, OnnxRunner(plain), few, ROWS, part(report, 0.6, 0.8), output=output)
         after = measure(reference, OnnxRunner(corrected), few, ROWS, part(report, 0.8, 1.0), output=output)
         return corrected if after.cosine > before.cosine else plain
 
     def _quantize(self, model: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
         # Without VNNI the sum of two products of UINT8 and INT8 overflows 16 bits; with weights of 7 bits it does not.
-        narrow = self._target == "onnxruntime" and not has_vnni(cpu_capability())
-        return quantize(
-            model, self._ranges, self._target, self._spec.precision, keep | self._not_fp8, reduce_range=narrow
-        )
+        narrow = self.target == "onnxruntime" and not has_vnni(cpu_capability())
+        return quantize(model, self.ranges, self.target, self.spec.precision, keep | self.not_fp8, reduce_range=narrow)
 
     def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
         """Return the missed accuracy limits that more layers in floating point may repair."""
-        held_out = self._data.held_out.head(SEARCH_SAMPLES)
-        reference, runner = OnnxRunner(self._model), OnnxRunner(quantized)
-        accuracy = measure(reference, runner, held_out, ROWS, report, output=self._data.output)
-        bar = self._spec.bar
+        held_out = self.data.held_out.head(SEARCH_SAMPLES)
+        reference, runner = OnnxRunner(self.model), OnnxRunner(quantized)
+        accuracy = measure(reference, runner, held_out, ROWS, report, output=self.data.output)
+        bar = self.spec.bar
         return judge(accuracy, bar if accuracy.drop is not None else replace(bar, max_drop=None))
 
     def _search(self, keep: set[str], report: Report) -> set[str]:
-        candidates = [name for name in self._nodes if name not in keep]
+        candidates = [name for name in self.nodes if name not in keep]
         # An engine with fewer than half of its layers in INT8 has no advantage over FP16.
-        max_layers = len(self._nodes) // 2 - len(keep.intersection(self._nodes))
+        max_layers = len(self.nodes) // 2 - len(keep.intersection(self.nodes))
         ranking = rank_layers(
-            self._model,
-            self._ranges,
-            self._target,
-            self._spec.precision,
-            self._calibration,
+            self.model,
+            self.ranges,
+            self.target,
+            self.spec.precision,
+            self.calibration,
             part(report, 0.0, 0.6),
             candidates,
         )
@@ -542,23 +533,23 @@ class _Quantizer:
             nonlocal tries
             tries += 1
             searching(tries / (tries + 4), f"{len(layers)} layers left in floating point")
-            return not self._missed(self._quantize(self._model, keep | layers), silent)
+            return not self._missed(self._quantize(self.model, keep | layers), silent)
 
         try:
             return keep | min_float_layers([name for name, _ in ranking[: max(max_layers, 0)]], holds)
         except BuildError:
             # The comparison of the built artefact decides; --force publishes it even below the limits.
             logger.warning(
-                "the accuracy does not hold with half of the %d layers left in floating point either", len(self._nodes)
+                "the accuracy does not hold with half of the %d layers left in floating point either", len(self.nodes)
             )
             return keep
 
     def _in_half(self, quantized: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
         """Cast the layers that stay in floating point to FP16 where that is faster: on TensorRT."""
-        fp8 = self._spec.precision == "fp8"
-        if self._target != "tensorrt" or not (keep or fp8):
+        fp8 = self.spec.precision == "fp8"
+        if self.target != "tensorrt" or not (keep or fp8):
             return quantized
-        stay = must_stay_fp32(self._model, self._calibration, "fp16", silent)
+        stay = must_stay_fp32(self.model, self.calibration, "fp16", silent)
         # TensorRT's FP8 convolutions need FP16 scales and biases, its INT8 convolutions FP32.
         return cast_model(quantized, "fp16", stay, "scales" if fp8 else "layers")
 

@@ -134,12 +134,6 @@ def origin_of(graph: OnnxGraph, tensor: str) -> str:
     return tensor
 
 
-def only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
-    """Return the only node that reads a tensor; None if there are several, or if it is an output of the model."""
-    readers = graph.consumers(tensor)
-    return readers[0] if len(readers) == 1 and tensor not in graph.outputs else None
-
-
 def tensors_between(
     graph: OnnxGraph, chosen: Collection[str], through: Collection[str], keep: Collection[str] = ()
 ) -> set[str]:
@@ -366,7 +360,7 @@ class _TensorRT:
         return [0, 1] if all(len(graph.shape(name) or ()) >= 4 for name in node.input) else []
 
     def _is_convolution(self, tensor: str) -> bool:
-        producer, reader = self._graph.producer(tensor), only_reader(self._graph, tensor)
+        producer, reader = self._graph.producer(tensor), self._graph.only_reader(tensor)
         layer = self.weighted.get(producer.name) if producer is not None and reader is not None else None
         return layer is not None and layer.operator in ("Conv", "ConvTranspose")
 
@@ -394,7 +388,9 @@ class _OnnxRuntime:
         every = weighted_layers(graph, keep)
         nodes = {node.name: node for node in graph.nodes}
         self.weighted = {name: layer for name, layer in every.items() if _has_integer_kernel(graph, nodes[name], layer)}
-        self._between = tensors_between(graph, self.weighted, _ONNXRUNTIME_STEPS, set(keep) - self._free_steps())
+        # These nodes have the same result in 8 bits; floating point would only cost time.
+        free = {node.name for node in graph.nodes if node.op_type in SAME_VALUES | CLAMPS}
+        self._between = tensors_between(graph, self.weighted, _ONNXRUNTIME_STEPS, set(keep) - free)
         self.edges = [(name, index) for name, layer in self.weighted.items() for index in layer.activations]
         stored: dict[str, None] = {}
         for node in graph.nodes:
@@ -407,10 +403,6 @@ class _OnnxRuntime:
                 for name in node.output:
                     stored[self._clamped(name)] = None
         self.stored = list(stored)
-
-    def _free_steps(self) -> set[str]:
-        """Return nodes with the same result in 8 bits; floating point would only cost time."""
-        return {node.name for node in self._graph.nodes if node.op_type in SAME_VALUES | CLAMPS}
 
     def _runs_in_8_bits(self, node: onnx.NodeProto, stored: Collection[str], keep: Collection[str]) -> bool:
         if node.op_type not in _ONNXRUNTIME_STEPS or not any(name in self._between for name in node.output):
@@ -425,7 +417,7 @@ class _OnnxRuntime:
 
     def _clamped(self, tensor: str) -> str:
         """Return the output of a Relu or Clip that is the only reader of a tensor, else the tensor: 8 bits clamp too."""
-        reader = only_reader(self._graph, tensor)
+        reader = self._graph.only_reader(tensor)
         return str(reader.output[0]) if reader is not None and reader.op_type in CLAMPS else tensor
 
     def _only_quantized_readers(self, tensor: str) -> bool:
