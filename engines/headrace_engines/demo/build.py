@@ -16,19 +16,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
@@ -166,24 +165,10 @@ class DemoModel:
         return files("headrace_engines.demo").joinpath("files", self.files[name]).read_text(encoding="utf-8")
 
 
-def load_recipe(recipe: str) -> Callable[..., Artefact]:
+def _load(recipe: str) -> Any:
     """Import and return "module:function" of `headrace_engines.demo`."""
-    return cast(Callable[..., Artefact], _load(recipe))
-
-
-def make_samples(model: DemoModel) -> dict[str, bytes]:
-    """Return the contents of a model's sample files by path.
-
-    Raises:
-        BuildError: the package with their source data is not installed.
-    """
-    return cast(Callable[[], dict[str, bytes]], _load(model.samples))()
-
-
-def _load(recipe: str) -> object:
     module_name, function_name = recipe.split(":")
-    module: Any = import_module(f"headrace_engines.demo.{module_name}")
-    return getattr(module, function_name)
+    return getattr(import_module(f"headrace_engines.demo.{module_name}"), function_name)
 
 
 _PICTURES = ("calibration", "accuracy")
@@ -379,7 +364,8 @@ def build_demo_model(
         if not force and state in (DemoState.UP_TO_DATE, DemoState.FOREIGN):
             _rename_old_stamp(output / model.name / VERSION)
             return replace(_unchanged_outcome(model, output, state), remark=remark)
-        artefact = _run_recipe(model, fetched, report)
+        by_weights = (fetched,) if fetched and model.fetched_recipe else ()
+        artefact: Artefact = _load(model.fetched_recipe if by_weights else model.recipe)(report, *by_weights)
         seconds = time.monotonic() - started_s
         size_bytes = _write_version(model, output / model.name, artefact, seconds)
     except (BuildError, OSError) as error:
@@ -394,12 +380,6 @@ def _unchanged_outcome(model: DemoModel, output: Path, state: DemoState) -> Demo
     stamp = read_stamp(folder) or {}
     size_bytes = (folder / MODEL_FILE).stat().st_size
     return DemoOutcome(model.name, state, False, size_bytes, stamp.get("accuracy"), str(stamp.get("weights", "")))
-
-
-def _run_recipe(model: DemoModel, fetched: WeightsFile | None, report: Report) -> Artefact:
-    if fetched and model.fetched_recipe:
-        return load_recipe(model.fetched_recipe)(report, fetched)
-    return load_recipe(model.recipe)(report)
 
 
 def _write_missing_files(model: DemoModel, folder: Path) -> None:
@@ -426,25 +406,22 @@ def _write_missing_samples(model: DemoModel, folder: Path) -> str:
     if not missing:
         return ""
     try:
-        _write_samples(make_samples(model), missing, folder)
+        _write_samples(_load(model.samples)(), missing, folder)
     except (BuildError, OSError) as error:
         return f"has no calibration samples: {error}"
     return f"{' and '.join(missing)} written beside it: samples for calibration and accuracy"
 
 
 def _write_samples(files: Mapping[str, bytes], missing: Sequence[str], folder: Path) -> None:
-    temporary = Path(tempfile.mkdtemp(prefix=".samples.", dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".samples.", dir=folder, ignore_cleanup_errors=True) as temporary:
         for name, data in files.items():
-            path = temporary / name
+            path = Path(temporary, name)
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
         for target in missing:
             # Another builder may have written them first; its samples are equal.
             if not (folder / target).exists():
-                (temporary / target).replace(folder / target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+                Path(temporary, target).replace(folder / target)
 
 
 def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: float) -> int:
@@ -465,9 +442,9 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
     }
     # The stamp is last: if files are replaced one by one, a new stamp means that all of them are new.
     written = {**artefact.extra_files, MODEL_FILE: content, STAMP_FILE: (json.dumps(stamp, indent=2) + "\n").encode()}
-    temporary = Path(tempfile.mkdtemp(prefix=f".{VERSION}.", dir=folder))
-    try:
-        temporary.chmod(0o755)  # mkdtemp's folder is readable by its owner only; a server may run as another user
+    with tempfile.TemporaryDirectory(prefix=f".{VERSION}.", dir=folder, ignore_cleanup_errors=True) as path:
+        temporary = Path(path)
+        temporary.chmod(0o755)  # a temporary folder is readable by its owner only; a server may run as another user
         for name, data in written.items():
             (temporary / name).write_bytes(data)
         if (folder / VERSION).exists():
@@ -476,6 +453,4 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
             _rename_old_stamp(folder / VERSION)
         else:
             temporary.replace(folder / VERSION)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return len(content)

@@ -159,7 +159,7 @@ def build(report: Report) -> Artefact:
         BuildError: scikit-learn, which has the pictures, is not installed.
     """
     report(0.0, "loading the pictures")
-    images, labels = _load()
+    images, labels = load()
     # threadpoolctl is a dependency of scikit-learn. Products this small gain nothing from threads and are slow on busy cores.
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -198,8 +198,12 @@ def split_stratified(labels: Integers, share: float, random: np.random.Generator
     return np.concatenate(train), np.concatenate(held_out)
 
 
-def _load() -> tuple[Floats, Integers]:
-    """Return the pictures FP32 [1797, 1, 8, 8] and their labels INT64 [1797]."""
+def load() -> tuple[Floats, Integers]:
+    """Return the pictures FP32 [1797, 1, 8, 8] and their labels INT64 [1797].
+
+    Raises:
+        BuildError: scikit-learn, which has the pictures, is not installed.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:

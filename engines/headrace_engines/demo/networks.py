@@ -14,8 +14,8 @@ puts the odd zero after the picture when the stride is 2; batch norm's epsilon i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,19 +140,19 @@ def fp32(*shape: int) -> tuple[int, tuple[int, ...]]:
     return TensorProto.FLOAT, shape
 
 
-def fold_batch_norm(
-    weight: Floats, gamma: Floats, beta: Floats, mean: Floats, variance: Floats, epsilon: float
-) -> tuple[Floats, Floats]:
+# Names of the tensors of a batch norm in a state dict: scale, shift, running mean and variance.
+NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
+
+
+def fold_batch_norm(weight: Floats, norm: Iterable[Floats], epsilon: float) -> tuple[Floats, Floats]:
     """Return weight and bias of the convolution that equals a convolution without bias and its batch norm.
 
     Args:
         weight: FP32 [out, in, k, k].
-        gamma: scale of the batch norm, FP32 [out].
-        beta: shift, FP32 [out].
-        mean: running mean, FP32 [out].
-        variance: running variance, FP32 [out].
+        norm: tensors of the batch norm in the order of `NORM_PARTS`, FP32 [out].
         epsilon: added to the variance.
     """
+    gamma, beta, mean, variance = norm
     scale = gamma.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
     folded = weight.astype(np.float64) * scale[:, None, None, None]
     return folded.astype(np.float32), (beta - mean * scale).astype(np.float32)
@@ -182,17 +182,8 @@ def build_tiny(report: Report) -> Artefact:
     return Artefact(model, "seeded")
 
 
-def build_add_sub_int32(report: Report) -> Artefact:
-    """Build sum and difference: INPUT0, INPUT1 INT32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
-    return _build_add_sub(report, "add_sub", TensorProto.INT32)
-
-
-def build_add_sub_fp32(report: Report) -> Artefact:
-    """Build sum and difference: INPUT0, INPUT1 FP32 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
-    return _build_add_sub(report, "add_sub_fp32", TensorProto.FLOAT)
-
-
-def _build_add_sub(report: Report, name: str, element_type: int) -> Artefact:
+def _build_add_sub(name: str, element_type: int, report: Report) -> Artefact:
+    """Build sum and difference: INPUT0, INPUT1 [N, 16]; OUTPUT0 is their sum, OUTPUT1 their difference."""
     report(0.0, "assembling")
     graph = GraphBuilder(name)
     graph.node("Add", "INPUT0", "INPUT1", output="OUTPUT0")
@@ -207,27 +198,16 @@ def _build_add_sub(report: Report, name: str, element_type: int) -> Artefact:
     return Artefact(model, "none")
 
 
-# An ONNX element type and a shape without the batch dimension.
-Tensor = tuple[int, tuple[int, ...]]
+build_add_sub_int32 = partial(_build_add_sub, "add_sub", TensorProto.INT32)
+build_add_sub_fp32 = partial(_build_add_sub, "add_sub_fp32", TensorProto.FLOAT)
 
 
-def read_published_onnx(
-    content: bytes,
-    expected_input: Tensor,
-    expected_output: Tensor,
-    input_name: str,
-    output_name: str,
-    properties: Mapping[str, str],
-) -> onnx.ModelProto:
-    """Read an ONNX file, rename its input and output, and free its batch dimension.
+def _read_published_onnx(content: bytes, origin: str) -> onnx.ModelProto:
+    """Read an ONNX file of ResNet-50, rename its input and output, and free its batch dimension.
 
     Args:
         content: bytes of the file, weights included.
-        expected_input: element type and shape of its only input, without the batch dimension.
-        expected_output: the same for its only output.
-        input_name: new name of the input.
-        output_name: new name of the output.
-        properties: metadata to add.
+        origin: metadata to add.
 
     Raises:
         BuildError: the file is not such a model, or its batch dimension cannot be freed.
@@ -239,43 +219,34 @@ def read_published_onnx(
         raise BuildError(f"the weights file is neither a PyTorch checkpoint nor a whole ONNX model: {error}") from error
     constants = {initializer.name for initializer in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in constants]
-    _expect("input", inputs, expected_input)
-    _expect("output", list(model.graph.output), expected_output)
-    _rename(model.graph, {inputs[0].name: input_name, model.graph.output[0].name: output_name})
-    for value in (inputs[0], model.graph.output[0]):
+    outputs = list(model.graph.output)
+    for role, values, expected in (("input", inputs, fp32(3, SIDE, SIDE)), ("output", outputs, fp32(CLASSES))):
+        types = [value.type.tensor_type for value in values]
+        actual = [(each.elem_type, tuple(dim.dim_value for dim in each.shape.dim)[1:]) for each in types]
+        if actual != [expected]:
+            raise BuildError(
+                f"the ONNX file's {role}s are (element type, shape of a row) {actual}, expected only {expected}"
+            )
+    names = {inputs[0].name: "input", outputs[0].name: "logits"}
+    for node in model.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    for value in (inputs[0], outputs[0]):
+        value.name = names[value.name]
         value.type.tensor_type.shape.dim[0].dim_param = BATCH
     # Shapes inferred for one batch size would contradict the free dimension.
     del model.graph.value_info[:]
-    helper.set_model_props(model, {**{entry.key: entry.value for entry in model.metadata_props}, **properties})
-    _check_batches(model, expected_input, input_name)
+    helper.set_model_props(model, {entry.key: entry.value for entry in model.metadata_props} | {"origin": origin})
+    _check_batches(model)
     return model
 
 
-def _expect(role: str, values: list[onnx.ValueInfoProto], expected: Tensor) -> None:
-    actual = [
-        (value.type.tensor_type.elem_type, tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)[1:])
-        for value in values
-    ]
-    if actual != [expected]:
-        raise BuildError(
-            f"the ONNX file's {role}s are (element type, shape of a row) {actual}, expected only {expected}"
-        )
-
-
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    for value in (*graph.input, *graph.output):
-        value.name = names.get(value.name, value.name)
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
-
-
-def _check_batches(model: onnx.ModelProto, expected_input: Tensor, input_name: str) -> None:
-    rows = np.random.default_rng(0).standard_normal((2, *expected_input[1]), np.float32)
+def _check_batches(model: onnx.ModelProto) -> None:
+    rows = np.random.default_rng(0).standard_normal((2, 3, SIDE, SIDE), np.float32)
     try:
         session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        together = session.run(None, {input_name: rows})[0]
-        alone = session.run(None, {input_name: rows[1:]})[0]
+        together = session.run(None, {"input": rows})[0]
+        alone = session.run(None, {"input": rows[1:]})[0]
     # ONNX Runtime's exceptions have no common base but this one.
     except Exception as error:
         raise BuildError(f"the ONNX file does not run with a free batch dimension: {error}") from error
@@ -333,11 +304,7 @@ def build_resnet50_fetched(report: Report, weights: WeightsFile) -> Artefact:
     origin, source = f"{weights.url}, SHA-256 {weights.sha256}", f"sha256:{weights.sha256}"
     if content[:4] != b"PK\x03\x04" and content[:2] != b"\x80\x02":
         report(0.7, "checking the ONNX file")
-        model = read_published_onnx(content, fp32(3, SIDE, SIDE), fp32(CLASSES), "input", "logits", {"origin": origin})
-        return Artefact(model, source)
-
-    from headrace_engines.demo.torch_weights import read_state_dict
-
+        return Artefact(_read_published_onnx(content, origin), source)
     tensors = read_state_dict(content)
 
     def tensor(name: str, shape: tuple[int, ...]) -> Floats:
@@ -349,9 +316,8 @@ def build_resnet50_fetched(report: Report, weights: WeightsFile) -> Artefact:
         return tensors[name]
 
     def folded(conv: str, norm: str, shape: tuple[int, ...], _gain: float) -> tuple[Floats, Floats]:
-        parts = ("weight", "bias", "running_mean", "running_var")
-        gamma, beta, mean, variance = (tensor(f"{norm}.{part}", shape[:1]) for part in parts)
-        return fold_batch_norm(tensor(f"{conv}.weight", shape), gamma, beta, mean, variance, _RESNET50_EPSILON)
+        parts = (tensor(f"{norm}.{part}", shape[:1]) for part in NORM_PARTS)
+        return fold_batch_norm(tensor(f"{conv}.weight", shape), parts, _RESNET50_EPSILON)
 
     dense = tensor("fc.weight", (CLASSES, 512 * _EXPANSION)), tensor("fc.bias", (CLASSES,))
     licence = "the publisher's"
@@ -405,24 +371,8 @@ EFFICIENTNET_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49c
 _EFFICIENTNET_EPSILON = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class _EfficientNetStage:
-    """Consecutive blocks: the first has the stride, the others keep the size."""
-
-    repeats: int
-    kernel: int
-    stride: int
-
-
-_EFFICIENTNET_STAGES = (
-    _EfficientNetStage(1, 3, 1),
-    _EfficientNetStage(2, 3, 2),
-    _EfficientNetStage(2, 5, 2),
-    _EfficientNetStage(3, 3, 2),
-    _EfficientNetStage(3, 5, 1),
-    _EfficientNetStage(4, 5, 2),
-    _EfficientNetStage(1, 3, 1),
-)
+# Number of consecutive blocks and the stride of the first one; the others keep the size. The weights have the kernel sizes.
+_EFFICIENTNET_STAGES = ((1, 1), (2, 2), (2, 2), (3, 2), (3, 1), (4, 2), (1, 1))
 
 
 class _EfficientNet:
@@ -431,11 +381,8 @@ class _EfficientNet:
     def __init__(self, tensors: dict[str, Floats]) -> None:
         self.tensors = tensors
         self.graph = GraphBuilder("efficientnet_lite0")
-        zero, six = np.float32(0), np.float32(6)
-        self._limits = (
-            self.graph.constant("relu6.min", np.array(zero)),
-            self.graph.constant("relu6.max", np.array(six)),
-        )
+        limits = {"relu6.min": 0, "relu6.max": 6}
+        self._limits = [self.graph.constant(name, np.array(limit, np.float32)) for name, limit in limits.items()]
 
     def relu6(self, x: str) -> str:
         """Add min(max(x, 0), 6)."""
@@ -443,25 +390,19 @@ class _EfficientNet:
 
     def conv(self, x: str, conv: str, norm: str, *, stride: int = 1, depthwise: bool = False) -> str:
         """Add the convolution and the batch norm of these names as one convolution."""
-        weight = self.tensors[f"{conv}.weight"]
-        parts = ("weight", "bias", "running_mean", "running_var")
-        gamma, beta, mean, variance = (self.tensors[f"{norm}.{part}"] for part in parts)
-        weight, bias = fold_batch_norm(weight, gamma, beta, mean, variance, _EFFICIENTNET_EPSILON)
+        parts = (self.tensors[f"{norm}.{part}"] for part in NORM_PARTS)
+        weight, bias = fold_batch_norm(self.tensors[f"{conv}.weight"], parts, _EFFICIENTNET_EPSILON)
         # Every input size of a stride of 2 is even (224, 112, 56, 28, 14), so "same" padding adds `total` zeros.
         total = weight.shape[2] - stride
         pads = (total // 2, total - total // 2)
         groups = weight.shape[0] if depthwise else 1
         return self.graph.conv(x, conv, weight, bias, stride=stride, pads=pads, groups=groups)
 
-    def block(self, x: str, prefix: str, stage: _EfficientNetStage, first: bool) -> str:
+    def block(self, x: str, prefix: str, stride: int, first: bool) -> str:
         """Add an inverted bottleneck: widen, depthwise convolution, narrow; with a shortcut except in the first block."""
-        depthwise = self.tensors[f"{prefix}._depthwise_conv.weight"]
-        if depthwise.shape[2] != stage.kernel:
-            raise BuildError(f"{prefix} has a kernel of {depthwise.shape[2]}, expected {stage.kernel}")
         y = x
         if f"{prefix}._expand_conv.weight" in self.tensors:
             y = self.relu6(self.conv(y, f"{prefix}._expand_conv", f"{prefix}._bn0"))
-        stride = stage.stride if first else 1
         y = self.relu6(self.conv(y, f"{prefix}._depthwise_conv", f"{prefix}._bn1", stride=stride, depthwise=True))
         y = self.conv(y, f"{prefix}._project_conv", f"{prefix}._bn2")
         return y if first else self.graph.node("Add", x, y)
@@ -477,12 +418,14 @@ def build_efficientnet_lite0(report: Report) -> Artefact:
     network = _EfficientNet(_read_efficientnet_weights())
     graph = network.graph
     x = network.relu6(network.conv("input", "_conv_stem", "_bn0", stride=2))
-    number, blocks = 0, sum(stage.repeats for stage in _EFFICIENTNET_STAGES)
-    for stage in _EFFICIENTNET_STAGES:
-        for repeat in range(stage.repeats):
-            report(0.3 + 0.4 * number / blocks, f"block {number + 1} of {blocks}")
-            x = network.block(x, f"_blocks.{number}", stage, first=repeat == 0)
-            number += 1
+    blocks = [
+        (stride if index == 0 else 1, index == 0)
+        for repeats, stride in _EFFICIENTNET_STAGES
+        for index in range(repeats)
+    ]
+    for number, (stride, first) in enumerate(blocks):
+        report(0.3 + 0.4 * number / len(blocks), f"block {number + 1} of {len(blocks)}")
+        x = network.block(x, f"_blocks.{number}", stride, first)
     x = network.relu6(network.conv(x, "_conv_head", "_bn1"))
     x = graph.node("Flatten", graph.node("GlobalAveragePool", x))
     x = graph.dense(x, "_fc", network.tensors["_fc.weight"], network.tensors["_fc.bias"])

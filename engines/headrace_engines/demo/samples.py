@@ -89,19 +89,11 @@ def build_digits() -> dict[str, bytes]:
         BuildError: scikit-learn, which has the pictures, is not installed.
     """
     # Imported here: the recipe, which has the split, imports ONNX Runtime.
-    from headrace_engines.demo.digits import HELD_OUT_SHARE, split_stratified
-    from headrace_engines.demo.digits import SEED as DIGITS_SEED
+    from headrace_engines.demo import digits
 
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise BuildError(
-            "the package scikit-learn, which has the digits, is not installed: install headrace[demo]"
-        ) from None
-    data = load_digits()
-    images, labels = data.images.astype(np.float32)[:, None], data.target.astype(np.int64)
+    images, labels = digits.load()
     # The split is the first use of the random generator in the recipe.
-    train, held_out = split_stratified(labels, HELD_OUT_SHARE, np.random.default_rng(DIGITS_SEED))
+    train, held_out = digits.split_stratified(labels, digits.HELD_OUT_SHARE, np.random.default_rng(digits.SEED))
     archives = {}
     for name, chosen in (("calibration.npz", train), ("accuracy.npz", held_out)):
         stored = io.BytesIO()
