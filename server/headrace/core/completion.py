@@ -24,19 +24,17 @@ class Mailbox:
 
     Ownership: `post` from any thread; `deliver` only on the loop. No lock: the flag is raised before the loop is woken and
     lowered before the first pop, so that a completion posted in between is seen by this drain or wakes the next one.
+
+    Attributes:
+        loop: event loop of the waiters.
     """
 
-    __slots__ = ("_armed", "_loop", "_settled")
+    __slots__ = ("_armed", "_settled", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._settled: deque[LoopCompletion] = deque()
         self._armed = False
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the waiters."""
-        return self._loop
 
     def post(self, completions: Iterable[LoopCompletion]) -> None:
         """Pass settled completions to the loop with at most one wake-up."""
@@ -44,7 +42,7 @@ class Mailbox:
         if not self._armed:
             self._armed = True
             try:
-                self._loop.call_soon_threadsafe(self.deliver)
+                self.loop.call_soon_threadsafe(self.deliver)
             except RuntimeError:  # the loop is closed, so nothing waits
                 self._settled.clear()
 
@@ -171,7 +169,7 @@ class LoopCompletion(Completion):
     def __await__(self) -> Generator[Any, None, InferResponse]:
         future = self._future
         if future is None:
-            future = self._future = self._mailbox._loop.create_future()
+            future = self._future = self._mailbox.loop.create_future()
             if self._woken:
                 self._resolve(future)
         return future.__await__()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.core.tensor import Array
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class InferRequest:
     """One decoded and checked inference request.
 
@@ -25,43 +27,16 @@ class InferRequest:
         client: name of the client for quotas and fair sharing, "" without one.
     """
 
-    __slots__ = (
-        "client",
-        "deadline_ns",
-        "id",
-        "inputs",
-        "priority",
-        "queue_timeout_ns",
-        "received_ns",
-        "rows",
-        "shape_key",
-        "size_bytes",
-    )
-
-    def __init__(
-        self,
-        *,
-        inputs: dict[str, Array],
-        rows: int,
-        shape_key: object,
-        received_ns: int,
-        request_id: str = "",
-        priority: int = 0,
-        deadline_ns: int = 0,
-        queue_timeout_ns: int = 0,
-        size_bytes: int = 0,
-        client: str = "",
-    ) -> None:
-        self.id = request_id
-        self.inputs = inputs
-        self.rows = rows
-        self.shape_key = shape_key
-        self.priority = priority
-        self.deadline_ns = deadline_ns
-        self.queue_timeout_ns = queue_timeout_ns
-        self.received_ns = received_ns
-        self.size_bytes = size_bytes
-        self.client = client
+    inputs: dict[str, Array]
+    rows: int
+    shape_key: object
+    received_ns: int
+    id: str = ""
+    priority: int = 0
+    deadline_ns: int = 0
+    queue_timeout_ns: int = 0
+    size_bytes: int = 0
+    client: str = ""
 
 
 class BatchTimes(NamedTuple):
@@ -73,6 +48,7 @@ class BatchTimes(NamedTuple):
     split_ns: int
 
 
+@dataclass(slots=True, eq=False)
 class InferResponse:
     """The rows of a batch that belong to one request.
 
@@ -83,15 +59,10 @@ class InferResponse:
         closed: close reason of the batch, one word; "" for a request that was split.
     """
 
-    __slots__ = ("batch_rows", "closed", "outputs", "times")
-
-    def __init__(
-        self, outputs: dict[str, Array], times: BatchTimes | None = None, batch_rows: int = 0, closed: str = ""
-    ) -> None:
-        self.outputs = outputs
-        self.times = times
-        self.batch_rows = batch_rows
-        self.closed = closed
+    outputs: dict[str, Array]
+    times: BatchTimes | None = None
+    batch_rows: int = 0
+    closed: str = ""
 
 
 class LevelLoad(NamedTuple):

@@ -413,7 +413,7 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             rows=template.rows,
             shape_key=template.shape_key,
             received_ns=received_ns,
-            request_id=request_id,
+            id=request_id,
             priority=template.priority,
             deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
             queue_timeout_ns=template.queue_timeout_ns,

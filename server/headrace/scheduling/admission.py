@@ -27,7 +27,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.errors import QuotaExceeded, WouldMiss
@@ -35,6 +35,7 @@ from headrace.scheduling.batching import BatchCosts, CostModel
 from headrace.scheduling.latency_table import WINDOW
 from headrace.scheduling.policy import BatchPolicy, Quota, RateLimits
 from headrace.scheduling.queue import FAR_NS, Entry
+from headrace.scheduling.scheduler import Scheduler
 
 _SIGMAS = 2.58 / 1.645  # scales a 95th percentile of one normal variable to the 99.5th of a sum
 _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of a window's median, in standard deviations of its samples
@@ -55,25 +56,6 @@ class InFlightWork(NamedTuple):
 
     since_ns: int
     batches: Sequence[tuple[int, int]]
-
-
-class QueueView(Protocol):
-    """The methods of the queue that admission needs; implemented by `headrace.scheduling.scheduler.Scheduler`."""
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows in the queue."""
-
-    def locate(self, entry: Entry) -> tuple[int, int, int]:
-        """Set the entry's sort key.
-
-        Returns:
-            Queued rows ahead of the entry, the largest number of rows that later arrivals may put ahead of it, and its lag in
-            nanoseconds. A later request with a smaller lag is served first.
-        """
-
-    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
-        """Return the queued rows that would be served before such a request."""
 
 
 class AdmissionController:
@@ -99,7 +81,7 @@ class AdmissionController:
         self,
         cost_model: CostModel,
         policy: BatchPolicy,
-        queue: QueueView,
+        queue: Scheduler,
         in_flight_work: Callable[[], Sequence[InFlightWork]],
         shared: bool = False,
     ) -> None:

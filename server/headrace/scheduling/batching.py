@@ -24,15 +24,15 @@ reading that table costs more than a decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_MS
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy
-from headrace.scheduling.queue import FAR_NS
+from headrace.scheduling.queue import FAR_NS, ShapeQueue
 
 
 class CloseReason(Enum):
@@ -52,31 +52,6 @@ class CloseReason(Enum):
     """One more row, or more delay, would have made a member late."""
     DRAIN = "drain"
     """The model is being unloaded: no request can join."""
-
-
-class ShapeQueueView(Protocol):
-    """The methods of a shape queue that the decision needs: requests that may share a batch, in the order of serving."""
-
-    @property
-    def count(self) -> int:
-        """Queued requests."""
-
-    @property
-    def total_rows(self) -> int:
-        """Queued rows, over all requests."""
-
-    @property
-    def oldest_ns(self) -> int:
-        """Time at which the oldest request was queued."""
-
-    def due_from_ns(self, count: int) -> int:
-        """Return a lower bound of the due times of the first `count` requests."""
-
-    def row_counts(self) -> Iterable[int]:
-        """Yield the rows of each request, in the order of serving."""
-
-    def members(self) -> Iterable[tuple[int, int]]:
-        """Yield rows and due time of each request; `FAR_NS` if it has none, or is certain to be late."""
 
 
 class BatchCosts(NamedTuple):
@@ -131,7 +106,7 @@ Decision = Take | Skip | WaitUntil | Idle
 IDLE = Idle()
 
 
-def decide(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts | None = None) -> Decision:
+def decide(view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts | None = None) -> Decision:
     """Return the action of an idle instance for the requests in `view`.
 
     Args:
@@ -165,7 +140,7 @@ def decide(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchC
     return WaitUntil(closes_ns)
 
 
-def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
+def _in_time(view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
     """Select the largest useful batch whose members, and the requests behind it, meet their due times."""
     max_rows, promises_ns = policy.max_rows, costs.promises_ns
     target_rows = costs.best[min(view.total_rows, max_rows)] if policy.merge else 0
@@ -195,7 +170,7 @@ def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: Batc
     return _skip_late(view, now_ns, policy, costs)
 
 
-def _take_or_wait(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
+def _take_or_wait(view: ShapeQueue, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
     """Decide for a queue that fits in one batch: run it, or wait for the allowed delay, up to a larger batch's latest start."""
     if policy.max_delay_ns <= 0 or not policy.merge:
         return Take(view.count, CloseReason.IDLE)
@@ -207,7 +182,7 @@ def _take_or_wait(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, latest
     return WaitUntil(min(closes_ns, latest_ns))
 
 
-def _skip_late(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
+def _skip_late(view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
     """Skip requests that would be late in the best batch of the whole queue.
 
     Small batches for the most urgent requests would cost throughput until all requests are late (early drop in Nexus: H. Shen
@@ -232,7 +207,7 @@ def _skip_late(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: Ba
     return Take(_fitting(view, target_rows), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
 
 
-def _fitting(view: ShapeQueueView, max_rows: int) -> int:
+def _fitting(view: ShapeQueue, max_rows: int) -> int:
     """Return the number of requests from the front that fit in `max_rows`; at least 1, since an oversized request runs alone."""
     if view.count == view.total_rows:
         return min(view.count, max(max_rows, 1))
@@ -245,7 +220,7 @@ def _fitting(view: ShapeQueueView, max_rows: int) -> int:
     return max(count, 1)
 
 
-def _preferred(view: ShapeQueueView, preferred_rows: tuple[int, ...]) -> int:
+def _preferred(view: ShapeQueue, preferred_rows: tuple[int, ...]) -> int:
     """Return the number of requests from the front whose rows equal the largest reachable preferred size, or 0."""
     rows = best = 0
     for count, request_rows in enumerate(view.row_counts(), start=1):
@@ -298,16 +273,12 @@ class CostModel:
     @property
     def current(self) -> BatchCosts | None:
         """The costs for the present clients; None while latencies are unmeasured."""
-        costs = self._current()
-        return costs[self.crowded] if costs is not None else None
-
-    def _current(self) -> tuple[BatchCosts, BatchCosts] | None:
         if self._batches >= _REDRAW or self._busy_ns >= _REDRAW_NS or self._costs is None:
             self._batches = self._busy_ns = 0
             if self._latency_table.estimate_ns(1):
                 costs = draw_costs(self._latency_table, self._policy, self.instances, self.overhead_ns)
                 self._costs = costs, _limited(costs, _NEARLY_SHARED, range(1, len(costs.best)))
-        return self._costs
+        return self._costs[self.crowded] if self._costs is not None else None
 
     def batch(self, busy_ns: int = 0) -> None:
         """Count a batch that kept its instance busy for `busy_ns` towards the next rebuild."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, TooLarg
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import Array, ModelSpec
 from headrace.scheduling.executor import OutputMismatch
+from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import Entry
 
 
@@ -25,40 +27,22 @@ class EntryFactory:
 
     Args:
         spec: tensor specs of the model.
-        max_rows: rows of the largest batch.
-        split: split a request with more rows than a batch; False rejects it.
-        max_parts: most entries of one request; the capacity of the queue.
-        levels: number of priority levels, at least 1.
-        default_level: 1-based level of requests without a priority.
+        policy: serving policy; one request has at most as many entries as the queue holds.
         remove: removes a settled entry from the queue.
         sequencer: orders the responses; None returns them as they complete.
-        objective_ns: latency objective from arrival to response, 0 for none.
 
     Attributes:
         mismatch: output mismatch of the model that ended splitting; None while requests may be split.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        max_rows: int,
-        split: bool,
-        max_parts: int,
-        levels: int,
-        default_level: int,
-        remove: Callable[[Entry], None],
-        sequencer: Sequencer | None,
-        objective_ns: int = 0,
+        self, spec: ModelSpec, policy: HandlePolicy, remove: Callable[[Entry], None], sequencer: Sequencer | None
     ) -> None:
         self._spec = spec
-        self._max_rows = max_rows
-        self._split = split
-        self._max_parts = max_parts
-        self._levels = levels
-        self._default_level = default_level
+        self._policy = policy
+        self._max_rows, self._objective_ns = policy.batch.max_rows, policy.batch.objective_ns
         self._remove = remove
         self._sequencer = sequencer
-        self._objective_ns = objective_ns
         self.mismatch: OutputMismatch | None = None
 
     def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
@@ -74,7 +58,7 @@ class EntryFactory:
             TooLarge: the request has more rows than the queue holds.
             ModelFailed: the request has more rows than a batch, and the model has returned outputs that cannot be joined.
         """
-        level = 0 if self._levels == 1 else self._level(request)
+        level = 0 if self._policy.levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)
             entry.remove = self._remove
@@ -88,13 +72,14 @@ class EntryFactory:
 
     def _level(self, request: InferRequest) -> int:
         # Triton's rule: 0 and numbers beyond the lowest level select the default.
-        return (request.priority if 0 < request.priority <= self._levels else self._default_level) - 1
+        policy = self._policy
+        return (request.priority if 0 < request.priority <= policy.levels else policy.default_level) - 1
 
     def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
         max_rows = self._max_rows
         # On a CPU the largest batch may have fewer rows than max_batch_size, the most that one request may have.
         allowed = max(max_rows, self._spec.max_batch_size)
-        if self._spec.max_batch_size == 0 or (not self._split and request.rows > allowed):
+        if self._spec.max_batch_size == 0 or (not self._policy.split_oversized and request.rows > allowed):
             raise BadRequest(
                 f"the request has {request.rows} rows, model '{self._spec.name}' accepts at most {allowed}: send fewer rows in "
                 "one request, or set oversize: split in the model configuration if rows are independent"
@@ -105,10 +90,11 @@ class EntryFactory:
                 f"larger requests are no longer split because its outputs are wrong: send fewer rows, or fix the model: "
                 f"{self.mismatch}"
             )
-        if request.rows > max_rows * self._max_parts:
+        queue_rows = max_rows * self._policy.limits.max_count
+        if request.rows > queue_rows:
             raise TooLarge(
                 f"the request has {request.rows} rows, the queue of model '{self._spec.name}' holds at most "
-                f"{max_rows * self._max_parts}: send several smaller requests"
+                f"{queue_rows}: send several smaller requests"
             )
         parts = split_request(request, max_rows)
         joiner = PartJoiner(whole, len(parts), lambda: self.mismatch)
@@ -147,16 +133,10 @@ def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
     """
     starts = range(0, request.rows, max_rows)
     return [
-        InferRequest(
-            request_id=request.id,
+        replace(
+            request,
             inputs={name: array[start : start + max_rows] for name, array in request.inputs.items()},
             rows=min(max_rows, request.rows - start),
-            shape_key=request.shape_key,
-            received_ns=request.received_ns,
-            priority=request.priority,
-            deadline_ns=request.deadline_ns,
-            queue_timeout_ns=request.queue_timeout_ns,
-            client=request.client,
             size_bytes=request.size_bytes // len(starts),
         )
         for start in starts

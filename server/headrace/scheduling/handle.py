@@ -81,17 +81,7 @@ class ModelHandle:
         self._scheduler = Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
         sequencer = Sequencer() if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
-        self._entry_factory = EntryFactory(
-            spec,
-            policy.batch.max_rows,
-            policy.split_oversized,
-            policy.limits.max_count,
-            policy.levels,
-            policy.default_level,
-            self._scheduler.discard,
-            sequencer,
-            policy.batch.objective_ns,
-        )
+        self._entry_factory = EntryFactory(spec, policy, self._scheduler.discard, sequencer)
         name, bound_ns = f"{spec.name}/{spec.version}", policy.inline_bound_ns
         self.latency_table = table = LatencyTable(bound_ns)
         self._inline_gate = InlineGate(name, bound_ns, table, mailbox, recorder, bodies, clock)

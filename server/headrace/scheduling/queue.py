@@ -377,7 +377,7 @@ _DEAD_SLACK = 64
 
 
 class ShapeQueue:
-    """Queued entries of one shape; implements `headrace.scheduling.batching.ShapeQueueView`.
+    """Queued entries of one shape: requests that may share a batch.
 
     Entries are sorted by key. Later requests are usually due later, so an entry is usually appended. Behind them are the last
     entries: those that the queue policy demoted, and those that are certain to be late. An entry that leaves early stays as a

@@ -522,7 +522,7 @@ class Scheduler:
             return self._queue.level(level)
 
     def locate(self, entry: Entry) -> tuple[int, int, int]:
-        """Call `Queue.place` under the lock."""
+        """Call `Queue.locate` under the lock."""
         with self._lock:
             return self._queue.locate(entry)
 
@@ -637,9 +637,7 @@ class Scheduler:
         """Return no batch until `resume`: `next_batch` returns None. Requests are queued as before."""
         with self._lock:
             self._paused = True
-            sleepers, self._sleepers = self._sleepers, []
-        for sleeper in sleepers:
-            sleeper.release()
+            self._release_sleepers()
 
     def resume(self) -> None:
         """End `pause`; instances call `next_batch` after it."""
@@ -654,9 +652,8 @@ class Scheduler:
     def close(self) -> None:
         """Accept no more requests; queued ones are served without delay."""
         with self._lock:
-            sleepers = self._shut()
-        for sleeper in sleepers:
-            sleeper.release()
+            self._closed = True
+            self._release_sleepers()
 
     def fail(self, error: Exception) -> list[Entry]:
         """Accept no more requests; remove and return all queued entries, for the caller to settle.
@@ -665,12 +662,9 @@ class Scheduler:
             error: error of later requests.
         """
         with self._lock:
-            self._failure = error
-            entries = self._queue.clear()
-            sleepers = self._shut()  # under the same lock: no entry may be queued after `clear`
-        for sleeper in sleepers:
-            sleeper.release()
-        return entries
+            self._closed, self._failure = True, error
+            self._release_sleepers()
+            return self._queue.clear()
 
     def reopen(self) -> None:
         """Accept requests again after `fail`; a no-op after `close` alone."""
@@ -678,11 +672,11 @@ class Scheduler:
             if self._failure is not None:
                 self._closed, self._failure = False, None
 
-    def _shut(self) -> list[threading.Lock]:
-        """Close, and return the sleepers to wake once the lock is released."""
-        self._closed = True
-        sleepers, self._sleepers = self._sleepers, []
-        return sleepers
+    def _release_sleepers(self) -> None:
+        """Wake all sleepers; called under the lock, for which they wait."""
+        for sleeper in self._sleepers:
+            sleeper.release()
+        self._sleepers.clear()
 
     def _should_wake(self) -> bool:
         """Return True if a batch is ready, or if requests wait and no thread sleeps with a timeout for them."""

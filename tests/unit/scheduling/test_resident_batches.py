@@ -107,7 +107,7 @@ def test_parts_of_a_request_share_all_attributes_but_the_rows() -> None:
         rows=5,
         shape_key=("x",),
         received_ns=7,
-        request_id="id",
+        id="id",
         priority=3,
         deadline_ns=11,
         queue_timeout_ns=13,
