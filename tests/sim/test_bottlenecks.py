@@ -186,7 +186,8 @@ def batches(rows: int, reason: str, assemble_ms: float = 0, queue_ms: float = 0,
 def test_padding_copies_and_quotas() -> None:
     profile = LatencyTable()
     profile.seed({1: [MS], 5: [MS], 8: [MS]})
-    padded = LoadSnapshot(batches(5, "full").recent(), policy(8), profile, 1, buckets=(1, 2, 4, 8))
+    profile.buckets = (1, 2, 4, 8)
+    padded = LoadSnapshot(batches(5, "full").recent(), policy(8), profile, 1)
     limit = {limit.kind: limit for limit in find_bottlenecks(padded)}["padding"]
     assert (limit.expected, "38 % of the rows" in limit.explanation) == ("up to 1.6 times the throughput", True)
     copied = LoadSnapshot(batches(4, "idle", assemble_ms=2, count=300).recent(), policy(), profile, 1)

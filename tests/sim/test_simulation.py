@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from headrace.core.request import InferResponse
 from headrace.scheduling import latency_table as dataplane
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits
 from headrace.simulation.replay import LatencyProfile, Replay, SimulatedModel, StepLatency, replay
 from headrace.simulation.report import report
 from headrace.simulation.traces import Trace, Workload, make_trace
@@ -242,7 +242,8 @@ def test_deadlines_and_queue_timeouts_pass_in_virtual_time() -> None:
     assert max(done.latency_ns) == 20 * MS
     assert Counter(done.outcomes)["answered"] > 0.9 * 2000, "times that vary as much as they can are not predicted"
     impatient = SimulatedModel(
-        HandlePolicy(BatchPolicy(1), ENDLESS, queue_timeout_ns=5 * MS), LatencyProfile(StepLatency.line(1000))
+        HandlePolicy(BatchPolicy(1), ENDLESS, queue_policy=LevelPolicy(queue_timeout_ns=5 * MS)),
+        LatencyProfile(StepLatency.line(1000)),
     )
     done = replay(poisson_trace(2000, 2), [impatient])
     assert set(done.outcomes) == {"answered", "queue_timeout"}

@@ -191,7 +191,8 @@ def _policy(policy: HandlePolicy, args: argparse.Namespace, slo_ms: float | None
     if "max_queue_size" in options:
         policy = replace(policy, limits=replace(policy.limits, max_count=args.max_queue_size))
     if "queue_timeout_us" in options:
-        policy = replace(policy, queue_timeout_ns=round(args.queue_timeout_us * NS_PER_US))
+        queue_policy = replace(policy.queue_policy, queue_timeout_ns=round(args.queue_timeout_us * NS_PER_US))
+        policy = replace(policy, queue_policy=queue_policy)
     if "levels" in options:
         policy = replace(policy, levels=args.levels, default_level=args.levels)
     if "aging_us" in options:

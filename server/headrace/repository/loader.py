@@ -391,7 +391,6 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
     batching = config.dynamic_batching
     merge = batching is not None and config.max_batch_size > 0
     batching = batching or DynamicBatching()
-    queue = batching.default_queue_policy
     levels = max(batching.priority_levels, 1)
     max_rows = max(config.max_batch_size if on_gpu else cpu_batch_size(config), 1)
     return HandlePolicy(
@@ -408,11 +407,9 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         preserve_ordering=batching.preserve_ordering,
         levels=levels,
         default_level=max(batching.default_priority_level, 1),
-        queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
-        demote_on_timeout=queue.timeout_action == "DELAY",
-        timeout_override=queue.allow_timeout_override,
+        queue_policy=_level_policy(batching.default_queue_policy),
         fill_threads=max(1, min(_MAX_FILL_THREADS, cores() // 2)),
-        level_policies=_level_policies(batching),
+        level_policies={level: _level_policy(queue) for level, queue in _queue_policies(batching).items()},
         aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
         sharing=_sharing(config.fair_sharing),
         rate_limits=_rate_limits(config.rate_limits),
@@ -439,16 +436,13 @@ def _limits(batching: DynamicBatching) -> QueueLimits:
     return replace(default, max_count=sum(sizes) if all(sizes) else max(default.max_count, sum(sizes)))
 
 
-def _level_policies(batching: DynamicBatching) -> dict[int, LevelPolicy]:
-    return {
-        level: LevelPolicy(
-            max_count=queue.max_queue_size,
-            queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
-            demote_on_timeout=queue.timeout_action == "DELAY",
-            timeout_override=queue.allow_timeout_override,
-        )
-        for level, queue in _queue_policies(batching).items()
-    }
+def _level_policy(queue: QueuePolicy) -> LevelPolicy:
+    return LevelPolicy(
+        max_count=queue.max_queue_size,
+        queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
+        demote_on_timeout=queue.timeout_action == "DELAY",
+        timeout_override=queue.allow_timeout_override,
+    )
 
 
 def _sharing(config: FairSharing | None) -> Sharing | None:

@@ -622,7 +622,6 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
             handle.alive,
             handle.depth,
             handle.spec.max_batch_size > 0,
-            handle.latency_table.buckets,
             handle.evicted,
         )
         load = handle.load(by_level=False)

@@ -34,7 +34,6 @@ class LoadSnapshot:
         instances: number of live instances.
         depth: number of queued requests.
         batched: True if the model has a batch dimension.
-        buckets: rows to which the backend pads batches, ascending; empty without padding.
         evicted: True if the model is out of GPU memory until the next request.
     """
 
@@ -44,7 +43,6 @@ class LoadSnapshot:
     instances: int
     depth: int = 0
     batched: bool = True
-    buckets: tuple[int, ...] = ()
     evicted: bool = False
 
     @property
@@ -345,19 +343,19 @@ def _delay_too_short(load: LoadSnapshot) -> Bottleneck | None:
 
 
 def _padding(load: LoadSnapshot) -> Bottleneck | None:
-    if not load.buckets:
+    buckets = load.latency_table.buckets
+    if not buckets:
         return None
-    sizes = load.recent.totals.sizes
     run = padded = 0
-    for rows, size in sizes.items():
-        bucket = next((bucket for bucket in load.buckets if bucket >= rows), rows)
+    for rows, size in load.recent.totals.sizes.items():
+        bucket = next((bucket for bucket in buckets if bucket >= rows), rows)
         run += bucket * size.count
         padded += (bucket - rows) * size.count
     if load.utilization < _BUSY or padded < _OFTEN * run:
         return None
     explanation = f"{_percent(padded / run)} of the rows that were computed were padding: "
     explanation += f"batches of {load.mean_rows:.1f} rows on average"
-    explanation += f" ran in sizes of {', '.join(map(str, load.buckets[:12]))}"
+    explanation += f" ran in sizes of {', '.join(map(str, buckets[:12]))}"
     cure = "close batches at those sizes"
     return Bottleneck(
         "padding",

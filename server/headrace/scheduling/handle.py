@@ -424,7 +424,8 @@ class RequestTimeouts:
     """
 
     def __init__(self, policy: HandlePolicy, scheduler: Scheduler, clock: Clock) -> None:
-        self._levels = _policies(policy)
+        levels = range(1, policy.levels + 1)
+        self._levels = [policy.level_policies.get(level, policy.queue_policy) for level in levels]
         self._scheduler = scheduler
         self._clock = clock
         self.has_queue_timeouts = any(level.queue_timeout_ns for level in self._levels)
@@ -461,16 +462,6 @@ class RequestTimeouts:
 
     def _remaining_s(self, time_ns: int) -> float:
         return min(max(time_ns - self._clock(), 0), _MAX_DELAY_NS) / NS_PER_S
-
-
-def _policies(policy: HandlePolicy) -> list[LevelPolicy]:
-    """Return the policy of each level, the handle's by default."""
-    common = LevelPolicy(
-        queue_timeout_ns=policy.queue_timeout_ns,
-        demote_on_timeout=policy.demote_on_timeout,
-        timeout_override=policy.timeout_override,
-    )
-    return [policy.level_policies.get(level, common) for level in range(1, policy.levels + 1)]
 
 
 def _timeout_ns(level: LevelPolicy, request: InferRequest, now_ns: int) -> int:

@@ -79,21 +79,6 @@ class LatencyCurve(NamedTuple):
 class Window:
     """The recent times of one number of rows, with statistics as of the last `sort`."""
 
-    __slots__ = (
-        "anchor_ns",
-        "fresh",
-        "high_ns",
-        "low_ns",
-        "median_ns",
-        "observations",
-        "p95_ns",
-        "pace",
-        "run",
-        "seen",
-        "source",
-        "times_ns",
-    )
-
     def __init__(self, times_ns: Iterable[int], source: str, pace: float = 1.0) -> None:
         self.observations = 0
         self.source = source
@@ -141,19 +126,6 @@ class LatencyWindows:
     run follows it from where it was when it was run last. It is measured each time against the same first times: ratios that are
     multiplied up would drift, since slow times come in runs more often than quick ones.
     """
-
-    __slots__ = (
-        "_above",
-        "_batches",
-        "_pace",
-        "_ratios",
-        "_run",
-        "_seeded",
-        "_sorted",
-        "curve",
-        "instances",
-        "windows",
-    )
 
     def __init__(self, instances: int) -> None:
         self.instances = instances

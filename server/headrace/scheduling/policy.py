@@ -108,9 +108,7 @@ class HandlePolicy:
         preserve_ordering: return responses in the order of arrival.
         levels: number of priority levels, at least 1.
         default_level: 1-based level of requests without a priority.
-        queue_timeout_ns: longest queue time, 0 for no limit.
-        demote_on_timeout: serve a request last after its timeout instead of rejecting it.
-        timeout_override: a request's timeout may shorten the queue's.
+        queue_policy: policy of the levels that are not in `level_policies`; its `max_count` is not used.
         fill_threads: threads that copy the rows of a large batch, for each instance that overlaps batches.
         level_policies: policies by 1-based level, for levels that differ.
         aging_ns: queue time after which a request counts as of the next higher level, 0 for no aging.
@@ -127,9 +125,7 @@ class HandlePolicy:
     preserve_ordering: bool = False
     levels: int = 1
     default_level: int = 1
-    queue_timeout_ns: int = 0
-    demote_on_timeout: bool = False
-    timeout_override: bool = False
+    queue_policy: LevelPolicy = field(default_factory=LevelPolicy)
     fill_threads: int = 1
     level_policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
     aging_ns: int = 0

@@ -393,18 +393,6 @@ class ShapeQueue:
         due_count: number of live entries with a due time that are not last.
     """
 
-    __slots__ = (
-        "_dead",
-        "_entries",
-        "_last",
-        "_out_of_order",
-        "_timed",
-        "count",
-        "due_count",
-        "last_rows",
-        "total_rows",
-    )
-
     def __init__(self, timed: bool = False) -> None:
         self._timed = timed
         self._entries = SortedEntries()

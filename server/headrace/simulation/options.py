@@ -36,9 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arrivals", default="poisson", metavar="KIND", help=f"{', '.join(KINDS)}, or a .csv file (%(default)s)")
     add("--rate", type=_positive, default=100.0, metavar="HZ", help="requests per second, all models (%(default)g)")
     add("--seconds", type=_positive, default=60.0, metavar="S", help="length of the trace (%(default)g)")
-    add("--rows", type=_rows, default=((1, 1.0),), metavar="N[:W,...]", help="rows of a request, with weights (1)")
+    add(
+        "--rows",
+        type=_weighted(_count),
+        default=((1, 1.0),),
+        metavar="N[:W,...]",
+        help="rows of a request, with weights (1)",
+    )
     add("--timeout-ms", type=_natural, default=0.0, metavar="MS", help="deadline of each request (none)")
-    add("--clients", type=_weights, default=(), metavar="NAME[:W],...", help="names of clients, with weights (none)")
+    add(
+        "--clients",
+        type=_weighted(str),
+        default=(),
+        metavar="NAME[:W],...",
+        help="names of clients, with weights (none)",
+    )
     add("--models", type=_count, default=1, metavar="N", help="number of equal models, without folders (%(default)s)")
     add("--skew", type=_natural, default=0.0, metavar="S", help="the k-th model gets k**-S times the requests (0)")
     add("--burst-factor", type=_positive, default=10.0, metavar="F", help="rate of a burst over the calm rate (10)")
@@ -97,7 +109,12 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     add("--queue-timeout-us", type=_natural, metavar="US", help="longest queue time of a request (no limit)")
     add("--levels", type=_count, metavar="N", help="priority levels; the default level is the lowest (1)")
     add("--aging-us", type=_natural, metavar="US", help="queue time after which a request rises a level (never)")
-    add("--share", type=_weights, metavar="NAME[:W],...", help="weights of clients for fair sharing; others have 1")
+    add(
+        "--share",
+        type=_weighted(str),
+        metavar="NAME[:W],...",
+        help="weights of clients for fair sharing; others have 1",
+    )
     add(
         "--quota",
         type=_by_name(_quota),
@@ -156,17 +173,14 @@ def _quota(text: str) -> tuple[float, int]:
     return _positive(rate), _count(burst or "1")
 
 
-def _weights(text: str) -> tuple[tuple[str, float], ...]:
-    values = []
-    for part in text.split(","):
-        name, _, weight = part.partition(":")
-        values.append((name, _positive(weight or "1")))
-    return tuple(values)
+def _weighted(read: Callable[[str], Value]) -> Callable[[str], tuple[tuple[Value, float], ...]]:
+    """Return a parser of `5:W,...` to pairs of a value and its weight, by default 1."""
 
+    def pairs(text: str) -> tuple[tuple[Value, float], ...]:
+        values = []
+        for part in text.split(","):
+            value, _, weight = part.partition(":")
+            values.append((read(value), _positive(weight or "1")))
+        return tuple(values)
 
-def _rows(text: str) -> tuple[tuple[int, float], ...]:
-    values = []
-    for part in text.split(","):
-        rows, _, weight = part.partition(":")
-        values.append((_count(rows), _positive(weight or "1")))
-    return tuple(values)
+    return pairs

@@ -38,7 +38,7 @@ from headrace.scheduling.executor import BatchResults
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import LaunchPacing
 from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.scheduling.scheduler import Batch
 from headrace.simulation.traces import Trace
 
 
@@ -549,53 +549,63 @@ class _NoModel:
 
 
 class _Handle(ModelHandle):
-    """A handle whose instances are simulated; it is never started."""
+    """A handle whose instances are simulated; it is never started.
 
-    def instances(
-        self, model: SimulatedModel, loop: VirtualLoop, devices: Sequence[VirtualDevice], variation: Variation
-    ) -> _Instances:
-        """Create the simulated instances, one for each device, and fill the latency table as a server does at load."""
-        policy = self.policy
-        batch = policy.batch
-        self._scheduler.set_instances(policy.instances)
-        times = StepTimes(model.profile, batch.max_rows, variation)
-        max_rows = batch.max_rows
-        sizes = {max_rows, *batch.preferred_rows, *(1 << power for power in range(max_rows.bit_length()))}
-        self.latency_table.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= max_rows})
-        instances = _Instances(loop, self._scheduler)
-        paced = model.depth > 1 and batch.merge
-        for device in devices:
-            instances.members.append(
-                VirtualInstance(
-                    loop,
-                    device,
-                    times,
-                    self._batch_results,
-                    instances.pull,
-                    lambda: self._scheduler.waiting_rows,
-                    model.depth,
-                    LaunchPacing(min(batch.preferred_rows, default=batch.max_rows)) if paced else None,
-                )
-            )
-        self._admission.in_flight_work = lambda: [instance.in_flight_work() for instance in instances.members]
-        return instances
+    Args:
+        name: name of the model.
+        model: policy and durations.
+        loop: event loop in virtual time.
+        mailbox: mailbox of the loop.
+        devices: the device of each instance.
+        generator: source of the variation of compute times.
 
+    Attributes:
+        batches: batches of the model.
+        instances: the simulated instances.
+    """
 
-class _Instances:
-    """The instances of one model, and the timer for the time until which they wait."""
-
-    def __init__(self, loop: VirtualLoop, scheduler: Scheduler) -> None:
-        self.members: list[VirtualInstance] = []
+    def __init__(
+        self,
+        name: str,
+        model: SimulatedModel,
+        loop: VirtualLoop,
+        mailbox: Mailbox,
+        devices: Sequence[VirtualDevice],
+        generator: np.random.Generator,
+    ) -> None:
+        batch = model.policy.batch
+        self.batches = BatchHistory()
+        spec = ModelSpec(name, "1", "simulated", {}, {}, batch.max_rows)
+        super().__init__(spec, model.policy, _NoModel(), mailbox, BatchRecorder(self.batches), clock=loop.clock)
         self._loop = loop
-        self._scheduler = scheduler
         self._alarm_ns = 0  # time of the next poll; 0 for none
+        self._scheduler.set_instances(model.policy.instances)
+        times = StepTimes(model.profile, batch.max_rows, Variation(model.profile.variation, generator))
+        # Seed the latency table as a server does at load.
+        sizes = {batch.max_rows, *batch.preferred_rows, *(1 << power for power in range(batch.max_rows.bit_length()))}
+        self.latency_table.seed({rows: [times.on_device_ns(rows)] for rows in sizes if rows <= batch.max_rows})
+        full_rows = min(batch.preferred_rows, default=batch.max_rows) if model.depth > 1 and batch.merge else 0
+        self.instances = [
+            VirtualInstance(
+                loop,
+                device,
+                times,
+                self._batch_results,
+                self.pull,
+                lambda: self._scheduler.waiting_rows,
+                model.depth,
+                LaunchPacing(full_rows) if full_rows else None,
+            )
+            for device in devices
+        ]
+        self._admission.in_flight_work = lambda: [instance.in_flight_work() for instance in self.instances]
 
     def pull(self) -> None:
         """Poll for each instance that pulls, those with the fewest batches in flight first."""
-        members, scheduler, now_ns = self.members, self._scheduler, self._loop.now_ns
+        instances, scheduler, now_ns = self.instances, self._scheduler, self._loop.now_ns
         if not scheduler.depth:
             return
-        for instance in members if len(members) == 1 else sorted(members, key=lambda each: each.open):
+        for instance in instances if len(instances) == 1 else sorted(instances, key=lambda each: each.open):
             while instance.is_pulling and scheduler.depth:
                 answer = scheduler.poll(now_ns, instance.begins_ns)
                 if type(answer) is Batch:
@@ -625,56 +635,37 @@ def replay(trace: Trace, models: Sequence[SimulatedModel], seed: int = 0) -> Rep
         models: the models, in the order of `trace.names`.
         seed: seed of the variation of compute times.
     """
-    return _Simulation(trace, models, seed).run()
+    loop = VirtualLoop()
+    mailbox = Mailbox(cast("asyncio.AbstractEventLoop", loop))
+    shared: dict[int, VirtualDevice] = {}
+    devices: list[VirtualDevice] = []
+    handles: list[_Handle] = []
+    generators = np.random.default_rng(seed).spawn(len(models))
+    for name, model, generator in zip(trace.names, models, generators, strict=True):
+        used = [shared.setdefault(number, VirtualDevice()) for number in model.devices]
+        if not used:
+            used = [VirtualDevice() for _ in range(model.policy.instances)]
+            devices += used
+        handles.append(_Handle(name, model, loop, mailbox, used, generator))
+    devices += shared.values()
+    result = Replay(trace, [0] * len(trace), [""] * len(trace), [handle.batches for handle in handles])
 
+    def settled(number: int, arrived_ns: int, completion: Completion) -> None:
+        outcome = completion.outcome
+        result.latency_ns[number] = loop.now_ns - arrived_ns
+        result.outcomes[number] = outcome.reason if isinstance(outcome, HeadraceError) else ANSWERED
 
-class _Simulation:
-    def __init__(self, trace: Trace, models: Sequence[SimulatedModel], seed: int) -> None:
-        self._loop = loop = VirtualLoop()
-        shared: dict[int, VirtualDevice] = {}
-        self._devices: list[VirtualDevice] = []
-        self._result = Replay(trace, [0] * len(trace), [""] * len(trace), [])
-        self._handles: list[_Handle] = []
-        self._instances: list[_Instances] = []
-        mailbox = Mailbox(cast("asyncio.AbstractEventLoop", loop))
-        generators = np.random.default_rng(seed).spawn(len(models))
-        for name, model, generator in zip(trace.names, models, generators, strict=True):
-            batches = BatchHistory()
-            spec = ModelSpec(name, "1", "simulated", {}, {}, model.policy.batch.max_rows)
-            handle = _Handle(spec, model.policy, _NoModel(), mailbox, BatchRecorder(batches), clock=loop.clock)
-            devices = [shared.setdefault(number, VirtualDevice()) for number in model.devices]
-            if not devices:
-                devices = [VirtualDevice() for _ in range(model.policy.instances)]
-                self._devices += devices
-            variation = Variation(model.profile.variation, generator)
-            self._instances.append(handle.instances(model, loop, devices, variation))
-            self._handles.append(handle)
-            self._result.batches.append(batches)
-        self._devices += shared.values()
-
-    def run(self) -> Replay:
-        trace, loop, result = self._result.trace, self._loop, self._result
-        handles, instances = self._handles, self._instances
-        for number, (time_ns, model, request) in enumerate(trace.requests()):
-            loop.advance(time_ns)
-            try:
-                completion = handles[model].infer(request)
-            except HeadraceError as error:
-                result.outcomes[number] = error.reason
-            else:
-                completion.then(partial(self._settled, number, time_ns, completion))
-            loop.settle()
-            instances[model].pull()
-        loop.finish()
-        result.busy_ns = [device.busy_ns for device in self._devices]
-        result.end_ns = loop.now_ns
-        return result
-
-    def _settled(self, number: int, arrived_ns: int, completion: Completion) -> None:
-        result, outcome = self._result, completion.outcome
-        now_ns = self._loop.now_ns
-        result.latency_ns[number] = now_ns - arrived_ns
-        if isinstance(outcome, HeadraceError):
-            result.outcomes[number] = outcome.reason
+    for number, (time_ns, index, request) in enumerate(trace.requests()):
+        loop.advance(time_ns)
+        try:
+            completion = handles[index].infer(request)
+        except HeadraceError as error:
+            result.outcomes[number] = error.reason
         else:
-            result.outcomes[number] = ANSWERED
+            completion.then(partial(settled, number, time_ns, completion))
+        loop.settle()
+        handles[index].pull()
+    loop.finish()
+    result.busy_ns = [device.busy_ns for device in devices]
+    result.end_ns = loop.now_ns
+    return result

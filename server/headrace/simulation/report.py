@@ -266,7 +266,11 @@ def panels(
     good: list[PlotCurve] = []
     trace = done[0][1].trace
     edges_s = np.linspace(0, trace.duration_ns / NS_PER_S, _BINS + 1)
-    wide_s = float(edges_s[1])
+
+    def per_second(name: str, times_s: npt.NDArray[np.float64]) -> PlotCurve:
+        rates_hz = np.histogram(times_s, edges_s)[0] / float(edges_s[1])
+        return PlotCurve(name, edges_s.tolist(), [*rates_hz.tolist(), float(rates_hz[-1])], step=True)
+
     for (name, replay), slo_ms in zip(done, slos_ms, strict=True):
         latency_ms = (np.array(replay.latency_ns) + overhead_ns) / NS_PER_MS
         answered = np.array([outcome == ANSWERED for outcome in replay.outcomes], dtype=bool)
@@ -277,14 +281,8 @@ def panels(
         )
         limits = np.array([math.inf if slo is None else slo for slo in slo_ms])[trace.models]
         done_s = trace.times_ns / NS_PER_S + latency_ms / 1000
-        counts, _ = np.histogram(done_s[answered & (latency_ms <= limits)], edges_s)
-        good.append(
-            PlotCurve(name, edges_s.tolist(), [*(counts / wide_s).tolist(), float(counts[-1] / wide_s)], step=True)
-        )
-    offered, _ = np.histogram(trace.times_ns / NS_PER_S, edges_s)
-    good.append(
-        PlotCurve("offered", edges_s.tolist(), [*(offered / wide_s).tolist(), float(offered[-1] / wide_s)], step=True)
-    )
+        good.append(per_second(name, done_s[answered & (latency_ms <= limits)]))
+    good.append(per_second("offered", trace.times_ns / NS_PER_S))
     marks = sorted({slo for each in slos_ms for slo in each if slo is not None})
     return [
         Panel("answered within", within, "ms", "% of the requests", log_x=True, marks=marks[:5], empty=EMPTY),

@@ -37,7 +37,7 @@ def test_each_level_has_its_queue_policy_or_the_default() -> None:
     assert result.level_policies == {1: usual, 2: LevelPolicy(max_count=3, demote_on_timeout=True), 3: usual}
     assert (result.levels, result.default_level, result.aging_ns) == (3, 2, 10 * NS_PER_S)
     assert result.limits.max_count == 23
-    assert (result.limits.max_size_bytes, result.queue_timeout_ns) == (QueueLimits().max_size_bytes, 7 * NS_PER_MS)
+    assert (result.limits.max_size_bytes, result.queue_policy) == (QueueLimits().max_size_bytes, usual)
 
 
 def test_one_level_without_a_bound_has_room_beside_the_others() -> None:

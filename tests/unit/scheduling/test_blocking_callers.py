@@ -19,7 +19,7 @@ from headrace.core.tensor import Array
 from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import _SHORT_BYTES
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy
 
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.support.fakes import SPEC, FakeModel, ask
@@ -287,7 +287,8 @@ def test_overdue_requests_are_refused_or_served_last(
     handles: Make, threads: ThreadPoolExecutor, demote: bool, deadline: int
 ) -> None:
     model = Watched(manual=True, depth=2)
-    handle = handles(model, BatchPolicy(1), queue_timeout_ns=50_000_000, demote_on_timeout=demote)
+    queue_policy = LevelPolicy(queue_timeout_ns=50_000_000, demote_on_timeout=demote)
+    handle = handles(model, BatchPolicy(1), queue_policy=queue_policy)
     asleep(handle)
     ahead = [later(threads, handle, 1)]
     model.wait_for("finishing 0")

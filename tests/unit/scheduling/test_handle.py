@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, DeadlineExceeded, ModelFailed, Overloaded, QueueTimeout, Unavailable
-from headrace.scheduling.policy import BatchPolicy, QueueLimits
+from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 
 from tests.support.fakes import DEATH, POISON, FakeModel, ask, handle
 
@@ -201,7 +201,7 @@ def test_a_deadline_does_not_wait_for_a_stalled_backend() -> None:
 
 def test_the_queue_policy_s_timeout_is_not_the_deadline() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, queue_timeout_ns=20_000_000)
+        served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=20_000_000))
         model.gate.clear()
         running = served.infer(ask(1))
         await begun(model)
@@ -216,7 +216,8 @@ def test_the_queue_policy_s_timeout_is_not_the_deadline() -> None:
 
 def test_requests_delayed_by_the_queue_policy_are_served_last() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        served = handle(mailbox, model, batch=BatchPolicy(1), queue_timeout_ns=20_000_000, demote_on_timeout=True)
+        queue_policy = LevelPolicy(queue_timeout_ns=20_000_000, demote_on_timeout=True)
+        served = handle(mailbox, model, batch=BatchPolicy(1), queue_policy=queue_policy)
         model.gate.clear()
         running = served.infer(ask(1))
         await begun(model)

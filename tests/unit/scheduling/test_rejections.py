@@ -208,8 +208,8 @@ def test_the_queue_timeout_is_the_shorter_one_and_no_deadline_replaces_it(
     policy_ms: int, override: bool, requested_ms: int, expires: bool, deadline_ns: int, blocking: bool
 ) -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
-        policy = {"queue_timeout_ns": policy_ms * MS, "timeout_override": override}
-        served = handle(mailbox, model, batch=BatchPolicy(1), **policy)
+        queue_policy = LevelPolicy(queue_timeout_ns=policy_ms * MS, timeout_override=override)
+        served = handle(mailbox, model, batch=BatchPolicy(1), queue_policy=queue_policy)
         model.gate.clear()
         first = served.infer(now(0))
         while not await asyncio.to_thread(model.started.acquire, timeout=0.5):
