@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from headrace.config import documentation
-from headrace.config.completion import IGNORED, REFUSED, WITHOUT_EFFECT, bind
+from headrace.config.completion import DEFAULT_MAX_BATCH_SIZE, IGNORED, REFUSED, WITHOUT_EFFECT, bind
 from headrace.config.documents import read_yaml
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -15,6 +16,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 @pytest.mark.parametrize("name", [documentation.SCHEMA_FILE, documentation.PAGE_FILE])
 def test_the_committed_docs_are_up_to_date(name: str, tmp_path: Path) -> None:
+    shutil.copy(DOCS / documentation.PAGE_FILE, tmp_path)
     documentation.write_docs(tmp_path)
     assert (DOCS / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8"), "run `make docs`"
 
@@ -32,7 +34,10 @@ def test_the_page_names_every_field_and_every_exception() -> None:
 def test_the_examples_of_the_page_are_valid_and_equivalent() -> None:
     from headrace.config.documents import read_pbtxt
 
-    blocks = documentation.configuration_page().split("```")
+    page = (DOCS / documentation.PAGE_FILE).read_text(encoding="utf-8")
+    assert f"it becomes {DEFAULT_MAX_BATCH_SIZE} with dynamic batching" in page
+    assert f"$schema=../../docs/{documentation.SCHEMA_FILE}" in page
+    blocks = page.split("```")
     from_yaml = next(block.removeprefix("yaml") for block in blocks if "# config.yaml" in block)
     from_pbtxt = next(block for block in blocks if "# config.pbtxt" in block)
     configs = [bind(read_yaml(from_yaml, "f"))[0], bind(read_pbtxt(from_pbtxt, "f"))[0]]
