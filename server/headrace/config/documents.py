@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel
@@ -241,85 +241,115 @@ def read_value(text: str, path: str) -> object:
     return data
 
 
-TOKEN = re.compile(
+_TOKEN = re.compile(
     r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{}<>\[\]:,;]|[^\s{}<>\[\]:,;"'\#]+|\n""",
 )
-_OPENING = {"{": "}", "<": ">"}
+_CLOSING = {"{": "}", "<": ">"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
-    """One `name: value` or `name { ... }` of the text, one item of `name: [...]`, or an empty list."""
+class TextField:
+    """One `name: value` or `name { ... }` of the text, one item of `name: [...]`, or an empty list.
+
+    Attributes:
+        name: name of the field.
+        line: 1-based line.
+        value: text without quotes, or the fields of a message.
+        start: position of the value in the text, quotes or brackets included.
+        end: end of the value.
+        is_empty_list: the value is `[]`.
+    """
 
     name: str
     line: int
-    value: str | list[_Field]
-    empty_list: bool = False
+    value: str | list[TextField]
+    start: int
+    end: int
+    is_empty_list: bool = False
 
-    def inner(self, name: str) -> list[_Field]:
+    def inner(self, name: str) -> list[TextField]:
+        """Return the fields of a name in the message."""
         return [part for part in self.value if part.name == name] if isinstance(self.value, list) else []
 
 
+class _Token(NamedTuple):
+    text: str
+    line: int
+    start: int
+    end: int
+
+
+def outline(text: str) -> list[TextField]:
+    """Return the fields of text that protobuf's parser has accepted."""
+    return _Outline(text).fields()
+
+
 class _Outline:
-    """Finds the fields and their lines in text that protobuf's parser has accepted."""
+    """Finds fields, lines and positions in text that protobuf's parser has accepted."""
 
     def __init__(self, text: str) -> None:
-        self._tokens: list[tuple[str, int]] = []
+        self._tokens: list[_Token] = []
         line = 1
-        for match in TOKEN.finditer(text):
-            token = match.group()
-            if token == "\n":
+        for match in _TOKEN.finditer(text):
+            if match.group() == "\n":
                 line += 1
-            elif not token.startswith("#"):
-                self._tokens.append((token, line))
+            elif not match.group().startswith("#"):
+                self._tokens.append(_Token(match.group(), line, *match.span()))
         self._index = 0
+        self._last = _Token("", 0, len(text), len(text))
 
     def _peek(self) -> str:
-        return self._tokens[self._index][0] if self._index < len(self._tokens) else ""
+        return self._tokens[self._index].text if self._index < len(self._tokens) else ""
 
-    def _advance(self) -> tuple[str, int]:
-        token = self._tokens[self._index] if self._index < len(self._tokens) else ("", 0)
-        self._index += 1
-        return token
+    def _advance(self) -> str:
+        if self._index < len(self._tokens):
+            self._last = self._tokens[self._index]
+            self._index += 1
+            return self._last.text
+        return ""
 
-    def fields(self, closing: str = "") -> list[_Field]:
-        fields: list[_Field] = []
+    def fields(self, closing: str = "") -> list[TextField]:
+        fields: list[TextField] = []
         while self._peek() not in ("", closing):
-            name, line = self._advance()
+            name = self._advance()
             if name in ",;":
                 continue
+            line = self._last.line
             if self._peek() == ":":
                 self._advance()
             if self._peek() != "[":
-                fields.append(_Field(name, line, self._value()))
+                fields.append(self._field(name, line))
                 continue
             self._advance()
+            start = self._last.start
             if self._peek() == "]":
-                fields.append(_Field(name, line, [], empty_list=True))
+                fields.append(TextField(name, line, [], start, self._tokens[self._index].end, is_empty_list=True))
             while self._peek() not in ("", "]"):
                 if self._peek() == ",":
                     self._advance()
-                    continue
-                item_line = self._tokens[self._index][1]
-                fields.append(_Field(name, item_line, self._value()))
+                else:
+                    fields.append(self._field(name, self._tokens[self._index].line))
             self._advance()
         self._advance()
         return fields
 
-    def _value(self) -> str | list[_Field]:
-        token, _ = self._advance()
-        if token in _OPENING:
-            return self.fields(_OPENING[token])
-        if token == "-":
-            return token + self._advance()[0]
-        text = token[1:-1] if token[:1] in "\"'" else token
-        while token[:1] in "\"'" and self._peek()[:1] in ('"', "'"):
-            text += self._advance()[0][1:-1]
-        return text
+    def _field(self, name: str, line: int) -> TextField:
+        token = self._advance()
+        start = self._last.start
+        value: str | list[TextField] = token
+        if token in _CLOSING:
+            value = self.fields(_CLOSING[token])
+        elif token == "-":
+            value = token + self._advance()
+        elif token[:1] in ('"', "'"):
+            value = token[1:-1]
+            while self._peek()[:1] in ('"', "'"):  # a string may continue in a second pair of quotes
+                value += self._advance()[1:-1]
+        return TextField(name, line, value, start, self._last.end)
 
 
 def _note_lines(
-    fields: list[_Field], descriptor: Descriptor, loc: Location, path: str, lines: dict[Location, int]
+    fields: list[TextField], descriptor: Descriptor, loc: Location, path: str, lines: dict[Location, int]
 ) -> None:
     """Record the line of every field under `loc` in `lines`.
 
@@ -349,7 +379,7 @@ def _note_lines(
                     _note_lines(value.value, inner, item_loc, path, lines)
             continue
         lines.setdefault(item_loc, part.line)
-        if part.empty_list:
+        if part.is_empty_list:
             continue
         if field.is_repeated:
             index = counts.get(part.name, 0)
@@ -425,7 +455,7 @@ def read_pbtxt(text: str, path: str) -> Document:
     except (ValueError, OverflowError, RecursionError) as error:
         raise refuse(path, None, f"cannot be read as protobuf text: {error}", "correct the value") from None
     lines: dict[Location, int] = {}
-    _note_lines(_Outline(text).fields(), message.DESCRIPTOR, (), path, lines)
+    _note_lines(outline(text), message.DESCRIPTOR, (), path, lines)
     return Document(path, plain_fields(message, (), lines), lines, headrace_prefix="headrace.")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from headrace.config.documents import TOKEN, Document, refuse
+from headrace.config.documents import Document, TextField, outline, refuse
 from headrace.config.model_folder import CONFIG_FILES
 
 # Errors of file systems that cannot lock a folder: NFS needs a writable descriptor.
@@ -286,58 +286,36 @@ def _apply(text: str, replacements: list[_Replacement]) -> str:
     return text
 
 
-# YAML
-
-
 def _edit_yaml(text: str, changes: Changes) -> str:
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is None:
-        return _append_lines(text, [f"{line}\n" for line in _yaml_lines(changes)])
-    fields = {key.value: value for key, value in root.value}
+    fields = {} if root is None else {key.value: value for key, value in root.value}
     replacements, missing = [], []
     for name in ("max_batch_size", "cpu_max_batch_size"):
         number = getattr(changes, name)
-        if number is None:
-            continue
-        if node := fields.get(name):
-            replacements.append(_of_node(node, str(number)))
-        else:
+        if number is not None and name in fields:
+            replacements.append(_of_node(fields[name], str(number)))
+        elif number is not None:
             missing.append(f"{name}: {number}")
     if changes.dynamic_batching and "dynamic_batching" not in fields:
         missing.append("dynamic_batching: {}")
     if changes.instances is not None:
-        if node := fields.get("instance_group"):
-            replacements.append(_yaml_count(node, changes.instances))
+        if "instance_group" in fields:
+            replacements.append(_yaml_count(fields["instance_group"], changes.instances))
         else:
             missing.append(f"instance_group: [{{count: {changes.instances}}}]")
-    if not missing:
-        return _apply(text, replacements)
-    if root.flow_style:
-        comma = ", " if root.value else ""
-        replacements.append(
-            _Replacement(root.start_mark.index + 1, root.start_mark.index + 1, ", ".join(missing) + comma)
-        )
-        return _apply(text, replacements)
-    # After the last field: comments, or the end of the document, may follow.
-    end = root.end_mark.index
-    indent = " " * root.start_mark.column
-    before = "" if not text[:end] or text[:end].endswith("\n") else "\n"
-    lines = "".join(f"{indent}{line}\n" for line in missing)
-    replacements.append(_Replacement(end, end, before + lines))
+    if root is None:
+        return _append_lines(text, missing)
+    if missing and root.flow_style:
+        start = root.start_mark.index + 1
+        replacements.append(_Replacement(start, start, ", ".join(missing) + (", " if root.value else "")))
+    elif missing:
+        # After the last field: comments, or the end of the document, may follow.
+        end = root.end_mark.index
+        indent = " " * root.start_mark.column
+        before = "" if not text[:end] or text[:end].endswith("\n") else "\n"
+        lines = "".join(f"{indent}{line}\n" for line in missing)
+        replacements.append(_Replacement(end, end, before + lines))
     return _apply(text, replacements)
-
-
-def _yaml_lines(changes: Changes) -> list[str]:
-    lines = []
-    if changes.max_batch_size is not None:
-        lines.append(f"max_batch_size: {changes.max_batch_size}")
-    if changes.cpu_max_batch_size is not None:
-        lines.append(f"cpu_max_batch_size: {changes.cpu_max_batch_size}")
-    if changes.dynamic_batching:
-        lines.append("dynamic_batching: {}")
-    if changes.instances is not None:
-        lines.append(f"instance_group: [{{count: {changes.instances}}}]")
-    return lines
 
 
 def _yaml_count(groups: Any, instances: int) -> _Replacement:
@@ -358,95 +336,49 @@ def _of_node(node: Any, text: str) -> _Replacement:
     return _Replacement(node.start_mark.index, node.end_mark.index, text)
 
 
-# Protobuf text format
-
-
 def _edit_pbtxt(text: str, changes: Changes) -> str:
-    fields = _pbtxt_fields(text)
+    fields = outline(text)
+    by_name = {field.name: field for field in reversed(fields)}
     replacements, missing = [], []
     if changes.max_batch_size is not None:
-        spans = [value for field, value in fields if field == "max_batch_size"]
-        replacements += [_Replacement(span.start, span.end, str(changes.max_batch_size)) for span in spans]
-        if not spans:
-            missing.append(f"max_batch_size: {changes.max_batch_size}\n")
+        if field := by_name.get("max_batch_size"):
+            replacements.append(_Replacement(field.start, field.end, str(changes.max_batch_size)))
+        else:
+            missing.append(f"max_batch_size: {changes.max_batch_size}")
     if changes.cpu_max_batch_size is not None:
-        span = _pbtxt_parameter(text, fields, _CPU_PARAMETER)
-        if span is not None:
-            replacements.append(_Replacement(span.start, span.end, f'"{changes.cpu_max_batch_size}"'))
+        if field := _pbtxt_parameter(fields, _CPU_PARAMETER):
+            replacements.append(_Replacement(field.start, field.end, f'"{changes.cpu_max_batch_size}"'))
         else:
             value = f'{{ string_value: "{changes.cpu_max_batch_size}" }}'
-            missing.append(f'parameters {{ key: "{_CPU_PARAMETER}" value: {value} }}\n')
-    if changes.dynamic_batching and all(field != "dynamic_batching" for field, _ in fields):
-        missing.append("dynamic_batching { }\n")
+            missing.append(f'parameters {{ key: "{_CPU_PARAMETER}" value: {value} }}')
+    if changes.dynamic_batching and "dynamic_batching" not in by_name:
+        missing.append("dynamic_batching { }")
     if changes.instances is not None:
-        groups = [value for field, value in fields if field == "instance_group"]
-        if groups:
-            replacements.append(_pbtxt_count(text, groups[0], changes.instances))
+        if field := by_name.get("instance_group"):
+            replacements.append(_pbtxt_count(field, changes.instances))
         else:
-            missing.append(f"instance_group [ {{ count: {changes.instances} }} ]\n")
+            missing.append(f"instance_group [ {{ count: {changes.instances} }} ]")
     return _append_lines(_apply(text, replacements), missing)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Start and end of a value, brackets included."""
-
-    start: int
-    end: int
-
-
-def _pbtxt_fields(text: str, start: int = 0, end: int | None = None) -> list[tuple[str, _Span]]:
-    """Return names and values of the fields of a message in text that protobuf's parser has accepted."""
-    fields: list[tuple[str, _Span]] = []
-    name, depth, value_start = "", 0, 0
-    for match in TOKEN.finditer(text, start, len(text) if end is None else end):
-        token = match.group()
-        if token == "\n" or token.startswith("#") or (not depth and token in ":,;"):
-            continue
-        if token in "{<[":
-            value_start = value_start if depth else match.start()
-            depth += 1
-        elif token in "}>]":
-            depth -= 1
-            if not depth:
-                fields.append((name, _Span(value_start, match.end())))
-                name = ""
-        elif not depth:
-            if name:
-                fields.append((name, _Span(match.start(), match.end())))
-                name = ""
-            elif token[0] not in "\"'":  # a string may continue in a second pair of quotes
-                name = token
-    return fields
-
-
-def _pbtxt_parameter(text: str, fields: list[tuple[str, _Span]], key: str) -> _Span | None:
-    """Return the span of the text of a `parameters` entry, quotes included; None if there is no such entry."""
-    for name, block in fields:
-        if name != "parameters" or text[block.start] == "[":
-            continue
-        entry = dict(_pbtxt_fields(text, block.start + 1, block.end - 1))
-        if text[entry["key"].start : entry["key"].end].strip("\"'") == key:
-            value = entry["value"]
-            return dict(_pbtxt_fields(text, value.start + 1, value.end - 1)).get("string_value")
+def _pbtxt_parameter(fields: list[TextField], key: str) -> TextField | None:
+    """Return the text of a `parameters` entry; None if there is no such entry."""
+    for field in fields:
+        if field.name == "parameters" and [part.value for part in field.inner("key")] == [key]:
+            return next((text for value in field.inner("value") for text in value.inner("string_value")), None)
     return None
 
 
-def _pbtxt_count(text: str, group: _Span, instances: int) -> _Replacement:
-    """Replace `count` of the only group: `{ ... }`, or `[ { ... } ]`."""
-    start, end = group.start, group.end
-    if text[start] == "[":
-        inner = [match for match in TOKEN.finditer(text, start + 1, end - 1) if match.group() in "{<}>"]
-        if not inner:
-            return _Replacement(start, end, f"[ {{ count: {instances} }} ]")
-        start, end = inner[0].start(), inner[-1].end()
-    for field, span in _pbtxt_fields(text, start + 1, end - 1):
-        if field == "count":
-            return _Replacement(span.start, span.end, str(instances))
-    return _Replacement(start + 1, start + 1, f" count: {instances}")
+def _pbtxt_count(group: TextField, instances: int) -> _Replacement:
+    """Replace `count` of the only group."""
+    if group.is_empty_list:
+        return _Replacement(group.start, group.end, f"[ {{ count: {instances} }} ]")
+    for count in group.inner("count"):
+        return _Replacement(count.start, count.end, str(instances))
+    return _Replacement(group.start + 1, group.start + 1, f" count: {instances}")
 
 
 def _append_lines(text: str, lines: list[str]) -> str:
     if not lines:
         return text
-    return text + ("" if not text or text.endswith("\n") else "\n") + "".join(lines)
+    return text + ("" if not text or text.endswith("\n") else "\n") + "".join(f"{line}\n" for line in lines)
