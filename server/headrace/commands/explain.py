@@ -42,37 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the command with the options of `add_arguments`; return the exit status."""
-    return run(args.model, args.url, args.model_version, args.json, open_console(highlight=False))
-
-
-def run(model: str, url: str, version: str, as_json: bool, console: Console, errors: Console | None = None) -> int:
+def main(args: argparse.Namespace, console: Console | None = None, errors: Console | None = None) -> int:
     """Fetch the explanation of a model and print it.
 
     Args:
-        model: name of the model.
-        url: HTTP address of the server.
-        version: version of the model; "" lets the server choose.
-        as_json: print the server's JSON instead of text.
-        console: output of the explanation.
+        args: options of `add_arguments`.
+        console: output of the explanation; None uses standard output.
         errors: output of an error; None uses standard error.
 
     Returns:
         0, or 1 if the server returned an error or cannot be reached.
     """
+    console = console or open_console(highlight=False)
     try:
-        document = fetch(url, model, version)
+        document = fetch(args.url, args.model, args.model_version)
     except HeadraceError as error:
         errors = errors or open_console(stderr=True, highlight=False)
         errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
         return 1
-    if as_json:
+    if args.json:
         console.print(orjson.dumps(document).decode(), markup=False, soft_wrap=True)
         return 0
-    console.print(
-        Text(printable(f"{document.get('name', model)}, version {document.get('version', '')}"), style="bold")
-    )
+    title = f"{document.get('name', args.model)}, version {document.get('version', '')}"
+    console.print(Text(printable(title), style="bold"))
     _findings(console, document.get("findings", ()))
     _numbers(console, document.get("numbers", {}))
     return 0
@@ -128,15 +120,13 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
 
 def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
     for finding in findings:
-        console.print(
-            Text.assemble((printable(str(finding["kind"])), "bold yellow"), ": ", printable(finding["explanation"]))
-        )
+        kind = (printable(str(finding["kind"])), "bold yellow")
+        console.print(Text.assemble(kind, ": ", printable(finding["explanation"])))
         setting = f" [{finding['setting']}]" if finding.get("setting") else ""
         for label, text in (("cure", f"{finding.get('cure', '')}{setting}"), ("expected", finding.get("expected", ""))):
             if text:
-                console.print(
-                    Padding(Text.assemble((f"{label}: ", "green"), printable(text)), (0, 0, 0, 2), expand=False)
-                )
+                line = Text.assemble((f"{label}: ", "green"), printable(text))
+                console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import orjson
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 
 # Datatypes to which the floats of a preprocessed picture can be converted.
 _PIXEL_TYPES = {"FP32": np.float32, "FP16": np.float16, "UINT8": np.uint8}
-
-
-class Client(Protocol):
-    """Client of one server; `headrace.commands.infer_client.InferClient` implements it."""
-
-    def infer(
-        self, model: str, inputs: Mapping[str, AnyArray], version: str = "", outputs: Mapping[str, int] | None = None
-    ) -> dict[str, AnyArray]:
-        """Run a model; `outputs` maps a name to the number of classes to return, 0 for the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +139,7 @@ class PictureTask:
         return -(-pictures // self.pictures_per_request)
 
 
-def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, version: str = "") -> list[Classified]:
+def classify(client: InferClient, task: PictureTask, files: Sequence[str], top: int, version: str) -> list[Classified]:
     """Classify pictures and return the best classes of each, in the order of the files.
 
     Args:
@@ -290,13 +281,12 @@ def print_times(console: Console, pictures: int, requests: int, total_ns: int, s
         total_ns: time from the first request to the last response, preprocessing included.
         server_ns: part of it that the server needed; None if unknown.
     """
-    what = (
-        f"{_plural(pictures, 'picture')} in {_plural(requests, 'request')}"
-        if pictures
-        else _plural(requests, "request")
-    )
+    count = f"{_plural(pictures, 'picture')} in " if pictures else ""
     server = "" if server_ns is None else f", {server_ns / NS_PER_MS:.1f} ms of it in the server"
-    console.print(Text(f"{what}: {total_ns / NS_PER_MS:.1f} ms{server}", style="dim"), soft_wrap=True)
+    console.print(
+        Text(f"{count}{_plural(requests, 'request')}: {total_ns / NS_PER_MS:.1f} ms{server}", style="dim"),
+        soft_wrap=True,
+    )
 
 
 def print_tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: Mapping[str, str]) -> None:
@@ -315,11 +305,8 @@ def print_tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: 
         if datatype == "BF16":  # NumPy's min, mean and max do not support BF16
             array = array.astype(np.float32)
         numbers = array.astype(np.float64) if array.size and array.dtype.kind in "fiub" else None
-        spread = (
-            ["", "", ""]
-            if numbers is None
-            else [f"{v:.6g}" for v in (np.min(numbers), np.mean(numbers), np.max(numbers))]
-        )
+        figures = () if numbers is None else (np.min(numbers), np.mean(numbers), np.max(numbers))
+        spread = [f"{figure:.6g}" for figure in figures] or ["", "", ""]
         first = " ".join(_value(value) for value in array.ravel()[:_FIRST_VALUES].tolist())
         ellipsis = " ..." if array.size > _FIRST_VALUES else ""
         cells = [printable(name), datatype, str(list(array.shape)), *spread, first + ellipsis]
@@ -413,83 +400,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the command with the options of `add_arguments`; return the exit status."""
-    return run(
-        args.model,
-        args.files,
-        args.url,
-        args.top,
-        open_console(highlight=False),
-        version=args.model_version,
-        raw=args.raw,
-        json_input=args.json_input,
-        as_json=args.json,
-        timeout_s=args.timeout,
-    )
-
-
-def run(
-    model: str,
-    files: Sequence[str],
-    url: str,
-    top: int,
-    console: Console,
-    *,
-    version: str = "",
-    raw: Path | None = None,
-    json_input: Path | None = None,
-    as_json: bool = False,
-    timeout_s: float = 60.0,
-    errors: Console | None = None,
-) -> int:
+def main(args: argparse.Namespace, console: Console | None = None, errors: Console | None = None) -> int:
     """Classify pictures, or send tensors, and print the results.
 
     Args:
-        model: name of the model.
-        files: paths of pictures; empty if `raw` or `json_input` is given.
-        url: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS.
-        top: number of labels to print for a picture.
-        console: output of the results.
-        version: version of the model; "" lets the server choose.
-        raw: .npz file with the model's inputs by name.
-        json_input: file with the inputs in the protocol's JSON.
-        as_json: print JSON instead of bars and tables.
-        timeout_s: for each wait for the server.
+        args: options of `add_arguments`.
+        console: output of the results; None uses standard output.
         errors: output of an error; None uses standard error.
 
     Returns:
         0; 1 if the server or a file failed; 2 if the arguments do not fit together.
     """
+    console = console or open_console(highlight=False)
     errors = errors or open_console(stderr=True, highlight=False)
-    if (bool(files), raw is not None, json_input is not None).count(True) != 1:
+    if (bool(args.files), args.raw is not None, args.json_input is not None).count(True) != 1:
         _complain(errors, "give pictures, or --raw FILE.npz, or --json-input FILE.json: exactly one of them")
         return 2
     # tritonclient takes 0.3 s to import: only this command pays for it.
     from headrace.commands.infer_client import InferClient
 
     try:
-        with InferClient(url, timeout_s) as client:
-            if files:
-                _classify(client, model, version, files, top, console, as_json)
+        with InferClient(args.url, args.timeout) as client:
+            if args.files:
+                _classify(client, args, console)
             else:
-                _send_tensors(client, model, version, raw, json_input, console, as_json)
+                _send_tensors(client, args, console)
     except HeadraceError as error:
         _complain(errors, str(error))
         return 1
     return 0
 
 
-def _classify(
-    client: InferClient, model: str, version: str, files: Sequence[str], top: int, console: Console, as_json: bool
-) -> None:
+def _classify(client: InferClient, args: argparse.Namespace, console: Console) -> None:
+    model, version, files = args.model, args.model_version, args.files
     start_ns = time.monotonic_ns()
     task = PictureTask.of(client.config(model, version), client.metadata(model, version))
     before = client.successes(model, version)
-    results = classify(client, task, files, top, version)
+    results = classify(client, task, files, args.top, version)
     server_ns = server_time_ns(before, client.successes(model, version), task.requests(len(files)))
     total_ns = time.monotonic_ns() - start_ns
-    if as_json:
+    if args.json:
         document = {
             "model": model,
             "results": [{"file": r.file, "classes": [asdict(c) for c in r.classes]} for r in results],
@@ -502,28 +452,20 @@ def _classify(
     print_times(console, len(files), task.requests(len(files)), total_ns, server_ns)
 
 
-def _send_tensors(
-    client: InferClient,
-    model: str,
-    version: str,
-    raw: Path | None,
-    json_input: Path | None,
-    console: Console,
-    as_json: bool,
-) -> None:
+def _send_tensors(client: InferClient, args: argparse.Namespace, console: Console) -> None:
     from headrace.commands.infer_client import bfloat16_inputs, datatype_of, read_json, read_npz
 
-    metadata = client.metadata(model, version)
-    inputs = {} if json_input is None else read_json(json_input)
-    if raw is not None:
-        inputs = bfloat16_inputs(metadata, read_npz(raw))
+    metadata = client.metadata(args.model, args.model_version)
+    inputs = {} if args.json_input is None else read_json(args.json_input)
+    if args.raw is not None:
+        inputs = bfloat16_inputs(metadata, read_npz(args.raw))
     start_ns = time.monotonic_ns()
-    outputs = client.infer(model, inputs, version)
+    outputs = client.infer(args.model, inputs, args.model_version)
     total_ns = time.monotonic_ns() - start_ns
     datatypes = {name: datatype_of(array, name) for name, array in outputs.items()}
-    if as_json:
+    if args.json:
         plain = {name: tensor_as_json(array, datatypes[name]) for name, array in outputs.items()}
-        _print_json(console, {"model": model, "outputs": plain})
+        _print_json(console, {"model": args.model, "outputs": plain})
         return
     print_tensors(console, outputs, datatypes)
     print_times(console, 0, 1, total_ns, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import socket
@@ -42,7 +43,8 @@ ANSWER = {
 def explain(url: str, *, version: str = "", as_json: bool = False) -> tuple[int, str, str]:
     out, errors = io.StringIO(), io.StringIO()
     console = Console(file=out, width=100, highlight=False)
-    status = explain_command.run("net", url, version, as_json, console, Console(file=errors, width=200))
+    args = argparse.Namespace(model="net", url=url, model_version=version, json=as_json)
+    status = explain_command.main(args, console, Console(file=errors, width=200))
     return status, out.getvalue(), errors.getvalue()
 
 

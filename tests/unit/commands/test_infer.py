@@ -93,17 +93,8 @@ def headrace(grpc_server: Any) -> Callable[..., tuple[int, str, str]]:
         args = parser.parse_args(["--url", grpc_server.address, "--top", "2", *typed])
         raw, errors = io.BytesIO(), io.StringIO()
         with io.TextIOWrapper(raw, encoding=encoding, write_through=True) as out:
-            status = infer_command.run(
-                args.model,
-                args.files,
-                args.url,
-                args.top,
-                Console(file=out, width=width, highlight=False),
-                raw=args.raw,
-                json_input=args.json_input,
-                as_json=args.json,
-                errors=Console(file=errors),
-            )
+            console = Console(file=out, width=width, highlight=False)
+            status = infer_command.main(args, console, Console(file=errors))
             return status, raw.getvalue().decode(encoding), errors.getvalue()
 
     return run
