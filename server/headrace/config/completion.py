@@ -14,7 +14,7 @@ batching is also on if the file has a `max_batch_size` above 1 but no inputs or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -133,16 +133,18 @@ def _is_default(value: object) -> bool:
     return value in _DEFAULTS
 
 
-def _matching_locations(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
-    """Yield every location in `data` that matches `pattern`."""
-    if not pattern:
-        yield loc
-    elif pattern[0] == "*":
-        items = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
-        for key, item in items:
-            yield from _matching_locations(item, pattern[1:], (*loc, key))
-    elif isinstance(data, dict) and pattern[0] in data:
-        yield from _matching_locations(data[pattern[0]], pattern[1:], (*loc, pattern[0]))
+def _matches(data: object, pattern: str) -> list[tuple[Location, Any]]:
+    """Return every location in `data` that matches `pattern`, with its value."""
+    matches: list[tuple[Location, Any]] = [((), data)]
+    for part in pattern.split("."):
+        matches = [((*loc, key), item) for loc, value in matches for key, item in _items(value) if part in ("*", key)]
+    return matches
+
+
+def _items(value: object) -> Iterable[tuple[str | int, object]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
 
 
 def _parent(data: dict[str, object], loc: Location) -> Any:
@@ -152,13 +154,12 @@ def _parent(data: dict[str, object], loc: Location) -> Any:
     return parent
 
 
-def _remove(data: dict[str, object], loc: Location) -> object:
-    """Remove and return the value at `loc`, and the block around it if that becomes empty and is not part of the schema."""
+def _remove(data: dict[str, object], loc: Location) -> None:
+    """Remove the value at `loc`, and the block around it if that becomes empty and is not part of the schema."""
     parent = _parent(data, loc)
-    value: object = parent.pop(loc[-1])
+    del parent[loc[-1]]
     if len(loc) == 2 and loc[0] in _ONLY_REFUSED and not parent:
         data.pop(str(loc[0]))
-    return value
 
 
 def screen(document: Document) -> list[Finding]:
@@ -170,26 +171,29 @@ def screen(document: Document) -> list[Finding]:
     Returns:
         A fatal finding for each refused field, a warning for each field without an effect.
     """
-    findings = []
+    findings, data = [], document.data
     for name in _ONLY_REFUSED:
-        if document.data.get(name) == {}:
-            del document.data[name]
+        if data.get(name) == {}:
+            del data[name]
     for pattern, cure in REFUSED.items():
-        for loc in list(_matching_locations(document.data, tuple(pattern.split(".")))):
-            feature = f": it requests {FEATURES[pattern]}" if pattern in FEATURES else ""
-            problem = Problem(loc, f'"{_dotted(loc)}" is not supported{feature}', cure)
-            if not _is_default(_remove(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
+        feature = f": it requests {FEATURES[pattern]}" if pattern in FEATURES else ""
+        for loc, value in _matches(data, pattern):
+            _remove(data, loc)
+            if not _is_default(value) or pattern in _ON_WHEN_EMPTY:
+                problem = Problem(loc, f'"{_dotted(loc)}" is not supported{feature}', cure)
                 findings.append(document.finding(problem))
     for pattern, instead in IGNORED.items():
-        for loc in list(_matching_locations(document.data, tuple(pattern.split(".")))):
-            problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
-            if not _is_default(_remove(document.data, loc)):
-                findings.append(document.finding(problem, fatal=False))
+        for loc, value in _matches(data, pattern):
+            _remove(data, loc)
+            if not _is_default(value):
+                message = f'"{_dotted(loc)}" has no effect: {instead}'
+                findings.append(
+                    document.finding(Problem(loc, message, "remove it, or leave it for Triton"), fatal=False)
+                )
     for pattern, instead in WITHOUT_EFFECT.items():
-        for loc in _matching_locations(document.data, tuple(pattern.split("."))):
-            value = _parent(document.data, loc)[loc[-1]]
-            if not _is_default(value) and not _is_read_by_build(document.data, loc):
-                problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
+        for loc, value in _matches(data, pattern):
+            if not _is_default(value) and not _is_read_by_build(data, loc):
+                problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}')
                 findings.append(document.finding(problem, fatal=False))
     return findings + _parameter_findings(document)
 
@@ -258,9 +262,8 @@ def _move_headrace_parameters(document: Document) -> list[Finding]:
     for key in [key for key in parameters if isinstance(key, str) and key.startswith(PREFIX)]:
         problem = _move_parameter(document, key, parameters.pop(key))
         if problem is not None:
-            findings.append(
-                Finding(document.path, document.lines.get(("parameters", key)), problem.message, problem.cure)
-            )
+            line = document.lines.get(("parameters", key))
+            findings.append(Finding(document.path, line, problem.message, problem.cure))
     return findings
 
 
@@ -285,10 +288,9 @@ def _cure_of(key: str, path: tuple[str, ...]) -> str:
     """Return the cure for an unknown parameter: it may be a field of Triton's message, or a misspelt Headrace field."""
     is_optimization = path[0] == "optimization" and len(path) > 1
     if path[0] in ModelConfig.model_fields and (not is_optimization or path[1] in Optimization.model_fields):
-        return (
-            f"{'.'.join(path[:2] if is_optimization else path[:1])} is a field of Triton's message, write it as a field"
-        )
-    return did_you_mean(key, [PREFIX + ".".join(map(str, field_path)) for field_path in HEADRACE_FIELD_PATHS])
+        field = _dotted(path[:2] if is_optimization else path[:1])
+        return f"{field} is a field of Triton's message, write it as a field"
+    return did_you_mean(key, [PREFIX + _dotted(field_path) for field_path in HEADRACE_FIELD_PATHS])
 
 
 def _write_value(document: Document, path: tuple[str, ...], value: object, line: int | None) -> Problem | None:
@@ -297,7 +299,7 @@ def _write_value(document: Document, path: tuple[str, ...], value: object, line:
     for depth, part in enumerate(path):
         is_last = depth == len(path) - 1
         if not isinstance(block, dict) or (is_last and part in block):
-            return Problem(path, f'"{PREFIX}{".".join(path)}" is written twice', "keep one of them")
+            return Problem(path, f'"{PREFIX}{_dotted(path)}" is written twice', "keep one of them")
         if line is not None:
             document.lines.setdefault(path[: depth + 1], line)
         block = block.setdefault(part, value if is_last else {})
@@ -319,49 +321,38 @@ def problems_of(error: ValidationError, headrace_prefix: str = "") -> list[Probl
             for problem in cause.problems:
                 item_loc = (*loc, *problem.loc)
                 # A problem of the whole configuration names its field in the message; one of a value does not.
-                message = (
-                    problem.message
-                    if problem.loc or not loc
-                    else f"{_field_name(loc, headrace_prefix)}: {problem.message}"
-                )
-                problems.append(Problem(item_loc, message, problem.cure))
+                subject = "" if problem.loc or not loc else f"{_field_name(loc, headrace_prefix)}: "
+                problems.append(Problem(item_loc, subject + problem.message, problem.cure))
         else:
             problems.append(_problem(detail, loc, headrace_prefix))
     return problems
 
 
 def _problem(detail: Any, loc: Location, headrace_prefix: str) -> Problem:
-    name = _field_name(loc, headrace_prefix)
+    name, value = _field_name(loc, headrace_prefix), f"{detail['input']!r:.80}"
     match detail["type"]:
         case "extra_forbidden":
             return Problem(loc, f'unknown field "{name}"', did_you_mean(str(loc[-1]), _fields_at(loc[:-1])))
         case "missing":
             return Problem(loc, f'"{name}" is missing', f"write {loc[-1]}")
         case "model_type" | "dict_type" | "model_attributes_type":
-            return Problem(
-                loc, f"{name} must be a block of fields, not {detail['input']!r:.80}", "write {} for the defaults"
-            )
+            return Problem(loc, f"{name} must be a block of fields, not {value}", "write {} for the defaults")
         case "tuple_type" | "list_type":
-            return Problem(
-                loc,
-                f"{name} must be a list, not {detail['input']!r:.80}",
-                "write [...], or one item a line behind '-'",
-            )
+            return Problem(loc, f"{name} must be a list, not {value}", "write [...], or one item a line behind '-'")
         case "string_type":
-            return Problem(loc, f"{name} must be text, not {detail['input']!r:.80}", "put it in quotes")
+            return Problem(loc, f"{name} must be text, not {value}", "put it in quotes")
         case "bool_type":
-            return Problem(loc, f"{name} must be true or false, not {detail['input']!r:.80}", "write true or false")
+            return Problem(loc, f"{name} must be true or false, not {value}", "write true or false")
         case "int_type" | "float_type" | "int_parsing" | "int_from_float":
             cure = "write the number without quotes" if isinstance(detail["input"], str) else "write a number"
             kind = "a number" if detail["type"] == "float_type" else "a whole number"
-            return Problem(loc, f"{name} must be {kind}, not {detail['input']!r:.80}", cure)
+            return Problem(loc, f"{name} must be {kind}, not {value}", cure)
     expected = str(detail["msg"]).removeprefix("Input should ").removeprefix("Tuple should ")
-    return Problem(loc, f"{name} should {expected}, not {detail['input']!r:.80}", "correct the value")
+    return Problem(loc, f"{name} should {expected}, not {value}", "correct the value")
 
 
 def _field_name(loc: Location, headrace_prefix: str) -> str:
-    dotted = ".".join(str(part) for part in loc)
-    return headrace_prefix + dotted if is_headrace_field(loc) else dotted
+    return headrace_prefix + _dotted(loc) if is_headrace_field(loc) else _dotted(loc)
 
 
 def _fields_at(loc: Location) -> list[str]:
@@ -556,27 +547,22 @@ def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tup
 def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
     """Return a warning for a configuration with batches of a model whose rows depend on one another."""
     if config.dynamic_batching is None:
-        return Problem(
-            ("max_batch_size",), f"the rows of a batch are not independent: {rows.reason}", "write max_batch_size: 0"
-        )
+        message = f"the rows of a batch are not independent: {rows.reason}"
+        return Problem(("max_batch_size",), message, "write max_batch_size: 0")
     message = f"requests that share a batch get values that depend on one another: {rows.reason}"
     return Problem(("max_batch_size",), message, "write max_batch_size: 0, or remove dynamic_batching")
 
 
 def _unsupported_types(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
     """Return a problem for each tensor of a type that no request can carry."""
-    return [
-        Problem(
-            (field,),
-            f'{field} "{t.name}" of the model has the type {t.onnx_type}, which no request carries',
+    problems = []
+    for tensor in tensors:
+        if not tensor.data_type:
             # scikit-learn's default export has probabilities in a ZipMap: a sequence of maps.
-            "export it as a tensor; skl2onnx: options={'zipmap': False}"
-            if t.onnx_type == "sequence"
-            else "export it as a tensor",
-        )
-        for t in tensors
-        if not t.data_type
-    ]
+            zipmap = "; skl2onnx: options={'zipmap': False}" if tensor.onnx_type == "sequence" else ""
+            message = f'{field} "{tensor.name}" of the model has the type {tensor.onnx_type}, which no request carries'
+            problems.append(Problem((field,), message, f"export it as a tensor{zipmap}"))
+    return problems
 
 
 def _complete_tensor(tensor: _Tensor, signatures: tuple[TensorSignature, ...], batched: bool) -> _Tensor:
@@ -611,9 +597,11 @@ def incomplete(config: ModelConfig) -> list[Problem]:
 
 def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
     """Compare a complete configuration with the model; each problem has both values."""
-    problems = _compare("input", config.input, signature.inputs, config.max_batch_size > 0)
-    problems += _compare("output", config.output, signature.outputs, config.max_batch_size > 0)
-    problems += completed_problems(config.preprocess, config.input)
+    problems = [
+        *_compare("input", config.input, signature.inputs, config.max_batch_size > 0),
+        *_compare("output", config.output, signature.outputs, config.max_batch_size > 0),
+        *completed_problems(config.preprocess, config.input),
+    ]
     configured = {tensor.name: (index, tensor) for index, tensor in enumerate(config.input)}
     for required in signature.required_inputs:
         index, tensor = configured.get(required.name, (0, None))
@@ -621,9 +609,8 @@ def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Proble
             message = (
                 f'the model has the input "{required.name}" ({required.onnx_type}), the configuration does not list it'
             )
-            problems.append(
-                Problem(("input",), message, "add it, or leave input out to have all of them read from the model")
-            )
+            cure = "add it, or leave input out to have all of them read from the model"
+            problems.append(Problem(("input",), message, cure))
         elif tensor.optional:
             message = f'input "{required.name}" is optional in the configuration, the model has no default for it'
             problems.append(Problem(("input", index, "optional"), message, "remove optional"))
@@ -635,49 +622,39 @@ def _compare(
     tensors: tuple[ModelInput | ModelOutput, ...],
     signatures: tuple[TensorSignature, ...],
     batched: bool,
-) -> list[Problem]:
-    problems = []
+) -> Iterator[Problem]:
     by_name = {tensor.name: tensor for tensor in signatures}
     names = ", ".join(tensor.name for tensor in signatures if not tensor.has_default)
     for index, tensor in enumerate(tensors):
         signature = by_name.get(tensor.name)
         if signature is None:
             message = f'{field} "{tensor.name}" is not in the model'
-            problems.append(Problem((field, index, "name"), message, f"the model has {names}"))
+            yield Problem((field, index, "name"), message, f"the model has {names}")
             continue
         if tensor.data_type != signature.data_type:
             message = f'{field} "{tensor.name}" has the type {tensor.data_type or "none"}, the model has {signature.onnx_type}'
             cure = f"write {signature.data_type}" if signature.data_type else "export it as a tensor, or leave it out"
-            problems.append(Problem((field, index, "data_type"), message, cure))
-        problem = _compare_shape(field, index, tensor, signature.shape, batched)
-        if problem is not None:
-            problems.append(problem)
-    return problems
+            yield Problem((field, index, "data_type"), message, cure)
+        yield from _compare_shape(field, index, tensor, signature.shape, batched)
 
 
 def _compare_shape(
     field: str, index: int, tensor: ModelInput | ModelOutput, shape: tuple[int, ...] | None, batched: bool
-) -> Problem | None:
+) -> Iterator[Problem]:
     name = f'{field} "{tensor.name}"'
     if shape is None:
-        if "dims" in tensor.model_fields_set:
-            return None
-        return Problem((field, index), f"the model has no shape for {name}", "write its dims")
+        if "dims" not in tensor.model_fields_set:
+            yield Problem((field, index), f"the model has no shape for {name}", "write its dims")
+        return
     if batched and (not shape or shape[0] != -1):
         message = f"max_batch_size needs a free first dimension, {name} has the shape {list(shape)} in the model"
-        return Problem(
-            ("max_batch_size",), message, "write max_batch_size: 0, or export the model with a dynamic batch dimension"
-        )
+        cure = "write max_batch_size: 0, or export the model with a dynamic batch dimension"
+        yield Problem(("max_batch_size",), message, cure)
+        return
     dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
     model_dims = shape[1:] if batched else shape
     # A free dimension of the model accepts any size; a fixed one must be repeated.
-    if len(dims) == len(model_dims) and all(
-        size in (-1, declared) for declared, size in zip(dims, model_dims, strict=True)
-    ):
-        return None
-    suffix = " behind the batch dimension" if batched else ""
-    return Problem(
-        (field, index, "dims"),
-        f"{name} has dims {list(dims)}, the model has {list(model_dims)}{suffix}",
-        f"write {list(model_dims)}",
-    )
+    if len(dims) != len(model_dims) or any(size not in (-1, dim) for dim, size in zip(dims, model_dims, strict=True)):
+        suffix = " behind the batch dimension" if batched else ""
+        message = f"{name} has dims {list(dims)}, the model has {list(model_dims)}{suffix}"
+        yield Problem((field, index, "dims"), message, f"write {list(model_dims)}")
