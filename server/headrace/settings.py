@@ -1,7 +1,7 @@
 """Settings of the server from the command line and the environment. The only reader of the environment.
 
-The tables `TRITON_...` have the command-line flags of tritonserver: those that `headrace serve` accepts, and an
-explanation of each of the others. `docs/from-triton.md` has the same explanations, which a test compares.
+The tables `TRITON_...` have the command-line flags of tritonserver that have another name here, and an explanation of each
+that is not accepted. `docs/from-triton.md` has the same explanations, which a test compares.
 """
 
 from __future__ import annotations
@@ -18,20 +18,6 @@ from typing import Any, Literal, NamedTuple
 from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
-
-# Flags with the same name, meaning and values.
-TRITON_SAME: tuple[str, ...] = (
-    "--help",
-    "--id",
-    "--model-repository",
-    "--load-model",
-    "--http-port",
-    "--grpc-port",
-    "--metrics-port",
-    "--trace-file",
-    "--trace-rate",
-    "--metrics-config",
-)
 
 # Other names of Headrace's options with the same meaning and values.
 TRITON_ALIASES: dict[str, str] = {
@@ -142,9 +128,6 @@ TRITON_HINTS: dict[str, str] = {
     "--buffer-manager-thread-count": "not needed: threads that copy rows start where a batch is large",
     "--host-policy": "not here: start the server under numactl or taskset",
 }
-
-# A flag of both servers whose values differ.
-TRITON_LOG_FORMAT = "the same name, other values: --log-format text or --log-format json"
 
 
 def triton_hint(option: str) -> str:

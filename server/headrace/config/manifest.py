@@ -19,7 +19,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
@@ -135,7 +135,7 @@ def _digest_of(path: Path, name: str) -> tuple[hashlib._Hash, bool]:
     return digest, has_location
 
 
-_LIBRARIES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+LIBRARIES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 # ONNX Runtime comes as several packages; each installs the module `onnxruntime`.
 _ONNXRUNTIME_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 
@@ -174,7 +174,7 @@ class Machine:
         """Describe the machine, e.g. "cpu avx512_vnni with ONNX Runtime 1.31", "NVIDIA H200 9.0 with TensorRT 10.6.0, driver
         550".
         """
-        library = _LIBRARIES.get(self.target, self.target)
+        library = LIBRARIES.get(self.target, self.target)
         driver = f", driver {self.driver}" if self.driver else ""
         return f"{self.device} {self.capability} with {library} {self.version}{driver}"
 
@@ -312,21 +312,10 @@ def read_layers(folder: Path) -> LayerReport | None:
     Raises:
         ConfigError: the file cannot be read, or is not a layer report.
     """
-    path = folder / LAYERS_FILE
-    name = display_path(path)
-    try:
-        # Links are not followed, and a pipe does not block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise refuse(name, None, "is not a file", _CURE)
-            content = stream.read(MAX_BYTES + 1)
-    except FileNotFoundError:
+    name = display_path(folder / LAYERS_FILE)
+    content = _content(folder / LAYERS_FILE, name, MAX_BYTES, _CURE)
+    if content is None:
         return None
-    except OSError as error:
-        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
-    if len(content) > MAX_BYTES:
-        raise refuse(name, None, f"is larger than {MAX_BYTES} bytes", _CURE)
     try:
         return _layers_adapter().validate_json(content)
     except ValidationError as error:
@@ -499,13 +488,8 @@ def read_stamps(folder: Path) -> list[Stamp]:
     if "recipe" in document and "builds" not in document:
         return []
     if document.get("format") != FORMAT:
-        file_format = document.get("format")
-        raise refuse(
-            name,
-            None,
-            f"has format {file_format!r:.40}, this version reads {FORMAT}",
-            f"update Headrace, or {_REBUILD}",
-        )
+        message = f"has format {document.get('format')!r:.40}, this version reads {FORMAT}"
+        raise refuse(name, None, message, f"update Headrace, or {_REBUILD}")
     builds = document.get("builds")
     if not isinstance(builds, list):
         _refuse(name, "has no list of builds")
@@ -644,24 +628,24 @@ def _preserve_recipe(path: Path) -> None:
             os.link(path, path.with_name(RECIPE_FILE), follow_symlinks=False)
 
 
-def _content(path: Path, name: str) -> bytes | None:
-    """Return the content of the file, None if there is none; reads at most MAX_STAMP_BYTES and does not block on a pipe."""
+def _content(path: Path, name: str, max_bytes: int = MAX_STAMP_BYTES, cure: str = _REBUILD) -> bytes | None:
+    """Return the content of a file, None if there is none; reads at most `max_bytes` and does not block on a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                _refuse(name, "is not a file")
-            content = stream.read(MAX_STAMP_BYTES + 1)
+                raise refuse(name, None, "is not a file", cure)
+            content = stream.read(max_bytes + 1)
     except FileNotFoundError:
         return None
     except IsADirectoryError:
-        _refuse(name, "is a folder")
+        raise refuse(name, None, "is a folder", cure) from None
     except OSError as error:
         if path.is_symlink():
-            _refuse(name, "is a link, which is not followed")
+            raise refuse(name, None, "is a link, which is not followed", cure) from None
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
-    if len(content) > MAX_STAMP_BYTES:
-        _refuse(name, f"is larger than {MAX_STAMP_BYTES} bytes")
+    if len(content) > max_bytes:
+        raise refuse(name, None, f"is larger than {max_bytes} bytes", cure)
     return content
 
 
@@ -672,13 +656,9 @@ def _finite(values: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _describe_problem(problem: Mapping[str, Any]) -> str:
-    location = ".".join(map(str, _plain(problem["loc"])))
+    # Without the parts that pydantic adds for members of a union.
+    location = ".".join(str(part)[:60] for part in problem["loc"] if part not in ("str", "bool", "int", "float"))
     return f"{location or 'it'}: {problem['msg']}"
-
-
-def _plain(location: Iterable[str | int]) -> list[str]:
-    """Return the location without the parts that pydantic adds for members of a union."""
-    return [str(part)[:60] for part in location if part not in ("str", "bool", "int", "float")]
 
 
 def _refuse(where: str, message: str) -> NoReturn:

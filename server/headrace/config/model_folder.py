@@ -41,6 +41,8 @@ from headrace.core.tensor_config import ModelInput, WarmupInput
 # ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
 MAX_LABELS_BYTES = 16 * 1024 * 1024
 
+_LEADS_OUT = "is a link that leads out of the repository"
+_COPY_FILE = "copy the file into the repository"
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 
 
@@ -75,18 +77,13 @@ def find_versions(
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or not entry.is_dir():
             continue
+        name = relative_name(entry, repository)
         if not _VERSION.fullmatch(entry.name):
-            if entry.name in ignored_names:
-                continue
             cure = "name a version's folder by a positive number without leading zeros"
-            findings.append(
-                Finding(relative_name(entry, repository), None, "is not a version and is ignored", cure, fatal=False)
-            )
+            if entry.name not in ignored_names:
+                findings.append(Finding(name, None, "is not a version and is ignored", cure, fatal=False))
         elif not within(entry, repository):
-            cure = "copy the files into the repository"
-            findings.append(
-                Finding(relative_name(entry, repository), None, "is a link that leads out of the repository", cure)
-            )
+            findings.append(Finding(name, None, _LEADS_OUT, "copy the files into the repository"))
         else:
             versions.append(int(entry.name))
     return tuple(sorted(versions)), findings
@@ -107,11 +104,8 @@ def find_model_folder(model: str, repository: Path) -> Path:
     """
     in_repository, direct = repository / model, Path(model)
     for path in (in_repository, direct):
-        if (
-            path.is_dir()
-            and (path is in_repository or "/" in model or not in_repository.parent.is_dir())
-            and not _has_models(path)
-        ):
+        is_named = path is in_repository or "/" in model or not in_repository.parent.is_dir()
+        if is_named and path.is_dir() and not _has_models(path):
             return path.resolve()
     names = _model_names(repository)
     if direct.is_dir() and _has_models(direct):
@@ -121,9 +115,8 @@ def find_model_folder(model: str, repository: Path) -> Path:
     if direct.is_file():
         raise NotFound(f"{model} is a file, a model is a folder: move it to MODEL/1/model.onnx and name MODEL")
     if "/" in model:
-        raise NotFound(
-            f"there is no folder {model}: name the folder of a model, or its name with --model-repository DIR"
-        )
+        cure = "name the folder of a model, or its name with --model-repository DIR"
+        raise NotFound(f"there is no folder {model}: {cure}")
     if not repository.is_dir():
         cure = "name a repository with --model-repository DIR, or the model's folder; `headrace models build` builds a demo"
         raise NotFound(f"there is no model '{model}': there is no model repository {repository} here: {cure}")
@@ -166,16 +159,13 @@ def check_model_file(path: Path, repository: Path) -> list[Finding]:
     """Return findings on a model's file: missing, or outside of the repository."""
     name = relative_name(path, repository)
     if not path.is_file():
-        siblings = (
-            sorted(p.name for p in path.parent.iterdir() if p.is_file() and not p.name.startswith("."))
-            if path.parent.is_dir()
-            else []
-        )
+        entries = path.parent.iterdir() if path.parent.is_dir() else ()
+        siblings = sorted(p.name for p in entries if p.is_file() and not p.name.startswith("."))
         contents = f"the folder has {', '.join(siblings[:5])}; " if siblings else ""
         cure = f"{contents}name the file {path.name}, or set default_model_filename; other formats: export to ONNX"
         return [Finding(name, None, "the model's file is missing", cure)]
     if not within(path, repository):
-        return [Finding(name, None, "is a link that leads out of the repository", "copy the file into the repository")]
+        return [Finding(name, None, _LEADS_OUT, _COPY_FILE)]
     return []
 
 
@@ -196,15 +186,10 @@ def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
     name = relative_name(path, repository)
     if not path.is_file():
         raise refuse(name, None, "the label file is missing", "add it to the model's folder, or remove label_filename")
-    if not within(path, repository):
-        raise refuse(name, None, "is a link that leads out of the repository", "copy the file into the repository")
     try:
-        content = path.read_bytes() if path.stat().st_size <= MAX_LABELS_BYTES else None
+        text = _read_text(path, repository, MAX_LABELS_BYTES, "write one short name a line")
     except OSError as error:
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
-    if content is None:
-        raise refuse(name, None, f"is larger than {MAX_LABELS_BYTES} bytes", "write one short name a line")
-    text = decode_utf8(content, name)
     # Not splitlines(): it also splits at characters that a name may contain.
     return tuple(line.rstrip("\r") for line in text.rstrip("\r\n").split("\n")) if text.strip() else ()
 
@@ -232,9 +217,8 @@ def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
         loc = ("optimization", block, "data")
         if filename_problem(file) is not None or not within(folder / file, folder):
             message = f"{block}.data {data!r:.120} leads out of the model's folder, no engine is built from it"
-            remarks.append(
-                Problem(loc, message, "copy the samples into the model's folder, and write the path from there")
-            )
+            cure = "copy the samples into the model's folder, and write the path from there"
+            remarks.append(Problem(loc, message, cure))
         elif not (folder / file).exists():
             remarks.append(Problem(loc, f"{block}.data {data!r:.120} does not exist", "add it to the model's folder"))
     precision = requested_precision(config.optimization)
@@ -266,16 +250,26 @@ def _file_of(data: str) -> str:
     return data.rpartition(":")[0] if ".py:" in data else data
 
 
-def decode_utf8(content: bytes, name: str) -> str:
-    """Decode a file, without a byte order mark.
+def _read_text(path: Path, repository: Path, max_bytes: int, cure: str) -> str:
+    """Read a text file, without its byte order mark.
 
     Args:
-        content: whole content of the file.
-        name: name of the file, for the message.
+        path: the file.
+        repository: links must not lead out of this folder.
+        max_bytes: largest size.
+        cure: of a larger file.
 
     Raises:
-        ConfigError: it is not UTF-8; has the line.
+        ConfigError: the file is outside of the repository, too large, or not UTF-8.
+        OSError: it cannot be read.
     """
+    name = relative_name(path, repository)
+    if not within(path, repository):
+        raise refuse(name, None, _LEADS_OUT, _COPY_FILE)
+    with path.open("rb") as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise refuse(name, None, f"is larger than {max_bytes} bytes", cure)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -354,7 +348,7 @@ def _file_problems(
     if not path.is_file():
         return [Problem(loc, f"{name} is missing", f"put the file into the model's folder {FOLDER}/")]
     if not within(path, repository):
-        return [Problem(loc, f"{name} is a link that leads out of the repository", "copy the file into the repository")]
+        return [Problem(loc, f"{name} {_LEADS_OUT}", _COPY_FILE)]
     size = path.stat().st_size
     if size > MAX_INPUT_BYTES:
         return [Problem(loc, f"{name} has {size} bytes", f"warm up with {MAX_INPUT_BYTES} bytes at most")]
@@ -430,14 +424,9 @@ def read_model_folder(path: Path, repository: Path, override: Document | None = 
         findings = [*reader.findings, *error.findings]
         raise ConfigError(sorted(findings, key=lambda f: (f.path, f.line or 0))) from error.__cause__
     except OSError as error:
-        where = relative_name(Path(error.filename), repository) if _below(error.filename, repository) else path.name
-        raise refuse(
-            where, None, f"cannot be read: {error.strerror}", "check the files and their permissions"
-        ) from None
-
-
-def _below(filename: object, repository: Path) -> bool:
-    return isinstance(filename, str) and Path(filename).is_relative_to(repository)
+        file = Path(error.filename) if isinstance(error.filename, str) else path
+        name = relative_name(file, repository) if file.is_relative_to(repository) else path.name
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the files and their permissions") from None
 
 
 class _FolderReader:
@@ -487,7 +476,7 @@ class _FolderReader:
         elif not self._path.is_dir():
             self._fail("is not a folder", "name a folder with a version folder such as 1 in it")
         elif not within(self._path, self._repository):
-            self._fail("is a link that leads out of the repository", "copy the folder into the repository")
+            self._fail(_LEADS_OUT, "copy the folder into the repository")
         self._stop_if_fatal()
 
     def _read_config(self) -> ModelConfig:
@@ -511,13 +500,8 @@ class _FolderReader:
             return False
         file = self._path / present[0]
         name = relative_name(file, self._repository)
-        if not within(file, self._repository):
-            raise refuse(name, None, "is a link that leads out of the repository", "copy the file into the repository")
-        with file.open("rb") as stream:
-            content = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise refuse(name, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
-        self._document = CONFIG_FILES[present[0]](decode_utf8(content, name), name)
+        text = _read_text(file, self._repository, MAX_CONFIG_BYTES, "a configuration is a page of text")
+        self._document = CONFIG_FILES[present[0]](text, name)
         return True
 
     def _served(self, config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
@@ -537,21 +521,19 @@ class _FolderReader:
         return served
 
     def _check_filenames(self, config: ModelConfig) -> None:
-        problem = filename_problem(config.default_model_filename)
-        if problem is not None or "/" in config.default_model_filename:
+        if filename_problem(config.default_model_filename) is not None or "/" in config.default_model_filename:
             message = f'default_model_filename "{config.default_model_filename}" is not a file name'
-            self._report(
-                [Problem(("default_model_filename",), message, "write the name of a file in the version's folder")]
-            )
-        for index, output in enumerate(config.output):
-            problem = filename_problem(output.label_filename) if output.label_filename else None
-            if problem is not None:
-                self._report([Problem(("output", index, "label_filename"), *problem)])
+            cure = "write the name of a file in the version's folder"
+            self._report([Problem(("default_model_filename",), message, cure)])
+        files: dict[Location, str] = {
+            ("output", index, "label_filename"): output.label_filename for index, output in enumerate(config.output)
+        }
         for index, warmup in enumerate(config.model_warmup):
             for name, feed in warmup.inputs.items():
-                problem = filename_problem(feed.input_data_file) if feed.input_data_file else None
-                if problem is not None:
-                    self._report([Problem(("model_warmup", index, "inputs", name, "input_data_file"), *problem)])
+                files["model_warmup", index, "inputs", name, "input_data_file"] = feed.input_data_file
+        for loc, file in files.items():
+            if file and (problem := filename_problem(file)) is not None:
+                self._report([Problem(loc, *problem)])
 
     def _complete(self, config: ModelConfig, served: tuple[int, ...]) -> ModelConfig:
         """Complete the configuration from the newest served version, then compare it with the others."""

@@ -149,9 +149,8 @@ class _Walk:
             return  # an input with a default, which requests leave out
         tensor = info.type.tensor_type
         if info.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape") or not tensor.shape.dim:
-            self._tensors[info.name] = RowTensor(
-                None, problem=RowsUnproven(f'input "{info.name}" has no batch dimension')
-            )
+            problem = RowsUnproven(f'input "{info.name}" has no batch dimension')
+            self._tensors[info.name] = RowTensor(None, problem=problem)
             return
         shape = (ROWS, *(self._size(dim) for dim in tensor.shape.dim[1:]))
         self._constants.pop(info.name, None)
@@ -243,14 +242,9 @@ class _Walk:
         inferred: Mapping[str, Any] = {}
         if len(types) == len({name for name in node.input if name}):
             try:
-                schema = defs.get_schema(node.op_type, self._opset, "")
+                schema, opsets = defs.get_schema(node.op_type, self._opset, ""), list(self._model.opset_import)
                 inferred = shape_inference.infer_node_outputs(
-                    schema,
-                    node,
-                    types,
-                    data,
-                    opset_imports=list(self._model.opset_import),
-                    ir_version=self._model.ir_version,
+                    schema, node, types, data, opset_imports=opsets, ir_version=self._model.ir_version
                 )
             except Exception as error:  # its exceptions have no common base; the shape stays unknown
                 logger.debug("no shape of %s: %s", node.op_type, error)
@@ -392,11 +386,6 @@ def _slice(call: Call, values: list[Values]) -> Values:
     return result
 
 
-def _unsqueeze(call: Call, values: list[Values]) -> Values:
-    axes = _axes(call, values) or []
-    return np.expand_dims(values[0], tuple(axes))
-
-
 def _squeeze(call: Call, values: list[Values]) -> Values:
     axes = _axes(call, values)
     return np.squeeze(values[0], None if axes is None else tuple(axes))
@@ -433,7 +422,7 @@ _FOLDS: dict[str, Callable[[Call, list[Values]], Values]] = {
     "Range": _range,
     "Slice": _slice,
     "Squeeze": _squeeze,
-    "Unsqueeze": _unsqueeze,
+    "Unsqueeze": lambda call, values: np.expand_dims(values[0], tuple(_axes(call, values) or ())),
 }
 _ARITHMETIC: dict[str, Callable[[Call, list[Values]], Values]] = {
     "Add": lambda _call, values: np.add(*values),
@@ -535,9 +524,8 @@ def _read_signature(path: Path, name: str, mtime_ns: int, size_bytes: int, inode
     for tensor in _tensors(model):
         _check_external(tensor, path.parent, name)
     graph = model.graph
-    constants = {tensor.name for tensor in graph.initializer} | {
-        tensor.values.name for tensor in graph.sparse_initializer
-    }
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {tensor.values.name for tensor in graph.sparse_initializer}
     # Old exporters list every weight among the inputs. Weights have no free dimension and a real optional input is rare, so
     # only a configuration that names one of these makes it an input.
     inputs = tuple(_signature(info, info.name in constants) for info in graph.input)
@@ -577,17 +565,13 @@ def _signature(info: onnx.ValueInfoProto, has_default: bool) -> TensorSignature:
         return TensorSignature(info.name, "", kind.removesuffix("_type"), None, has_default=has_default)
     tensor = info.type.tensor_type
     datatype = BY_ONNX_NUMBER.get(tensor.elem_type)
-    type_name = (
-        TensorProto.DataType.Name(tensor.elem_type) if tensor.elem_type in TensorProto.DataType.values() else "unknown"
-    )
-    if not tensor.HasField("shape"):
-        return TensorSignature(
-            info.name, datatype.config_name if datatype else "", type_name, None, has_default=has_default
-        )
+    kinds = TensorProto.DataType
+    type_name = kinds.Name(tensor.elem_type) if tensor.elem_type in kinds.values() else "unknown"
     dims = tensor.shape.dim
     # Exporters also write 0 or a negative number for a free dimension.
-    shape = tuple(int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value > 0 else -1 for dim in dims)
-    symbol = dims[0].dim_param if dims and shape[0] == -1 else ""
+    sizes = tuple(int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value > 0 else -1 for dim in dims)
+    symbol = dims[0].dim_param if dims and sizes[0] == -1 else ""
+    shape = sizes if tensor.HasField("shape") else None
     return TensorSignature(info.name, datatype.config_name if datatype else "", type_name, shape, symbol, has_default)
 
 

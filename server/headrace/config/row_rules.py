@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,7 +205,7 @@ def broadcast(call: Call) -> list[Rows | None]:
     return [rows] * len(call.shapes)
 
 
-def _matmul_at(call: Call, left: int, right: int) -> list[Rows | None]:
+def _matmul(call: Call, left: int = 0, right: int = 1) -> list[Rows | None]:
     """A matrix product of the inputs `left` and `right`; the others are constants."""
     if any(not t.constant for i, t in enumerate(call.inputs) if t is not None and i not in (left, right)):
         raise RowsUnproven("takes the rows in its scales or zero points")
@@ -232,14 +233,6 @@ def _matmul_at(call: Call, left: int, right: int) -> list[Rows | None]:
             raise RowsUnproven("combines the batch dimension with a fixed one")
         rows = aligned
     return [rows]
-
-
-def _matmul(call: Call) -> list[Rows | None]:
-    return _matmul_at(call, 0, 1)
-
-
-def _qlinear_matmul(call: Call) -> list[Rows | None]:
-    return _matmul_at(call, 0, 3)
 
 
 def _gemm(call: Call) -> list[Rows | None]:
@@ -580,34 +573,30 @@ def _mixes(text: str) -> Rule:
     return rule
 
 
-def _operators(text: str) -> list[str]:
-    return text.split()
-
-
-_SAME = _operators(
-    """Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Cast Ceil Celu Clip Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish
+_SAME = """
+    Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Cast Ceil Celu Clip Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish
     Identity IsInf IsNaN LeakyRelu Log Mish Neg Not Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign
-    Sqrt Swish Tan Tanh ThresholdedRelu"""
-)
-_BROADCAST = _operators(
-    """Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or
-    PRelu Pow Sub Sum Where Xor"""
-)
-_LEADING = _operators(
-    """AveragePool Conv ConvInteger ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
-    InstanceNormalization LRN LpPool QLinearConv SpaceToDepth"""
-)
-_REDUCE = _operators(
-    """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare"""
-)
+    Sqrt Swish Tan Tanh ThresholdedRelu
+"""
+_BROADCAST = """
+    Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or
+    PRelu Pow Sub Sum Where Xor
+"""
+_LEADING = """
+    AveragePool Conv ConvInteger ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
+    InstanceNormalization LRN LpPool QLinearConv SpaceToDepth
+"""
+_REDUCE = """
+    ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare
+"""
 
 _NUMBER = "has an output size that depends on the values of the whole batch"
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_SAME, _same),
-    **dict.fromkeys(_BROADCAST, broadcast),
-    **dict.fromkeys(_LEADING, _leading),
-    **dict.fromkeys(_REDUCE, _reduce),
+    **dict.fromkeys(_SAME.split(), _same),
+    **dict.fromkeys(_BROADCAST.split(), broadcast),
+    **dict.fromkeys(_LEADING.split(), _leading),
+    **dict.fromkeys(_REDUCE.split(), _reduce),
     **dict.fromkeys(("Reshape", "Flatten", "Unsqueeze"), _reshape),
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _from_axis(-1)),
@@ -632,7 +621,7 @@ RULES: dict[str, Rule] = {
     "MaxPool": _max_pool,
     "OneHot": _one_hot,
     "Pad": _pad,
-    "QLinearMatMul": _qlinear_matmul,
+    "QLinearMatMul": partial(_matmul, right=3),
     "Resize": _resize,
     "Slice": _slice,
     "Split": _split,

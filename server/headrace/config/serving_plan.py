@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.manifest import (
+    LIBRARIES,
     ArtefactMatch,
     Machine,
     Stamp,
@@ -34,7 +35,6 @@ ENGINES_FOLDER = "engines"
 
 # Precisions that only a GPU computes faster: on a CPU a missing engine of these is no loss.
 _GPU_PRECISIONS = ("fp16", "bf16", "fp8")
-_RUNTIME_NAMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 
 Device = Literal["auto", "cpu", "gpu"]
 
@@ -122,7 +122,7 @@ class ServingPlan:
     @property
     def engine(self) -> str:
         """Name of the engine to build, e.g. "TensorRT FP16"; "" if none is built."""
-        return f"{_RUNTIME_NAMES[self.target]} {self.precision.upper()}" if self.build else ""
+        return f"{LIBRARIES[self.target]} {self.precision.upper()}" if self.build else ""
 
     @property
     def served_precision(self) -> str:
@@ -160,9 +160,8 @@ class ServingPlan:
         """
         if self.fallback is not None or self.remark or not self.cure:
             return error
-        return ConfigError(
-            [replace(finding, cure=", or ".join(filter(None, (finding.cure, self.cure)))) for finding in error.findings]
-        )
+        cures = [", or ".join(filter(None, (finding.cure, self.cure))) for finding in error.findings]
+        return ConfigError([replace(finding, cure=cure) for finding, cure in zip(error.findings, cures, strict=True)])
 
 
 def requested_device(config: ModelConfig) -> Device:
@@ -324,7 +323,7 @@ class _PlanChooser:
             wait = f"{self._source.name} serves on the CPU until its engine is built"
             plan = self._with_build(self._on_cpu(wait), "tensorrt", choice.reason)
             if not may_fall_back:
-                return replace(
+                plan = replace(
                     plan, runtime="tensorrt", is_pending=True, artefact=None, stamp=None, source=self._source
                 )
             return plan
@@ -333,9 +332,8 @@ class _PlanChooser:
         reason = choice.reason or "none is built"
         if not self._requests_tensorrt:
             return self._on_cpu(f"{reason}: {self._command('tensorrt')}" if choice.reason else self._unrequested())
-        return replace(
-            self._on_cpu(f"no engine fits: {reason}"), remark=self._missing(reason), cure=self._command("tensorrt")
-        )
+        plan = self._on_cpu(f"no engine fits: {reason}")
+        return replace(plan, remark=self._missing(reason), cure=self._command("tensorrt"))
 
     def _on_cpu(self, not_on_gpu: str = "") -> ServingPlan:
         """Plan for the CPU: an ONNX Runtime engine that fits, else the ONNX file, with a build if `build_on_load` is set."""
@@ -373,9 +371,8 @@ class _PlanChooser:
         if self._config.backend != "tensorrt" or not self._model_file.is_file() or self._model_file == self._source:
             return None
         if not self._source.is_file():
-            return ServingPlan(
-                "tensorrt", self._model_file, cure=f"put {self._source.name} beside it and write fallback: onnxruntime"
-            )
+            cure = f"put {self._source.name} beside it and write fallback: onnxruntime"
+            return ServingPlan("tensorrt", self._model_file, cure=cure)
         builds = self._config.build_on_load is True and requested_device(self._config) != "gpu"
         if not builds and self._config.fallback is None:
             return ServingPlan("tensorrt", self._model_file, cure="write fallback: onnxruntime")
@@ -414,9 +411,8 @@ class _PlanChooser:
         return self._digest
 
     def _missing(self, reason: str) -> str:
-        engine = {"fp32": "an engine", "best": "the fastest engine"}.get(
-            self._precision, f"the {self._precision} engine"
-        )
+        names = {"fp32": "an engine", "best": "the fastest engine"}
+        engine = names.get(self._precision, f"the {self._precision} engine")
         return f"{self._source.name} serves in place of {engine}: {reason or 'none is built'}"
 
     def _no_engine(self, choice: ArtefactMatch) -> ConfigError:
@@ -439,9 +435,8 @@ class _PlanChooser:
         precisions: list[str] = []
         for folder in self._folders:
             try:
-                precisions += [
-                    stamp.requested for stamp in read_stamps(folder) if stamp.overridden and stamp.machine == machine
-                ]
+                stamps = [stamp for stamp in read_stamps(folder) if stamp.overridden and stamp.machine == machine]
+                precisions += [stamp.requested for stamp in stamps]
             except ConfigError:
                 continue
         return f" --precision {precisions[0]}" if precisions else ""
