@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
 from headrace.backends.process.child import Message, TensorLayout, end_offset, lay_out_tensors, read_layouts
 from headrace.backends.process.supervisor import ChildProcess, ModelProcess
+from headrace.backends.tensorrt.plan import PlanTensor
 from headrace.core.errors import (
     BadRequest,
     ConfigError,
@@ -33,9 +33,6 @@ from headrace.core.errors import (
 )
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
-
-if TYPE_CHECKING:
-    from headrace.backends.tensorrt.plan import PlanTensor
 
 logger = logging.getLogger("headrace.isolated")
 
@@ -101,7 +98,7 @@ class IsolatedBackend:
             except NoRoom:
                 process.close()
                 raise
-        return IsolatedModel(process, self.limit_s)
+        return IsolatedModel(process)
 
 
 def _memory_terms(account: MemoryAccount) -> Message:
@@ -120,38 +117,28 @@ class IsolatedModel:
 
     Args:
         process: owned by the model.
-        limit_s: seconds that a batch may take.
+
+    Attributes:
+        inputs: input tensors from the file; empty if the backend does not read them.
+        outputs: output tensors from the file, likewise.
     """
 
-    def __init__(self, process: ModelProcess, limit_s: float) -> None:
+    def __init__(self, process: ModelProcess) -> None:
         self._process = process
-        self._limit_s = limit_s
+        self.inputs, self.outputs = (
+            [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in process.tensors[side] or ()]
+            for side in ("inputs", "outputs")
+        )
 
     def execution(self, index: int) -> IsolatedExecution:
         """Create instance `index`; the process has opened it already."""
-        return IsolatedExecution(self._process, index, self._limit_s)
+        return IsolatedExecution(self._process, index)
 
     @property
     def process_status(self) -> ProcessStatus:
         """Whether the process serves, and its restarts."""
         admission = self._process.admission
         return ProcessStatus(admission.is_open, admission.refusal, self._process.restarts)
-
-    @property
-    def inputs(self) -> list[PlanTensor]:
-        """Input tensors from the file; empty if the backend does not read them."""
-        return self._tensors("inputs")
-
-    @property
-    def outputs(self) -> list[PlanTensor]:
-        """Output tensors from the file; empty if the backend does not read them."""
-        return self._tensors("outputs")
-
-    def _tensors(self, side: str) -> list[PlanTensor]:
-        from headrace.backends.tensorrt.plan import PlanTensor
-
-        tensors = self._process.tensors.get(side) or []
-        return [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in tensors]
 
     def close(self) -> None:
         """End the process; its memory is free when this returns."""
@@ -192,16 +179,14 @@ class IsolatedExecution:
     Args:
         process: of the model.
         index: of the instance.
-        limit_s: seconds that a batch may take.
 
     Attributes:
         depth: depth of the execution in the process; 1 if that runs one batch at a time.
     """
 
-    def __init__(self, process: ModelProcess, index: int, limit_s: float) -> None:
+    def __init__(self, process: ModelProcess, index: int) -> None:
         self._process = process
         self._index = index
-        self._limit_s = limit_s
         self._slots = process.slots[index]
         self._free = deque(range(len(self._slots)))
         self._open: dict[_Transfer, None] = {}  # launched and not finished
@@ -281,7 +266,7 @@ class IsolatedExecution:
                     )
                     child.kill("its device failed")
                 except TimeoutError:
-                    child.kill(f"it gave no answer within {self._limit_s:g} s")
+                    child.kill(f"it gave no answer within {self._process.limit_s:g} s")
                 except (EOFError, OSError):
                     child.kill("")
                 transfer.child = None
@@ -336,7 +321,7 @@ class IsolatedExecution:
         try:
             child.channels[self._index].send(message)
         except TimeoutError:
-            child.kill(f"it took no batch within {self._limit_s:g} s")
+            child.kill(f"it took no batch within {self._process.limit_s:g} s")
         except OSError:
             child.kill("")
 

@@ -28,6 +28,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from headrace.backends.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
-from headrace.core.errors import ConfigError, Finding, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
 
@@ -331,11 +332,6 @@ def create_backend(factory: str) -> Backend:
     return cast(Backend, getattr(importlib.import_module(module), name)())
 
 
-def finding_to_json(finding: Finding) -> list[Any]:
-    """Return a finding as a JSON list; `Finding(*finding_to_json(f)) == f`."""
-    return [finding.path, finding.line, finding.message, finding.cure, finding.fatal]
-
-
 class ExecutionServer:
     """Runs the batches of one instance that the server sends.
 
@@ -413,7 +409,7 @@ class ExecutionServer:
     def _answer(self, message: Message, act: Callable[[], dict[str, Array]]) -> None:
         try:
             outputs = act()
-            layouts = self._slots[message["slot"]].put(outputs, end_offset(_input_layouts(message)))
+            layouts = self._slots[message["slot"]].put(outputs, end_offset(read_layouts(message, "inputs")))
         except Exception as error:
             self._send_answer(_error_message(error), message)
         else:
@@ -425,14 +421,10 @@ class ExecutionServer:
     def _inputs(self, message: Message) -> dict[str, Array]:
         slot = self._slots[message["slot"]]
         slot.mark(message["number"])
-        return slot.arrays(_input_layouts(message))
+        return slot.arrays(read_layouts(message, "inputs"))
 
     def _send_answer(self, answer: Message, message: Message) -> None:
         self._channel.send({"number": message["number"], **answer})
-
-
-def _input_layouts(message: Message) -> list[TensorLayout]:
-    return read_layouts(message, "inputs")
 
 
 def _error_message(error: Exception) -> Message:
@@ -489,7 +481,7 @@ def run(control: Channel, channels: list[Channel]) -> None:
         control.send({"no_room": no_room})
         return
     except ConfigError as error:
-        control.send({"refused": [finding_to_json(finding) for finding in error.findings]})
+        control.send({"refused": [astuple(finding) for finding in error.findings]})
         return
     except Exception as error:
         logger.exception("the model could not be loaded")

@@ -212,6 +212,7 @@ class ModelProcess:
         command: of the child.
 
     Attributes:
+        limit_s: see above.
         admission: decides which batches enter the process.
         restarts: number of processes that died while they served.
         tensors: by "inputs" and "outputs", name, dtype and shape of the file's tensors; None if the backend does not
@@ -237,7 +238,7 @@ class ModelProcess:
         self.held: list[Holding] = []
         self._order = order
         self._instances = instances
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._slot_bytes = slot_bytes
         self._command = tuple(command)
         self._lock = threading.Lock()
@@ -319,7 +320,7 @@ class ModelProcess:
         """Start a process; return None while closing."""
         pairs = [socket.socketpair() for _ in range(self._instances + 1)]
         child_ends = [pair[1] for pair in pairs]
-        channels = [Channel(pair[0], self._limit_s) for pair in pairs[1:]]
+        channels = [Channel(pair[0], self.limit_s) for pair in pairs[1:]]
         control = Channel(pairs[0][0])
         try:
             with self._lock:
