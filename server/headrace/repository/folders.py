@@ -9,10 +9,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
+from headrace.config.documents import refuse
 from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name
 from headrace.config.model_folder import CONFIG_FILES, SOURCE
 from headrace.config.onnx_model import external_files
@@ -82,7 +84,7 @@ def scan(
     for repository in repositories:
         if not os.path.isdir(repository):
             cure = "create it, or name another with --model-repository"
-            raise ConfigError([Finding(str(repository), None, "the model repository is not a folder", cure)])
+            raise refuse(str(repository), None, "the model repository is not a folder", cure)
         paths, skipped = folders(repository)
         changing = [folder.path for folder in skipped if folder.path.name in model_names]
         for folder in skipped:
@@ -109,7 +111,7 @@ def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
     except OSError as error:
         message = f"the model repository cannot be read: {error.strerror}"
         cure = "give the server's user read and execute permission on the folder"
-        raise ConfigError([Finding(str(repository), None, message, cure)]) from None
+        raise refuse(str(repository), None, message, cure) from None
     skipped = [folder for entry in entries if (folder := _check_folder(entry)) is not None]
     skipped_paths = {folder.path for folder in skipped}
     return [entry for entry in entries if entry not in skipped_paths], skipped
@@ -216,7 +218,9 @@ def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[ServedPat
             name = _model_name(path, file)
             if name in files:
                 cure = "rename one of them, or serve a repository: headrace serve FOLDER"
-                raise _error(path, f"a model of the name '{name}' is served from {files[name][0]} already", cure)
+                raise refuse(
+                    str(path), None, f"a model of the name '{name}' is served from {files[name][0]} already", cure
+                )
             files[name] = file, path.is_dir()
         elif is_model_folder(path):
             absolute = Path(os.path.abspath(path))
@@ -224,21 +228,10 @@ def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[ServedPat
             model_filter[absolute.parent] = model_filter.get(absolute.parent, frozenset()) | {absolute.name}
         else:
             repositories.append(path)
-    temporary: list[Path] = []
-    locks: list[int] = []
-    try:
+    with ExitStack() as resources:
         for name, (file, with_folder) in files.items():
-            repositories.append(_repository(name, file, with_folder, state_dir, temporary, locks))
+            repositories.append(_repository(name, file, with_folder, state_dir, resources))
         yield ServedPaths(tuple(dict.fromkeys(repositories)), model_filter, next(iter(files), ""))
-    finally:
-        for folder in temporary:
-            shutil.rmtree(folder, ignore_errors=True)
-        for lock in locks:
-            os.close(lock)
-
-
-def _error(path: Path, message: str, cure: str) -> ConfigError:
-    return ConfigError([Finding(str(path), None, message, cure)])
 
 
 def _model_file(path: Path) -> Path | None:
@@ -248,23 +241,25 @@ def _model_file(path: Path) -> Path | None:
         ConfigError: the path does not exist, or the file is not an ONNX model.
     """
     if not path.exists():
-        raise _error(path, "does not exist", "name an ONNX file, the folder of a model, or a model repository")
+        raise refuse(
+            str(path), None, "does not exist", "name an ONNX file, the folder of a model, or a model repository"
+        )
     if path.is_dir():
         try:
             if any(entry.name.isdecimal() and entry.is_dir() for entry in path.iterdir()):
                 return None
             files = sorted(file for file in path.iterdir() if file.suffix == ".onnx" and file.is_file())
         except OSError as error:
-            raise _error(path, f"cannot be read: {error.strerror}", "check its permissions") from None
+            raise refuse(str(path), None, f"cannot be read: {error.strerror}", "check its permissions") from None
         if len(files) > 1:
             cure = f"name those to serve: headrace serve {' '.join(str(file) for file in files[:3])}"
-            raise _error(path, f"has {len(files)} ONNX files and no version folders", cure)
+            raise refuse(str(path), None, f"has {len(files)} ONNX files and no version folders", cure)
         return files[0] if files else None
     if path.suffix in (".plan", ".engine"):
         cure = "put it in FOLDER/NAME/1/model.plan with a config.pbtxt that lists inputs and outputs, and serve FOLDER"
-        raise _error(path, "an engine cannot be served without a configuration", cure)
+        raise refuse(str(path), None, "an engine cannot be served without a configuration", cure)
     if path.suffix != ".onnx":
-        raise _error(path, "is not an ONNX file, which ends in .onnx", "export the model to ONNX")
+        raise refuse(str(path), None, "is not an ONNX file, which ends in .onnx", "export the model to ONNX")
     return path
 
 
@@ -275,16 +270,15 @@ def _model_name(path: Path, file: Path) -> str:
     return name if name and name_problem(name) is None else "model"
 
 
-def _repository(
-    name: str, file: Path, with_folder: bool, state_dir: str, temporary: list[Path], locks: list[int]
-) -> Path:
-    """Create a repository with one model; adds the folder to `temporary` and its lock to `locks`.
+def _repository(name: str, file: Path, with_folder: bool, state_dir: str, resources: ExitStack) -> Path:
+    """Create a repository with one model.
 
     Args:
         name: name of the model.
         file: the ONNX file.
         with_folder: the path was the file's folder, so its configuration and labels belong to the model.
-        state_dir, temporary, locks: as in `open_paths`.
+        state_dir: as in `open_paths`.
+        resources: removes the folder and closes its lock.
 
     Raises:
         ConfigError: no folder is writable, or the disk is full.
@@ -300,9 +294,10 @@ def _repository(
             except OSError as error:
                 problem = error
                 continue
-            temporary.append(repository)
-            locks.append(os.open(repository / _LOCK, os.O_CREAT | os.O_RDWR))
-            fcntl.flock(locks[-1], fcntl.LOCK_EX)
+            resources.callback(shutil.rmtree, repository, ignore_errors=True)
+            lock = os.open(repository / _LOCK, os.O_CREAT | os.O_RDWR)
+            resources.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 _create_model(repository / name, file, with_folder, link)
                 return repository
@@ -311,7 +306,7 @@ def _repository(
                 shutil.rmtree(repository, ignore_errors=True)
     detail = "" if problem is None else f": {problem.strerror}"
     cure = "free some space, or name a folder on the same disk with --state-dir"
-    raise _error(file, f"cannot be linked or copied to {' or '.join(map(str, parents))}{detail}", cure)
+    raise refuse(str(file), None, f"cannot be linked or copied to {' or '.join(map(str, parents))}{detail}", cure)
 
 
 def _create_model(model: Path, file: Path, with_folder: bool, link: bool) -> None:
@@ -373,7 +368,7 @@ def fingerprint_version(path: Path) -> Fingerprint:
 
     A folder that cannot be read gives `ABSENT`.
     """
-    return _fingerprint([path], [(path, "")])
+    return _fingerprint((path, "", _MAX_DEPTH))
 
 
 def fingerprint_versions(path: Path) -> dict[str, Fingerprint]:
@@ -400,8 +395,8 @@ def fingerprint_model(path: Path) -> Fingerprint:
 
     A folder that cannot be read gives `ABSENT`.
     """
-    below = [(entry, entry.name + "/") for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
-    return _fingerprint([path, *(entry for entry, _ in below)], [(path, ""), *below], recurse=False)
+    below = [entry for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
+    return _fingerprint((path, "", 0), *((entry, entry.name + "/", _MAX_DEPTH) for entry in below))
 
 
 def _folders(path: Path) -> list[Path]:
@@ -412,24 +407,17 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _fingerprint(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = True) -> Fingerprint:
-    entries: list[tuple[str, int, int, int]] = []
-    for root in roots:
-        try:
-            state = root.stat()
-        except OSError:
-            continue
-        # The folder's own modification time repeats what the entries show, so it is left out.
-        entries.append((f"{root.name}/", 0, 0, state.st_ino))
-    if not entries:
+def _fingerprint(*folders: tuple[Path, str, int]) -> Fingerprint:
+    """Fingerprint folders; each is given with the prefix of its entries and the depth of the folders in it."""
+    roots: list[tuple[str, int, int, int]] = []
+    for folder, _, _ in folders:
+        with suppress(OSError):
+            # The folder's own modification time repeats what the entries show, so it is left out.
+            roots.append((f"{folder.name}/", 0, 0, folder.stat().st_ino))
+    if not roots:
         return ABSENT
-    for folder, prefix in folders:
-        depth = _MAX_DEPTH if recurse or prefix else 0
-        for entry in _walk(folder, prefix, depth):
-            entries.append(entry)
-            if len(entries) >= MAX_ENTRIES:
-                return tuple(sorted(entries))
-    return tuple(sorted(entries))
+    entries = chain.from_iterable(_walk(*folder) for folder in folders)
+    return tuple(sorted([*roots, *islice(entries, max(MAX_ENTRIES - len(roots), 0))]))
 
 
 def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
