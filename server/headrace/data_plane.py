@@ -62,7 +62,7 @@ class DataPlane:
             gpu_model_cache=self.gpu_model_cache,
             gpu_memory_fraction=settings.gpu_memory_fraction,
             profile_s=settings.profile_s,
-            profiles=None if state is None else LatencyStore(state / "profiles"),
+            latency_store=None if state is None else LatencyStore(state / "profiles"),
             state=state,
             inline_bound_ns=settings.inline_bound_us * NS_PER_US,
             bodies=bodies,

@@ -210,9 +210,6 @@ class Server:
             raise RuntimeError("the server is not running: use it inside `with headrace.Server(...) as server:`")
         return self._data_plane
 
-    def _lease(self, name: str, version: str) -> ModelHandle:
-        return self._running().registry.lease(name, version)
-
     def _on_loop(self) -> bool:
         return self._loop is not None and asyncio._get_running_loop() is self._loop
 
@@ -240,7 +237,7 @@ class Model:
         Raises:
             HeadraceError: it does not serve.
         """
-        handle = self._server._lease(self._name, self._version)
+        handle = self._lease()
         handle.release()
         return handle.spec
 
@@ -282,7 +279,7 @@ class Model:
         if self._server._on_loop():
             raise RuntimeError("infer would block the server's event loop: await infer_async there")
         received_ns = monotonic_ns()
-        handle = self._server._lease(self._name, self._version)
+        handle = self._lease()
         try:
             handle.admit()
             request = self._request(handle.spec, inputs, received_ns, deadline_s, priority, client)
@@ -329,7 +326,7 @@ class Model:
         self, inputs: Mapping[str, npt.ArrayLike], outputs: Sequence[str], deadline_s: float, priority: int, client: str
     ) -> dict[str, Array]:
         received_ns = monotonic_ns()
-        handle = self._server._lease(self._name, self._version)
+        handle = self._lease()
         try:
             handle.admit()
             request = self._request(handle.spec, inputs, received_ns, deadline_s, priority, client)
@@ -346,6 +343,9 @@ class Model:
         finally:
             handle.release()
         return _select_outputs(response, output_names)
+
+    def _lease(self) -> ModelHandle:
+        return self._server._running().registry.lease(self._name, self._version)
 
     def _request(
         self,

@@ -117,9 +117,7 @@ class PrivateFolder:
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         except OSError as error:
-            raise Unavailable(
-                f"the files of the load request cannot be stored: {error.strerror}; free space in the server's temporary folder"
-            ) from error
+            raise _cannot_store(error) from error
         self.repository = Path(self._folder.name)
         self.path = self.repository / name
         try:
@@ -130,9 +128,7 @@ class PrivateFolder:
                     stream.write(content)
         except OSError as error:
             self._folder.cleanup()
-            raise Unavailable(
-                f"the files of the load request cannot be stored: {error.strerror}; free space in the server's temporary folder"
-            ) from error
+            raise _cannot_store(error) from error
 
     def acquire(self) -> None:
         """Add a reference."""
@@ -146,6 +142,11 @@ class PrivateFolder:
             if self._references:
                 return
         self._folder.cleanup()
+
+
+def _cannot_store(error: OSError) -> Unavailable:
+    cure = "free space in the server's temporary folder"
+    return Unavailable(f"the files of the load request cannot be stored: {error.strerror}; {cure}")
 
 
 logger = logging.getLogger("headrace.control")
@@ -367,10 +368,9 @@ class Deployments:
         self._registry.forget(source.name, "")
         numbers = [str(version) for version in served_versions(folder.config, folder.versions)]
         for number in numbers:
-            signature = self._signature(source, folder, number, fingerprints.get(number, ABSENT))
             try:
-                reusable = self._reusable(folder, number, signature, live.get(number))
-                result = reusable or self._build(source, folder, number, signature)
+                files = fingerprints.get(number, ABSENT)
+                result = self._load_version(source, folder, number, files, live.get(number))
             except ConfigError as error:
                 failures.append(error)
                 continue
@@ -388,11 +388,6 @@ class Deployments:
             self._swap(source, folder, numbers, versions, pending)
         if failures:
             raise ConfigError([finding for failure in failures for finding in failure.findings])
-
-    def _signature(self, source: ModelSource, folder: ModelFolder, number: str, files: Fingerprint) -> _Signature:
-        engines = self._loader.engines(source.path, int(number))
-        engine_files = ABSENT if engines is None else fingerprint_version(engines)
-        return _Signature(files, _digest(folder), sample_fingerprints(folder), engine_files)
 
     def finish_build(self, order: BuildOrder, failure: str) -> None:
         """Load a built engine into its version, or record the build's error; ignored if the version has changed since the order.
@@ -420,10 +415,8 @@ class Deployments:
                 model, number, "an engine is built, but the model's files have changed since: load the model again"
             )
             return
-        signature = self._signature(model.source, model.folder, number, files)
         try:
-            reusable = self._reusable(model.folder, number, signature, version)
-            new = reusable or self._build(model.source, model.folder, number, signature)
+            new = self._load_version(model.source, model.folder, number, files, version)
         except ConfigError as error:
             self._record_failed_load(name, error)
             return
@@ -516,10 +509,26 @@ class Deployments:
         plan = _as_config_error(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
         return replace(version, signature=signature, plan=plan) if plan.loads_same_as(version.plan) else None
 
-    def _build(
-        self, source: ModelSource, folder: ModelFolder, number: str, signature: _Signature
+    def _load_version(
+        self, source: ModelSource, folder: ModelFolder, number: str, files: Fingerprint, live: _Version | None
     ) -> _Version | _PendingVersion:
-        """Load a new version without publishing it, or return a pending one if its engine must be built first."""
+        """Load a version without publishing it, unless the serving one is the same.
+
+        Args:
+            source, folder: source of the model and its content.
+            number: version number.
+            files: fingerprint of the version's folder.
+            live: the serving version.
+
+        Returns:
+            The serving version, a new one, or a pending one if its engine must be built first.
+        """
+        engines = self._loader.engines(source.path, int(number))
+        engine_files = ABSENT if engines is None else fingerprint_version(engines)
+        signature = _Signature(files, _digest(folder), sample_fingerprints(folder), engine_files)
+        reusable = self._reusable(folder, number, signature, live)
+        if reusable is not None:
+            return reusable
         name = source.name
         if self._registry.state(name, number) not in (State.READY, State.LOADING):
             self._registry.mark(name, number, State.LOADING)

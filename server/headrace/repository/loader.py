@@ -13,6 +13,7 @@ from headrace.backends.base import Backend, Execution, LoadedModel
 from headrace.backends.process.backend import IsolatedBackend
 from headrace.backends.process.child import create_backend
 from headrace.config.completion import contradictions
+from headrace.config.documents import refuse
 from headrace.config.manifest import Machine, Stamp, onnx_digest
 from headrace.config.model_folder import ModelFolder
 from headrace.config.onnx_model import read_signature
@@ -22,7 +23,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.ledger import MemoryAccount, NoRoom
 from headrace.core.limits import BodyMemory
-from headrace.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
+from headrace.core.model_config import DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
@@ -153,7 +154,7 @@ def open_backend(name: str) -> Backend:
     if name in FACTORIES:
         return create_backend(FACTORIES[name])
     cure = "write backend: onnxruntime, or write fallback: onnxruntime and put the ONNX file beside the engine"
-    raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
+    raise refuse("config", None, f"backend '{name}' is not available on this machine", cure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Loader:
         gpu_model_cache: models in GPU memory.
         gpu_memory_fraction: share of each GPU's memory for all versions together, 0 to 1.
         profile_s: maximum time in seconds to measure each version before it serves; 0 measures nothing.
-        profiles: stored latency tables; None stores nothing.
+        latency_store: stored latency tables; None stores nothing.
         state: the state folder with engines of read-only model folders; None if there is none.
         inline_bound_ns: see `headrace.scheduling.policy.HandlePolicy`.
         bodies: counts requests in the front ends; None without front ends.
@@ -183,7 +184,7 @@ class Loader:
     gpu_model_cache: GpuModelCache = field(default_factory=GpuModelCache)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.0
-    profiles: LatencyStore | None = None
+    latency_store: LatencyStore | None = None
     state: Path | None = None
     inline_bound_ns: int = 0
     bodies: BodyMemory | None = None
@@ -261,7 +262,7 @@ class Loader:
         def reopen() -> MemoryAccount:
             if _file_id(plan.file) != file_id:
                 message = f"{plan.file.name} has changed since the load"
-                raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
+                raise refuse(f"{config.name}/{version}", None, message, "load the model again")
             new_warmups = make_warmups(config, folder.path)
             model = self._open(folder, version, plan)
             handle.restore(
@@ -275,10 +276,10 @@ class Loader:
         return handle
 
     def _latency_file(self, config: ModelConfig, plan: ServingPlan, instances: int) -> LatencyFile | None:
-        if self.profiles is None:
+        if self.latency_store is None:
             return None
         digest = plan.stamp.artefact_sha256 if plan.stamp is not None else onnx_digest(plan.file)
-        return self.profiles.file_for(config, digest, plan.runtime, instances)
+        return self.latency_store.file_for(config, digest, plan.runtime, instances)
 
     def _measurement(
         self, config: ModelConfig, model: _AccountedModel, handle: ModelHandle, latency_file: LatencyFile | None
@@ -389,7 +390,7 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         on_gpu: True if GPUs run the model, False if the CPU does.
     """
     batching = config.dynamic_batching
-    merge = batching is not None and config.max_batch_size > 0
+    merge, sharing = batching is not None and config.max_batch_size > 0, config.fair_sharing
     batching = batching or DynamicBatching()
     levels = max(batching.priority_levels, 1)
     max_rows = max(config.max_batch_size if on_gpu else cpu_batch_size(config), 1)
@@ -411,7 +412,7 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         fill_threads=max(1, min(_MAX_FILL_THREADS, cores() // 2)),
         level_policies={level: _level_policy(queue) for level, queue in _queue_policies(batching).items()},
         aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
-        sharing=_sharing(config.fair_sharing),
+        sharing=None if sharing is None else Sharing(dict(sharing.weights), sharing.default_weight),
         rate_limits=_rate_limits(config.rate_limits),
     )
 
@@ -443,10 +444,6 @@ def _level_policy(queue: QueuePolicy) -> LevelPolicy:
         demote_on_timeout=queue.timeout_action == "DELAY",
         timeout_override=queue.allow_timeout_override,
     )
-
-
-def _sharing(config: FairSharing | None) -> Sharing | None:
-    return None if config is None else Sharing(dict(config.weights), config.default_weight)
 
 
 def _rate_limits(config: ConfiguredLimits | None) -> RateLimits | None:

@@ -21,12 +21,12 @@ from statistics import median
 import numpy as np
 
 from headrace.config.completion import instances_on_each_gpu
+from headrace.config.documents import refuse
 from headrace.config.files import read_config_file
 from headrace.config.model_folder import ModelFolder, served_versions
-from headrace.config.serving_plan import ServingPlan
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
-from headrace.core.errors import ConfigError, Finding, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import InstanceGroup, ModelConfig
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype
@@ -82,7 +82,7 @@ def tuning_inputs(folder: ModelFolder, file: Path | None = None) -> TuningInputs
     problem = unmeasurable(config)
     if problem:
         cure = "write --input FILE.npz with an array for each input, or model_warmup in the configuration"
-        raise ConfigError([Finding(folder.name, None, f"no random inputs can be generated: {problem}", cure)])
+        raise refuse(folder.name, None, f"no random inputs can be generated: {problem}", cure)
     rows = {tensor.name: one_row(tensor) for tensor in config.served_input}
     return TuningInputs("random values", rows if batched else {name: row[0] for name, row in rows.items()}, batched)
 
@@ -92,20 +92,22 @@ def _from_file(file: Path, tensors: tuple[ModelInput, ...], batched: bool) -> di
     try:
         archive = np.load(file, allow_pickle=False)
         if isinstance(archive, np.ndarray):
-            raise _error(file, "has one array without a name, not one for each input", cure)
+            raise refuse(str(file), None, "has one array without a name, not one for each input", cure)
         with archive:
             arrays = {name: archive[name] for name in archive.files}
     except OSError as error:
-        raise _error(file, f"cannot be read: {error.strerror or error}", "name an .npz file") from None
+        raise refuse(str(file), None, f"cannot be read: {error.strerror or error}", "name an .npz file") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _error(file, f"is not an .npz of plain arrays ({error})", cure) from None
+        raise refuse(str(file), None, f"is not an .npz of plain arrays ({error})", cure) from None
     names = ", ".join(tensor.name for tensor in tensors)
     unknown = sorted(arrays.keys() - {tensor.name for tensor in tensors})
     if unknown:
-        raise _error(file, f"has the array {unknown[0]!r}, the model has the inputs {names}", "rename or remove it")
+        raise refuse(
+            str(file), None, f"has the array {unknown[0]!r}, the model has the inputs {names}", "rename or remove it"
+        )
     absent = [tensor.name for tensor in tensors if tensor.name not in arrays and not tensor.optional]
     if absent:
-        raise _error(file, f"has no array for the input {absent[0]!r}", f"add one; the model needs {names}")
+        raise refuse(str(file), None, f"has no array for the input {absent[0]!r}", f"add one; the model needs {names}")
     return {
         tensor.name: _check_array(file, arrays[tensor.name], tensor, batched)
         for tensor in tensors
@@ -127,9 +129,8 @@ def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) ->
         ]
         array = values
     elif kind is BYTES or array.dtype != kind.dtype:
-        raise _error(
-            file, f"array {tensor.name!r} has the type {array.dtype}, the input takes {_type_name(kind)}", _cast(kind)
-        )
+        message = f"array {tensor.name!r} has the type {array.dtype}, the input takes {_type_name(kind)}"
+        raise refuse(str(file), None, message, _cast(kind))
     sizes = array.shape[1:] if batched else array.shape
     fits = len(sizes) == len(tensor.dims) and all(
         declared in (-1, size) for declared, size in zip(tensor.dims, sizes, strict=True)
@@ -137,15 +138,11 @@ def _check_array(file: Path, array: Array, tensor: ModelInput, batched: bool) ->
     if not fits or (batched and not len(array)):
         expected = [*(["rows"] if batched else []), *tensor.dims]
         shown = f"[{', '.join(map(str, expected))}]"
-        raise _error(
-            file, f"array {tensor.name!r} has the shape {list(array.shape)}, the input takes {shown}", "reshape it"
-        )
+        message = f"array {tensor.name!r} has the shape {list(array.shape)}, the input takes {shown}"
+        raise refuse(str(file), None, message, "reshape it")
     if array.nbytes > MAX_RANDOM_BYTES:
-        raise _error(
-            file,
-            f"array {tensor.name!r} has {array.nbytes} bytes, at most {MAX_RANDOM_BYTES} are allowed",
-            "write fewer rows",
-        )
+        message = f"array {tensor.name!r} has {array.nbytes} bytes, at most {MAX_RANDOM_BYTES} are allowed"
+        raise refuse(str(file), None, message, "write fewer rows")
     return np.ascontiguousarray(array)
 
 
@@ -155,10 +152,6 @@ def _type_name(kind: Datatype) -> str:
 
 def _cast(kind: Datatype) -> str:
     return "write an array of text" if kind is BYTES else f"write array.astype('{kind.dtype}')"
-
-
-def _error(file: Path, message: str, cure: str) -> ConfigError:
-    return ConfigError([Finding(str(file), None, message, cure)])
 
 
 # Callers for each instance: while one batch runs, the next one waits.
@@ -306,7 +299,7 @@ class _Sweeper:
         self._automatic = "max_batch_size" not in read_config_file(folder.path).document.data
         if self._plan.is_pending:
             cure = f"build it first: headrace build {folder.name}"
-            raise ConfigError([Finding(folder.name, None, "has no engine for this machine's GPU yet", cure)])
+            raise refuse(folder.name, None, "has no engine for this machine's GPU yet", cure)
         on_gpu = self._plan.runtime == "tensorrt"
         batch = handle_policy(folder.config, on_gpu).batch
         self._current = (_count(folder.config, on_gpu), batch.max_rows if batch.merge else 1)
@@ -396,7 +389,7 @@ class _Sweeper:
         except HeadraceError as error:
             cure = "try the inputs of a real request: --input FILE.npz"
             message = f"the model fails on a batch of {rows} rows ({self._inputs.origin}): {error}"
-            raise ConfigError([Finding(self._folder.name, None, message, cure)]) from error
+            raise refuse(self._folder.name, None, message, cure) from error
         self._runs_done += 1
         text = f"{count} instance{'s' * (count > 1)}, {rows} row{'s' * (rows > 1)}: {run[0]:,.0f} rows/s"
         self._report(self._runs_done, max(self._total, self._runs_done), text)
@@ -406,13 +399,14 @@ class _Sweeper:
     def _load(self, count: int, max_rows: int) -> Iterator[ModelHandle]:
         """Load the version with `count` instances, each request of up to `max_rows` rows a batch of its own."""
         config = self._folder.config
-        update: dict[str, object] = {"instance_group": (_group(config, count),)}
+        group = config.instance_group[0] if config.instance_group else InstanceGroup()
+        update: dict[str, object] = {"instance_group": (group.model_copy(update={"count": count}),)}
         update |= {"dynamic_batching": None, "rate_limits": None}
         if config.max_batch_size:
             update |= {"max_batch_size": max_rows, "cpu_max_batch_size": None}
         folder = replace(self._folder, config=config.model_copy(update=update))
         with _loop() as loop:
-            handle = Loader(Mailbox(loop), histograms=False).load(folder, self._version, _served(self._plan))
+            handle = Loader(Mailbox(loop), histograms=False).load(folder, self._version, self._plan)
             try:
                 yield handle
             finally:
@@ -436,7 +430,7 @@ def advise(current: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns
     """Compare the best setting with that of the configuration.
 
     Args:
-        now: setting of the configuration; None if it was not measured.
+        current: setting of the configuration; None if it was not measured.
         best: result of `choose`.
         slo_ns: latency objective in nanoseconds; 0 for none.
     """
@@ -479,16 +473,6 @@ def _count(config: ModelConfig, on_gpu: bool) -> int:
     if on_gpu and all(group.is_default for group in config.instance_group):
         return instances_on_each_gpu(config)
     return sum(group.count for group in config.instance_group) or 1
-
-
-def _served(plan: ServingPlan) -> ServingPlan:
-    """Return the plan without a background build, which would take cores from the measurement."""
-    return replace(plan, build="")
-
-
-def _group(config: ModelConfig, count: int) -> InstanceGroup:
-    first = config.instance_group[0] if config.instance_group else InstanceGroup()
-    return first.model_copy(update={"count": count})
 
 
 def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) -> MeasuredSetting:
