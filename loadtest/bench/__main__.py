@@ -37,7 +37,7 @@ BUSY_WARNING = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; give the exit status."""
+    """Measure, print, write; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     console = Console()
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(advice, style="bold red")
             return 2
     if options.markdown:
-        replace_block(options.markdown.read_text(), "")  # Better now than after all has been measured.
+        replace_block(options.markdown.read_text(), "")  # Fails now, not after the measurements.
     cores = Cores(server=usable[:1], client=usable[1:2])
     # This process draws the progress bar: beside the client, never beside a server that is measured.
     os.sched_setaffinity(0, cores.client)
@@ -84,9 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(to_json(report))
     if options.markdown:
         write_markdown(report, options.markdown)
-    if any(result.failure for result in results):
-        return 2
-    return int(any(result.missed for result in results) and not options.quick)
+    return 0 if options.quick and report.status == 1 else report.status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="replace the block between the bench markers in a page"
     )
@@ -143,7 +141,7 @@ class Steps:
         self._running_s = seconds
 
     def finish(self, done_s: float) -> None:
-        """A case ended: whatever it guessed, so much is done."""
+        """A case ended: set the progress to what was planned up to here."""
         self._progress.update(self._task, completed=done_s)
         self._running_s = 0.0
 
@@ -159,7 +157,7 @@ def _run_all(cases: Sequence[Case], bench: Bench, progress: Progress) -> list[Ca
 
 
 def _run(case: Case, bench: Bench) -> CaseResult:
-    """One case; what goes wrong in it is its result, so that the others are still measured."""
+    """One case; its error is its result, so that the others are still measured."""
     try:
         return case.run(bench)
     except FAILURES as failure:

@@ -34,6 +34,13 @@ class Report:
     machine: Mapping[str, str]
     results: Sequence[CaseResult]
 
+    @property
+    def status(self) -> int:
+        """Exit status: 2 if a case failed, 1 if a target was missed, else 0."""
+        if any(result.failure for result in self.results):
+            return 2
+        return int(any(result.missed for result in self.results))
+
 
 def print_report(report: Report, console: Console) -> None:
     """Tables of figures, then of comparisons with the target beside each."""

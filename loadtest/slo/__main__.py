@@ -1,4 +1,4 @@
-"""`python -m loadtest.slo`: what it is worth to promise a latency, in one command.
+"""`python -m loadtest.slo`: the value of a latency objective, in one command.
 
 Exit status: 0 if every target was met, 1 if one was missed, 2 if a part failed.
 """
@@ -19,18 +19,27 @@ from pathlib import Path
 from rich.console import Console
 
 from loadtest.bench import machine
-from loadtest.bench.report import Report, print_report, replace_block, to_json
+from loadtest.bench.report import (
+    COMPARISON_COLUMNS,
+    FIGURE_COLUMNS,
+    Report,
+    comparison_row,
+    figure_row,
+    markdown_table,
+    print_report,
+    replace_block,
+    to_json,
+)
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Cores
-from loadtest.slo import curves, deep_queue, objectives, over_http, overload, simulator, tenants
-from loadtest.slo.page import written
-from loadtest.slo.plan import Plan
+from loadtest.slo import curves, deep_queue, over_http, parts
+from loadtest.slo.parts import Plan
 
 PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
-    "overload": overload.run,
-    "objectives": objectives.run,
-    "tenants": tenants.run,
-    "simulator": simulator.run,
+    "overload": parts.overload,
+    "objectives": parts.objectives,
+    "tenants": parts.tenants,
+    "simulator": parts.simulator,
     "queue": deep_queue.run,
     "http": over_http.run,
 }
@@ -38,19 +47,17 @@ BUSY_WARNING = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; give the exit status."""
+    """Measure, print, write; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     names = options.only or list(PARTS)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.markdown:
-        for name in names:  # better now than after all has been measured
+        for name in names:  # fails now, not after the measurements
             replace_block(options.markdown.read_text(), "", f"slo-{name}")
     busy = machine.busy_share()
     if busy > BUSY_WARNING:
-        console.print(
-            f"{busy:.0%} of the cores are in use by others: what is measured by the clock suffers", style="yellow"
-        )
+        console.print(f"{busy:.0%} of the cores are in use by others: figures by the clock are worse", style="yellow")
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # as the server has it
     with tempfile.TemporaryDirectory(prefix="headrace-slo-") as scratch:
@@ -70,13 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.markdown.write_text(written(options.markdown.read_text(), report))
     if options.plot:
         options.plot.write_text(curves.draw())
-    if any(result.failure for result in results):
-        return 2
-    return int(any(result.missed for result in results))
+    return report.status
 
 
 def _run(name: str, plan: Plan, console: Console) -> CaseResult:
-    """One part; what goes wrong in it is its result, so that the others are still measured."""
+    """One part; its error is its result, so that the others are still measured."""
     begun_s = time.monotonic()
     try:
         return PARTS[name](plan)
@@ -87,16 +92,35 @@ def _run(name: str, plan: Plan, console: Console) -> CaseResult:
         console.print(f"{name}: {time.monotonic() - begun_s:.0f} s", style="dim")
 
 
+def written(page: str, report: Report) -> str:
+    """The page with the block of each part that was measured replaced; the blocks of parts that failed stay.
+
+    Raises:
+        ValueError: a part has no block in the page.
+    """
+    where = "; ".join(report.machine[label] for label in ("processor", "cores", "other load", "python", "commit"))
+    for result in report.results:
+        if result.failure:
+            continue
+        lines = [f"`{report.command}`, {report.date}, {where}.", ""]
+        lines += markdown_table(COMPARISON_COLUMNS, map(comparison_row, result.comparisons))
+        if result.figures:
+            lines += ["", *markdown_table(FIGURE_COLUMNS, map(figure_row, result.figures))]
+        block = "\n".join([*lines, "", *(f"- {note}" for note in result.notes)])
+        page = replace_block(page, block, f"slo-{result.name}")
+    return page
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest.slo", description="Measure what it is worth to promise a latency."
+        prog="python -m loadtest.slo", description="Measure the value of a latency objective."
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     add("--rounds", type=int, default=3, help="how often each contender is measured (default: %(default)s)")
     add("--seconds", type=float, default=5.0, help="how long a trace is, by the clock (default: %(default)s)")
     add("--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`")
-    add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add("--json", type=Path, metavar="FILE", help="write all results")
     add("--plot", type=Path, metavar="FILE", help="draw goodput and latency over the load (SVG, simulated)")
     add("--markdown", type=Path, metavar="FILE", help="replace the parts' blocks in a page")
     return parser

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.core.svg_plot import Panel, PlotCurve, curve_picture
 
@@ -16,33 +16,21 @@ _SECONDS = 12.0
 def draw() -> str:
     """SVG: a promise beside two fixed settings."""
     by_setting = {setting.name: _swept(setting) for setting in (promising(SLO_MS), fixed(), fixed(delay_ms=20))}
-    shown = [
-        Panel(
-            f"answered within {SLO_MS:g} ms",
-            [
-                PlotCurve(name, LOADS, [each.goodput_hz / USUAL.capacity_hz for each in line])
-                for name, line in by_setting.items()
-            ],
-            "load over capacity",
-            "of the capacity",
-        ),
-        Panel(
+
+    def panel(title: str, y_title: str, value: Callable[[LoadFigures], float]) -> Panel:
+        curves = [PlotCurve(name, LOADS, list(map(value, line))) for name, line in by_setting.items()]
+        return Panel(title, curves, "load over capacity", y_title)
+
+    panels = [
+        panel(f"answered within {SLO_MS:g} ms", "of the capacity", lambda each: each.goodput_hz / USUAL.capacity_hz),
+        panel(
             "p99 of what is answered",
-            [
-                PlotCurve(name, LOADS, [min(each.p99_ms, 4 * SLO_MS) for each in line])
-                for name, line in by_setting.items()
-            ],
-            "load over capacity",
             f"ms (above {4 * SLO_MS:g}: cut off)",
+            lambda each: min(each.p99_ms, 4 * SLO_MS),
         ),
-        Panel(
-            "refused",
-            [PlotCurve(name, LOADS, [100 * each.refused for each in line]) for name, line in by_setting.items()],
-            "load over capacity",
-            "% of the requests",
-        ),
+        panel("refused", "% of the requests", lambda each: 100 * each.refused),
     ]
-    return curve_picture(shown, "What a promise does under load (simulated)")
+    return curve_picture(panels, "What a promise does under load (simulated)")
 
 
 def _swept(setting: Setting) -> Sequence[LoadFigures]:

@@ -27,7 +27,7 @@ from headrace.simulation.replay import VirtualLoop
 
 from loadtest.bench.results import CaseResult, Comparison, at_most
 from loadtest.bench.spread import Spread
-from loadtest.slo.plan import Plan
+from loadtest.slo.parts import Plan
 
 WAITING = 10_000
 _ROWS = 32
@@ -163,7 +163,7 @@ class Deep:
             if not isinstance(batch, Batch):
                 raise RuntimeError(f"{batch} instead of a batch, with {self.handle.depth} waiting")
             times = BatchTimes(now_ns, now_ns, now_ns + _BATCH_NS, now_ns + _BATCH_NS)
-            self.handle._batch_results.settle(batch.entries, batch.reason, times, [{}] * len(batch.entries), _BATCH_NS)
+            self.handle._batch_results.settle(batch, times, [{}] * len(batch.entries), _BATCH_NS)
         self.loop.advance(now_ns + batches * _BATCH_NS)
         return took_ns - taking_ns, taking_ns
 
@@ -215,4 +215,4 @@ def run(plan: Plan) -> CaseResult:
         f"decision: Scheduler.poll but for Queue.take, which takes the batch (of up to {_ROWS}) out",
     )
     title = f"admission and decision while {WAITING:,} requests wait"
-    return CaseResult("queue", title, (), tuple(compared), notes)
+    return CaseResult("queue", title, (), compared, notes)

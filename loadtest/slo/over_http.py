@@ -11,26 +11,24 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from loadtest.bench.machine import usable_cores
-from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most, figures_of, values_of
-from loadtest.bench.session import interleave
-from loadtest.bench.spread import ratios
+from loadtest.bench.results import CaseResult, Comparison, Figure
 from loadtest.gpu.client import closed_loop, poisson_arrivals
 from loadtest.gpu.lines import HttpLines
 from loadtest.protocol import binary_request
 from loadtest.servers import Running, headrace, running
-from loadtest.slo.plan import Plan
+from loadtest.slo.parts import Plan, compare_goodput, figures, in_rounds
 
 MODEL = "resnet50"
 LOADS = (1.5, 2.0)
 _WARM_UP_S = 3.0  # of an open loop, not counted: a queue that was empty has to fill
-# Of a full batch: long enough that one may be under way while the next is collected, and some to spare.
+# In full batches: long enough that one may be under way while the next is collected, and some to spare.
 _SLO_BATCHES = 4.0
 _ROWS = 4
 # More than can be under way at twice the capacity of a model on one core.
@@ -43,13 +41,6 @@ max_batch_size: {_ROWS}
 dynamic_batching: {{}}
 instance_group: [{{kind: KIND_CPU, count: 1}}]
 """
-_UNITS = {
-    "goodput_hz": "answers in time/s",
-    "throughput_hz": "answers/s",
-    "p99_ms": "p99 ms",
-    "refused": "share refused",
-    "refused_ms": "ms until refused, p50",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +76,19 @@ def run(plan: Plan) -> CaseResult:
         slo_ms = float(round(_SLO_BATCHES * _ROWS / capacity_hz * 1e3, -1))
         servers = {"slo": stack.enter_context(_served(plan, "slo", (server_core,), slo_ms)), "fixed": plain}
         for load in LOADS:
-            rounds = {name: iter(range(plan.rounds)) for name in servers}
-
-            def sampled(name: str, load: float = load, rounds: dict[str, Iterator[int]] = rounds) -> Answered:
-                return open_loop(servers[name], load * capacity_hz, seconds, slo_ms, next(rounds[name]))
-
-            found = interleave({name: partial(sampled, name) for name in servers}, plan.rounds)
+            contenders = {
+                name: partial(open_loop, server, load * capacity_hz, seconds, slo_ms)
+                for name, server in servers.items()
+            }
+            runs = in_rounds(contenders, plan.rounds)
             where = f"{load:g} x capacity"
-            case_figures += figures_of({f"{name}, {where}": each for name, each in found.items()}, _UNITS)
-            compared += _compared(found, where)
+            case_figures += figures(runs, where, [field.name for field in fields(Answered)])
+            compared += compare_goodput(runs, where)
     notes = (
         f"{MODEL} on ONNX Runtime, one instance on one core, batches of {_ROWS}: {capacity_hz:.1f} pictures/s in a closed loop",
         f"SLO {slo_ms:g} ms, {_SLO_BATCHES:g} full batches",
     )
-    return CaseResult("http", "the same over HTTP, with a real model", tuple(case_figures), tuple(compared), notes)
+    return CaseResult("http", "the same over HTTP, with a real model", case_figures, compared, notes)
 
 
 def saturate(server: Running, seconds: float) -> float:
@@ -154,17 +144,3 @@ def _copied(source: Path, folder: Path, slo_ms: float | None) -> None:
     shutil.copy(version / "model.onnx", folder / version.name)
     promise = "" if slo_ms is None else f"slo: {{p99_ms: {slo_ms:.1f}}}\n"
     (folder / "config.yaml").write_text(_CONFIG + promise)
-
-
-def _compared(found: dict[str, list[Answered]], where: str) -> list[Comparison]:
-    """Capacity is what the other server answers a second in the same round, late or not."""
-    capacity_hz = values_of(found["fixed"], "throughput_hz")
-    return [
-        Comparison(
-            f"{name}: goodput / capacity, {where}",
-            "",
-            ratios(values_of(found[name], "goodput_hz"), capacity_hz),
-            target,
-        )
-        for name, target in (("slo", at_least(0.9)), ("fixed", at_most(0.2)))
-    ]

@@ -215,7 +215,8 @@ def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Done:
     return Done(replay(trace, [SimulatedModel(setting.policy, profile, setting.depth)]), setting)
 
 
-def added_us(seconds: float = 2.0) -> float:
+def added_us(setting: Setting, seconds: float) -> float:
     """Mean overhead of a batch on this machine beyond its device: thread wake-ups, Python."""
-    played = play(arrivals(0.5, seconds, seed=99), fixed().policy, USUAL.device(1))
+    speed = setting.speed
+    played = play(arrivals(0.5, seconds, seed=99, speed=speed), setting.policy, speed.device(setting.depth))
     return statistics.fmean(played.added_ns) / NS_PER_US

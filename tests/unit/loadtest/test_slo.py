@@ -9,7 +9,7 @@ import pytest
 from headrace.simulation.replay import ANSWERED, BatchHistory, Replay
 from headrace.simulation.traces import Trace
 
-from loadtest.slo import deep_queue, objectives, overload, simulator, tenants
+from loadtest.slo import deep_queue, parts
 from loadtest.slo.__main__ import main
 from loadtest.slo.subject import (
     SLOWED_H200,
@@ -52,10 +52,10 @@ def test_both_methods_agree_at_low_load() -> None:
 
 
 def test_a_quiet_client_sends_the_same_requests_with_and_without_a_flood() -> None:
-    alone, beside = (tenants.client_trace(SLOWED_H200, 2, 3, flooded) for flooded in (False, True))
+    alone, beside = (parts.client_trace(SLOWED_H200, 2, 3, flooded) for flooded in (False, True))
     assert beside.clients is not None
     assert alone.times_ns.tolist() == beside.times_ns[beside.clients == 0].tolist()
-    assert len(alone) / 2 == pytest.approx(tenants.CALM * SLOWED_H200.capacity_hz, rel=0.1)
+    assert len(alone) / 2 == pytest.approx(parts.CALM * SLOWED_H200.capacity_hz, rel=0.1)
     assert len(beside) > 5 * len(alone)
 
 
@@ -69,14 +69,15 @@ def test_the_best_fixed_setting_meets_the_objective() -> None:
         "late": figures(60, 1005, 0.7),
         "slow": figures(9, 900, 0.5),
     }
-    assert objectives.best_of(sweep, 50) == ["quick", "idle"]
-    assert objectives.best_of(sweep, 10) == ["slow"]
+    assert parts.best_of(sweep, 50) == ["quick", "idle"]
+    assert parts.best_of(sweep, 10) == ["slow"]
     with pytest.raises(ValueError, match="within 5 ms"):
-        objectives.best_of(sweep, 5)
+        parts.best_of(sweep, 5)
 
 
 def test_overload_without_an_objective_misses_every_deadline() -> None:
-    found = overload.measure(simulated, 1.5, rounds=1, seconds=3)
+    contenders = [("slo", promising(parts.SLO_MS)), ("fixed", fixed())]
+    found = parts.measure_load(simulated, contenders, 1.5, parts.SLO_MS, rounds=1, seconds=3)
     assert found["fixed"][0].goodput_hz < 0.2 * USUAL.capacity_hz < 0.9 * USUAL.capacity_hz < found["slo"][0].goodput_hz
 
 
@@ -88,8 +89,8 @@ def test_a_deep_queue_stays_deep_while_it_is_measured(name: str, monkeypatch: py
 
 @pytest.mark.slow
 def test_the_simulator_is_held_against_the_clock() -> None:
-    load, shape, clients, setting = simulator.CASES["0.5 load"]
-    real, virtual = simulator.both(arrivals(load, 2.0, 1, shape, clients), setting, 100.0)
+    load, shape, clients, setting = parts.SIMULATED["0.5 load"]
+    real, virtual = parts.both(arrivals(load, 2.0, 1, shape, clients), setting, 100.0)
     assert 0 < virtual.p50_ms < 10 * real.p50_ms
 
 
