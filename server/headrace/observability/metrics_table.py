@@ -104,6 +104,36 @@ class Family:
         return Metric(self.name, self.text, "summary")
 
 
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Makes the families of a section of docs/metrics.md.
+
+    Attributes:
+        title: title of the section.
+        labels: first labels of its families.
+        when: condition of its families without one of their own.
+    """
+
+    title: str
+    labels: tuple[str, ...] = ()
+    when: str = ""
+
+    def __call__(
+        self,
+        name: str,
+        text: str,
+        *more: str,
+        labels: tuple[str, ...] | None = None,
+        kind: Kind | None = None,
+        native: bool = False,
+        when: str = "",
+    ) -> Family:
+        """Return a family: by its name a counter or a gauge, with the section's labels, unless the arguments differ."""
+        named: Kind = "counter" if name.endswith("_total") else "gauge"
+        first = self.labels if labels is None else labels
+        return Family(self.title, name, kind or named, text, (*first, *more), native, when or self.when)
+
+
 def classic_buckets(histogram: Histogram) -> list[tuple[str, int, Exemplar | None]]:
     """Return upper bound as text, cumulative count and exemplar of each classic bucket."""
     cumulative: list[int] = histogram.counts.cumsum().tolist()
@@ -124,11 +154,11 @@ def _sample(bucket: tuple[str, int, Exemplar | None]) -> tuple[str, float] | tup
     )
 
 
-_REQUESTS = "Requests and their time"
+_requests = _Section("Requests and their time", MODEL)
 _ONCE = "once for each request in it"
 _CODED = "once for each successful request over HTTP or gRPC"
 PHASE_SECONDS = {
-    phase: Family(_REQUESTS, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
+    phase: _requests(f"headrace_{phase}_seconds", text, kind="histogram", native=True)
     for phase, text in {
         "decode": f"Time to decode and validate a request, {_CODED}.",
         "queue": "Time of a request in the queue.",
@@ -139,254 +169,171 @@ PHASE_SECONDS = {
         "total": "Time from the arrival of a request to its response.",
     }.items()
 }
-REQUESTS = Family(_REQUESTS, "headrace_requests_total", "counter", "Successful requests.", MODEL)
-ROWS = Family(_REQUESTS, "headrace_rows_total", "counter", "Rows of successful requests.", MODEL)
-FAILURES = Family(
-    _REQUESTS,
-    "headrace_failures_total",
-    "counter",
-    "Failed, rejected and cancelled requests to a model, by reason.",
-    (*MODEL, "reason"),
+REQUESTS = _requests("headrace_requests_total", "Successful requests.")
+ROWS = _requests("headrace_rows_total", "Rows of successful requests.")
+FAILURES = _requests(
+    "headrace_failures_total", "Failed, rejected and cancelled requests to a model, by reason.", "reason"
 )
-ERRORS = Family(
-    _REQUESTS,
-    "headrace_errors_total",
-    "counter",
-    "Error responses, with or without a model.",
-    ("protocol", "reason"),
-)
-LIMIT_HITS = Family(
-    _REQUESTS,
+ERRORS = _requests("headrace_errors_total", "Error responses, with or without a model.", labels=("protocol", "reason"))
+LIMIT_HITS = _requests(
     "headrace_limit_hits_total",
-    "counter",
     "Requests, connections and streams that reached a limit, by option. grpcio counts only the limit on all bodies.",
-    ("protocol", "limit"),
+    labels=("protocol", "limit"),
 )
 
-_BATCHES = "Batches"
-BATCHES = Family(
-    _BATCHES, "headrace_batches_total", "counter", "Executed batches, by the reason why they were closed.",
-    (*MODEL, "closed_by"),
-)  # fmt: skip
-BATCH_ROWS = Family(_BATCHES, "headrace_batch_rows", "histogram", "Rows of each executed batch.", MODEL)
-PROFILE = Family(
-    _BATCHES,
+_batches = _Section("Batches", MODEL)
+BATCHES = _batches("headrace_batches_total", "Executed batches, by the reason why they were closed.", "closed_by")
+BATCH_ROWS = _batches("headrace_batch_rows", "Rows of each executed batch.", kind="histogram")
+PROFILE = _batches(
     "headrace_profile_microseconds",
-    "gauge",
     "Expected compute time of a batch with this many rows, in microseconds.",
-    (*MODEL, "rows", "quantile"),
+    "rows",
+    "quantile",
 )
 
-_LOAD = "Load"
-BUSY = Family(
-    _LOAD,
+_load = _Section("Load", MODEL)
+BUSY = _load(
     "headrace_busy_seconds_total",
-    "counter",
     "Total time in which instances were busy; its rate() divided by the number of instances is the utilisation.",
-    MODEL,
 )
-INLINE_RUNS = Family(
-    _LOAD,
-    "headrace_inline_runs_total",
-    "counter",
-    "Requests that ran on the event loop instead of on an instance, failed ones included.",
-    MODEL,
+INLINE_RUNS = _load(
+    "headrace_inline_runs_total", "Requests that ran on the event loop instead of on an instance, failed ones included."
 )
-INLINE_DISABLED = Family(
-    _LOAD,
+INLINE_DISABLED = _load(
     "headrace_inline_disabled_total",
-    "counter",
     "Runs on the event loop that took more than 2 ms. Each disables such runs for 60 s.",
-    MODEL,
 )
-QUEUE_DEPTH = Family(_LOAD, "headrace_queue_depth", "gauge", "Requests in the queue.", MODEL)
-IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and response.", MODEL)
-PREDICTED_WAIT = Family(
-    _LOAD,
+QUEUE_DEPTH = _load("headrace_queue_depth", "Requests in the queue.")
+IN_FLIGHT = _load("headrace_in_flight", "Requests between arrival and response.")
+PREDICTED_WAIT = _load(
     "headrace_predicted_wait_seconds",
-    "gauge",
     "Predicted time in the queue of a new request of one row, by priority level (1 is the highest); 0 "
     "without measurements.",
-    (*MODEL, "level"),
+    "level",
 )
-DRAIN = Family(_LOAD, "headrace_drain_seconds", "gauge", "Time to complete all queued and running requests.", MODEL)
-CAPACITY = Family(
-    _LOAD,
-    "headrace_capacity_rows_per_second",
-    "gauge",
-    "Rows per second that the live instances can compute; 0 without measurements.",
-    MODEL,
+DRAIN = _load("headrace_drain_seconds", "Time to complete all queued and running requests.")
+CAPACITY = _load(
+    "headrace_capacity_rows_per_second", "Rows per second that the live instances can compute; 0 without measurements."
 )
-OBJECTIVE = Family(
-    _LOAD, "headrace_objective_seconds", "gauge", "Latency objective of the model for 99 % of requests.", MODEL,
+OBJECTIVE = _load(
+    "headrace_objective_seconds",
+    "Latency objective of the model for 99 % of requests.",
     when="with `slo` in the model's configuration",
-)  # fmt: skip
-LATE = Family(
-    _LOAD, "headrace_late_total", "counter", "Responses after the model's objective or the request's deadline.",
-    MODEL,
-)  # fmt: skip
+)
+LATE = _load("headrace_late_total", "Responses after the model's objective or the request's deadline.")
 
-_MODELS = "Models"
-READY = Family(_MODELS, "headrace_ready", "gauge", "1 while /v2/health/ready answers 200.")
-MODEL_STATE = Family(
-    _MODELS, "headrace_model_state", "gauge", "1 for the current state of a version, 0 for the other states.",
-    (*MODEL, "state"),
-)  # fmt: skip
-MODEL_LOADS = Family(
-    _MODELS,
+_models = _Section("Models", MODEL)
+READY = _models("headrace_ready", "1 while /v2/health/ready answers 200.", labels=())
+MODEL_STATE = _models("headrace_model_state", "1 for the current state of a version, 0 for the other states.", "state")
+MODEL_LOADS = _models(
     "headrace_model_loads_total",
-    "counter",
     "Loads and unloads by result: loaded, reloaded, unloaded, failed.",
-    ("model", "result"),
+    labels=("model", "result"),
     when="once a model has been loaded",
 )
-LOAD_SECONDS = Family(_MODELS, "headrace_load_seconds", "summary", "Time to load a version.", MODEL)
-INSTANCES = Family(_MODELS, "headrace_instances", "gauge", "Live instances.", MODEL)
-INSTANCES_WANTED = Family(
-    _MODELS,
-    "headrace_instances_wanted",
-    "gauge",
-    "Configured instances; 0 while the version is evicted from GPU memory.",
-    MODEL,
+LOAD_SECONDS = _models("headrace_load_seconds", "Time to load a version.", kind="summary")
+INSTANCES = _models("headrace_instances", "Live instances.")
+INSTANCES_WANTED = _models(
+    "headrace_instances_wanted", "Configured instances; 0 while the version is evicted from GPU memory."
 )
-RESTARTS = Family(
-    _MODELS, "headrace_instance_restarts_total", "counter", "Instances that died and were restarted.", MODEL
+RESTARTS = _models("headrace_instance_restarts_total", "Instances that died and were restarted.")
+PROCESS_UP = _models(
+    "headrace_model_process_up", "1 while the process of an isolated model serves.", when="with `isolation: process`"
 )
-PROCESS_UP = Family(
-    _MODELS, "headrace_model_process_up", "gauge", "1 while the process of an isolated model serves.", MODEL,
-    when="with `isolation: process`",
-)  # fmt: skip
-PROCESS_RESTARTS = Family(
-    _MODELS,
+PROCESS_RESTARTS = _models(
     "headrace_model_process_restarts_total",
-    "counter",
     "Processes of an isolated model that died and were replaced.",
-    MODEL,
     when="with `isolation: process`",
 )
 
-_ENGINES = "Engines"
-ENGINE_INFO = Family(
-    _ENGINES,
+_engines = _Section("Engines", MODEL)
+ENGINE_INFO = _engines(
     "headrace_engine_info",
-    "gauge",
     "1 for a model that is served by a built engine.",
-    (*MODEL, "precision", "file", "below_accuracy_bar"),
+    "precision",
+    "file",
+    "below_accuracy_bar",
     when="for a model that is served by a built engine",
 )
-ENGINE_ACCURACY = Family(
-    _ENGINES,
+ENGINE_ACCURACY = _engines(
     "headrace_engine_accuracy",
-    "gauge",
     "Agreement of the engine's outputs with the FP32 model at build time, by measure; 1 is equal.",
-    (*MODEL, "measure"),
+    "measure",
     when="for a model that is served by a built engine",
 )
-ENGINE_BUILDS = Family(
-    _ENGINES,
+ENGINE_BUILDS = _engines(
     "headrace_engine_builds_total",
-    "counter",
     "Engine builds by the server (`build_on_load`), by result: built, failed.",
-    ("model", "result"),
+    labels=("model", "result"),
     when="with `build_on_load`, once a build has ended",
 )
 
-_MEMORY = "GPU memory of models"
+_memory = _Section("GPU memory of models", MODEL)
 GPU_MODEL = "once a model on a GPU has been loaded"
-GPU_MEMORY = Family(
-    _MEMORY,
+GPU_MEMORY = _memory(
     "headrace_gpu_memory_bytes",
-    "gauge",
     "Memory reserved for models; the label gpu is a number, or host for pinned memory.",
-    ("gpu", *MODEL, "kind"),
+    labels=("gpu", *MODEL, "kind"),
     when=GPU_MODEL,
 )
-GPU_MEMORY_LIMIT = Family(
-    _MEMORY, "headrace_gpu_memory_limit_bytes", "gauge", "Maximum memory of all models together on a GPU.", ("gpu",),
+GPU_MEMORY_LIMIT = _memory(
+    "headrace_gpu_memory_limit_bytes",
+    "Maximum memory of all models together on a GPU.",
+    labels=("gpu",),
     when=GPU_MODEL,
-)  # fmt: skip
-ON_DEMAND_LOADS = Family(
-    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads of evicted versions caused by a request.", MODEL
 )
-EVICTIONS = Family(
-    _MEMORY,
-    "headrace_evictions_total",
-    "counter",
-    "Evictions of a version from GPU memory in favour of another.",
-    MODEL,
-)
+ON_DEMAND_LOADS = _memory("headrace_on_demand_loads_total", "Loads of evicted versions caused by a request.")
+EVICTIONS = _memory("headrace_evictions_total", "Evictions of a version from GPU memory in favour of another.")
 
-_GPUS = "GPUs"
+
 _NVML = "with an NVIDIA driver"
-
-
-def _gpu(name: str, text: str, kind: Kind = "gauge", *labels: str) -> Family:
-    return Family(_GPUS, name, kind, text, ("gpu", *labels), when=_NVML)
-
-
-GPU_INFO = _gpu("headrace_gpu_info", "Always 1; the labels identify the GPU.", "gauge", "name", "uuid", "driver")
-GPU_UP = _gpu("headrace_gpu_up", "1 while the driver can read the GPU, 0 once it is lost.")
-GPU_UTILIZATION = _gpu(
+_gpus = _Section("GPUs", ("gpu",), _NVML)
+GPU_INFO = _gpus("headrace_gpu_info", "Always 1; the labels identify the GPU.", "name", "uuid", "driver")
+GPU_UP = _gpus("headrace_gpu_up", "1 while the driver can read the GPU, 0 once it is lost.")
+GPU_UTILIZATION = _gpus(
     "headrace_gpu_utilization_ratio", "Share of the driver's last sampling period in which a kernel ran, 0 to 1."
 )
-GPU_MEMORY_USED = _gpu("headrace_gpu_device_memory_used_bytes", "Memory in use on the GPU by all processes.")
-GPU_MEMORY_TOTAL = _gpu("headrace_gpu_device_memory_total_bytes", "Memory of the GPU.")
-GPU_POWER = _gpu("headrace_gpu_power_watts", "Power drawn.")
-GPU_POWER_LIMIT = _gpu("headrace_gpu_power_limit_watts", "Power limit of the GPU.")
-GPU_ENERGY = _gpu("headrace_gpu_energy_joules_total", "Energy used since the driver was loaded.", "counter")
-GPU_TEMPERATURE = _gpu("headrace_gpu_temperature_celsius", "Temperature of the GPU's core.")
-GPU_CLOCK = _gpu("headrace_gpu_clock_hertz", "Clock of the processors (sm) or the memory.", "gauge", "clock")
-GPU_ECC = _gpu(
-    "headrace_gpu_ecc_errors_total", "Memory errors since the driver was loaded: corrected, uncorrected.",
-    "counter", "kind",
-)  # fmt: skip
-GPU_SLOWED = _gpu(
-    "headrace_gpu_slowed", "1 while the GPU reduces its clocks for this reason.", "gauge", "reason"
-)  # fmt: skip
-
-_SERVER = "The server"
-BUILD_INFO = Family(
-    _SERVER,
-    "headrace_build_info",
-    "gauge",
-    "Always 1; the labels are versions.",
-    ("version", "python"),
+GPU_MEMORY_USED = _gpus("headrace_gpu_device_memory_used_bytes", "Memory in use on the GPU by all processes.")
+GPU_MEMORY_TOTAL = _gpus("headrace_gpu_device_memory_total_bytes", "Memory of the GPU.")
+GPU_POWER = _gpus("headrace_gpu_power_watts", "Power drawn.")
+GPU_POWER_LIMIT = _gpus("headrace_gpu_power_limit_watts", "Power limit of the GPU.")
+GPU_ENERGY = _gpus("headrace_gpu_energy_joules_total", "Energy used since the driver was loaded.")
+GPU_TEMPERATURE = _gpus("headrace_gpu_temperature_celsius", "Temperature of the GPU's core.")
+GPU_CLOCK = _gpus("headrace_gpu_clock_hertz", "Clock of the processors (sm) or the memory.", "clock")
+GPU_ECC = _gpus(
+    "headrace_gpu_ecc_errors_total", "Memory errors since the driver was loaded: corrected, uncorrected.", "kind"
 )
-LOOP_LAG = Family(
-    _SERVER,
+GPU_SLOWED = _gpus("headrace_gpu_slowed", "1 while the GPU reduces its clocks for this reason.", "reason")
+
+_server = _Section("The server")
+BUILD_INFO = _server("headrace_build_info", "Always 1; the labels are versions.", "version", "python")
+LOOP_LAG = _server(
     "headrace_event_loop_lag_seconds",
-    "histogram",
     "Delay of a timer on the event loop, measured four times a second; every other task of the loop waits as long.",
+    kind="histogram",
     native=True,
 )
-CONNECTIONS = Family(_SERVER, "headrace_connections", "gauge", "Open connections; absent for grpcio.", ("protocol",))
-BODIES = Family(
-    _SERVER,
-    "headrace_body_bytes",
-    "gauge",
-    "Bytes of the bodies of all requests in the server; --max-total-body-bytes is the limit.",
+CONNECTIONS = _server("headrace_connections", "Open connections; absent for grpcio.", "protocol")
+BODIES = _server(
+    "headrace_body_bytes", "Bytes of the bodies of all requests in the server; --max-total-body-bytes is the limit."
 )
-LIMIT = Family(_SERVER, "headrace_limit", "gauge", "Limits on clients in force, by name.", ("limit",))
-THREADS = Family(_SERVER, "headrace_threads", "gauge", "Python threads in the server's process.")
-TELEMETRY_DROPPED = Family(
-    _SERVER,
+LIMIT = _server("headrace_limit", "Limits on clients in force, by name.", "limit")
+THREADS = _server("headrace_threads", "Python threads in the server's process.")
+TELEMETRY_DROPPED = _server(
     "headrace_telemetry_dropped_total",
-    "counter",
     "Spans, records of trace files and lines of the request log that were dropped because they could "
     "not be written or sent in time.",
-    ("kind",),
+    "kind",
 )
-CERTIFICATE = Family(
-    _SERVER,
+CERTIFICATE = _server(
     "headrace_tls_certificate_expiry_timestamp_seconds",
-    "gauge",
     "Expiry time of the server's certificate, in seconds since 1970.",
     when="with `--tls-cert`",
 )
 
-_TRITON = "Triton's names, for dashboards made for it"
+_triton = _Section("Triton's names, for dashboards made for it", MODEL)
 TRITON = {
-    name: Family(_TRITON, f"nv_inference_{name}", "counter", text, MODEL)
+    name: _triton(f"nv_inference_{name}", text, kind="counter")
     for name, text in {
         "request_success": "Successful requests.",
         "count": "Computed rows of successful requests.",
@@ -398,15 +345,14 @@ TRITON = {
         "compute_output_duration_us": "Time to split batches.",
     }.items()
 }
-TRITON_FAILURE = Family(
-    _TRITON,
+TRITON_FAILURE = _triton(
     "nv_inference_request_failure",
-    "counter",
     "Failed requests: REJECTED (queue, deadline or quota), CANCELED, BACKEND (the model failed), OTHER.",
-    (*MODEL, "reason"),
+    "reason",
+    kind="counter",
 )
 TRITON_SUMMARY = {
-    phase: Family(_TRITON, f"nv_inference_{name}_summary_us", "summary", text, MODEL)
+    phase: _triton(f"nv_inference_{name}_summary_us", text, kind="summary")
     for phase, (name, text) in {
         "total": ("request", "Time of successful requests; quantiles of the last minute."),
         "queue": ("queue", "Time in the queue; quantiles of the last minute."),
@@ -415,26 +361,22 @@ TRITON_SUMMARY = {
         "split": ("compute_output", "Time to split batches; quantiles of the last minute."),
     }.items()
 }
-TRITON_FIRST_RESPONSE = Family(
-    _TRITON,
+TRITON_FIRST_RESPONSE = _triton(
     "nv_inference_first_response_histogram_ms",
-    "histogram",
     "Time from the arrival of a request to its first response, in milliseconds.",
-    MODEL,
+    kind="histogram",
 )
-TRITON_PENDING = Family(_TRITON, "nv_inference_pending_request_count", "gauge", "Requests in the queue.", MODEL)
-TRITON_LOAD_SECONDS = Family(
-    _TRITON, "nv_model_load_duration_secs", "gauge", "Time of the last load of a version, in seconds.", MODEL
-)
+TRITON_PENDING = _triton("nv_inference_pending_request_count", "Requests in the queue.")
+TRITON_LOAD_SECONDS = _triton("nv_model_load_duration_secs", "Time of the last load of a version, in seconds.")
 TRITON_PINNED = {
-    name: Family(_TRITON, f"nv_pinned_memory_pool_{name}_bytes", "gauge", text)
+    name: _triton(f"nv_pinned_memory_pool_{name}_bytes", text, labels=())
     for name, text in {
         "total": "Pinned memory of the host allocated for models; there is no pool of a fixed size.",
         "used": "Pinned memory of the host in use by models.",
     }.items()
 }
 TRITON_CPU = {
-    name: Family(_TRITON, f"nv_cpu_{name}", "gauge", text, when="on Linux")
+    name: _triton(f"nv_cpu_{name}", text, labels=(), when="on Linux")
     for name, text in {
         "utilization": "Processor utilisation since the last scrape, 0 to 1.",
         "memory_total_bytes": "Memory of the machine.",
@@ -442,7 +384,7 @@ TRITON_CPU = {
     }.items()
 }
 TRITON_GPU = {
-    name: Family(_TRITON, f"nv_{name}", "gauge", text, ("gpu_uuid",), when=_NVML)
+    name: _triton(f"nv_{name}", text, labels=("gpu_uuid",), when=_NVML)
     for name, text in {
         "gpu_utilization": "Share of the driver's last sampling period in which a kernel ran, 0 to 1.",
         "gpu_memory_total_bytes": "Memory of the GPU.",
@@ -451,15 +393,18 @@ TRITON_GPU = {
         "gpu_power_limit": "Power limit of the GPU, in watts.",
     }.items()
 }
-TRITON_ENERGY = Family(
-    _TRITON, "nv_energy_consumption", "counter", "Energy used since the first scrape, in joules.",
-    ("gpu_uuid",), when=_NVML,
-)  # fmt: skip
+TRITON_ENERGY = _triton(
+    "nv_energy_consumption",
+    "Energy used since the first scrape, in joules.",
+    labels=("gpu_uuid",),
+    kind="counter",
+    when=_NVML,
+)
 
-_PROCESS = "The process, from prometheus-client"
-_LINUX = "on Linux"
+_process = _Section("The process, from prometheus-client", when="on Linux")
+
 PROCESS = tuple(
-    Family(_PROCESS, f"process_{name}", "counter" if name.endswith("_total") else "gauge", text, when=_LINUX)
+    _process(f"process_{name}", text)
     for name, text in {
         "virtual_memory_bytes": "Virtual memory size in bytes.",
         "resident_memory_bytes": "Resident memory size in bytes.",
