@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tritonclient.grpc import service_pb2
 
-from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.clock import monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable, forget_frames
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
@@ -34,15 +34,14 @@ class GrpcInference:
     Args:
         services: of the server.
         max_shared_bytes: limit on the inputs of one request in shared memory, bytes.
-        clock: monotonic nanoseconds.
 
     Attributes:
         service: runs the steps of each request.
     """
 
-    def __init__(self, services: Services, max_shared_bytes: int, clock: Clock = monotonic_ns) -> None:
+    def __init__(self, services: Services, max_shared_bytes: int) -> None:
         regions = services.regions
-        self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes), clock)
+        self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes))
 
     async def infer(self, message: bytes, call: GrpcCall) -> Message:
         """Serve ModelInfer: one ModelInferRequest in, one ModelInferResponse out.
@@ -148,13 +147,11 @@ class InferStreams:
         infer: decodes, queues and encodes each request.
         max_bytes: limit on all requests in flight on one stream, and so on one request, bytes.
         max_in_flight: limit on the requests in flight on one stream.
-        clock: monotonic nanoseconds.
     """
 
     infer: GrpcInference
     max_bytes: int
     max_in_flight: int = MAX_IN_FLIGHT
-    clock: Clock = monotonic_ns
 
     async def serve(self, call: StreamCall) -> None:
         """Serve ModelStreamInfer: ModelInferRequest in, ModelStreamInferResponse out. An error ends its request, not the stream.
@@ -179,6 +176,7 @@ class InferStreams:
             raise stream.rejection
 
 
+@dataclass(slots=True, eq=False)
 class _StreamEntry:
     """One request of a stream, from its arrival until its response is sent.
 
@@ -188,11 +186,8 @@ class _StreamEntry:
             request runs.
     """
 
-    __slots__ = ("request_bytes", "response")
-
-    def __init__(self, request_bytes: int) -> None:
-        self.request_bytes = request_bytes
-        self.response: PendingRequest | Message | HeadraceError | None = None
+    request_bytes: int
+    response: PendingRequest | Message | HeadraceError | None = None
 
 
 class _Stream:
@@ -266,7 +261,7 @@ class _Stream:
         self._queued.clear()
 
     def _begin(self, message: bytes) -> None:
-        received_ns, reservation, entry = self._streams.clock(), self._call.reservation, _StreamEntry(len(message))
+        received_ns, reservation, entry = monotonic_ns(), self._call.reservation, _StreamEntry(len(message))
         request_id = ""
         try:
             try:

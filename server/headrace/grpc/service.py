@@ -199,13 +199,11 @@ class HealthService:
     Args:
         models: the registry.
         service: full name of the inference service, whose status is that of the server.
-        interval_s: polling interval of Watch.
     """
 
-    def __init__(self, models: Models, service: str, interval_s: float = WATCH_INTERVAL_S) -> None:
+    def __init__(self, models: Models, service: str) -> None:
         self._models = models
         self._service = service
-        self._interval_s = interval_s
 
     async def check(self, message: bytes, call: GrpcCall) -> Message:
         """Check: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
@@ -234,7 +232,7 @@ class HealthService:
                 sent_status = status
             if call.stopping:
                 raise Unavailable("the server is shutting down")
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _status(self, name: str) -> int:
         kind = health_pb.HealthCheckResponse

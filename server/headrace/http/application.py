@@ -23,7 +23,7 @@ from starlette.routing import Match
 
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError
 from headrace.core.limits import REGION_PATTERN, ClientLimits
-from headrace.http.codec import check_json, unique
+from headrace.http.codec import check_json, parse_json
 from headrace.http.infer_endpoint import (
     InferEndpoint,
     Receive,
@@ -165,12 +165,7 @@ def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
         content = b"{}"
     check_json(content, client_limits)
     try:
-        parsed = json.loads(
-            content.decode(), object_pairs_hook=unique, parse_float=_number, parse_constant=_no_constant
-        )
-        if b"\\u" in content:  # lone surrogates are not valid UTF-8
-            json.dumps(parsed, ensure_ascii=False).encode()
-        return msgspec.convert(parsed, route.body)
+        return msgspec.convert(parse_json(content, parse_float=_number, parse_constant=_no_constant), route.body)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the body does not match the schema of this route: {_shorten(error)}") from None
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too

@@ -116,8 +116,18 @@ def parse_non_finite(text: bytes) -> Any:
         text = _standard_literals(text)
     # A call for each number makes parsing ten times slower: only where a number may be outside FP64.
     parse_float = _finite if _HUGE.search(text) else None
-    parsed = json.loads(text.decode(), object_pairs_hook=unique, parse_float=parse_float)
-    if b"\\u" in text:  # lone surrogates are not valid UTF-8
+    return parse_json(text, parse_float=parse_float)
+
+
+def parse_json(text: bytes, **hooks: Any) -> Any:
+    """Parse JSON without duplicate keys, by `json.loads` with further hooks.
+
+    Raises:
+        BadRequest: an object has a key twice.
+        ValueError: the text is not JSON or not UTF-8, or has a lone surrogate, which is not valid UTF-8.
+    """
+    parsed = json.loads(text.decode(), object_pairs_hook=unique, **hooks)
+    if b"\\u" in text:
         json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
 

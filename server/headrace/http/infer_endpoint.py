@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
@@ -140,22 +140,19 @@ class InferEndpoint:
     Args:
         services: models, shared memory regions and the destination of request records.
         client_limits: limits of all requests.
-        clock: monotonic nanoseconds.
 
     Attributes:
-        clock: see Args.
         heads: results of parsing, by the bytes of the head; see `headrace.http.repeated`.
         service: the steps of a request.
     """
 
-    def __init__(self, services: Services, client_limits: ClientLimits, clock: Clock = monotonic_ns) -> None:
+    def __init__(self, services: Services, client_limits: ClientLimits) -> None:
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
         self.service = InferenceService(
-            services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits), clock
+            services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits)
         )
         self._client_limits = client_limits
         self._options_reader = services.options_reader
-        self.clock = clock
         self.heads: dict[bytes, ParsedHead] = {}
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
@@ -167,8 +164,8 @@ class InferEndpoint:
             model: name.
             version: "" for the latest.
         """
-        service, clock = self.service, self.clock
-        pending = PendingRequest(model, version, clock())
+        service = self.service
+        pending = PendingRequest(model, version, monotonic_ns())
         try:
             handle = service.lease(pending)
             headers = InferHeaders(scope["headers"], self._options_reader)
@@ -177,7 +174,7 @@ class InferEndpoint:
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
-            pending.received_ns = clock()
+            pending.received_ns = monotonic_ns()
             completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns)
             if connection is not None and not headers.content_encoding and options.trace is None:
                 connection.remember_head(self, ParsedHead(model, version, headers))
@@ -222,7 +219,7 @@ class InferEndpoint:
         failure = self.service.fail(pending, error)
         if pending.handle is None or failure is not error:
             return failure, ()
-        return failure, self._load_headers(pending.handle, self.clock()).pairs
+        return failure, self._load_headers(pending.handle, monotonic_ns()).pairs
 
     def keep_head(self, content: bytes, head: ParsedHead) -> None:
         """Cache the result of parsing a head; the cache is bounded and cleared when it is full."""
@@ -328,9 +325,7 @@ async def _send_response(
         if connection.write_response(send, head, encoded):
             return
     headers, parts = _success_headers(header_size, parts, accept_encoding)
-    headers.extend(extra_headers.pairs)
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"".join(parts)})
+    await _send(send, 200, [*headers, *extra_headers.pairs], b"".join(parts))
 
 
 def success_head(
@@ -381,16 +376,18 @@ def error_response(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]]
 async def send_error(send: Send, error: HeadraceError, extra_headers: Sequence[Header] = ()) -> None:
     """Respond with an error and extra headers."""
     status, headers, body = error_response(error)
-    headers.extend(extra_headers)
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await _send(send, status, [*headers, *extra_headers], body)
 
 
 async def send_method_not_allowed(send: Send) -> None:
     """Respond 405 to any method except POST."""
     body = orjson.dumps({"error": "method not allowed: send inference requests with POST"})
     headers = [_JSON_TYPE, (b"allow", b"POST"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 405, "headers": headers})
+    await _send(send, 405, headers, body)
+
+
+async def _send(send: Send, status: int, headers: Sequence[Header], body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation
@@ -96,7 +97,7 @@ class RepeatedRequest:
         """Decode and queue the request; never raises."""
         endpoint, head = self._endpoint, self._head
         service, options = endpoint.service, head.headers.options
-        pending = self._pending = PendingRequest(head.model, head.version, endpoint.clock(), options)
+        pending = self._pending = PendingRequest(head.model, head.version, monotonic_ns(), options)
         try:
             handle = service.lease(pending)
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0

@@ -39,10 +39,6 @@ _MAX_ROUND_BYTES = 256 << 10
 _TRANSPORT_BUFFER_BYTES = 512 << 10
 
 
-def _ignore_limit(_limit: str) -> None:
-    """Default of `Http2Limits.on_limit_reached`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Http2Limits:
     """Limits and timeouts of one connection.
@@ -91,7 +87,7 @@ class Http2Limits:
     idle_s: float = 3600.0
     drain_s: float = 1.0
     linger_s: float = 2.0
-    on_limit_reached: Callable[[str], None] = _ignore_limit
+    on_limit_reached: Callable[[str], None] = lambda limit: None
 
 
 class FrameBudget:

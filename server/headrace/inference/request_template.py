@@ -112,10 +112,6 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     unordered: bool = False
     targets: dict[str, Region] = {}
 
-    def deadline_ns(self, received_ns: int, transport_ns: int = 0) -> int:
-        """Return the earlier of the request's deadline and the transport's, monotonic; 0 for none."""
-        return earlier(received_ns + self.deadline_us * NS_PER_US if self.deadline_us else 0, transport_ns)
-
     def attach(
         self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
     ) -> tuple[RequestTemplate, int]:
@@ -405,6 +401,8 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             NotFound, Forbidden: shared memory that does not exist or is disabled.
         """
         template, inputs, request_id = self._read(content, layout)
+        if template.deadline_us:
+            deadline_ns = earlier(received_ns + template.deadline_us * NS_PER_US, deadline_ns)
         shared_bytes = 0
         if template.needs_regions:
             template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
@@ -415,7 +413,7 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             received_ns=received_ns,
             id=request_id,
             priority=template.priority,
-            deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
+            deadline_ns=deadline_ns,
             queue_timeout_ns=template.queue_timeout_ns,
             size_bytes=len(content) + shared_bytes,
             client=client,

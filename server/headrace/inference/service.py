@@ -11,10 +11,11 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple
 from weakref import WeakKeyDictionary
 
-from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
 from headrace.core.request import InferResponse, ModelLoad
@@ -43,6 +44,7 @@ class Wire(NamedTuple):
     load_in_parameters: bool
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """One inference request, from the first step to its response or error.
 
@@ -66,42 +68,22 @@ class PendingRequest:
         sampling: decision to trace or log the request, None for neither.
     """
 
-    __slots__ = (
-        "codec",
-        "completion",
-        "done_ns",
-        "handle",
-        "id",
-        "leased",
-        "load",
-        "model",
-        "options",
-        "parameters",
-        "queued_ns",
-        "received_ns",
-        "rows",
-        "sampling",
-        "template",
-        "version",
-    )
-
-    codec: Codec[Any, Any, Any]
-    completion: LoopCompletion
-    template: RequestTemplate
-
-    def __init__(self, model: str, version: str, received_ns: int, options: RequestOptions = NO_OPTIONS) -> None:
-        self.model = model
-        self.version = version
-        self.received_ns = received_ns
-        self.options = options
-        self.handle: Handle | None = None
-        self.leased = False
-        self.id = ""
-        self.rows = 0
-        self.queued_ns = self.done_ns = 0
-        self.parameters: dict[str, int | str] | None = None
-        self.load: ModelLoad | None = None
-        self.sampling: SamplingDecision | None = None
+    model: str
+    version: str
+    received_ns: int
+    options: RequestOptions = NO_OPTIONS
+    handle: Handle | None = field(init=False, default=None)
+    leased: bool = field(init=False, default=False)
+    id: str = field(init=False, default="")
+    rows: int = field(init=False, default=0)
+    codec: Codec[Any, Any, Any] = field(init=False)
+    template: RequestTemplate = field(init=False)
+    completion: LoopCompletion = field(init=False)
+    queued_ns: int = field(init=False, default=0)
+    done_ns: int = field(init=False, default=0)
+    parameters: dict[str, int | str] | None = field(init=False, default=None)
+    load: ModelLoad | None = field(init=False, default=None)
+    sampling: SamplingDecision | None = field(init=False, default=None)
 
     def access_record(
         self,
@@ -147,7 +129,6 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         services: models, shared memory regions and the destination of request records.
         wire: the protocol.
         new_codec: creates the codec of a model version, which lives as long as the version.
-        clock: monotonic nanoseconds.
     """
 
     def __init__(
@@ -155,13 +136,11 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         services: Services,
         wire: Wire,
         new_codec: Callable[[ModelSpec], Codec[Content, Layout, Encoded]],
-        clock: Clock = monotonic_ns,
     ) -> None:
         self._models = services.models
         self._observer = services.observer
         self._wire = wire
         self._new_codec = new_codec
-        self._clock = clock
         self._codecs: WeakKeyDictionary[Handle, Codec[Content, Layout, Encoded]] = WeakKeyDictionary()
         self._logger = logging.getLogger(f"headrace.{wire.name}")
 
@@ -198,7 +177,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         pending.codec, pending.template, pending.id, pending.rows = codec, template, request.id, request.rows
         if self._observer.active:
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
-        pending.queued_ns = self._clock()
+        pending.queued_ns = monotonic_ns()
         completion = pending.completion = handle.infer(request)
         return completion
 
@@ -208,7 +187,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         Raises:
             HeadraceError: the request failed; the error is for the caller.
         """
-        done_ns = pending.done_ns = self._clock()
+        done_ns = pending.done_ns = monotonic_ns()
         handle, response = pending.handle, pending.completion.outcome
         assert handle is not None
         if not isinstance(response, InferResponse):
@@ -217,7 +196,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         if options is not NO_OPTIONS or pending.template.timing:
             pending.parameters = self._parameters(pending, handle, response)
         encoded: Encoded = pending.codec.encode(response, pending.template, pending.id, pending.parameters)
-        ended_ns = self._clock()
+        ended_ns = monotonic_ns()
         times = response.times
         encode_from_ns = done_ns if times is None else times.split_ns
         handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - encode_from_ns)
@@ -246,7 +225,9 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             pending.leased = False
             handle.record_failure(failure, pending.received_ns)
             handle.release()
-        self._observer.record_failure(pending.sampling, pending.access_record(self._wire, self._clock(), error=failure))
+        self._observer.record_failure(
+            pending.sampling, pending.access_record(self._wire, monotonic_ns(), error=failure)
+        )
         return failure
 
     def drop(self, pending: PendingRequest) -> None:
