@@ -142,7 +142,7 @@ class InferEndpoint:
         client_limits: limits of all requests.
 
     Attributes:
-        heads: results of parsing, by the bytes of the head; see `headrace.http.repeated`.
+        heads: results of parsing, by the bytes of the head; see `headrace.http.connection`.
         service: the steps of a request.
     """
 
