@@ -57,13 +57,20 @@ class FastGrpcServer:
         client_limits: limits of all connections and requests.
         tls: certificate files, None for HTTP/2 with prior knowledge.
         limits: of one connection; None: from `client_limits`.
+
+    Attributes:
+        client_limits: see Args.
+        deadline_timer: ends calls at their deadlines; exists from `start` on.
+        stopping: True from `stop` on.
     """
+
+    deadline_timer: DeadlineTimer
 
     def __init__(
         self, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None, limits: Http2Limits | None = None
     ) -> None:
         self._methods = methods
-        self._client_limits = client_limits
+        self.client_limits = client_limits
         client_limits.connections = 0
         self._tls = tls
         limits = limits or _http2_limits(client_limits)
@@ -75,14 +82,13 @@ class FastGrpcServer:
         )
         self._connections: set[Http2Connection] = set()
         self._server: asyncio.Server | None = None
-        self._deadline_timer: DeadlineTimer
-        self._stopping = False
+        self.stopping = False
         self._disconnected = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
         """See `GrpcEngine.start`."""
         loop = asyncio.get_running_loop()
-        self._deadline_timer = DeadlineTimer(loop)
+        self.deadline_timer = DeadlineTimer(loop)
         self._server = await loop.create_server(
             lambda: Http2Connection(self, self._limits, loop),
             host,
@@ -100,7 +106,7 @@ class FastGrpcServer:
         if self._server is None:
             return
         end_ns = monotonic_ns() + int(grace_s * NS_PER_S)
-        self._stopping = True
+        self.stopping = True
         self._server.close()
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
@@ -115,7 +121,7 @@ class FastGrpcServer:
                     stream.fail(rejection)
             connection.close()
         await self._wait_until_disconnected(self._limits.linger_s + 0.5)
-        self._deadline_timer.close()
+        self.deadline_timer.close()
 
     async def _wait_until_disconnected(self, timeout_s: float) -> None:
         if self._connections:
@@ -134,13 +140,9 @@ class FastGrpcServer:
     ) -> Http2Stream | None:
         """See `Application`."""
         if head.method is not None:
-            kind = StreamingCall if head.is_stream else UnaryCall
-            call = kind(connection, stream_id, head, self._client_limits, self._deadline_timer)
-            if self._stopping and isinstance(call, StreamingCall):
-                call.notify_stopping()
-            return call
+            return (StreamingCall if head.is_stream else UnaryCall)(connection, stream_id, head, self)
         if head.exceeded_limit:
-            self._client_limits.hit(head.exceeded_limit)
+            self.client_limits.hit(head.exceeded_limit)
         response = head.rejection_frame(stream_id)
         if not end:
             response += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not read
@@ -150,12 +152,12 @@ class FastGrpcServer:
     def connection_opened(self, connection: Http2Connection) -> bool:
         """See `Application`."""
         self._connections.add(connection)
-        return self._client_limits.enter() and not self._stopping
+        return self.client_limits.enter() and not self.stopping
 
     def connection_closed(self, connection: Http2Connection) -> None:
         """See `Application`."""
         self._connections.discard(connection)
-        self._client_limits.leave()
+        self.client_limits.leave()
         if not self._connections:
             self._disconnected.set()
 
@@ -182,8 +184,7 @@ class FastCall(Http2Stream):
         connection: of the stream.
         stream_id: its id in HTTP/2.
         head: parsed request headers.
-        client_limits: limits of messages and bodies.
-        deadline_timer: ends the call at its deadline.
+        server: of the call.
 
     Attributes:
         deadline_ns: see `GrpcCall`.
@@ -211,18 +212,11 @@ class FastCall(Http2Stream):
 
     connection: Http2Connection
 
-    def __init__(
-        self,
-        connection: Http2Connection,
-        stream_id: int,
-        head: RequestHead,
-        client_limits: ClientLimits,
-        deadline_timer: DeadlineTimer,
-    ) -> None:
+    def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead, server: FastGrpcServer) -> None:
         super().__init__(connection, stream_id)
         self._head = head
-        self._client_limits = client_limits
-        self.reservation = BodyReservation(client_limits)
+        self._client_limits = server.client_limits
+        self.reservation = BodyReservation(server.client_limits)
         self.options = head.options
         self.received_ns = 0
         self._reader: MessageReader | None = None
@@ -233,7 +227,7 @@ class FastCall(Http2Stream):
         self.deadline_ns = 0
         if head.timeout_ns >= 0:
             self.deadline_ns = monotonic_ns() + head.timeout_ns
-            deadline_timer.add(self)
+            server.deadline_timer.add(self)
 
     def on_closed(self) -> None:
         """Cancel the method: the client has reset the stream or disconnected."""
@@ -420,20 +414,13 @@ class StreamingCall(FastCall):
 
     _reader: MessageReader
 
-    def __init__(
-        self,
-        connection: Http2Connection,
-        stream_id: int,
-        head: RequestHead,
-        client_limits: ClientLimits,
-        deadline_timer: DeadlineTimer,
-    ) -> None:
-        super().__init__(connection, stream_id, head, client_limits, deadline_timer)
-        self._reader = MessageReader(head.encoding, client_limits)
+    def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead, server: FastGrpcServer) -> None:
+        super().__init__(connection, stream_id, head, server)
+        self._reader = MessageReader(head.encoding, server.client_limits)
         self._waiter: asyncio.Future[None] | None = None
         self._drained = asyncio.Event()
         self.awaiting_body = False
-        self.stopping = False
+        self.stopping = server.stopping
         assert head.method is not None
         self._task = connection.loop.create_task(self._serve(head.method))
 

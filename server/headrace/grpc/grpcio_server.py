@@ -20,7 +20,7 @@ from headrace.core.errors import Cancelled, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import error_status
-from headrace.inference.request_options import NO_OPTIONS, RequestOptions, RequestOptionsReader
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.tls import TlsFiles
 
 # Shortest interval between PINGs of a client, also without an open call. After two PINGs that come sooner, the connection is
@@ -57,16 +57,19 @@ class GrpcioServer:
             violations, has its own timeouts, and stops decompression at the largest message, whatever the ratio. The limit of
             all bodies is enforced here. It counts complete messages only: grpcio does not expose parts of them.
         tls: certificate files, None for plain text.
+
+    Attributes:
+        methods, client_limits: see Args.
+        stopping: True from `stop` on.
     """
 
     def __init__(self, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None) -> None:
-        self._methods = methods
-        self._client_limits = client_limits
-        self._limits = client_limits.limits
+        self.methods = methods
+        self.client_limits = client_limits
         self._tls = tls
         self._calls: set[_UnaryCall] = set()
         self._streams: set[_StreamCall] = set()
-        self._stopping = False
+        self.stopping = False
         self._server: Any = None
 
     async def start(self, host: str, port: int) -> int:
@@ -92,7 +95,7 @@ class GrpcioServer:
         """See `GrpcEngine.stop`."""
         if self._server is None:
             return
-        self._stopping = True
+        self.stopping = True
         for stream in list(self._streams):
             stream.stop()
         server_stop = asyncio.ensure_future(self._server.stop(grace_s + _REJECTION_S))
@@ -106,7 +109,7 @@ class GrpcioServer:
         await server_stop
 
     def _options(self) -> list[tuple[str, int]]:
-        limits = self._limits
+        limits = self.client_limits.limits
         return [
             ("grpc.so_reuseport", 0),  # a port in use is an error, and not shared
             ("grpc.max_receive_message_length", limits.max_body_bytes),
@@ -124,37 +127,33 @@ class GrpcioServer:
 
     def _handlers(self) -> _Handlers:
         handlers: dict[str, Any] = {
-            path: grpc.unary_unary_rpc_method_handler(self._unary(m)) for path, m in self._methods.unary.items()
+            path: grpc.unary_unary_rpc_method_handler(self._unary(m)) for path, m in self.methods.unary.items()
         }
         handlers |= {
-            path: grpc.stream_stream_rpc_method_handler(self._stream(m)) for path, m in self._methods.streams.items()
+            path: grpc.stream_stream_rpc_method_handler(self._stream(m)) for path, m in self.methods.streams.items()
         }
         return _Handlers(handlers)
 
     def _unary(self, method: UnaryMethod) -> Callable[[bytes, Any], Any]:
-        calls, options_reader, client_limits = self._calls, self._methods.options_reader, self._client_limits
-
         async def serve(message: bytes, context: Any) -> bytes:
-            call, reservation = _UnaryCall(context, options_reader), BodyReservation(client_limits)
-            calls.add(call)
+            call = _UnaryCall(context, self)
+            self._calls.add(call)
             try:
-                reservation.grow(len(message))
+                call.reservation.grow(len(message))
                 return b"".join(await method(message, call))
             except Exception as error:
                 await _abort(context, error)
                 raise
             finally:
-                reservation.end()
-                calls.discard(call)
+                call.reservation.end()
+                self._calls.discard(call)
 
         return serve
 
     def _stream(self, method: StreamMethod) -> Callable[[Any, Any], Any]:
-        streams, options_reader, client_limits = self._streams, self._methods.options_reader, self._client_limits
-
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, options_reader, BodyReservation(client_limits), self._stopping)
-            streams.add(call)
+            call = _StreamCall(context, self)
+            self._streams.add(call)
             try:
                 await method(call)
             except Exception as error:
@@ -166,7 +165,7 @@ class GrpcioServer:
                 await _abort(context, call.end_reason)
             finally:
                 call.reservation.end()
-                streams.discard(call)
+                self._streams.discard(call)
 
         return serve
 
@@ -182,9 +181,10 @@ class _Handlers(grpc.GenericRpcHandler):
 class _Call:
     """Common part of unary and streaming calls; see `GrpcCall`."""
 
-    def __init__(self, context: Any, options_reader: RequestOptionsReader) -> None:
+    def __init__(self, context: Any, server: GrpcioServer) -> None:
         self._context = context
-        self._options_reader = options_reader
+        self._options_reader = server.methods.options_reader
+        self.reservation = BodyReservation(server.client_limits)
         self.received_ns = monotonic_ns()
         remaining_s = context.time_remaining()
         self.deadline_ns = 0 if remaining_s is None else self.received_ns + int(remaining_s * NS_PER_S)
@@ -212,12 +212,9 @@ class _StreamCall(_Call):
         end_reason: error with which `end` has cancelled the task, None if it has not.
     """
 
-    def __init__(
-        self, context: Any, options_reader: RequestOptionsReader, reservation: BodyReservation, stopping: bool
-    ) -> None:
-        super().__init__(context, options_reader)
-        self.stopping = stopping
-        self.reservation = reservation
+    def __init__(self, context: Any, server: GrpcioServer) -> None:
+        super().__init__(context, server)
+        self.stopping = server.stopping
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.end_reason: Unavailable | None = None
         self._reading = False

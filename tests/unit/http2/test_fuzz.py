@@ -64,7 +64,7 @@ async def _survive(parts: list[bytes], log: list[str]) -> None:
     log.clear()
     unary: dict[str, UnaryMethod] = {"/s/echo": _echo}
     engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), ClientLimits(Limits(max_body_bytes=1000)), None)
-    engine._deadline_timer = DeadlineTimer(asyncio.get_running_loop())
+    engine.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
     wire = Wire(engine, hello=b"")
     written = b""
     for part in parts:
@@ -83,7 +83,7 @@ async def _survive(parts: list[bytes], log: list[str]) -> None:
     assert not wire.connection.streams
     assert wire.connection.cancelled_running == 0
     assert wire.connection.write_buffer.unsent_bytes == 0
-    engine._deadline_timer.close()
+    engine.deadline_timer.close()
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not others, "a call's task is left behind"
 
