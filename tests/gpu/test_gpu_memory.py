@@ -73,7 +73,7 @@ def needs(repository: Path) -> dict[str, int]:
         async def check(
             _: Reconciler, __: Registry, name: str = name, gpu_model_cache: GpuModelCache = gpu_model_cache
         ) -> None:
-            found[name] = gpu_model_cache.ledger.held(0)
+            found[name] = gpu_model_cache.ledger.reserved_bytes(0)
 
         run(repository, check, names=frozenset({name}), gpu_model_cache=gpu_model_cache)
     return found
@@ -126,7 +126,7 @@ def test_models_share_the_gpu_in_turn_with_correct_responses(repository: Path, n
         seconds = {name: round(each.time_ns / each.count / 1e9, 3) for name, each in loads}
         print(f"answers {counts}, loads {[each.count for _, each in loads]}, seconds a load {seconds}", flush=True)
         assert min(counts) > 10
-        assert gpu_model_cache.ledger.held(0) <= two
+        assert gpu_model_cache.ledger.reserved_bytes(0) <= two
 
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(two))
 

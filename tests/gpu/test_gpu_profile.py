@@ -40,10 +40,10 @@ def test_the_profile_of_a_plan(tmp_path: Path, graphs: bool) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         handle = registry.lease("m", "")
-        before.extend(handle.latency_table.known())
+        before.extend(handle.latency_table.entries())
         for _number in range(100):
             await ask(registry)
-        after.extend(handle.latency_table.known())
+        after.extend(handle.latency_table.entries())
         handle.release()
 
     run(tmp_path / "models", check, ALL, profile_s=1.0)

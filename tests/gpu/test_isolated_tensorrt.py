@@ -81,7 +81,7 @@ def test_isolated_batches_overlap_and_survive_a_crash(plan: Path) -> None:
     backend = IsolatedBackend("m", FACTORIES["tensorrt"], 60.0)
     with closing(backend.load(plan, 2, {MAX_BATCH_SIZE: str(ROWS)}, account)) as model:
         assert {tensor.name for tensor in model.inputs} == {"x"}
-        assert ledger.held(0) > 0
+        assert ledger.reserved_bytes(0) > 0
         executions = [model.execution(index) for index in range(2)]
         assert all(is_pipelined(execution) for execution in executions)
         batches = [pictures(rows, seed=rows) for rows in (1, 7, ROWS)]

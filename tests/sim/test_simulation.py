@@ -129,7 +129,7 @@ def test_the_data_plane_has_the_latency_table_from_the_start(monkeypatch: pytest
     replay(poisson_trace(2000, 1), [model(8, 1, steps)])
     (known,) = seen
     assert [known.estimate_ns(rows) for rows in (1, 4, 8)] == [120_000, 150_000, 190_000]
-    assert sum(each.observations for each in known.known()) > 1000, "and learns on"
+    assert sum(each.observations for each in known.entries()) > 1000, "and learns on"
 
 
 # Seeds

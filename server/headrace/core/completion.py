@@ -74,7 +74,7 @@ class Completion:
         self.after: Callable[[], None] | None = None
 
     @property
-    def done(self) -> bool:
+    def is_settled(self) -> bool:
         """True once settled: a later outcome is dropped."""
         return self._once.locked()
 

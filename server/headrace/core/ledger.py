@@ -104,7 +104,7 @@ class Ledger:
             self._accounts.add(account)
         return account
 
-    def held(self, gpu: int) -> int:
+    def reserved_bytes(self, gpu: int) -> int:
         """Return the reserved bytes of a GPU, or of `HOST`."""
         with self._lock:
             return self._held.get(gpu, 0)
@@ -205,7 +205,7 @@ class MemoryAccount:
         reservation.resize(size_bytes)
         return reservation
 
-    def held(self) -> dict[int, int]:
+    def reserved_bytes(self) -> dict[int, int]:
         """Return the reserved bytes by GPU (and `HOST`)."""
         with self._ledger._lock:
             return {gpu: self._holds(gpu) for gpu, _ in self._held if self._holds(gpu)}

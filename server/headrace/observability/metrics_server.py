@@ -222,7 +222,7 @@ class MemoryCollector(table.ScrapeCollector):
         for gpu, size_bytes in sorted(self._memory.ledger.limits.items()):
             limit.add_metric([str(gpu)], size_bytes)
         yield from (held, limit)
-        pinned_bytes = self._memory.ledger.held(HOST)
+        pinned_bytes = self._memory.ledger.reserved_bytes(HOST)
         for family in table.TRITON_PINNED.values():
             pinned = family.gauge()
             pinned.add_metric([], pinned_bytes)

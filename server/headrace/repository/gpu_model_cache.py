@@ -268,7 +268,7 @@ class GpuModelCache:
 
     def _lacking(self, gpu: int, need_bytes: int) -> int:
         limit = self.ledger.limits.get(gpu)
-        return 0 if limit is None else max(self.ledger.held(gpu) + need_bytes - limit, 0)
+        return 0 if limit is None else max(self.ledger.reserved_bytes(gpu) + need_bytes - limit, 0)
 
     def _possible_ns(self, model: CachedModel) -> int:
         """Earliest load time: when enough of the others may be evicted; `retry_load_ns` if that never frees enough."""
@@ -320,7 +320,7 @@ class GpuModelCache:
 
     def _record_load(self, model: CachedModel, account: MemoryAccount, begun_ns: int, on_demand: bool = False) -> None:
         now_ns = self.clock()
-        model.memory_bytes = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
+        model.memory_bytes = {gpu: size_bytes for gpu, size_bytes in account.reserved_bytes().items() if gpu != HOST}
         model.loaded_ns, model.protected_until_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)
         model.failures, model.problem, model.retry_load_ns = 0, "", 0
         with self._lock:

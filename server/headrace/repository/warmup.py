@@ -486,7 +486,7 @@ class LatencyMeasurement:
         with self._condition:
             self._remaining -= 1
             position = self._remaining  # 0 for the last instance
-        if position < 0 or self._latency_table.known():  # restarted, or loaded again after an eviction
+        if position < 0 or self._latency_table.entries():  # restarted, or loaded again after an eviction
             return
         # Compute times that the backend has measured itself; complete once the last instance is open.
         buckets_us = getattr(find_inner(self._model, "buckets_us"), "buckets_us", {})
@@ -531,11 +531,11 @@ class LatencyMeasurement:
             feed = feeds(self._config)
             if self._stored.times_ns:
                 self._accept_stored(self._measure_idle(execution, feed, end_ns))
-                if self._latency_table.known():
+                if self._latency_table.entries():
                     return
             alone_ns = int(self._limit_ns * _ALONE_SHARE) if several else self._limit_ns
             self._measure_alone(execution, feed, begun_ns + alone_ns)
-            if several and self._latency_table.known():
+            if several and self._latency_table.entries():
                 stages = self._plan_stages(feed, end_ns)
         finally:
             with self._condition:
@@ -545,7 +545,7 @@ class LatencyMeasurement:
         self._run_stages(execution, 0, stages)
         medians = ", ".join(
             f"{entry.rows} rows {entry.median_ns // NS_PER_US} us ({entry.instances} busy)"
-            for entry in self._latency_table.known()
+            for entry in self._latency_table.entries()
         )
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
         logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
@@ -592,7 +592,7 @@ class LatencyMeasurement:
         """Return the stages with 2, 4, 8 ... and all instances; the remaining time is shared between them."""
         counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
         share_ns = max(end_ns - self._clock(), 0) // len(counts)
-        row_counts = [entry.rows for entry in self._latency_table.known()]
+        row_counts = [entry.rows for entry in self._latency_table.entries()]
         stages = []
         for index, count in enumerate(counts):
             stop_ns = end_ns - share_ns * (len(counts) - 1 - index)
@@ -637,7 +637,7 @@ class LatencyMeasurement:
         if then_ns / _ACCEPTED_RATIO <= idle_ns <= then_ns * _ACCEPTED_RATIO:
             for instances, times_ns in sorted(self._stored.times_ns.items()):
                 self._latency_table.seed(times_ns, instances, "stored")
-            if self._latency_table.known():
+            if self._latency_table.entries():
                 self.idle_ns = then_ns  # a new value at each start could drift
 
 

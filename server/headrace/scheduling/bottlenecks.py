@@ -115,7 +115,7 @@ class LoadSnapshot:
     @property
     def best_rows(self) -> int:
         """The smallest measured batch size with nearly the best throughput; 0 if none was measured."""
-        measured = {entry.rows for entry in self.latency_table.known() if entry.rows <= self.max_rows}
+        measured = {entry.rows for entry in self.latency_table.entries() if entry.rows <= self.max_rows}
         rates = {rows: self.throughput(rows) for rows in sorted(measured)}
         best = max(rates.values(), default=0.0)
         return next((rows for rows, rate in rates.items() if rate >= _NEARLY * best), 0)

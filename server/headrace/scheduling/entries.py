@@ -203,9 +203,9 @@ class PartCompletion(Completion):
         self._index = index
 
     @property
-    def done(self) -> bool:
+    def is_settled(self) -> bool:
         """True once the part or the whole is settled."""
-        return super().done or self._joiner.whole.done
+        return super().is_settled or self._joiner.whole.is_settled
 
     def notify(self) -> None:
         """Pass the outcome to the joiner."""
@@ -260,7 +260,7 @@ class Sequencer:
             outcome = self._outcomes.pop(completion, None)
             if outcome is not None:
                 ready.append((completion, outcome))
-            elif not completion.done:
+            elif not completion.is_settled:
                 break
             self._waiting.popleft()
         return ready

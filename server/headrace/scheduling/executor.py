@@ -254,7 +254,7 @@ class BatchResults:
             return [
                 Batch([entry], batch.reason, batch.taken_ns, entry.rows)
                 for entry in entries
-                if not entry.completion.done
+                if not entry.completion.is_settled
             ]
         if isinstance(error, HeadraceError):
             failure: HeadraceError = error

@@ -170,7 +170,7 @@ class ModelHandle:
             raise
         if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
             self._request_restore()
-        if (request.deadline_ns or self._timeouts.has_queue_timeouts) and not completion.done:
+        if (request.deadline_ns or self._timeouts.has_queue_timeouts) and not completion.is_settled:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
 

@@ -206,7 +206,7 @@ class LatencyWindows:
         window.sort()
         window.anchor_ns = max(window.median_ns, 1) / self._pace
 
-    def known(self) -> list[LatencyEntry]:
+    def entries(self) -> list[LatencyEntry]:
         """Return the measurements by rows, ascending."""
         for window in self.windows.values():
             if window.fresh:
@@ -300,7 +300,7 @@ def interpolate(known: list[int], values: list[float], rows: int) -> int:
 
     Args:
         known: measured numbers of rows, ascending.
-        values: values at `known`.
+        values: values at `entries`.
         rows: any number of rows.
     """
     place = bisect_left(known, rows)
@@ -429,13 +429,13 @@ class LatencyTable:
             tail = self._tails[rows] = TailWindow(self._tail_bound_ns, window.times_ns)
             return tail
 
-    def known(self) -> list[LatencyEntry]:
+    def entries(self) -> list[LatencyEntry]:
         """Return the measurements by instances and rows, ascending, without interpolation."""
         with self._lock:
-            return [known for table in dict.fromkeys(self._tables) for known in table.known()]
+            return [known for table in dict.fromkeys(self._tables) for known in table.entries()]
 
     def table(self) -> list[dict[str, object]]:
-        """Return `known` as JSON objects."""
+        """Return `entries` as JSON objects."""
         return [
             {
                 "instances": known.instances,
@@ -445,7 +445,7 @@ class LatencyTable:
                 "observations": known.observations,
                 "source": known.source,
             }
-            for known in self.known()
+            for known in self.entries()
         ]
 
     def times(self, max_times: int = WINDOW) -> dict[int, dict[int, list[int]]]:
@@ -455,7 +455,7 @@ class LatencyTable:
 
     def summary(self) -> list[tuple[int, int, int]]:
         """Return (rows, estimate, promise) in nanoseconds for 1, 2, 4 ... and the largest measured number of rows."""
-        max_times = max((known.rows for known in self.known()), default=0)
+        max_times = max((known.rows for known in self.entries()), default=0)
         sizes = sorted({max_times, *(1 << power for power in range(max_times.bit_length()))} - {0})
         return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
 

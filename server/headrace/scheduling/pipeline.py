@@ -253,7 +253,7 @@ class Pipeline:
         except Exception:
             execution.discard(in_flight)
             raise
-        if all(entry.completion.done for entry in entries):
+        if all(entry.completion.is_settled for entry in entries):
             execution.discard(in_flight)
             return False
         batch.in_flight = in_flight

@@ -58,8 +58,8 @@ class Batch:
     def drop_settled(self) -> bool:
         """Drop entries that were cancelled or whose deadline has passed; False if none is left."""
         entries = self.entries
-        if len(entries) > 1 or entries[0].completion.done:
-            self.entries = [entry for entry in entries if not entry.completion.done]
+        if len(entries) > 1 or entries[0].completion.is_settled:
+            self.entries = [entry for entry in entries if not entry.completion.is_settled]
             self.rows = sum(map(_ROWS, self.entries))
         return bool(self.entries)
 

@@ -40,7 +40,7 @@ def test_waiters_get_values_and_errors() -> None:
         good, bad, gone = (LoopCompletion(mailbox) for _ in range(3))
         answer = InferResponse({})
         threading.Thread(target=lambda: settle_all([(good, answer), (bad, ModelFailed("no")), (gone, answer)])).start()
-        assert gone.abandon() or gone.done
+        assert gone.abandon() or gone.is_settled
         assert await good is answer
         with pytest.raises(ModelFailed):
             await bad

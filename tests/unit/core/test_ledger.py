@@ -33,7 +33,7 @@ def test_refusals_name_the_largest_accounts() -> None:
     assert message.startswith("mine/3: error: needs 3.0 GiB more of GPU 0 for scratch: 2.0 GiB of 12.0 GiB are free")
     assert "(it holds 2.0 GiB, big/1 7.0 GiB, small/2 1.0 GiB)" in message
     assert "--gpu-memory-fraction" in message
-    assert ledger.held(0) == 10 * GIB
+    assert ledger.reserved_bytes(0) == 10 * GIB
 
 
 def test_a_block_larger_than_the_limit_requests_no_eviction() -> None:
@@ -55,7 +55,7 @@ def test_a_model_has_a_budget_of_its_own_on_each_gpu() -> None:
         account.reservation(1, Kind.BUFFERS, 41)
     assert not e.value.others
     account.reservation(HOST, Kind.BUFFERS, 1 << 40)
-    assert account.held() == {0: 100, 1: 60, HOST: 1 << 40}
+    assert account.reserved_bytes() == {0: 100, 1: 60, HOST: 1 << 40}
 
 
 def test_a_block_grows_shrinks_and_is_freed() -> None:
@@ -66,7 +66,7 @@ def test_a_block_grows_shrinks_and_is_freed() -> None:
     block.resize(90)
     with pytest.raises(NoRoom):
         block.resize(101)
-    assert (block.size_bytes, ledger.held(0)) == (90, 90)
+    assert (block.size_bytes, ledger.reserved_bytes(0)) == (90, 90)
     block.resize(100)
     block.resize(10)
     assert [tuple(holding) for holding in ledger.holdings()] == [(0, "m", "1", "buffers", 10)]
@@ -76,7 +76,7 @@ def test_a_block_grows_shrinks_and_is_freed() -> None:
     account.close()
     account.close()
     block.release()
-    assert ledger.held(0) == 0
+    assert ledger.reserved_bytes(0) == 0
     with pytest.raises(RuntimeError, match="closed"):
         account.reservation(0, Kind.BUFFERS, 1)
 
@@ -101,7 +101,7 @@ def test_concurrent_threads_never_exceed_the_limit() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(got) == ledger.held(0) == 994
+    assert sum(got) == ledger.reserved_bytes(0) == 994
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         for gpu in (0, 1, 2, HOST):
-            assert self.ledger.held(gpu) == self._sum(gpu)
+            assert self.ledger.reserved_bytes(gpu) == self._sum(gpu)
             assert sum(holding.size_bytes for holding in self.ledger.holdings() if holding.gpu == gpu) == self._sum(gpu)
         for account in self.accounts:
             expected = {gpu: self._sum(gpu, account) for gpu in (0, 1, 2, HOST)}
-            assert account.held() == {gpu: size for gpu, size in expected.items() if size}
+            assert account.reserved_bytes() == {gpu: size for gpu, size in expected.items() if size}
 
 
 TestBooks = Books.TestCase

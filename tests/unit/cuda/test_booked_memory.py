@@ -46,7 +46,7 @@ def test_without_room_in_the_account_nothing_is_allocated(cuda: FakeCuda) -> Non
         block.reserve(60)
         with pytest.raises(NoRoom):
             block.reserve(101)
-        assert (block.size_bytes, ledger.held(0)) == (0, 0)
+        assert (block.size_bytes, ledger.reserved_bytes(0)) == (0, 0)
         assert not cuda.live
         block.reserve(100)
         block.free()

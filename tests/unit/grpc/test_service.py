@@ -181,7 +181,7 @@ def test_a_method_that_is_cancelled_leaves_the_queue() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert model.waiting[0][1].done
+        assert model.waiting[0][1].is_settled
         assert (model.leases, [type(error) for error in model.failures]) == (0, [Cancelled])
 
     run(test)
@@ -331,7 +331,7 @@ def test_a_stream_that_ends_early_abandons_all(how: str) -> None:
             model.answer()
         with pytest.raises((asyncio.CancelledError, Cancelled)):
             await serving
-        assert all(completion.done for completion in waiting)
+        assert all(completion.is_settled for completion in waiting)
         assert model.leases == 0
         await asyncio.sleep(0.02)  # the late call-backs find nobody, and raise nothing
         assert len([error for error in model.failures if isinstance(error, Cancelled)]) >= 4

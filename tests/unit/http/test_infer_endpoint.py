@@ -274,7 +274,7 @@ def test_a_disconnect_before_the_body_is_complete_gets_no_response() -> None:
 def test_a_disconnect_while_waiting_drops_the_request() -> None:
     handle = Handle(silent=True)
     assert call(handle, request(), then=[{"type": "http.disconnect"}]) is None
-    assert handle.completions[0].done
+    assert handle.completions[0].is_settled
     assert isinstance(handle.failures[0], Cancelled)
 
 

@@ -360,4 +360,4 @@ def test_every_request_is_served_within_the_memory_limit(
     assert not any(version.refused for version in versions)
     for gpu in (0, 1):
         held = sum(version.needs.get(gpu, 0) for version in versions if not version.evicted)
-        assert held == world.gpu_model_cache.ledger.held(gpu) <= 20
+        assert held == world.gpu_model_cache.ledger.reserved_bytes(gpu) <= 20

@@ -48,7 +48,7 @@ def need(repository: Path) -> int:
     gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, __: Registry) -> None:
-        found.append(gpu_model_cache.ledger.held(0))
+        found.append(gpu_model_cache.ledger.reserved_bytes(0))
 
     run(repository, check, names=frozenset({"a"}), gpu_model_cache=gpu_model_cache)
     assert found[0] > 4096
@@ -71,7 +71,7 @@ def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path)
     async def check(_: Reconciler, registry: Registry) -> None:
         assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
         assert registry.ready()
-        assert gpu_model_cache.ledger.held(0) == 2 * size
+        assert gpu_model_cache.ledger.reserved_bytes(0) == 2 * size
         await infer_value(registry, "c", 3)
         await infer_value(registry, "a", 1)
         # b had not been used for longest.
@@ -79,13 +79,13 @@ def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path)
         await infer_value(registry, "b", 2)
         await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): EVICTED})
         await until(lambda: sum(loads.on_demand for _, _, loads in gpu_model_cache.loads()) == 2)
-        assert gpu_model_cache.ledger.held(0) == 2 * size
+        assert gpu_model_cache.ledger.reserved_bytes(0) == 2 * size
         counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in gpu_model_cache.loads()}
         assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
         assert all(loads.time_ns > 0 for _, _, loads in gpu_model_cache.loads())
 
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
-    assert gpu_model_cache.ledger.held(0) == 0
+    assert gpu_model_cache.ledger.reserved_bytes(0) == 0
 
 
 def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(reposi
         await infer_value(registry, "a", 1)
         await infer_value(registry, "c", 3)
         # Who made room for the attempt comes back by its first instance, which answers while the second opens.
-        await until(lambda: gpu_model_cache.ledger.held(0) == 2 * size)
+        await until(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 2 * size)
 
     run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
 
@@ -182,7 +182,7 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
         await reconciler.load("a", None, {})
         await infer_value(registry, "a", 1)
         await reconciler.unload("a", False)
-        await until(lambda: gpu_model_cache.ledger.held(0) == 0)
+        await until(lambda: gpu_model_cache.ledger.reserved_bytes(0) == 0)
         assert gpu_model_cache.loads() == []
 
     run(repository, check, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))

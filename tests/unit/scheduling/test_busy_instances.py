@@ -28,7 +28,7 @@ def request() -> InferRequest:
 def seen(handle: ModelHandle) -> dict[int, int]:
     """Return batches by the number of busy instances, in the steps of the latency table (1, 2, up to 4)."""
     counts: Counter[int] = Counter()
-    for known in handle.latency_table.known():
+    for known in handle.latency_table.entries():
         counts[known.instances] += known.observations
     return dict(counts)
 

@@ -163,14 +163,14 @@ def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
     )
     assert totals.reasons == {"idle": 50}
     assert totals.phases["compute"].count == totals.phases["queue"].count == totals.phases["total"].count == 50
-    assert stage.handle.latency_table.known()[0].observations == 50
+    assert stage.handle.latency_table.entries()[0].observations == 50
 
 
 def test_it_has_run_when_infer_returns() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.asleep()
         completion = stage.infer(3)
-        assert completion.done
+        assert completion.is_settled
         called: list[int] = []
         completion.then(lambda: called.append(1))
         await asyncio.sleep(0)
@@ -206,7 +206,7 @@ def test_inline_and_queued_requests_are_answered_and_counted_alike(script: list[
         totals = stage.recorder.totals()
         sizes = {rows: size.count for rows, size in totals.sizes.items()}
         counts = (totals.requests, totals.rows, totals.executions, dict(totals.reasons), sizes, totals.shape_changes)
-        known = [(entry.rows, entry.observations) for entry in stage.handle.latency_table.known()]
+        known = [(entry.rows, entry.observations) for entry in stage.handle.latency_table.entries()]
         outcomes.append((seen, counts, known, {phase: each.count for phase, each in totals.phases.items()}))
         assert totals.inline_runs == (len(script) if bound_ns else 0)
     assert outcomes[0] == outcomes[1]
@@ -316,9 +316,9 @@ def test_a_batching_delay_is_respected() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.asleep()
         first = stage.infer(1)
-        assert not first.done
+        assert not first.is_settled
         await asyncio.sleep(0.01)
-        assert not first.done, "it waits for others"
+        assert not first.is_settled, "it waits for others"
         second = stage.infer(2)
         assert (await first).batch_rows == (await second).batch_rows == 2
 
@@ -499,7 +499,7 @@ def test_the_end_waits_for_a_run_on_the_loop(end: str) -> None:
 
         stage.model.during = begin_end
         completion = stage.infer(2)
-        assert completion.done
+        assert completion.is_settled
         assert (await completion).outputs["y"].tolist() == [[4, 4]]
         await asyncio.to_thread(ending[0].join)
         assert done == [True]

@@ -35,7 +35,7 @@ def in_turn(seed: int, count: int) -> list[int]:
 
 def test_a_new_model_has_no_latencies() -> None:
     profile = LatencyTable()
-    assert (profile.estimate_ns(1), profile.promise_ns(8), profile.known(), profile.table()) == (0, 0, [], [])
+    assert (profile.estimate_ns(1), profile.promise_ns(8), profile.entries(), profile.table()) == (0, 0, [], [])
     assert profile.summary() == []
 
 
@@ -44,7 +44,7 @@ def test_median_and_percentile_of_observed_times() -> None:
     times = list(range(1000, 1000 + WINDOW))
     random.Random(3).shuffle(times)
     observe_all(profile, 4, times)
-    (known,) = profile.known()
+    (known,) = profile.entries()
     assert (known.rows, known.observations) == (4, WINDOW)
     assert known.median_ns == int(statistics.median(times))
     assert known.p95_ns == sorted(times)[60]
@@ -77,8 +77,8 @@ def test_the_curve_interpolates_measured_sizes(seen: list[tuple[int, int]]) -> N
         read_often.observe(rows, time_ns)
         read_once.observe(rows, time_ns)
         assert read_often.estimate_ns(rows) > 0
-    assert read_often.known() == read_once.known()
-    assert sum(known.observations for known in read_often.known()) == len(seen)
+    assert read_often.entries() == read_once.entries()
+    assert sum(known.observations for known in read_often.entries()) == len(seen)
 
 
 @given(st.integers(0, 2**32), st.integers(10, 1000))
@@ -133,7 +133,7 @@ def test_larger_batches_are_never_estimated_faster() -> None:
     observe_all(profile, 4, [1000] * 3)
     profile.seed({8: [600]})
     assert profile.estimate_ns(4) == profile.estimate_ns(8) == 900
-    assert [known.median_ns for known in profile.known()] == [1000, 600]
+    assert [known.median_ns for known in profile.entries()] == [1000, 600]
 
 
 def test_observed_batches_replace_seeds_and_not_the_reverse() -> None:
@@ -141,7 +141,7 @@ def test_observed_batches_replace_seeds_and_not_the_reverse() -> None:
     profile.seed({1: [100, 101, 102], 2: [], 4: [200]})
     assert [(row["rows"], row["source"]) for row in profile.table()] == [(1, "load"), (4, "load")]
     observe_all(profile, 1, [300] * 4)
-    assert profile.known()[0].median_ns == 300
+    assert profile.entries()[0].median_ns == 300
     profile.seed({1: [7], 8: [900]})
     assert [(row["rows"], row["median_us"], row["source"], row["observations"]) for row in profile.table()] == [
         (1, 0.3, "requests", 4),
@@ -168,7 +168,7 @@ def test_many_threads_may_observe_and_read() -> None:
             for _ in range(3000):
                 profile.observe(rng.randrange(1, 20), rng.randrange(1, 10**6))
                 assert profile.estimate_ns(5) <= profile.promise_ns(30)
-                profile.known()
+                profile.entries()
         except BaseException as error:
             failures.append(error)
 
@@ -178,7 +178,7 @@ def test_many_threads_may_observe_and_read() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert sum(known.observations for known in profile.known()) == 12_000
+    assert sum(known.observations for known in profile.entries()) == 12_000
 
 
 def test_times_are_separate_for_each_number_of_busy_instances() -> None:
@@ -214,7 +214,7 @@ def test_measurements_of_a_few_sizes_scale_the_others() -> None:
     profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
     profile.seed({1: [200_000], 8: [800_000]}, 2)
     assert profile.estimate_ns(16, 2) == 1_400_000
-    assert [known.rows for known in profile.known() if known.instances == 2] == [1, 8], "nobody has measured 16"
+    assert [known.rows for known in profile.entries() if known.instances == 2] == [1, 8], "nobody has measured 16"
 
 
 def test_a_new_instance_count_converges_within_eight_batches() -> None:
@@ -245,13 +245,13 @@ def test_estimates_are_monotonic_for_any_instance_count(seen: list[tuple[int, in
         promises = [profile.promise_ns(rows, instances) for rows in range(1, 260, 7)]
         assert estimates == sorted(estimates)
         assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
-    assert sum(known.observations for known in profile.known()) == len(seen)
+    assert sum(known.observations for known in profile.entries()) == len(seen)
     again = LatencyTable()
     for instances, times_ns in profile.times().items():
         again.seed(times_ns, instances, "stored")
     assert again.times() == profile.times()
-    assert {(known.instances, known.rows) for known in again.known()} == {
-        (known.instances, known.rows) for known in profile.known()
+    assert {(known.instances, known.rows) for known in again.entries()} == {
+        (known.instances, known.rows) for known in profile.entries()
     }
 
 

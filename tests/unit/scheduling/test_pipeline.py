@@ -51,7 +51,7 @@ def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: 
     first, second = bench.ask(1, 2)
     model.wait_for("finishing 0", "launch 1")
     assert "finish 0" not in model.log
-    assert not first.done
+    assert not first.is_settled
     model.land(2)
     assert (rows_of(first), rows_of(second)) == (doubled(1), doubled(2))
 
@@ -63,7 +63,7 @@ def test_batches_respect_the_depth_and_finish_in_order(benches: Make, depth: int
     callers = bench.ask(*range(12))
     for number in range(12):
         model.wait_for(f"launch {min(number + depth, 12) - 1}")
-        assert number == 11 or not callers[number].done
+        assert number == 11 or not callers[number].is_settled
         model.land()
         assert rows_of(callers[number]) == doubled(number)
     assert model.most_open == depth
@@ -150,7 +150,7 @@ def test_members_of_a_failed_batch_rerun_before_the_queue_and_after_batches_in_f
     waiting = bench.ask(7)
     model.land()
     model.wait_for("launch 2")
-    assert not later[0].done
+    assert not later[0].is_settled
     model.land(5)
     assert [rows_of(each) for each in (*spoilt[::2], *later, *waiting)] == [doubled(n) for n in (1, 3, 4, 5, 6, 7)]
     assert isinstance(spoilt[1].answer(), ModelFailed)
@@ -264,7 +264,7 @@ def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(ben
     assert bench.instance.join(10)
     (waits,) = bench.ask(1)
     assert bench.scheduler.depth == 1
-    assert not waits.done
+    assert not waits.is_settled
 
 
 def test_the_finisher_s_death_is_reported_while_the_other_thread_hangs(benches: Make) -> None:

@@ -137,7 +137,7 @@ def test_gpu_memory_of_the_process_is_booked_with_us(tmp_path: Path) -> None:
         (HOST, "m", "1", "buffers", 10),
         (0, "m", "1", "weights", 600),
     ]
-    assert ledger.held(0) == 900
+    assert ledger.reserved_bytes(0) == 900
     model.close()
 
 
