@@ -161,25 +161,19 @@ class Ledger:
         usage = [f"it holds {format_bytes(account_bytes)}", *(f"{name} {format_bytes(size)}" for size, name in largest)]
         return ", ".join(usage)
 
-    def _close(self, account: MemoryAccount) -> None:
-        with self._lock:
-            self._accounts.discard(account)
-            for (gpu, _), size_bytes in account._held.items():
-                self._held[gpu] -= size_bytes
-            account._held.clear()
-
 
 class MemoryAccount:
     """Reservations of one loaded version.
 
     Attributes:
+        ledger: the ledger of the server.
         model: name of the model.
         version: number of the version.
         budget_bytes: limit of the account on each GPU; None for the ledger's limits alone.
     """
 
     def __init__(self, ledger: Ledger, model: str, version: str, budget_bytes: int | None) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._held: dict[tuple[int, Kind], int] = {}
         self.model = model
         self.version = version
@@ -201,33 +195,33 @@ class MemoryAccount:
         Raises:
             NoRoom: the block does not fit.
         """
-        reservation = Reservation(self._ledger, self, gpu, kind)
+        reservation = Reservation(self, gpu, kind)
         reservation.resize(size_bytes)
         return reservation
 
     def reserved_bytes(self) -> dict[int, int]:
         """Return the reserved bytes by GPU (and `HOST`)."""
-        with self._ledger._lock:
+        with self.ledger._lock:
             return {gpu: self._holds(gpu) for gpu, _ in self._held if self._holds(gpu)}
-
-    @property
-    def limits(self) -> dict[int, int]:
-        """Limits of the ledger in bytes, by GPU."""
-        return self._ledger.limits
 
     def holdings(self) -> list[Holding]:
         """Return the reserved bytes of this account, sorted."""
-        with self._ledger._lock:
+        with self.ledger._lock:
             return sorted(self._holdings())
 
     def others(self) -> list[Holding]:
         """Return the reserved bytes of all other accounts, sorted."""
-        with self._ledger._lock:
-            return sorted(held for other in self._ledger._accounts - {self} for held in other._holdings())
+        with self.ledger._lock:
+            return sorted(held for other in self.ledger._accounts - {self} for held in other._holdings())
 
     def close(self) -> None:
         """Release all reservations and close the account; a second call is a no-op."""
-        self._ledger._close(self)
+        ledger = self.ledger
+        with ledger._lock:
+            ledger._accounts.discard(self)
+            for (gpu, _), size_bytes in self._held.items():
+                ledger._held[gpu] -= size_bytes
+            self._held.clear()
 
     def _holdings(self) -> list[Holding]:
         return [
@@ -247,8 +241,7 @@ class Reservation:
         size_bytes: reserved bytes.
     """
 
-    def __init__(self, ledger: Ledger, account: MemoryAccount, gpu: int, kind: Kind) -> None:
-        self._ledger = ledger
+    def __init__(self, account: MemoryAccount, gpu: int, kind: Kind) -> None:
         self._account = account
         self._gpu = gpu
         self._kind = kind
@@ -260,7 +253,7 @@ class Reservation:
         Raises:
             NoRoom: the block does not fit; the reservation is unchanged.
         """
-        self._ledger._book(self._account, self._gpu, self._kind, self.size_bytes, size_bytes)
+        self._account.ledger._book(self._account, self._gpu, self._kind, self.size_bytes, size_bytes)
         self.size_bytes = size_bytes
 
     def release(self) -> None:

@@ -233,18 +233,17 @@ def _preferred(view: ShapeQueue, preferred_rows: tuple[int, ...]) -> int:
 
 
 _REDRAW = 32  # batches between two rebuilds of the tables
-_REDRAW_NS = (
-    50 * NS_PER_MS
-)  # busy time between two rebuilds: a hundred times the cost of one, and short enough for slow models
+# Busy time between two rebuilds: a hundred times the cost of one, and short enough for slow models.
+_REDRAW_NS = 50 * NS_PER_MS
 # Measured times vary: a smaller batch is preferred only if the larger has less than this share of its rows per second.
-_WORSE = 0.97
+_WORSE_RATIO = 0.97
 # Batches are limited to the smallest size with this share of the best rows per second: larger ones raise latency and gain almost
 # no throughput. With several clients each waits for the batches of the others, so a smaller share is accepted. That share is
 # not applied on top of a size that the latency objective has limited as much already.
-_NEARLY = 0.98
-_NEARLY_SHARED = 0.92
-_ROOM = 0.9  # usable share of the time that a batch may take; the rest covers variation
-_LEAST = 0.8  # share of the best rows per second that is kept when batches are limited for later requests
+_BEST_SHARE = 0.98
+_BEST_SHARE_OF_SEVERAL = 0.92
+_USABLE_SHARE = 0.9  # usable share of the time that a batch may take; the rest covers variation
+_MIN_SHARE = 0.8  # share of the best rows per second that remains when batches are limited for later requests
 
 
 class CostModel:
@@ -277,7 +276,7 @@ class CostModel:
             self._batches = self._busy_ns = 0
             if self._latency_table.estimate_ns(1):
                 costs = draw_costs(self._latency_table, self._policy, self.instances, self.overhead_ns)
-                self._costs = costs, _limited(costs, _NEARLY_SHARED, range(1, len(costs.best)))
+                self._costs = costs, _limited(costs, _BEST_SHARE_OF_SEVERAL, range(1, len(costs.best)))
         return self._costs[self.crowded] if self._costs is not None else None
 
     def batch(self, busy_ns: int = 0) -> None:
@@ -303,16 +302,16 @@ def draw_costs(
     best = [0, 1]
     for rows in sizes[2:]:
         before = best[-1]
-        worse = rows * estimates_ns[before] < before * estimates_ns[rows] * _WORSE
+        worse = rows * estimates_ns[before] < before * estimates_ns[rows] * _WORSE_RATIO
         best.append(before if worse else rows)
     costs = BatchCosts(promises_ns, estimates_ns, best, instances)
     if policy.objective_ns:
-        max_rows = _most_rows(costs, policy.objective_ns)
+        max_rows = _affordable_rows(costs, policy.objective_ns)
         costs = costs._replace(best=[min(rows, max_rows) for rows in best])
-    return _limited(costs, _NEARLY, costs.best[1:])
+    return _limited(costs, _BEST_SHARE, costs.best[1:])
 
 
-def _most_rows(costs: BatchCosts, objective_ns: int) -> int:
+def _affordable_rows(costs: BatchCosts, objective_ns: int) -> int:
     """Return the rows of the largest batch that leaves later requests enough time.
 
     A request that arrives just after a batch closed waits for an idle instance and for its own batch. With n instances whose
@@ -320,10 +319,10 @@ def _most_rows(costs: BatchCosts, objective_ns: int) -> int:
     slow small batches meet that limit (other models may use the device), the limit is not applied: small batches would make
     all requests later.
     """
-    affordable_ns = objective_ns * costs.instances / (costs.instances + 1) * _ROOM
+    affordable_ns = objective_ns * costs.instances / (costs.instances + 1) * _USABLE_SHARE
     max_rows = max((rows for rows in costs.best[1:] if costs.promises_ns[rows] <= affordable_ns), default=1)
     possible = [rows for rows in costs.best[1:] if costs.promises_ns[rows] <= objective_ns] or costs.best[1:]
-    return max(max_rows, _smallest(costs, possible, _LEAST))
+    return max(max_rows, _smallest(costs, possible, _MIN_SHARE))
 
 
 def _limited(costs: BatchCosts, share: float, sizes: Sequence[int]) -> BatchCosts:

@@ -367,7 +367,7 @@ class InlineGate:
         self._clock = clock
         self._supported = False
         self._iteration_open = False  # a request has run in this iteration of the loop
-        self._stalls = 0  # `latency_table.stalls` of which a pause is over or runs
+        self._handled_stalls = 0  # `latency_table.stalls` of which a pause is over or runs
         self._quiet_ns = self._enabled_ns = -FAR_NS
 
     def support(self, execution: Execution) -> None:
@@ -389,9 +389,9 @@ class InlineGate:
             self._quiet_ns = now_ns + INLINE_QUIET_NS
             return False
         stalls = self._latency_table.stalls
-        if stalls != self._stalls:
+        if stalls != self._handled_stalls:
             # A run on an instance was that slow: the time may depend on the values in the request.
-            self._stalls, self._enabled_ns = stalls, now_ns + INLINE_PAUSE_NS
+            self._handled_stalls, self._enabled_ns = stalls, now_ns + INLINE_PAUSE_NS
         bodies = self._bodies
         entry.inline = (
             self._supported
@@ -417,7 +417,7 @@ class InlineGate:
         self._mailbox.deliver()
         disables = run_ns > INLINE_MAX_RUN_NS
         self._recorder.record_inline_run(disables)
-        self._stalls = self._latency_table.stalls
+        self._handled_stalls = self._latency_table.stalls
         if disables:
             self._enabled_ns = begun_ns + run_ns + INLINE_PAUSE_NS
             logger.info(

@@ -56,6 +56,7 @@ class ModelHandle:
 
     Attributes:
         used_ns: monotonic time of the latest request; 0 before the first.
+        closing: True once the version is closing and accepts no leases.
         latency_table: measured compute times by rows.
     """
 
@@ -101,8 +102,8 @@ class ModelHandle:
         )
         self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
-        self._lock = threading.Lock()  # guards _leases, _closing, _restore_requested, and the first mismatch of outputs
-        self._leases, self._restore_requested, self._closing = 0, False, False
+        self._lock = threading.Lock()  # guards _leases, closing, _restore_requested, and the first mismatch of outputs
+        self._leases, self._restore_requested, self.closing = 0, False, False
         self._idle = threading.Event()  # set once the version is closing and has no leases
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
@@ -124,7 +125,7 @@ class ModelHandle:
     def lease(self) -> bool:
         """Take a lease; False if the version is being closed. The registry calls this."""
         with self._lock:
-            if self._closing:
+            if self.closing:
                 return False
             self._leases += 1
         return True
@@ -133,7 +134,7 @@ class ModelHandle:
         """Give a lease back."""
         with self._lock:
             self._leases -= 1
-            if self._closing and self._leases == 0:
+            if self.closing and self._leases == 0:
                 self._idle.set()
 
     def admit(self) -> None:
@@ -249,11 +250,6 @@ class ModelHandle:
         return self._instance_group.evicted
 
     @property
-    def closing(self) -> bool:
-        """True once the version is closing and accepts no leases."""
-        return self._closing
-
-    @property
     def in_flight(self) -> int:
         """Number of requests between lease and release."""
         return self._leases
@@ -303,7 +299,7 @@ class ModelHandle:
         """
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         with self._lock:
-            self._closing = True
+            self.closing = True
             if self._leases == 0:
                 self._idle.set()
         self._instance_group.disable_death_callbacks()

@@ -34,13 +34,13 @@ from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_US
 
-WINDOW = 64  # times a number of rows: three of them may be outliers without being the 95th percentile
+WINDOW = 64  # times for each number of rows: the 95th percentile ignores three outliers
 RUN = 8
 _PROMISED = 0.95
-_SORT = 4  # a window is sorted anew once one in so many of its times is new
-_REDRAW = 8  # the curve is drawn anew once one in so many windows has been sorted
+_SORT = 4  # a window is sorted again once a quarter of its times is new
+_REDRAW = 8  # the curve is rebuilt once an eighth of the windows has been sorted
 _LATELY = 32  # batches from which the pace of a table is computed
-_FOLLOWED = 1.25  # what is not run follows a pace that has changed so much
+_FOLLOWED = 1.25  # change of the pace from which rows that are not run are scaled
 _REQUESTS = "requests"
 COPIED = "copied"  # from another table: not measured
 
@@ -82,37 +82,37 @@ class Window:
     def __init__(self, times_ns: Iterable[int], source: str, pace: float = 1.0) -> None:
         self.observations = 0
         self.source = source
-        self.seen = 0  # at which of the table's batches it was run last
-        self.keep(times_ns)
-        self.pace = pace  # the table's, at which these times were taken
-        self.anchor_ns = max(self.median_ns, 1) / pace  # what they would have been at pace 1
+        self.seen = 0  # number of the table's latest batch with these rows
+        self.replace_times(times_ns)
+        self.pace = pace  # pace of the table when these times were measured
+        self.anchor_ns = max(self.median_ns, 1) / pace  # median at pace 1
 
-    def keep(self, times_ns: Iterable[int]) -> None:
-        """Replace all times by these."""
+    def replace_times(self, times_ns: Iterable[int]) -> None:
+        """Replace all times."""
         self.times_ns = deque(times_ns, WINDOW)
-        self.run = 0  # how many of the last times were beyond the same quartile; below zero: beneath the lower one
+        self.run = 0  # number of latest times in a row above the upper quartile; negative: below the lower one
         self.sort()
 
     def scale(self, ratio: float) -> None:
-        """Multiply the recent times by `ratio`, and keep only a few: new times soon outweigh them."""
-        self.keep([max(round(time_ns * ratio), 1) for time_ns in self.last(RUN)])
+        """Multiply the latest times by `ratio`, and drop the others, so that new times soon outweigh them."""
+        self.replace_times([max(round(time_ns * ratio), 1) for time_ns in self.last(RUN)])
 
     def sort(self) -> None:
         """Update the statistics."""
         ordered = sorted(self.times_ns)
         count = len(ordered)
-        if not self.run:  # else they stay what they were before it, or it would change what it is held against
+        if not self.run:  # a run is compared with the quartiles from before it
             self.low_ns = ordered[count // 4]
             self.high_ns = ordered[count - 1 - count // 4]
         self.median_ns = (ordered[(count - 1) // 2] + ordered[count // 2]) // 2
         self.p95_ns = ordered[int(_PROMISED * count)]
         self.fresh = 0
 
-    def turn(self) -> None:
+    def drop_older(self) -> None:
         """Remove times from before the run, and those of the run that are closer to them: its start may be chance."""
         times_ns = self.last(RUN)
         now_ns = sorted(times_ns)[RUN // 2]
-        self.keep([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
+        self.replace_times([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
 
     def last(self, count: int) -> list[int]:
         """Return the latest `count` times, the newest last."""
@@ -120,24 +120,26 @@ class Window:
 
 
 class LatencyWindows:
-    """Times with so many instances at work; guarded by the profile's lock but for `curve`, which is replaced, never changed.
+    """Times for one number of busy instances.
 
-    Its pace is how many times as long batches take as those that were first measured, by the median of the last ones. What is not
-    run follows it from where it was when it was run last. It is measured each time against the same first times: ratios that are
-    multiplied up would drift, since slow times come in runs more often than quick ones.
+    Its pace is the median ratio of recent times to the first ones of the same rows. Rows that are not run are scaled by the
+    change of the pace since they were run. Each ratio is relative to the same first times: a product of ratios would drift, since
+    slow times come in runs more often than quick ones.
+
+    Ownership: guarded by the table's lock, except `curve`, which is replaced and never changed.
     """
 
     def __init__(self, instances: int) -> None:
         self.instances = instances
         self.windows: dict[int, Window] = {}
-        self.curve: LatencyCurve | None = LatencyCurve([], [], [])  # None: to be drawn anew
+        self.curve: LatencyCurve | None = LatencyCurve([], [], [])  # None: rebuilt on the next read
         self._run: list[int] = []  # rows of the last times beyond the same quartiles
-        self._above = False  # which quartiles
-        self._sorted = 0  # windows, since the curve was drawn
+        self._above = False  # True if that run is above the upper quartiles
+        self._sorted = 0  # windows sorted since the curve was built
         self._batches = 0
         self._pace = 1.0
-        self._seeded = False  # some were measured before
-        self._ratios: deque[float] = deque(maxlen=_LATELY)  # of the last times to the first of their size
+        self._seeded = False  # True if times were measured before any request
+        self._ratios: deque[float] = deque(maxlen=_LATELY)  # of the latest times to the first ones of their rows
 
     def copy(self, instances: int) -> LatencyWindows:
         """Return a copy for another number of busy instances."""
@@ -176,11 +178,11 @@ class LatencyWindows:
             return
         if window.source != _REQUESTS:
             self._ratios.append(time_ns / window.anchor_ns)
-        elif not self._seeded:  # there is nothing better than the first times for callers
+        elif not self._seeded:  # the first times of requests are the only reference
             self._update_anchor(window, time_ns)
         window.seen, window.pace = self._batches, self._pace
         if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
-            window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
+            window.run = 0  # the direction changed, so this is no run: compare with new quartiles
             window.sort()
         window.times_ns.append(time_ns)
         window.observations += 1
@@ -196,7 +198,7 @@ class LatencyWindows:
         if window.fresh * _SORT >= len(window.times_ns):
             window.sort()
             self._sorted += 1
-            if self._sorted * _REDRAW >= len(self.windows):  # drawing costs as much as there are windows
+            if self._sorted * _REDRAW >= len(self.windows):  # the cost of a rebuild grows with the windows
                 self.curve = None
 
     def _update_anchor(self, window: Window, time_ns: int) -> None:
@@ -253,7 +255,7 @@ class LatencyWindows:
         window.run += 1 if above else -1
         self._run.append(rows)
         if abs(window.run) >= RUN:
-            window.turn()
+            window.drop_older()
             self._run, self.curve = [], None
         elif len(self._run) >= RUN:
             self._restart_windows()
@@ -262,7 +264,7 @@ class LatencyWindows:
         """Restart the windows of a run over several numbers of rows, and scale the others with them."""
         for rows in dict.fromkeys(self._run):
             window = self.windows[rows]
-            window.keep(window.last(self._run.count(rows)))
+            window.replace_times(window.last(self._run.count(rows)))
         while len(self._ratios) > RUN:
             self._ratios.popleft()
         self._run, self.curve = [], None
@@ -295,25 +297,25 @@ def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
     return [mean for mean, _, count in pools for _ in range(count)]
 
 
-def interpolate(known: list[int], values: list[float], rows: int) -> int:
+def interpolate(measured: list[int], values: list[float], rows: int) -> int:
     """Interpolate a value at `rows`.
 
     Args:
-        known: measured numbers of rows, ascending.
-        values: values at `entries`.
+        measured: measured numbers of rows, ascending.
+        values: values at `measured`.
         rows: any number of rows.
     """
-    place = bisect_left(known, rows)
-    if place == len(known):
-        return int(values[-1] * rows / known[-1]) if known else 0
-    if known[place] == rows or place == 0:
-        return int(values[place])
-    low, high = known[place - 1], known[place]
-    return int(values[place - 1] + (values[place] - values[place - 1]) * (rows - low) / (high - low))
+    index = bisect_left(measured, rows)
+    if index == len(measured):
+        return int(values[-1] * rows / measured[-1]) if measured else 0
+    if measured[index] == rows or index == 0:
+        return int(values[index])
+    low, high = measured[index - 1], measured[index]
+    return int(values[index - 1] + (values[index] - values[index - 1]) * (rows - low) / (high - low))
 
 
-_CROWD_SMOOTHING = 8  # batches, of the number of instances at work
-_TABLES = 8  # of 1, 2, up to 4 ... and of more than 64 instances at work
+_BUSY_SMOOTHING = 8  # batches over which the number of busy instances is smoothed
+_TABLES = 8  # for 1, 2, up to 4 ... and for more than 64 busy instances
 
 
 TAIL = 256  # times of one number of rows for the 99th percentile
@@ -338,7 +340,7 @@ class TailWindow:
 class LatencyTable:
     """Compute times of one version; any thread may call any method.
 
-    Ownership: `_lock` guards everything; `_tables` is replaced under it and read without, `_crowd` read without.
+    Ownership: `_lock` guards every attribute. `_tables` and `_mean_busy` are replaced under it and read without it.
 
     Args:
         tail_bound_ns: bound of `is_fast`; 0 if that is not called.
@@ -355,9 +357,9 @@ class LatencyTable:
         self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._first = first = LatencyWindows(1)
-        self._one = True  # the first table stands for all
-        self._tables = (first,) * _TABLES  # by `_table_index` of the instances at work; one may stand for several
-        self._crowd = 1.0  # instances at work of late, smoothed
+        self._one = True  # the first table has all places
+        self._tables = (first,) * _TABLES  # by `_table_index` of the busy instances; one table may have several places
+        self._mean_busy = 1.0  # smoothed number of busy instances
 
     def seed(self, measured_ns: MeasuredTimes, instances: int = 1, source: str = "load") -> None:
         """Add times that were measured before any request; numbers of rows with measurements are not changed.
@@ -373,8 +375,8 @@ class LatencyTable:
     def observe(self, rows: int, time_ns: int, instances: int = 1) -> None:
         """Record that a batch of `rows` computed in `time_ns`, with `instances` busy at its start, including its own."""
         with self._lock:
-            if instances > 1 or self._crowd > 1.0:
-                self._crowd += (instances - self._crowd) / _CROWD_SMOOTHING
+            if instances > 1 or self._mean_busy > 1.0:
+                self._mean_busy += (instances - self._mean_busy) / _BUSY_SMOOTHING
             if instances == 1:
                 self._first.observe(rows, time_ns)
                 tail, bound_ns = self._tails.get(rows), self._tail_bound_ns
@@ -398,7 +400,7 @@ class LatencyTable:
             rows: rows of the batch.
             instances: busy instances, including its own; 0 for the recent mean.
         """
-        table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
+        table = self._first if self._one else self._tables[_table_index(instances or round(self._mean_busy))]
         curve = table.curve or self._draw(table)
         return interpolate(curve.rows, curve.medians_ns, rows)
 
@@ -409,7 +411,7 @@ class LatencyTable:
             rows: rows of the batch.
             instances: busy instances, including its own; 0 for the recent mean.
         """
-        table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
+        table = self._first if self._one else self._tables[_table_index(instances or round(self._mean_busy))]
         curve = table.curve or self._draw(table)
         return interpolate(curve.rows, curve.p95s_ns, rows)
 
@@ -432,20 +434,20 @@ class LatencyTable:
     def entries(self) -> list[LatencyEntry]:
         """Return the measurements by instances and rows, ascending, without interpolation."""
         with self._lock:
-            return [known for table in dict.fromkeys(self._tables) for known in table.entries()]
+            return [entry for table in dict.fromkeys(self._tables) for entry in table.entries()]
 
     def table(self) -> list[dict[str, object]]:
         """Return `entries` as JSON objects."""
         return [
             {
-                "instances": known.instances,
-                "rows": known.rows,
-                "median_us": known.median_ns / NS_PER_US,
-                "p95_us": known.p95_ns / NS_PER_US,
-                "observations": known.observations,
-                "source": known.source,
+                "instances": entry.instances,
+                "rows": entry.rows,
+                "median_us": entry.median_ns / NS_PER_US,
+                "p95_us": entry.p95_ns / NS_PER_US,
+                "observations": entry.observations,
+                "source": entry.source,
             }
-            for known in self.entries()
+            for entry in self.entries()
         ]
 
     def times(self, max_times: int = WINDOW) -> dict[int, dict[int, list[int]]]:
@@ -455,19 +457,19 @@ class LatencyTable:
 
     def summary(self) -> list[tuple[int, int, int]]:
         """Return (rows, estimate, promise) in nanoseconds for 1, 2, 4 ... and the largest measured number of rows."""
-        max_times = max((known.rows for known in self.entries()), default=0)
+        max_times = max((entry.rows for entry in self.entries()), default=0)
         sizes = sorted({max_times, *(1 << power for power in range(max_times.bit_length()))} - {0})
         return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
 
     def _table(self, instances: int) -> LatencyWindows:
         """Return the table to write for a number of busy instances; creates it once the first table has measurements."""
-        place = _table_index(instances)
+        index = _table_index(instances)
         tables = self._tables
-        match = tables[place]
-        if match.instances == 1 << place or not self._first.windows:
+        match = tables[index]
+        if match.instances == 1 << index or not self._first.windows:
             return match
-        added = match.copy(1 << place)
-        self._tables = tuple(added if at >= place and table is match else table for at, table in enumerate(tables))
+        added = match.copy(1 << index)
+        self._tables = tuple(added if at >= index and table is match else table for at, table in enumerate(tables))
         self._one = False
         return added
 

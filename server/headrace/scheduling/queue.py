@@ -355,9 +355,8 @@ class SortedEntries:
         number = bisect_left(runs, key, key=_last_key)
         run = runs[number]
         index = bisect_left(run, key, key=_KEY)
-        while (
-            index == len(run) or run[index] is not entry
-        ):  # few keys are equal, except of requests that arrive together
+        # Few keys are equal, except of requests that arrive together.
+        while index == len(run) or run[index] is not entry:
             index += 1
             if index >= len(run):
                 number, index = number + 1, 0

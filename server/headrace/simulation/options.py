@@ -7,7 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from headrace.core.command_line import number_parser
+
 Value = TypeVar("Value")
+
+_natural = number_parser(float, lambda number: 0 <= number < float("inf"), "is not a finite number: use 0 or more")
+_positive = number_parser(float, lambda number: 0 < number < float("inf"), "is not a number above 0")
+_share = number_parser(float, lambda number: 0 <= number <= 1, "is out of range: use a number from 0 to 1")
+_count = number_parser(int, lambda number: number >= 1, "is not a whole number of at least 1")
 
 KINDS = ("poisson", "bursty", "diurnal")
 
@@ -121,34 +128,6 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         metavar="HZ[:BURST]",
         help="requests per second of a client; or NAME=HZ[:BURST],...",
     )
-
-
-def _natural(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number: use 0 or more")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _natural(text)
-    if not value:
-        raise argparse.ArgumentTypeError("0 is not allowed: use a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _natural(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: use a number from 0 to 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too small: use a whole number of at least 1")
-    return value
 
 
 def _counts(text: str) -> tuple[int, ...]:

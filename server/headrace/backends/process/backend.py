@@ -107,7 +107,7 @@ def _memory_terms(account: MemoryAccount) -> Message:
         "model": account.model,
         "version": account.version,
         "budget": account.budget_bytes,
-        "limits": list(account.limits.items()),
+        "limits": list(account.ledger.limits.items()),
         "others": account.others(),
     }
 
