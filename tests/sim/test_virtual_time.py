@@ -134,10 +134,10 @@ worlds = st.builds(
 def test_every_request_is_served_once_in_order(world: World, coming: list[Arrival]) -> None:
     world.run(coming)
     served = [each for batch in world.batches for each in batch.entries]
-    assert len(served) == len(set(map(id, served))), "nobody twice"
+    assert len(served) == len(set(map(id, served))), "no request is served twice"
     assert world.scheduler.depth == 0
     for each in world.entries:
-        assert (each in served) or each.completion.is_settled, "nobody lost"
+        assert (each in served) or each.completion.is_settled, "no request is lost"
     for batch in world.batches:
         assert len({each.shape_key for each in batch.entries}) == 1
         assert sum(each.rows for each in batch.entries) <= world.policy.max_rows

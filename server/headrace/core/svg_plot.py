@@ -18,29 +18,18 @@ _LETTER = 6.6
 _TEXT = "text{font:12px system-ui,sans-serif;fill:var(--ink)}.s{fill:var(--soft)}.t{font-size:13px;font-weight:600}"
 
 # Colours that remain distinct with red-green blindness, one for each precision; plots add a marker or a dash to each.
-_LIGHT = {
-    "ink": "#1b1f24",
-    "soft": "#57606a",
-    "line": "#d0d7de",
-    "paper": "#ffffff",
-    "fp32": "#2f6db5",
-    "fp16": "#0f8b8d",
-    "bf16": "#7a8b0f",
-    "int8": "#d2601a",
-    "fp8": "#a0308f",
-    "other": "#76808c",
-}
-_DARK = {
-    "ink": "#e6edf3",
-    "soft": "#9aa4af",
-    "line": "#353c45",
-    "paper": "#0f1318",
-    "fp32": "#6aa8f0",
-    "fp16": "#3cc4c0",
-    "bf16": "#b5c94a",
-    "int8": "#f3914f",
-    "fp8": "#dd7fd0",
-    "other": "#8b96a3",
+# For light and dark pages.
+_COLOURS = {
+    "ink": ("#1b1f24", "#e6edf3"),
+    "soft": ("#57606a", "#9aa4af"),
+    "line": ("#d0d7de", "#353c45"),
+    "paper": ("#ffffff", "#0f1318"),
+    "fp32": ("#2f6db5", "#6aa8f0"),
+    "fp16": ("#0f8b8d", "#3cc4c0"),
+    "bf16": ("#7a8b0f", "#b5c94a"),
+    "int8": ("#d2601a", "#f3914f"),
+    "fp8": ("#a0308f", "#dd7fd0"),
+    "other": ("#76808c", "#8b96a3"),
 }
 _SAME = {"tf32": "fp32", "uint8": "int8"}
 # Order of colours for curves that are not named after a precision.
@@ -51,14 +40,14 @@ _NO_DATA = "no data"
 
 def variables() -> str:
     """Return CSS that defines every colour as a variable, for light and dark pages."""
-    light, dark = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (_LIGHT, _DARK))
+    light, dark = (";".join(f"--{name}:{pair[page]}" for name, pair in _COLOURS.items()) for page in (0, 1))
     return f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def colour(precision: str) -> str:
     """Return the CSS colour of a precision; all other words share one colour."""
     word = _SAME.get(precision, precision)
-    return f"var(--{word if word in _LIGHT and word not in ('ink', 'soft', 'line', 'paper') else 'other'})"
+    return f"var(--{word if word in _SEQUENCE else 'other'})"
 
 
 def nth_colour(number: int) -> str:

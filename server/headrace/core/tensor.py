@@ -137,38 +137,28 @@ NOWHERE = -2
 HostCopy = Callable[[int, int], Array]
 
 
+@dataclass(slots=True, eq=False)
 class ResidentRows:
     """A C-contiguous tensor in memory that a GPU reads, by its address. Immutable; slices and reshapes share the memory.
 
     Memory at `PINNED` addresses may be a client's file, which the client may truncate: only kernels may read it. A read by the
     host would raise SIGBUS, and the driver's copies are partly done by the host (`headrace.cuda.shared_memory`).
 
-    Args:
+    Attributes:
         address: CUdeviceptr of the first element, for kernels; aligned to the dtype except for `NOWHERE`.
         device: number of the GPU with the memory, or `PINNED`, or `NOWHERE`.
         dtype: dtype of the elements; not object.
         shape: shape of the tensor, (rows, ...).
         owner: object that keeps the memory alive; referenced by these rows and their slices.
-        copy: makes a host copy of a range of the owner's memory; any thread may call it.
+        host_copy: makes a host copy of a range of the owner's memory; any thread may call it.
     """
 
-    __slots__ = ("_copy", "address", "device", "dtype", "owner", "shape")
-
-    def __init__(
-        self,
-        address: int,
-        device: int,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        owner: object,
-        copy: HostCopy,
-    ) -> None:
-        self.address = address
-        self.device = device
-        self.dtype = dtype
-        self.shape = shape
-        self.owner = owner
-        self._copy = copy
+    address: int
+    device: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    owner: object
+    host_copy: HostCopy
 
     @property
     def ndim(self) -> int:
@@ -202,7 +192,7 @@ class ResidentRows:
         inner = self.shape[1:]
         address = self.address + start * math.prod(inner) * self.dtype.itemsize
         shape = (max(stop - start, 0), *inner)
-        return ResidentRows(address, self.device, self.dtype, shape, self.owner, self._copy)
+        return ResidentRows(address, self.device, self.dtype, shape, self.owner, self.host_copy)
 
     def as_tensor(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ResidentRows:
         """Return the same bytes as another tensor; it can only be copied if it is not aligned to the dtype.
@@ -212,7 +202,7 @@ class ResidentRows:
             shape: shape of the result, with the same number of bytes.
         """
         device = NOWHERE if self.address % dtype.alignment else self.device
-        return ResidentRows(self.address, device, dtype, shape, self.owner, self._copy)
+        return ResidentRows(self.address, device, dtype, shape, self.owner, self.host_copy)
 
     def reshape(self, *shape: SupportsIndex | tuple[int, ...]) -> ResidentRows:
         """Return the same elements in another shape, which may have one -1.
@@ -223,7 +213,7 @@ class ResidentRows:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         # Applies NumPy's rules, to an array that uses no memory.
         new_shape = np.broadcast_to(np.empty((), np.bool_), self.shape).reshape(cast("tuple[int, ...]", sizes)).shape
-        return ResidentRows(self.address, self.device, self.dtype, new_shape, self.owner, self._copy)
+        return ResidentRows(self.address, self.device, self.dtype, new_shape, self.owner, self.host_copy)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
         """Return a host copy.
@@ -234,7 +224,7 @@ class ResidentRows:
         """
         if copy is False:
             raise ValueError("resident rows are not in host memory and can only be copied: allow a copy")
-        array: Array = self._copy(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
+        array: Array = self.host_copy(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self) -> str:

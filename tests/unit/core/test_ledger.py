@@ -192,6 +192,6 @@ def test_an_account_separates_its_bytes_from_others() -> None:
     theirs.reservation(0, Kind.WEIGHTS, 30)
     mine.reservation(1, Kind.SCRATCH, 5)
     mine.reservation(0, Kind.SCRATCH, 4)
-    assert mine.limits == {0: 100}
+    assert mine.ledger.limits == {0: 100}
     assert [tuple(held) for held in mine.holdings()] == [(0, "a", "1", "scratch", 4), (1, "a", "1", "scratch", 5)]
     assert [tuple(held) for held in mine.others()] == [(0, "a", "1", "weights", 30)]

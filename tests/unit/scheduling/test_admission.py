@@ -155,7 +155,7 @@ def test_a_standing_queue_has_a_lower_bound_than_a_burst() -> None:
     assert ask_at(301, 8 * 8)
 
 
-def test_of_a_request_cut_into_parts_the_last_one_counts() -> None:
+def test_the_last_part_of_a_split_request_counts_as_the_request() -> None:
     case = Case()
     case.busy((0, 8))
     assert case.ask(8, 8, 3) == 40
@@ -318,7 +318,7 @@ def test_lower_priority_requests_wait_longer() -> None:
     assert case.ask() == 20
     case.line.urgent = True
     for _ in range(300):  # 300 rows a second, where 800 can be served
-        assert case.ask() == 20, "nobody overtakes those"
+        assert case.ask() == 20, "no request overtakes those"
     case.line.urgent = False
     assert case.ask() == 40, "nine or fewer of them come meanwhile"
     case.busy((2000, 8))
@@ -333,12 +333,12 @@ def test_under_fair_sharing_only_clients_below_their_share_go_first() -> None:
     case.busy((0, 8))
     case.line.waiting_rows, case.line.lag_ns = 7, 10
     for _ in range(300):
-        assert case.ask() == 20, "nobody has come who would overtake it"
+        assert case.ask() == 20, "no overtaking request has arrived"
     case.line.lag_ns = 1000
     assert case.ask() == 20, "nor have those: they were of a client that is above its share"
     case.line.urgent = True
     for _ in range(300):
-        assert case.ask() == 20, "nobody overtakes those"
+        assert case.ask() == 20, "no request overtakes those"
     case.line.urgent = False
     assert case.ask() == 40, "nine or fewer come meanwhile"
     case.line.overtakers = 8

@@ -115,13 +115,13 @@ IN_TIME = [
         Take(1, CloseReason.DEADLINE),
     ),
     ("not at the cost of those behind", [1, 1, 1], [12, 30, 30], POLICY, Skip((0,))),
-    ("rather late perhaps than nobody", [1], [12], POLICY, Take(1, CloseReason.FULL)),
-    ("of many only who is sure", [1] * 9, [16] + [34] * 8, POLICY, Skip((0,))),
+    ("a request that may be late rather than none", [1], [12], POLICY, Take(1, CloseReason.FULL)),
+    ("of many only those certain to be in time", [1] * 9, [16] + [34] * 8, POLICY, Skip((0,))),
     ("too late for all", [1, 1, 1], [5, 6, 7], POLICY, Skip((0, 1, 2))),
     ("too late in the middle", [1, 1, 1, 1], [60, 5, 60, 6], POLICY, Skip((1, 3))),
-    ("never due: never in the way", [1, 1], [30, FAR_NS], POLICY, Take(2, CloseReason.IDLE)),
+    ("without a due time", [1, 1], [30, FAR_NS], POLICY, Take(2, CloseReason.IDLE)),
     ("more than is best, but one request", [7], [50], POLICY, Take(1, CloseReason.FULL)),
-    ("kept for the allowed delay", [1], [100], BatchPolicy(8, (), 30), WaitUntil(30)),
+    ("waits for the allowed delay", [1], [100], BatchPolicy(8, (), 30), WaitUntil(30)),
     ("no longer than a larger batch allows", [1], [40], BatchPolicy(8, (), 30), WaitUntil(40 - 17)),
     ("the latest start has come", [1], [17], BatchPolicy(8, (), 30), Take(1, CloseReason.DEADLINE)),
     ("alone", [1, 1], [50, 50], BatchPolicy(8, merge=False), Take(1, CloseReason.SINGLE)),
@@ -189,7 +189,7 @@ def test_a_batch_reserves_time_for_the_next_request() -> None:
     assert draw_costs(profile, BatchPolicy(8)).best[8] == 8
 
 
-def test_but_not_at_the_cost_of_most_of_the_throughput() -> None:
+def test_time_for_the_next_request_costs_little_throughput() -> None:
     profile = LatencyTable()
     profile.seed({rows: [100 + rows] for rows in range(1, 9)})
     assert draw_costs(profile, BatchPolicy(8, objective_ns=204)).best[8] == 7, "as long as one row, nearly"

@@ -201,7 +201,7 @@ def test_a_fatal_error_in_the_caller_ends_the_instance(handles: Make, how: dict[
     asleep(handle)
     with pytest.raises(ModelFailed):
         handle.infer_blocking(ask(how[call]))
-    assert handle.alive == 0, "told before the caller is"
+    assert handle.alive == 0, "the callback runs before the caller gets the error"
     with pytest.raises(Unavailable):
         handle.infer_blocking(ask(1))
     model.wait_for("close")

@@ -30,11 +30,11 @@ def play(scenario: Scenario) -> None:
 
 
 class Served:
-    """A handle on a fake model, and what it said."""
+    """A handle on a fake model, with the calls of its callbacks."""
 
     def __init__(self, mailbox: Mailbox, model: Any, **policy: Any) -> None:
         self.deaths: list[int] = []
-        self.wants: list[ModelHandle] = []
+        self.restore_requests: list[ModelHandle] = []
         self.handle = ModelHandle(
             SPEC,
             HandlePolicy(batch=BatchPolicy(8), **policy),
@@ -42,7 +42,7 @@ class Served:
             mailbox,
             Recorder(),
             self.deaths.append,
-            on_wanted=self.wants.append,
+            on_wanted=self.restore_requests.append,
         )
         self.handle.start()
 
@@ -54,7 +54,7 @@ class Served:
             if self.handle.evicted:
                 return
             await asyncio.sleep(0.001)
-        raise AssertionError("it was not parked")
+        raise AssertionError("the version was not evicted")
 
     async def restore(self, model: Any) -> bool:
         return await asyncio.to_thread(self.handle.restore, model)
@@ -100,18 +100,18 @@ def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[
         assert first.closed
         assert threads() == []
         assert (served.handle.ready, served.handle.evicted, served.handle.alive) == (True, True, 0)
-        assert served.wants == [], "nobody has asked yet"
+        assert served.restore_requests == [], "no request has arrived yet"
         waiting = [served.handle.infer(ask(value)) for value in (3, 4, 5)]
         served.handle.admit()
         assert served.handle.depth == 3
-        assert served.wants == [served.handle]
+        assert served.restore_requests == [served.handle]
         assert await served.restore(second)
         assert [await answer(completion) for completion in waiting] == [6, 8, 10]
         assert (served.handle.evicted, served.handle.alive) == (False, instances)
         # And once more: the callback runs again.
         assert await served.evict()
         again = served.handle.infer(ask(6))
-        assert len(served.wants) == 2
+        assert len(served.restore_requests) == 2
         assert await served.restore(make())
         assert await answer(again) == 12
         assert served.deaths == []
@@ -122,22 +122,28 @@ def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[
     play(scenario)
 
 
+async def evict_while_running(served: Served, model: FakeModel) -> tuple[Any, Any, asyncio.Task[bool]]:
+    """Start an eviction behind a running and a queued request; return the two and the eviction."""
+    model.gate.clear()
+    running = served.handle.infer(ask(1))
+    await begun(model)
+    waiting = served.handle.infer(ask(2))
+    eviction = asyncio.create_task(served.evict())
+    await served.until_evicted()
+    return running, waiting, eviction
+
+
 def test_running_requests_finish_before_eviction_and_queued_ones_reload_the_model() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakeModel()
         served = Served(mailbox, model)
-        model.gate.clear()
-        running = served.handle.infer(ask(1))
-        await begun(model)
-        waiting = served.handle.infer(ask(2))
-        parking = asyncio.create_task(served.evict())
-        await served.until_evicted()
+        running, waiting, eviction = await evict_while_running(served, model)
         late = served.handle.infer(ask(3))
         model.gate.set()
-        assert await parking
+        assert await eviction
         assert await answer(running) == 2
         assert model.batches == [[1]]
-        assert served.wants == [served.handle]
+        assert served.restore_requests == [served.handle]
         assert await served.restore(FakeModel())
         assert [await answer(waiting), await answer(late)] == [4, 6]
         await served.close()
@@ -149,16 +155,11 @@ def test_requests_queued_before_the_eviction_reload_the_model() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakeModel()
         served = Served(mailbox, model)
-        model.gate.clear()
-        running = served.handle.infer(ask(1))
-        await begun(model)
-        waiting = served.handle.infer(ask(2))
-        parking = asyncio.create_task(served.evict())
-        await served.until_evicted()
-        assert served.wants == []
+        running, waiting, eviction = await evict_while_running(served, model)
+        assert served.restore_requests == []
         model.gate.set()
-        assert await parking
-        assert served.wants == [served.handle]
+        assert await eviction
+        assert served.restore_requests == [served.handle]
         assert await answer(running) == 2
         assert await served.restore(FakeModel())
         assert await answer(waiting) == 4
@@ -177,7 +178,7 @@ def test_a_model_that_cannot_be_evicted_in_time_serves_on_with_all_instances() -
         assert not await served.evict(0.05)
         assert (served.handle.evicted, served.handle.alive, len(threads())) == (False, 2, 2)
         other = served.handle.infer(ask(2))
-        await begun(model)  # the one that had ended for the parking is there again
+        await begun(model)  # the instance that had ended for the eviction runs again
         model.gate.set()
         assert [await answer(stuck), await answer(other)] == [2, 4]
         assert served.deaths == []
@@ -209,11 +210,11 @@ def test_a_model_that_cannot_be_restored_stays_evicted_and_is_retried() -> None:
         assert await answer(served_meanwhile) == 2
         assert (served.handle.evicted, served.handle.ready) == (True, True)
         waiting = served.handle.infer(ask(2))
-        assert served.wants == [served.handle] * 2
+        assert served.restore_requests == [served.handle] * 2
         served.handle.refuse(Unavailable("cannot be loaded"))
         assert str(await error_of(waiting)) == "cannot be loaded"
         later = served.handle.infer(ask(3))
-        assert served.wants == [served.handle] * 3
+        assert served.restore_requests == [served.handle] * 3
         assert await served.restore(FakeModel())
         assert await answer(later) == 6
         assert served.deaths == []

@@ -284,7 +284,7 @@ def test_a_dying_instance_fails_its_batch_and_the_others_serve_on() -> None:
         queued = served.infer(ask(5))
         model.gate.set()
         assert isinstance(await error_of(last), ModelFailed)
-        assert isinstance(await error_of(queued), Unavailable), "nobody is left to serve it"
+        assert isinstance(await error_of(queued), Unavailable), "no instance is left to serve it"
         assert not served.ready
         with pytest.raises(Unavailable, match="died"):
             served.admit()

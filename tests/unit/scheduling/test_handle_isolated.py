@@ -112,7 +112,7 @@ def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
     play(tmp_path, "pipelined", scenario, limit_s=0.4)
 
 
-def test_a_closed_handle_does_not_wait_for_a_process_that_is_long_in_coming(
+def test_a_closed_handle_does_not_wait_for_a_slow_process_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (600.0,))

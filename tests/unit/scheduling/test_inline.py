@@ -166,7 +166,7 @@ def test_a_lone_request_of_a_fast_model_runs_on_the_event_loop() -> None:
     assert stage.handle.latency_table.entries()[0].observations == 50
 
 
-def test_it_has_run_when_infer_returns() -> None:
+def test_an_inline_run_is_complete_when_infer_returns() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.asleep()
         completion = stage.infer(3)
@@ -412,7 +412,7 @@ def test_a_slow_run_on_an_instance_disables_them_for_a_minute() -> None:
     play(scenario)
 
 
-def test_a_model_that_stays_slow_is_tried_no_more() -> None:
+def test_a_model_that_stays_slow_never_runs_inline_again() -> None:
     async def scenario(stage: Stage) -> None:
         for value in range(100):
             assert await stage.alone(value)

@@ -133,7 +133,7 @@ def test_slower_requests_run_on_the_thread(benches: Make, several: int, rows: in
     assert model.launchers == [False]
 
 
-def test_without_an_optional_input_it_is_the_thread_s(benches: Make) -> None:
+def test_a_request_without_an_optional_input_runs_on_the_thread(benches: Make) -> None:
     model = Prompt()
     bench = benches(model)
     bench.instance._runner._inputs = 2  # type: ignore[union-attr]
@@ -168,7 +168,7 @@ def test_a_fatal_error_in_the_caller_ends_the_instance(benches: Make, how: dict[
     bench = benches(model)
     assert isinstance(one(bench, how[call]).answer(), ModelFailed)
     assert isinstance(bench.exits[0], InstanceKilledError if how is DIES else ExecutionLost), (
-        "told at once, with the cause"
+        "the callback gets the cause at once"
     )
     with pytest.raises(Unavailable):
         bench.ask(1)

@@ -107,7 +107,7 @@ def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: fl
 
 
 @pytest.mark.parametrize("factor", [0.4, 2.5])
-def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: float) -> None:
+def test_sizes_that_are_not_run_follow_a_change_of_the_machine(factor: float) -> None:
     """The accuracy after 32 times varies: of 250 seeds the farthest was off by a third, one in many thousands by a half."""
     for seed in range(40):
         profile, rng = LatencyTable(), random.Random(seed)
@@ -120,7 +120,7 @@ def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: 
             assert profile.estimate_ns(rows) == pytest.approx(100_000 * rows * factor, rel=0.4), seed
 
 
-def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
+def test_estimates_are_linear_between_sizes_and_too_long_beyond() -> None:
     profile = LatencyTable()
     profile.seed({4: [1000], 8: [1800], 32: [4200]})
     assert [profile.estimate_ns(rows) for rows in (1, 4, 5, 6, 8, 20, 32, 64)] == [
@@ -196,7 +196,7 @@ def test_times_are_separate_for_each_number_of_busy_instances() -> None:
     ]
 
 
-def test_without_a_number_it_is_that_of_late() -> None:
+def test_without_an_instance_count_the_recent_mean_applies() -> None:
     profile = LatencyTable()
     profile.seed({4: [100_000]})
     profile.seed({4: [300_000]}, 2)
@@ -214,7 +214,7 @@ def test_measurements_of_a_few_sizes_scale_the_others() -> None:
     profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
     profile.seed({1: [200_000], 8: [800_000]}, 2)
     assert profile.estimate_ns(16, 2) == 1_400_000
-    assert [known.rows for known in profile.entries() if known.instances == 2] == [1, 8], "nobody has measured 16"
+    assert [known.rows for known in profile.entries() if known.instances == 2] == [1, 8], "16 rows are unmeasured"
 
 
 def test_a_new_instance_count_converges_within_eight_batches() -> None:

@@ -61,7 +61,7 @@ def test_time_to_fill_is_allowed_for_by_rows_that_wait() -> None:
     assert pace.pull_ns(3) == 10_040 * US - LEAD_NS - 30 * US
 
 
-def test_a_full_batch_is_never_held() -> None:
+def test_a_full_batch_is_never_delayed() -> None:
     pace = learned((4, 1000 * US))
     pace.launched(4, 9_000 * US, 9_000 * US)
     assert pace.pull_ns(8) == 0
@@ -110,7 +110,7 @@ def test_a_delayed_pull_happens_when_a_batch_ends() -> None:
         assert answer.outputs["y"].tolist() == [[2.0 * value] * 2]
     bench.close()
     assert model.batches == [[1], [2, 3, 4]]
-    assert "pull busy" not in model.log, "it asked for a batch while a flight was open"
+    assert "pull busy" not in model.log, "the instance pulled while a batch was in flight"
 
 
 def test_members_of_a_failed_batch_are_not_held_back() -> None:

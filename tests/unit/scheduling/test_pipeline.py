@@ -230,7 +230,9 @@ def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
     deadly = bench.ask(how[call])
     for caller in (*in_the_air, *deadly):
         assert isinstance(caller.answer(), ModelFailed)
-    assert len(bench.exits) == 1, "told before anybody is answered, and before the flight has landed"
+    assert len(bench.exits) == 1, (
+        "the callback runs before any request is settled and before the batch in flight has finished"
+    )
     assert "close" not in model.log, "the flight still uses its memory"
     model.let_go()
     assert bench.instance.join(10)
