@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headrace.core.telemetry import TraceContext
 from headrace.observability.access_log import AccessRecord
-from headrace.observability.tracing import Exemplars, SamplingDecision, TraceSelection
+from headrace.observability.counters import Recorder
+from headrace.observability.tracing import SamplingDecision, TraceSelection
 
 
 class AccessRecorder:
@@ -12,7 +13,7 @@ class AccessRecorder:
 
     Attributes:
         active: as the front ends see it.
-        answers, failures: what they gave.
+        answers, failures: their records.
         contexts: (model, trace context) of each sampling decision.
         untraced: failures of requests that were not chosen.
     """
@@ -25,11 +26,11 @@ class AccessRecorder:
         self.untraced = 0
 
     def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
-        assert self.active, "they must not ask while nothing is wanted"
+        assert self.active, "called while the observer is inactive"
         self.contexts.append((model, context))
         return SamplingDecision(TraceSelection("0" * 31 + "1"), True)
 
-    def record_success(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
+    def record_success(self, sampling: SamplingDecision, record: AccessRecord, recorder: Recorder) -> None:
         assert sampling.log
         self.answers.append(record)
 

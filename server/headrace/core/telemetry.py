@@ -1,9 +1,10 @@
-"""Options of telemetry (traces, access log, metrics under Triton's names), and W3C trace contexts."""
+"""Options of telemetry (traces, access log, metrics under Triton's names), values of metrics, and W3C trace contexts."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 RequestLogMode = Literal["off", "errors", "sampled", "all"]
@@ -49,6 +50,60 @@ class TritonMetrics:
     summary_latencies: bool = True
     histogram_latencies: bool = True
     summary_quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+@dataclass(slots=True)
+class GpuReading:
+    """Current state of one GPU; None for figures that it does not support.
+
+    Attributes:
+        gpu: CUDA's number of the GPU; NVML's number without PyCUDA.
+        name, uuid, driver: identity, "" if unknown.
+        up: the driver responds for this GPU.
+        utilization: share of the last sampling period in which a kernel ran, 0 to 1.
+        memory_used_bytes, memory_total_bytes: device memory.
+        power_w, power_limit_w: present and enforced power in watts.
+        energy_j: since the driver was loaded, in joules.
+        temperature_c: of the GPU, in degrees Celsius.
+        clocks_hz: by clock domain: sm, memory.
+        ecc_errors: by kind, since the driver was loaded: corrected, uncorrected.
+        slowed: by reason, whether it reduces the clocks now.
+    """
+
+    gpu: int
+    name: str = ""
+    uuid: str = ""
+    driver: str = ""
+    up: bool = False
+    utilization: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    clocks_hz: Mapping[str, float] = field(default_factory=dict)
+    ecc_errors: Mapping[str, int] = field(default_factory=dict)
+    slowed: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Load and eviction counters of one version.
+
+    Attributes:
+        count: number of loads.
+        time_ns: total load time.
+        last_ns: time of the last load.
+        on_demand: loads caused by a request.
+        evictions: evictions that made room for another version.
+    """
+
+    count: int = 0
+    time_ns: int = 0
+    last_ns: int = 0
+    on_demand: int = 0
+    evictions: int = 0
 
 
 TRACEPARENT_HEADER = "traceparent"

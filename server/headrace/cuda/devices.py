@@ -12,11 +12,11 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.core.errors import HeadraceError, Unsupported
+from headrace.core.telemetry import GpuReading
 from headrace.cuda import driver
 
 # Device files of the driver: on Linux, on Windows Subsystem for Linux, on Jetson.
@@ -91,41 +91,6 @@ def driver_major() -> int:
 logger = logging.getLogger("headrace.cuda")
 
 _N = TypeVar("_N", int, float)
-
-
-@dataclass(slots=True)
-class GpuReading:
-    """Current state of one GPU; None for figures that it does not support.
-
-    Attributes:
-        gpu: CUDA's number of the GPU; NVML's number without PyCUDA.
-        name, uuid, driver: identity, "" if unknown.
-        up: the driver responds for this GPU.
-        utilization: share of the last sampling period in which a kernel ran, 0 to 1.
-        memory_used_bytes, memory_total_bytes: device memory.
-        power_w, power_limit_w: present and enforced power in watts.
-        energy_j: since the driver was loaded, in joules.
-        temperature_c: of the GPU, in degrees Celsius.
-        clocks_hz: by clock domain: sm, memory.
-        ecc_errors: by kind, since the driver was loaded: corrected, uncorrected.
-        slowed: by reason, whether it reduces the clocks now.
-    """
-
-    gpu: int
-    name: str = ""
-    uuid: str = ""
-    driver: str = ""
-    up: bool = False
-    utilization: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    energy_j: float | None = None
-    temperature_c: float | None = None
-    clocks_hz: Mapping[str, float] = field(default_factory=dict)
-    ecc_errors: Mapping[str, int] = field(default_factory=dict)
-    slowed: Mapping[str, bool] = field(default_factory=dict)
 
 
 def load_nvml() -> Any:

@@ -36,6 +36,7 @@ class BackgroundWorker(Generic[T]):
 
     Attributes:
         failed: `work` has raised an exception, which is in the log. All further items are dropped.
+        dropped: number of dropped items.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class BackgroundWorker(Generic[T]):
         on_failed: Callable[[], None] | None = None,
     ) -> None:
         self.failed = False
+        self.dropped = 0
         self._on_failed = on_failed
         self._name, self._kind, self._work = name, kind, work
         self._capacity, self._gather_s = capacity, gather_s
@@ -59,7 +61,7 @@ class BackgroundWorker(Generic[T]):
     def put(self, item: T) -> None:
         """Queue an item. Drops and counts it if the queue is full, or the worker has failed or is closed."""
         if self.failed or self._closing.is_set() or self._queue.qsize() >= self._capacity:
-            DROPPED.count(self._kind)
+            self._drop()
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -98,7 +100,11 @@ class BackgroundWorker(Generic[T]):
         remaining = 0
         while not self._queue.empty():
             remaining += self._queue.get_nowait() is not None
-        DROPPED.count(self._kind, by=len(items) + remaining)
+        self._drop(len(items) + remaining)
+
+    def _drop(self, count: int = 1) -> None:
+        self.dropped += count
+        DROPPED.count(self._kind, by=count)
 
     def _gather(self, timeout_s: float | None) -> tuple[list[T], bool]:
         """Wait for items; return them, and whether the worker closes after them."""

@@ -53,7 +53,7 @@ class Row:
         totals: a copy of its counts.
     """
 
-    labels: Sequence[str]
+    labels: list[str]
     recorder: Recorder
     totals: Totals
 
@@ -222,7 +222,7 @@ def _first_response(rows: Sequence[Row]) -> Metric:
         buckets: list[tuple[str, float]] = [
             (str(bound), histogram.count_to(int(bound * NS_PER_MS))) for bound in FIRST_RESPONSE_MS
         ]
-        family.add_metric(list(row.labels), [*buckets, ("+Inf", histogram.count)], histogram.sum_ns / NS_PER_MS)
+        family.add_metric(row.labels, [*buckets, ("+Inf", histogram.count)], histogram.sum_ns / NS_PER_MS)
     return family
 
 
@@ -337,21 +337,16 @@ class ModelCollector(table.ScrapeCollector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         sources = [([model, version], source) for model, version, source in self._sources()]
-        totals = [(labels, source.recorder.totals()) for labels, source in sources]
-        yield from _latencies(totals)
-        yield from _counts(totals)
-        yield _batch_sizes(totals)
+        rows = [Row(labels, source.recorder, source.recorder.totals()) for labels, source in sources]
+        yield from _latencies(rows)
+        yield from _counts(rows)
+        yield _batch_sizes(rows)
         yield from _load(sources)
         yield from _lives(sources)
         yield from _processes(sources)
         yield _profiles(sources)
         yield from _engines(sources)
-        yield from self._triton.collect(
-            [
-                Row(labels, source.recorder, counts)
-                for (labels, source), (_, counts) in zip(sources, totals, strict=True)
-            ]
-        )
+        yield from self._triton.collect(rows)
 
 
 # Exported as 0 before the first failure, so that `rate()` sees its first increase.
@@ -369,23 +364,22 @@ _NO_FAILURES = dict.fromkeys(
     ),
     0,
 )
-_Rows = list[tuple[list[str], Totals]]
 _Sources = list[tuple[list[str], ScrapedModel]]
 
 
-def _latencies(rows: _Rows) -> Iterator[Metric]:
+def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
     for phase in TIMES:
         family = table.PHASE_SECONDS[phase].durations()
-        for labels, totals in rows:
-            family.add(labels, totals.phases[phase])
+        for row in rows:
+            family.add(row.labels, row.totals.phases[phase])
         yield family
 
 
-def _counts(rows: _Rows) -> Iterator[Metric]:
+def _counts(rows: Sequence[Row]) -> Iterator[Metric]:
     requests, inferred = table.REQUESTS.counter(), table.ROWS.counter()
     failures, batches, busy = table.FAILURES.counter(), table.BATCHES.counter(), table.BUSY.counter()
     inline_runs, inline_disabled = table.INLINE_RUNS.counter(), table.INLINE_DISABLED.counter()
-    for labels, totals in rows:
+    for labels, totals in ((row.labels, row.totals) for row in rows):
         requests.add_metric(labels, totals.requests)
         inferred.add_metric(labels, totals.rows)
         busy.add_metric(labels, totals.busy_ns / NS_PER_S)
@@ -398,16 +392,16 @@ def _counts(rows: _Rows) -> Iterator[Metric]:
     yield from (requests, inferred, failures, batches, busy, inline_runs, inline_disabled)
 
 
-def _batch_sizes(rows: _Rows) -> Metric:
+def _batch_sizes(rows: Sequence[Row]) -> Metric:
     family = table.BATCH_ROWS.histogram()
-    for labels, totals in rows:
-        sizes = sorted(totals.sizes.items())
+    for row in rows:
+        sizes = sorted(row.totals.sizes.items())
         buckets: list[tuple[str, float]] = []
         for power in range(11):
             bound = 1 << power
             buckets.append((f"{float(bound)}", sum(size.count for value, size in sizes if value <= bound)))
         buckets.append(("+Inf", sum(size.count for _, size in sizes)))
-        family.add_metric(labels, buckets, sum(value * size.count for value, size in sizes))
+        family.add_metric(row.labels, buckets, sum(value * size.count for value, size in sizes))
     return family
 
 

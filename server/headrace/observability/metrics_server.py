@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.ledger import HOST, Ledger
 from headrace.core.limits import ClientLimits
+from headrace.core.telemetry import GpuReading, LoadCounts
 from headrace.observability import metrics_table as table
 from headrace.observability.counters import BUILDS, DROPPED, ERRORS, LOADS, Histogram, LabelledCounter
 
@@ -150,61 +151,19 @@ _LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
 )
 
 
-class LoadStatistics(Protocol):
-    """Numbers and times of loads of a version; see `headrace.repository.gpu_model_cache.LoadCounts`."""
-
-    count: int
-    time_ns: int
-    last_ns: int
-    on_demand: int
-    evictions: int
-
-
 class GpuMemory(Protocol):
     """GPU memory by model; see `headrace.repository.gpu_model_cache.GpuModelCache`."""
 
     ledger: Ledger
 
-    def loads(self) -> Iterable[tuple[str, str, LoadStatistics]]:
+    def loads(self) -> Iterable[tuple[str, str, LoadCounts]]:
         """Yield model, version and its load statistics."""
-
-
-class ScrapedGpu(Protocol):
-    """Present values of one GPU from its driver, None for values that it does not report.
-
-    See `headrace.cuda.devices.GpuReading`.
-
-    Attributes:
-        gpu: index among the visible GPUs.
-        name, uuid, driver: "" if the GPU is lost.
-        up: the driver reports values of the GPU.
-        utilization: share of the driver's last sampling period in which a kernel ran, 0 to 1.
-        clocks_hz: by clock domain: sm, memory.
-        ecc_errors: by kind: corrected, uncorrected.
-        slowed: by reason, True while the GPU reduces its clocks for it.
-    """
-
-    gpu: int
-    name: str
-    uuid: str
-    driver: str
-    up: bool
-    utilization: float | None
-    memory_used_bytes: int | None
-    memory_total_bytes: int | None
-    power_w: float | None
-    power_limit_w: float | None
-    energy_j: float | None
-    temperature_c: float | None
-    clocks_hz: Mapping[str, float]
-    ecc_errors: Mapping[str, int]
-    slowed: Mapping[str, bool]
 
 
 class GpuReader(Protocol):
     """See `headrace.cuda.devices.Nvml`."""
 
-    def readings(self) -> Iterable[ScrapedGpu]:
+    def readings(self) -> Iterable[GpuReading]:
         """Return a reading of every GPU, none without a driver. Takes some milliseconds."""
 
 
@@ -274,7 +233,7 @@ class GpuCollector(table.ScrapeCollector):
         yield from _triton(readings)
         yield self._energy(readings)
 
-    def _energy(self, readings: list[ScrapedGpu]) -> Metric:
+    def _energy(self, readings: list[GpuReading]) -> Metric:
         """Collect energy as Triton counts it: from the start of the server, not of the driver."""
         metric = table.TRITON_ENERGY.unknown()
         for reading in readings:
@@ -284,7 +243,7 @@ class GpuCollector(table.ScrapeCollector):
         return metric
 
 
-def _triton(readings: list[ScrapedGpu]) -> Iterator[GaugeMetricFamily]:
+def _triton(readings: list[GpuReading]) -> Iterator[GaugeMetricFamily]:
     for name, read in _TRITON.items():
         metric = table.TRITON_GPU[name].gauge()
         for reading in readings:

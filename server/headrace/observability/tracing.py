@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import random
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -21,7 +19,8 @@ from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.telemetry import TraceContext
 from headrace.observability.access_log import OK, AccessRecord, RequestLog
-from headrace.observability.counters import DROPPED
+from headrace.observability.background import BackgroundWorker
+from headrace.observability.counters import DROPPED, Recorder
 from headrace.observability.logs import Pseudonyms, escape
 
 logger = logging.getLogger("headrace.trace")
@@ -54,7 +53,7 @@ class TraceRecord:
     log_frequency: int
 
 
-class TraceWriter:
+class TraceWriter(BackgroundWorker[TraceRecord]):
     """Writes records to `path`, or those with a `log_frequency` to `path`.0, `path`.1, ...
 
     Each file is a JSON array (Triton's documentation, "JSON Trace Output") and is valid after every record: the closing bracket
@@ -66,74 +65,40 @@ class TraceWriter:
     Args:
         path: of the trace file; existing files are overwritten.
         max_bytes: maximum size of all files together, so that no client can fill the disk. The writer stops there.
-
-    Attributes:
-        dropped: records lost because the queue was full.
-        failed: the writer has stopped; the log has the reason.
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
-        self.dropped = 0
-        DROPPED.declare("traces")
-        self.failed = False
+        super().__init__("headrace-traces", "traces", self._write_all, _QUEUE_RECORDS, on_failed=self._close_files)
         self._path = path
         self._left_bytes = max_bytes
-        self._queue: queue.Queue[TraceRecord | None] = queue.Queue(_QUEUE_RECORDS)
-        self._thread: threading.Thread | None = None
         self._single: _JsonArray | None = None
         self._indexed: _JsonArray | None = None
         self._index = 0
 
-    def put(self, record: TraceRecord) -> None:
-        """Queue a record; drops and counts it if the queue is full or the writer has failed."""
-        if self._thread is None:
-            # A daemon: a disk that hangs must not keep the process from ending.
-            self._thread = threading.Thread(target=self._run, name="headrace-traces", daemon=True)
-            self._thread.start()
-        try:
-            if self.failed:
-                raise queue.Full
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self.dropped += 1
-            DROPPED.count("traces")
-
-    def close(self) -> None:
-        """Write the queued records and close the files; waits at most 10 s for a slow disk. `put` must not follow."""
-        if self._thread is None:
-            return
-        try:
-            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
-        except queue.Full:
-            self.failed = True
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
+        """Write the queued records and close the files; waits at most 10 s for a slow disk."""
+        is_done = super().close(timeout_s)
+        if is_done:
+            self._close_files()
         else:
-            self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("traces are lost: they could not be written within %g s", _CLOSE_TIMEOUT_S)
+            logger.error("traces are lost: they could not be written within %g s", timeout_s)
         if self.dropped:
-            logger.warning("%d traces were dropped: the queue of the trace writer was full", self.dropped)
+            logger.warning("%d traces were dropped: the trace writer's queue was full, or it had stopped", self.dropped)
+        return is_done
 
-    def _run(self) -> None:
-        try:
-            while (record := self._queue.get()) is not None:
+    def _close_files(self) -> None:
+        for file in (self._single, self._indexed):
+            if file is not None:
+                file.close()
+
+    def _write_all(self, records: list[TraceRecord]) -> None:
+        for record in records:
+            try:
                 self._write(record)
-                if self._left_bytes <= 0:
-                    self.failed = True
-                    logger.error("tracing stops: the trace files have reached their maximum size")
-                    break
-        except OSError as error:
-            self.failed = True
-            logger.error("tracing stops: --trace-file %s cannot be written: %s", self._path, error.strerror)
-        except Exception:
-            self.failed = True
-            logger.exception("tracing stops: unexpected exception")
-        finally:
-            for file in (self._single, self._indexed):
-                if file is not None:
-                    file.close()
-            # The thread reads no more records: make room for the one that `close` puts.
-            while self.failed and not self._queue.empty():
-                self._queue.get_nowait()
+            except OSError as error:
+                raise OSError(f"--trace-file {self._path} cannot be written: {error.strerror}") from error
+            if self._left_bytes <= 0:
+                raise OSError("the trace files have reached their maximum size")
 
     def _write(self, record: TraceRecord) -> None:
         if record.log_frequency == 0:
@@ -536,13 +501,6 @@ def _sampler(settings: Mapping[str, int]) -> _Sampler:
     )
 
 
-class Exemplars(Protocol):
-    """Exemplars of a version's latency histogram; see `headrace.observability.counters.Recorder`."""
-
-    def add_exemplar(self, total_ns: int, trace_id: str) -> None:
-        """Make a traced request the exemplar of its bucket."""
-
-
 class SamplingDecision(NamedTuple):
     """Selection of a request for a trace and the access log, made before its result is known.
 
@@ -590,11 +548,11 @@ class RequestObserver:
         log = self._log.active and self._log.wants(trace is not None)
         return SamplingDecision(trace, log) if log or trace is not None else None
 
-    def record_success(self, sampling: SamplingDecision, access_record: AccessRecord, exemplars: Exemplars) -> None:
+    def record_success(self, sampling: SamplingDecision, access_record: AccessRecord, recorder: Recorder) -> None:
         """Record a selected request that succeeded."""
         trace = sampling.trace
         if trace is not None and trace.trace_id and access_record.times is not None:
-            exemplars.add_exemplar(access_record.times.split_ns - access_record.received_ns, trace.trace_id)
+            recorder.add_exemplar(access_record.times.split_ns - access_record.received_ns, trace.trace_id)
         self._record(sampling, access_record)
 
     def record_failure(self, sampling: SamplingDecision | None, access_record: AccessRecord) -> None:

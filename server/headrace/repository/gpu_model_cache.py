@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.ledger import HOST, Ledger, MemoryAccount, NoRoom, format_bytes
+from headrace.core.telemetry import LoadCounts
 from headrace.scheduling.handle import ModelHandle
 
 logger = logging.getLogger("headrace.memory")
@@ -84,25 +85,6 @@ class CachedModel:
         if handle.in_flight or handle.depth:
             return self.protected_until_ns
         return min(self.protected_until_ns, handle.used_ns + _IDLE_NS) if handle.used_ns else 0
-
-
-@dataclass(slots=True)
-class LoadCounts:
-    """Load and eviction counters of one version.
-
-    Attributes:
-        count: number of loads.
-        time_ns: total load time.
-        last_ns: time of the last load.
-        on_demand: loads caused by a request.
-        evictions: evictions that made room for another version.
-    """
-
-    count: int = 0
-    time_ns: int = 0
-    last_ns: int = 0
-    on_demand: int = 0
-    evictions: int = 0
 
 
 class GpuModelCache:

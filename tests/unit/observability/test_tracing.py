@@ -364,7 +364,7 @@ def test_the_death_of_the_writer_is_logged(
     tracer.update("", ON)
     answer(tracer)
     wait_until_failed(tracer)
-    assert "tracing stops: unexpected exception" in caplog.text
+    assert "headrace-traces stops: unexpected exception" in caplog.text
     assert "ZeroDivisionError" in caplog.text
     answer(tracer)
     assert tracer.active is False
