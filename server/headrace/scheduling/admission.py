@@ -68,7 +68,7 @@ class AdmissionController:
         cost_model: batch durations; its `overhead_ns` is set from measurements.
         policy: batching rules.
         queue: the queue of the model version.
-        in_flight_work: returns the batches of each live instance.
+        in_flight_work: returns the batches of each live instance. A prediction reads them there, so batches count nothing for it.
         shared: clients share the model: only a client below its share overtakes requests that are queued.
 
     Attributes:

@@ -166,10 +166,10 @@ def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
     return shown
 
 
-_BUSY = 0.85  # utilisation from which an instance counts as busy
+_BUSY = 0.85  # utilisation from which an instance counts as busy: nearly every request finds it busy
 _OFTEN = 0.25  # share of batches, or of a request's latency, from which a cause is reported
 _REFUSED = 0.01  # share of rejected requests from which they are reported
-_GAIN = 1.15  # throughput ratio from which a change of settings is proposed
+_GAIN = 1.15  # throughput ratio from which a change of settings is proposed: less is not worth a change
 
 
 @dataclass(frozen=True, slots=True)
