@@ -274,6 +274,8 @@ class RecentTotals:
 class TotalsSnapshots:
     """Copies of the totals before the first event of each of the last seconds.
 
+    Figures of the last seconds are differences of totals: no event is counted twice, and a batch pays one comparison.
+
     Not thread-safe: its owner's lock guards it.
 
     Attributes:

@@ -178,6 +178,8 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 class PixelSteps:
     """Resizes, crops, normalizes and lays out batches of images, in a buffer that is allocated once.
 
+    It works on one image at a time and in place, so that the image stays in the caches of the processor.
+
     Ownership: one thread. The result of `apply` is valid until the next call.
 
     Args:
