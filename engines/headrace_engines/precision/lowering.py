@@ -12,8 +12,7 @@ run of the whole network: with 16 samples on two cores about a second for each l
 
 The noise that quantisation adds to the output of each layer would be cheaper: one run for all layers. It does not predict the
 sensitivity: on efficientnet_lite0 it found at most 5 of the 8 most sensitive layers (rank correlation at most 0.63), because
-    later
-layers amplify or suppress the noise. The sensitivity on 8 samples found 7 or 8 of those on 32 samples (0.96).
+later layers amplify or suppress the noise. The sensitivity on 8 samples found 7 or 8 of those on 32 samples (0.96).
 
 FP16 and BF16 models are strongly typed: every tensor has its type in the graph.
 
