@@ -154,6 +154,44 @@ def never_blocks(execution: Execution) -> bool:
     return getattr(execution, "prompt", False) is True
 
 
+class WrappedExecution:
+    """Base of executions around another one; pipelined if that one is. The handle of a batch is the inner batch.
+
+    Args:
+        inner: the wrapped execution.
+
+    Attributes:
+        depth, prompt, any_thread: those of the wrapped execution; a depth of 1 if it is not pipelined.
+    """
+
+    def __init__(self, inner: Execution) -> None:
+        self._inner = inner
+        self.depth = inner.depth if is_pipelined(inner) else 1
+        self.prompt = never_blocks(inner)
+        self.any_thread = runs_on_any_thread(inner)
+
+    def launch(self, batch: InFlightBatch) -> None:
+        """Launch the inner batch."""
+        self._pipelined().launch(self._inner_batch(batch))
+
+    def discard(self, batch: InFlightBatch) -> None:
+        """Discard the inner batch."""
+        self._pipelined().discard(self._inner_batch(batch))
+
+    def close(self) -> None:
+        """Close the wrapped execution."""
+        self._inner.close()
+
+    def _pipelined(self) -> PipelinedExecution:
+        if not is_pipelined(self._inner):
+            raise TypeError("the wrapped execution runs one batch at a time: call run() instead of begin()")
+        return self._inner
+
+    def _inner_batch(self, batch: InFlightBatch) -> InFlightBatch:
+        assert isinstance(batch.handle, InFlightBatch), "the batch was begun by another execution"
+        return batch.handle
+
+
 class LoadedModel(Protocol):
     """One version of a model in memory."""
 

@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.backends.base import (
-    Execution,
-    InFlightBatch,
-    PipelinedExecution,
-    is_pipelined,
-    never_blocks,
-    runs_on_any_thread,
-)
+from headrace.backends.base import Execution, InFlightBatch, WrappedExecution
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
 from headrace.core.tensor_config import Postprocess, picture_input, scores_output
@@ -175,7 +168,7 @@ class Steps:
         return PictureExecution(execution, self.pixels, self.ranking, self.batched)
 
 
-class PictureExecution:
+class PictureExecution(WrappedExecution):
     """Execution that preprocesses images and ranks classes around another one; pipelined if that one is.
 
     See `headrace.backends.base.PipelinedExecution`.
@@ -192,14 +185,14 @@ class PictureExecution:
     """
 
     def __init__(self, inner: Execution, pixels: Pixels | None, ranking: Ranking | None, batched: bool) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._pixels = pixels
         self._ranking = ranking
         self._free: list[Array] = []
-        self.depth = inner.depth if batched and is_pipelined(inner) else 1
-        self.prompt = pixels is None and never_blocks(inner)  # preprocessing an image takes CPU time
-        self.any_thread = pixels is None and runs_on_any_thread(inner)
+        if not batched:
+            self.depth = 1
         if pixels is not None:
+            self.prompt = self.any_thread = False  # preprocessing an image takes CPU time
             # Imported here, so that servers without image models do not load Pillow.
             from headrace.pipelines.image import PixelSteps
 
@@ -240,35 +233,25 @@ class PictureExecution:
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Wait for the batch and return the outputs as clients receive them."""
-        return self._client_outputs(self._pipelined().finish(_inner(batch)))
+        return self._client_outputs(self._pipelined().finish(self._inner_batch(batch)))
 
     def discard(self, batch: InFlightBatch) -> None:
         """Discard the inner batch."""
         self._pipelined().discard(self._release_pixels(batch))
 
-    def close(self) -> None:
-        """Close the inner execution."""
-        self._inner.close()
-
     def _release_pixels(self, batch: InFlightBatch) -> InFlightBatch:
         """Return the inner batch and free the pixel buffer for the next one: the model does not read it."""
         if isinstance(batch.handle, tuple):
             self._free.append(batch.handle[1])
-        return _inner(batch)
+        return self._inner_batch(batch)
 
     def _client_outputs(self, outputs: dict[str, Array]) -> dict[str, Array]:
         return outputs if self._ranking is None else self._ranking.apply(outputs)
 
-    def _pipelined(self) -> PipelinedExecution:
-        if not is_pipelined(self._inner):
-            raise TypeError("the inner execution runs one batch at a time: call run() instead of begin()")
-        return self._inner
-
-
-def _inner(batch: InFlightBatch) -> InFlightBatch:
-    inner = batch.handle[0] if isinstance(batch.handle, tuple) else batch.handle
-    assert isinstance(inner, InFlightBatch), "the batch was begun by another execution"
-    return inner
+    def _inner_batch(self, batch: InFlightBatch) -> InFlightBatch:
+        inner = batch.handle[0] if isinstance(batch.handle, tuple) else batch.handle
+        assert isinstance(inner, InFlightBatch), "the batch was begun by another execution"
+        return inner
 
 
 def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:

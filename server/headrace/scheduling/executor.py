@@ -20,9 +20,7 @@ from headrace.backends.base import (
     Execution,
     ExecutionLost,
     InFlightBatch,
-    PipelinedExecution,
-    is_pipelined,
-    never_blocks,
+    WrappedExecution,
     runs_on_any_thread,
 )
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
@@ -577,7 +575,7 @@ def exceed_deadline(entry: Entry) -> None:
     entry.completion.settle(DeadlineExceeded(f"the request's deadline passed after {after_us} us"))
 
 
-class ReshapingExecution:
+class ReshapingExecution(WrappedExecution):
     """Wraps an execution to apply `reshape`; pipelined if the wrapped one is. See `headrace.backends.base`.
 
     Args:
@@ -585,21 +583,15 @@ class ReshapingExecution:
         inputs: shape in the model by input name, without the batch dimension, at most one size -1.
         outputs: shape for clients by output name, without the batch dimension, at most one size -1.
         batched: True if the first dimension is the batch.
-
-    Attributes:
-        depth: depth of the wrapped execution; 1 if it is not pipelined.
     """
 
     def __init__(
         self, inner: Execution, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]], batched: bool
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._inputs = inputs
         self._outputs = outputs
         self._batched = batched
-        self.depth = inner.depth if is_pipelined(inner) else 1
-        self.prompt = never_blocks(inner)
-        self.any_thread = runs_on_any_thread(inner)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch; return all outputs in the clients' shapes."""
@@ -615,26 +607,9 @@ class ReshapingExecution:
         # Rows that are resident have the same bytes in either shape.
         return InFlightBatch(inputs, rows, inner, inner.device, inner.resident_inputs)
 
-    def launch(self, in_flight: InFlightBatch) -> None:
-        """Launch the wrapped batch."""
-        self._pipelined().launch(_inner(in_flight))
-
-    def finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Finish a batch; return all outputs in the clients' shapes."""
-        return self._to_caller_shape(self._pipelined().finish(_inner(in_flight)))
-
-    def discard(self, in_flight: InFlightBatch) -> None:
-        """Discard the wrapped batch."""
-        self._pipelined().discard(_inner(in_flight))
-
-    def close(self) -> None:
-        """Close the wrapped execution."""
-        self._inner.close()
-
-    def _pipelined(self) -> PipelinedExecution:
-        if not is_pipelined(self._inner):
-            raise TypeError("the wrapped execution is not pipelined and runs one batch at a time: call run")
-        return self._inner
+        return self._to_caller_shape(self._pipelined().finish(self._inner_batch(batch)))
 
     def _to_model_shape(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
@@ -653,8 +628,3 @@ class ReshapingExecution:
         if shape is None:
             return array
         return array.reshape((array.shape[0], *shape) if self._batched else shape)
-
-
-def _inner(in_flight: InFlightBatch) -> InFlightBatch:
-    assert isinstance(in_flight.handle, InFlightBatch), "the handle is the wrapped batch"
-    return in_flight.handle
