@@ -38,7 +38,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/config": {"ours": "headrace.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
     "server/headrace/repository": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
-        "headrace.pipelines.execution headrace.cuda.kernels.launching"
+        "headrace.pipelines.execution headrace.cuda.devices headrace.cuda.kernels.launching"
     },
     "server/headrace/inference": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},
     "server/headrace/http": {

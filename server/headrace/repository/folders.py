@@ -129,10 +129,7 @@ def is_model_folder(path: Path) -> bool:
 
 def folder_names(path: Path) -> list[str]:
     """Return the names of the folders in `path`, for suggestions; empty if it cannot be read."""
-    try:
-        return [entry.name for entry in path.iterdir() if os.path.isdir(entry)]
-    except OSError:
-        return []
+    return [entry.name for entry in _folders(path)]
 
 
 def _check_folder(path: Path) -> SkippedFolder | None:

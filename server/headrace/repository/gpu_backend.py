@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from headrace.backends.process.backend import IsolatedModel
-from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
+from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel
 from headrace.backends.tensorrt.plan import PlanTensor, installed
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.manifest import Machine
@@ -15,6 +15,7 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.cuda import devices as gpus
 from headrace.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.pipelines.execution import Steps
 
@@ -50,7 +51,7 @@ def devices_of(config: ModelConfig) -> list[int]:
         if group.kind == "KIND_CPU":
             continue
         count = instances_on_each_gpu(config) if group.is_default else group.count
-        for device in group.gpus or range(gpu_count()):
+        for device in group.gpus or range(gpus.count()):
             devices += [device] * count
     return devices or [0]
 
@@ -92,7 +93,8 @@ def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps
     Returns:
         The steps that remain on the CPU.
     """
-    prepares, ranks = _picture_stage(steps), _class_stage(steps, config)
+    pixels, ranks = steps.pixels, _class_stage(steps, config)
+    prepares = None if pixels is None else PictureStage(pixels.name, pixels.recipe, pixels.dtype)
     stages = [stage for stage in (prepares, ranks) if stage is not None]
     if not stages:
         return steps
@@ -101,11 +103,6 @@ def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps
         logger.warning("model %s: the CPU prepares its pictures and ranks its classes: %s", config.name, reason)
         return steps
     return steps.on_gpu(prepares is not None, ranks is not None)
-
-
-def _picture_stage(steps: Steps) -> PictureStage | None:
-    pixels = steps.pixels
-    return None if pixels is None else PictureStage(pixels.name, pixels.recipe, pixels.dtype)
 
 
 def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:

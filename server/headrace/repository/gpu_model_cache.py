@@ -357,12 +357,8 @@ class GpuModelCache:
         """Wait for a version that is being closed to free its GPU memory; False if none does in time."""
 
         def count_closing() -> int:
-            closing = [
-                model
-                for model in self._models.values()
-                if gpu in model.memory_bytes and model.handle.closing and not model.handle.evicted
-            ]
-            return len(closing)
+            on_gpu = [model.handle for model in self._models.values() if gpu in model.memory_bytes]
+            return sum(handle.closing and not handle.evicted for handle in on_gpu)
 
         with self._removal:
             before = count_closing()

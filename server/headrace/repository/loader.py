@@ -27,6 +27,7 @@ from headrace.core.model_config import DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.cuda import devices as gpus
 from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import Steps, steps_of
 from headrace.repository.gpu_model_cache import GpuModelCache
@@ -199,9 +200,7 @@ class Loader:
         Raises:
             ConfigError: no runtime on this machine can run it, or its file cannot be read.
         """
-        from headrace.backends.tensorrt.plan import gpu_is_visible
-
-        gpu = GpuRuntime(self._tensorrt_machine, gpu_is_visible)
+        gpu = GpuRuntime(self._tensorrt_machine, gpus.is_visible)
         return serving_plan(folder, version, gpu, self.engines(folder.path, version))
 
     def engines(self, model: Path, version: int) -> Path | None:
@@ -312,7 +311,7 @@ class Loader:
         self, plan: ServingPlan, config: ModelConfig, steps: Steps, account: MemoryAccount
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.process.backend import IsolatedBackend
-        from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel, gpu_count
+        from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel
         from headrace.repository.gpu_backend import (
             backend_parameters,
             check_tensors,
@@ -325,7 +324,7 @@ class Loader:
         backend, parameters = self._create_backend(plan.runtime, config), backend_parameters(config, devices)
         if not isinstance(backend, TensorRtBackend | IsolatedBackend):
             return devices, backend.load(plan.file, len(devices), parameters), steps
-        for device in set(devices).intersection(range(gpu_count())):  # the backend reports missing GPUs
+        for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
             self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(plan.file, len(devices), parameters, account)
         try:

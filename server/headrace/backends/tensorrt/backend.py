@@ -50,7 +50,6 @@ from headrace.backends.tensorrt.tuning import tune
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array
-from headrace.cuda import devices as gpus
 from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_context_usable, loaded, primary_context
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
@@ -67,11 +66,6 @@ _MAX_DEPTH = 8
 _WAITS: dict[str, bool | None] = {"auto": None, "spin": True, "sleep": False}
 
 logger = logging.getLogger("headrace.tensorrt")
-
-
-def gpu_count() -> int:
-    """Return the number of GPUs."""
-    return gpus.count()
 
 
 class TensorRtBackend:

@@ -150,14 +150,7 @@ def load() -> TensorRtLibrary:
     return _started(tensorrt.import_tensorrt("install Headrace's extra 'gpu', or use NVIDIA's container"))
 
 
-@functools.cache
-def _started(trt: Any) -> TensorRtLibrary:
-    return TensorRtLibrary(trt)
-
-
-def gpu_is_visible() -> bool:
-    """Return True if an NVIDIA driver and a GPU are present; starts neither CUDA nor TensorRT."""
-    return gpus.is_visible()
+_started = functools.cache(TensorRtLibrary)
 
 
 def installed(device: int = 0) -> InstalledTensorRt:
