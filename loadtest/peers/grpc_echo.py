@@ -54,11 +54,11 @@ class GrpcEcho:
             (MODEL_STREAM_INFER, grpc.stream_stream_rpc_method_handler(self.stream_infer)),
             (ECHO_COUNT, grpc.unary_unary_rpc_method_handler(self.count)),
         )
-        found = []
+        result = []
         for path, handler in methods:
             _, service, name = path.split("/")
-            found.append(grpc.method_handlers_generic_handler(service, {name: handler}))
-        return found
+            result.append(grpc.method_handlers_generic_handler(service, {name: handler}))
+        return result
 
 
 async def serve(answer: bytes, port: int) -> None:

@@ -80,7 +80,7 @@ class Clients:
 
     @contextmanager
     def sending(self) -> Iterator[Clients]:
-        threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=self._send, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         try:
@@ -90,7 +90,7 @@ class Clients:
             for thread in threads:
                 thread.join()
 
-    def _ask(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         kind = triton_grpc if number == 0 else triton_http
         address = self._server.grpc_address if number == 0 else self._server.address
         client = kind.InferenceServerClient(address)
@@ -108,7 +108,7 @@ class Clients:
         """Whether each answer is the engine's (True) or the model's; it must be one of the two."""
         gains = []
         for row, answer in self.answers:
-            misses = [float(np.abs(answer - known[row]).max()) for known in (model, engine)]
+            misses = [float(np.abs(answer - entry[row]).max()) for entry in (model, engine)]
             assert min(misses) < 1e-3
             gains.append(misses[1] < misses[0])
         return gains

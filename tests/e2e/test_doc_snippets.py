@@ -79,7 +79,7 @@ class Snippet:
 
     def commands(self) -> list[str]:
         """Shell commands, continued lines joined, comments behind them removed."""
-        found: list[str] = []
+        result: list[str] = []
         open_ = ""
         for line in self.text.splitlines() if self.kind in ("indented", "", "sh", "bash") else ():
             if not open_ and not COMMAND.match(line.strip() + " "):
@@ -87,9 +87,9 @@ class Snippet:
             open_ = f"{open_}\n{line}" if open_ else line.strip()
             if open_.endswith("\\") or not _is_complete(open_):
                 continue
-            found.append(re.sub(r"\s+#.*$", "", open_) if "\n" not in open_ else open_)
+            result.append(re.sub(r"\s+#.*$", "", open_) if "\n" not in open_ else open_)
             open_ = ""
-        return [re.split(r" {3,}", command)[0] if command.startswith("make ") else command for command in found]
+        return [re.split(r" {3,}", command)[0] if command.startswith("make ") else command for command in result]
 
 
 def _is_complete(text: str) -> bool:
@@ -102,25 +102,25 @@ def _is_complete(text: str) -> bool:
 
 def snippets(page: str) -> list[Snippet]:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    found, index = [], 0
+    result, index = [], 0
     while index < len(lines):
         fence = re.match(r"(\s*)```(\w*)", lines[index])
         if fence:
             end = next(i for i in range(index + 1, len(lines)) if lines[i].strip().startswith("```"))
             text = "\n".join(line.removeprefix(fence[1]) for line in lines[index + 1 : end])
-            found.append(Snippet(page, index + 2, fence[2], text))
+            result.append(Snippet(page, index + 2, fence[2], text))
         elif lines[index].startswith("    ") and not (index and lines[index - 1].strip()):
             end = index
             while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
                 end += 1
-            found.append(
+            result.append(
                 Snippet(page, index + 1, "indented", "\n".join(line[4:] for line in lines[index:end]).rstrip())
             )
             end -= 1
         else:
             end = index
         index = end + 1
-    return found
+    return result
 
 
 ALL = [snippet for page in PAGES for snippet in snippets(page)]

@@ -50,7 +50,7 @@ def serving(repository: Path, log: Path, *options: str) -> Iterator[Server]:
         server.process.wait()
 
 
-def ask(server: Server, name: str, seed: int) -> None:
+def check_inference(server: Server, name: str, seed: int) -> None:
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": X[0].tolist()}
     status, _, body = server.request("POST", f"/v2/models/{name}/infer", json.dumps({"inputs": [tensor]}).encode())
     assert status == 200, body
@@ -76,7 +76,7 @@ def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tm
         sizes = memory(server)
         assert len(set(sizes.values())) == 1, sizes
         assert set(sizes) == set("abc")
-        ask(server, "a", 1)
+        check_inference(server, "a", 1)
     size = sizes["a"]
     fraction = repr((2 * size + 0.5) / (1 << 30))
     with serving(repository, tmp_path / "two.log", "--gpu-memory-fraction", fraction) as server:
@@ -89,7 +89,7 @@ def test_more_models_than_the_gpu_holds_are_served_in_turns(repository: Path, tm
         def client(name: str, seed: int) -> None:
             try:
                 for _ in range(3):
-                    ask(server, name, seed)
+                    check_inference(server, name, seed)
             except BaseException as error:
                 failures.append(error)
 
@@ -113,8 +113,8 @@ def test_a_model_that_cannot_fit_is_reported_and_the_others_are_served(repositor
         state, reason = index(server)["b"]
         assert state == "UNAVAILABLE"
         assert "its gpu_memory_budget is 1.0 KiB" in reason
-        ask(server, "a", 1)
-        ask(server, "c", 3)
+        check_inference(server, "a", 1)
+        check_inference(server, "c", 3)
         status, _, body = server.request("POST", "/v2/models/b/infer", b'{"inputs": []}')
         assert status == 503
         assert b"gpu_memory_budget" in body
@@ -155,7 +155,7 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
     server = start(road, log("first.log"), "--state-dir", str(state), env=env, command=COMMAND)
     try:
         server.wait_until_ready()
-        ask(server, "r", 1)
+        check_inference(server, "r", 1)
         until(
             lambda: "building TensorRT FP16, usually a minute or two; the CPU serves meanwhile" in index(server)["r"][1]
         )
@@ -173,7 +173,7 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
         assert reason in explained["summary"]
         (orders / "hold").unlink()
         until(lambda: index(server)["r"] == ("READY", ""))
-        ask(server, "r", 2)
+        check_inference(server, "r", 2)
         there = {"runtime": "tensorrt", "device": "GPU 0", "precision": "fp16"}
         assert there.items() <= metadata(server).items()
         (statistics,) = json.loads(server.request("GET", "/v2/models/r/stats")[2])["model_stats"]
@@ -191,7 +191,7 @@ def test_the_cpu_serves_until_the_gpu_is_ready_and_all_status_pages_agree(road: 
     assert sorted(path.name for path in (road / "r" / "1").iterdir()) == before, "the engine is in the state folder"
     with serving(road, log("second.log"), "--state-dir", str(state)) as server:
         assert index(server)["r"] == ("READY", "")
-        ask(server, "r", 2)
+        check_inference(server, "r", 2)
 
 
 @pytest.mark.parametrize(("config", "status"), [("", 1), ("fallback: onnxruntime\n", 0)])

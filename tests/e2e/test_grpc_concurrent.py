@@ -75,14 +75,14 @@ def test_one_batch_of_both_protocols(grpc_server: Server, reference: Reference) 
     x = np.random.default_rng(0).standard_normal((2, 16), np.float32)
     before = sizes(grpc_server, "patient")
 
-    def ask(client: Any, request_input: Any) -> Any:
+    def infer_sync(client: Any, request_input: Any) -> Any:
         with client:
             return client.infer("patient", [request_input]).as_numpy("Y")
 
     with ThreadPoolExecutor(2) as pool:
         answers = [
-            pool.submit(lambda: ask(triton.InferenceServerClient(grpc_server.grpc_address), over_grpc(x[:1]))),
-            pool.submit(lambda: ask(triton_http.InferenceServerClient(grpc_server.address), over_http(x[1:]))),
+            pool.submit(lambda: infer_sync(triton.InferenceServerClient(grpc_server.grpc_address), over_grpc(x[:1]))),
+            pool.submit(lambda: infer_sync(triton_http.InferenceServerClient(grpc_server.address), over_http(x[1:]))),
         ]
         for answer, row in zip(answers, (x[:1], x[1:]), strict=True):
             assert np.allclose(answer.result(20), reference.affine(row), atol=1e-5)

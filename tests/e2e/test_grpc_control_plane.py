@@ -286,7 +286,7 @@ def test_reflection_as_a_descriptor_database(grpc_channel: grpc.Channel) -> None
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 def test_reflection_question_by_question(grpc_channel: grpc.Channel, version: str) -> None:
-    ask = grpc_channel.stream_stream(
+    reflect = grpc_channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         reflection_pb2.ServerReflectionRequest.SerializeToString,
         reflection_pb2.ServerReflectionResponse.FromString,
@@ -303,7 +303,7 @@ def test_reflection_question_by_question(grpc_channel: grpc.Channel, version: st
         {"all_extension_numbers_of_type": "no.Such"},
         {},
     ]
-    answers = list(ask(iter([reflection_pb2.ServerReflectionRequest(**question) for question in questions])))
+    answers = list(reflect(iter([reflection_pb2.ServerReflectionRequest(**question) for question in questions])))
     kinds = [answer.WhichOneof("message_response") for answer in answers]
     assert kinds == [
         "list_services_response",
@@ -320,7 +320,7 @@ def test_reflection_question_by_question(grpc_channel: grpc.Channel, version: st
 
 
 def test_the_whole_asyncio_client(grpc_server: Server) -> None:
-    async def ask() -> None:
+    async def reflect() -> None:
         async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
             assert await client.is_server_live()
             assert await client.is_server_ready()
@@ -341,4 +341,4 @@ def test_the_whole_asyncio_client(grpc_server: Server) -> None:
                 await client.infer("nothing", [tensor("X", x)])
             assert caught.value.status() == "StatusCode.NOT_FOUND"
 
-    asyncio.run(ask())
+    asyncio.run(reflect())

@@ -129,7 +129,7 @@ def test_clients_on_threads(server: Server, reference: Reference) -> None:
 
 
 def test_the_whole_asyncio_client(server: Server) -> None:
-    async def ask() -> None:
+    async def all_requests() -> None:
         async with triton_aio.InferenceServerClient(server.address) as client:
             assert await client.is_server_live()
             assert await client.is_server_ready()
@@ -155,7 +155,7 @@ def test_the_whole_asyncio_client(server: Server) -> None:
                 await client.infer("nothing", [tensor(x)])
             assert caught.value.status() == "404"
 
-    asyncio.run(ask())
+    asyncio.run(all_requests())
 
 
 def test_on_the_cpu_batches_have_the_rows_that_the_configuration_bounds_there(tmp_path: Path) -> None:

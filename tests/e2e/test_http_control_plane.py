@@ -120,9 +120,9 @@ def test_the_index_of_ready_models(server: Server) -> None:
 
 @pytest.mark.parametrize("name", sorted(BROKEN))
 def test_a_quarantined_model_has_its_reason(client: triton.InferenceServerClient, name: str) -> None:
-    for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
+    for call in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
         with pytest.raises(InferenceServerException, match=f"'{name}' cannot be served: {name}/") as caught:
-            ask(name)
+            call(name)
         assert caught.value.status() == "503"
     tensor = triton.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.zeros((1, 16), np.float32))
     with pytest.raises(InferenceServerException, match=f"'{name}' cannot be served"):

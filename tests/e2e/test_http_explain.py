@@ -32,7 +32,7 @@ def explanation_after(server: Server, model: str, batches: int) -> Any:
     return report
 
 
-def ask(server: Server, times: int) -> None:
+def send_requests(server: Server, times: int) -> None:
     with triton.InferenceServerClient(server.address) as client:
         array = np.zeros((1, 16), np.float32)
         for _ in range(times):
@@ -45,7 +45,7 @@ def test_a_delay_too_long_for_the_arrivals_is_reported_with_its_cure(tmp_path: P
     with serving(tmp_path / "repository", tmp_path) as server:
         before = explanation(server, "affine")
         assert (before["limit"], before["numbers"]["requests_per_s"]) == ("idle", 0)
-        ask(server, 20)
+        send_requests(server, 20)
         report = explanation_after(server, "affine", 20)
         assert (report["name"], report["version"], report["limit"]) == ("affine", "1", "delay_too_long")
         assert "for others to share a batch, and a batch then holds 1.0" in report["summary"]
@@ -55,7 +55,7 @@ def test_a_delay_too_long_for_the_arrivals_is_reported_with_its_cure(tmp_path: P
         command = [sys.executable, "-m", "headrace", "explain", "affine", "--url", server.url]
         printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert "delay_too_long" in printed
-        threads = [threading.Thread(target=ask, args=(server, 30)) for _ in range(4)]
+        threads = [threading.Thread(target=send_requests, args=(server, 30)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

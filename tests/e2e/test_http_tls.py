@@ -97,13 +97,13 @@ def test_triton_asyncio_client_sends_many_requests_at_once(secure: Server, certi
             secure.address, ssl=True, ssl_context=context(certificates)
         ) as connected:
 
-            async def ask(seed: int) -> None:
+            async def infer_seed(seed: int) -> None:
                 array = picture(1000 + 40_000 * seed, seed)
                 tensor = triton.InferInput("X", list(array.shape), "UINT8").set_data_from_numpy(array)
                 result = await connected.infer("identity", [tensor])
                 assert np.array_equal(result.as_numpy("Y"), array)
 
-            await asyncio.gather(*(ask(seed) for seed in range(16)))
+            await asyncio.gather(*(infer_seed(seed) for seed in range(16)))
 
     asyncio.run(run())
 

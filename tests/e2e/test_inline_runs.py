@@ -61,14 +61,14 @@ def test_lone_requests_over_each_protocol(
     engine: str, connect: Callable[[Server], AbstractContextManager[Send]], tmp_path: Path
 ) -> None:
     models.add_model(tmp_path / "repository", "affine", models.affine())
-    found = []
+    result = []
     # A bound that a busy machine keeps to as well; one run of over 2 ms disables the rest.
     for bound_us in ("1000000", "0"):
         options = ("--grpc-engine", engine, "--inline-bound-us", bound_us)
         (tmp_path / bound_us).mkdir()
         with serving(tmp_path / "repository", tmp_path / bound_us, *options) as server, connect(server) as send:
-            found.append([send(rows).tobytes() for rows in ROWS * 20])
+            result.append([send(rows).tobytes() for rows in ROWS * 20])
             totals = counts(server)
             assert totals["headrace_requests_total"] == totals["headrace_encode_seconds_count"] == len(ROWS) * 20
             assert (totals["headrace_inline_runs_total"] > 0) == (bound_us != "0")
-    assert found[0] == found[1]
+    assert result[0] == result[1]

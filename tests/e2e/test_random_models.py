@@ -89,7 +89,7 @@ class HttpCaller:
         body, header_length = triton_http.InferenceServerClient.generate_request_body([tensor], outputs)
         return body, header_length
 
-    def ask(self, sample: Sample, x: Array, how: str) -> list[Array]:
+    def infer_sample(self, sample: Sample, x: Array, how: str) -> list[Array]:
         body, header_length = self.message(sample, x, how)
         headers = {} if header_length is None else {"Inference-Header-Content-Length": str(header_length)}
         self._connection.request("POST", f"/v2/models/{sample.name}/infer", body, headers)
@@ -141,7 +141,7 @@ class GrpcCaller:
             tensor.set_data_from_numpy(x)
         return [tensor], outputs
 
-    def ask(self, sample: Sample, x: Array, how: str) -> list[Array]:
+    def infer_sample(self, sample: Sample, x: Array, how: str) -> list[Array]:
         inputs, outputs = self.message(sample, x, how)
         answer = self._client.infer(sample.name, inputs, outputs=outputs, client_timeout=60)
         if how != "shared memory":
@@ -229,7 +229,7 @@ class Caller(threading.Thread):
             return
         how = str(rng.choice(["binary", "binary", "JSON", "shared memory"]))
         try:
-            answers = caller.ask(reference.sample, x, how)
+            answers = caller.infer_sample(reference.sample, x, how)
         except InferenceServerException as error:
             if not (reference.sample.may_fail and any(text in str(error) for text in _ERRORS)):
                 self.wrong.append(f"{reference.sample.name} {reference.sample.steps}: {rows} rows: {error}")

@@ -322,13 +322,13 @@ def test_the_servers_name_is_an_option(either: Any) -> None:
 )
 def test_a_model_that_is_not_there(either: Any, name: str, version: str, words: str) -> None:
     module, client = either
-    for ask in (
+    for call in (
         lambda: client.infer(name, [empty(module, [1, 0, 4])], model_version=version),
         lambda: client.get_model_metadata(name, version),
         lambda: client.get_model_config(name, version),
         lambda: client.get_inference_statistics(name, version),
     ):
         with pytest.raises(InferenceServerException) as caught:
-            ask()
+            call()
         assert caught.value.message().startswith("Request for unknown model: ")
         assert words in caught.value.message()

@@ -81,7 +81,7 @@ def grpc(server: Server, model: str, x: Array) -> Array:
         return answer
 
 
-ASK = pytest.mark.parametrize("ask", [http, grpc])
+PROTOCOLS = pytest.mark.parametrize("send", [http, grpc])
 STATUS = {http: "500", grpc: "StatusCode.INTERNAL"}
 
 
@@ -97,15 +97,15 @@ def load_again(server: Server, model: str) -> None:
         client.load_model(model)
 
 
-@ASK
+@PROTOCOLS
 @pytest.mark.parametrize("model", ["detector", "detector_of_rows", "running_sum"])
-def test_without_a_configuration_every_request_runs_alone(server: Server, ask: Any, model: str) -> None:
+def test_without_a_configuration_every_request_runs_alone(server: Server, send: Any, model: str) -> None:
     """The request of issue 15: 6 rows, with four callers at once."""
     assert batch_size(server, model) == (0, False)
     requests = [np.eye(rows, 4, k=shift, dtype=np.float32) for rows in (6, 1, 3, 2) for shift in (0, 1)]
     expected = [x.cumsum(0) if model == "running_sum" else np.transpose(np.nonzero(x)) for x in requests]
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda x: ask(server, model, x), requests * 5))
+        answers = list(pool.map(lambda x: send(server, model, x), requests * 5))
     for answer, right in zip(answers, expected * 5, strict=True):
         assert np.array_equal(answer, right)
 
@@ -114,55 +114,55 @@ def test_a_model_with_independent_rows_is_batched(server: Server) -> None:
     assert batch_size(server, "affine") == (4, True)
 
 
-@ASK
-def test_a_wrong_number_of_rows_is_an_error_of_the_model(server: Server, ask: Any) -> None:
+@PROTOCOLS
+def test_a_wrong_number_of_rows_is_an_error_of_the_model(server: Server, send: Any) -> None:
     load_again(server, "detector_batched")
     one_each = np.eye(6, 4, dtype=np.float32) + np.eye(6, 4, k=-4, dtype=np.float32)
     # Each row has one detection: the rows are right, and the request is split.
-    assert ask(server, "detector_batched", one_each[:4]).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
-    assert len(ask(server, "detector_batched", one_each)) == 6
+    assert send(server, "detector_batched", one_each[:4]).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert len(send(server, "detector_batched", one_each)) == 6
     with pytest.raises(InferenceServerException) as caught:
-        ask(server, "detector_batched", np.ones((3, 4), np.float32))
-    assert caught.value.status() == STATUS[ask]
+        send(server, "detector_batched", np.ones((3, 4), np.float32))
+    assert caught.value.status() == STATUS[send]
     text = caught.value.message()
     assert "model 'detector_batched' returned output 'Y' with the shape [12, 2] for 3 rows, expected [3, 2]" in text
     assert "The model is at fault, not the request" in text
     assert "max_batch_size: 0" in text
     # From here on nothing is merged or split.
     with pytest.raises(InferenceServerException, match="no longer split") as caught:
-        ask(server, "detector_batched", one_each)
-    assert caught.value.status() == STATUS[ask]
+        send(server, "detector_batched", one_each)
+    assert caught.value.status() == STATUS[send]
     with ThreadPoolExecutor(4) as pool:
         answers = list(
-            pool.map(lambda row: ask(server, "detector_batched", one_each[row : row + 1]).tolist(), range(4))
+            pool.map(lambda row: send(server, "detector_batched", one_each[row : row + 1]).tolist(), range(4))
         )
     assert answers == [[[0, column]] for column in range(4)]
     load_again(server, "detector_batched")
-    assert len(ask(server, "detector_batched", one_each)) == 6
+    assert len(send(server, "detector_batched", one_each)) == 6
 
 
-@ASK
-def test_other_dims_than_declared_are_an_error_of_the_model(server: Server, ask: Any) -> None:
+@PROTOCOLS
+def test_other_dims_than_declared_are_an_error_of_the_model(server: Server, send: Any) -> None:
     with pytest.raises(InferenceServerException) as caught:
-        ask(server, "narrow", np.ones((3, 4), np.float32))
-    assert caught.value.status() == STATUS[ask]
+        send(server, "narrow", np.ones((3, 4), np.float32))
+    assert caught.value.status() == STATUS[send]
     assert (
         "returned output 'Y' with the shape [3, 2] for 3 rows, its configuration declares [3, 4]"
         in caught.value.message()
     )
 
 
-@ASK
+@PROTOCOLS
 @pytest.mark.parametrize("model", ["running_sum_of_four", "detector_of_four"])
 def test_a_batch_size_alone_neither_merges_nor_splits_rows_that_depend_on_one_another(
-    server: Server, ask: Any, model: str
+    server: Server, send: Any, model: str
 ) -> None:
     assert batch_size(server, model) == (4, False)
     x = np.eye(4, dtype=np.float32)
     expected = x.cumsum(0) if model == "running_sum_of_four" else np.transpose(np.nonzero(x))
-    assert np.array_equal(ask(server, model, x), expected)
+    assert np.array_equal(send(server, model, x), expected)
     with pytest.raises(InferenceServerException, match="accepts at most 4: send fewer rows"):
-        ask(server, model, np.ones((5, 4), np.float32))
+        send(server, model, np.ones((5, 4), np.float32))
 
 
 def test_batches_of_rows_that_depend_on_one_another_raise_a_warning(server: Server) -> None:

@@ -134,8 +134,8 @@ def test_a_configuration_nested_in_a_message(attacked: Attacked) -> None:
     for text in ("[" * DEEP, '{"a":' * DEEP, '{"max_batch_size": NaN}'):
         request = pb.RepositoryModelLoadRequest(model_name="affine")
         request.parameters["config"].string_param = text
-        code, said = attacked.call(request, "RepositoryModelLoad")
-        assert code == "INVALID_ARGUMENT", said
+        code, message = attacked.call(request, "RepositoryModelLoad")
+        assert code == "INVALID_ARGUMENT", message
     attacked.still_serves()
 
 
@@ -180,10 +180,12 @@ def shown(shape: list[int]) -> str:
 def test_shapes_over_http(fast: Attacked, shape: list[int], model: str) -> None:
     datatype = "BYTES" if model == "identity_bytes" else "FP32"
     with fast.flat_memory():
-        told = {"name": "X", "datatype": datatype, "shape": shape}
-        status, text = fast.infer(http_body({**told, "data": ["x"] * 16 if datatype == "BYTES" else [0.5] * 16}), model)
+        entry = {"name": "X", "datatype": datatype, "shape": shape}
+        status, text = fast.infer(
+            http_body({**entry, "data": ["x"] * 16 if datatype == "BYTES" else [0.5] * 16}), model
+        )
         assert status == 400, text
-        header = http_body({**told, "parameters": {"binary_data_size": 64}})
+        header = http_body({**entry, "parameters": {"binary_data_size": 64}})
         length = str(len(header))
         status, text = fast.infer(header + bytes(64), model, Inference_Header_Content_Length=length)
         assert status == 400, text

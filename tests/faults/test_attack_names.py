@@ -52,7 +52,7 @@ def shown(name: str) -> str:
     return repr(name)[:24]
 
 
-def ask(attacked: Attacked, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
+def send(attacked: Attacked, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
     """Like `post`, for paths that the client library would refuse to send."""
     connection = http.client.HTTPConnection(HOST, attacked.server.port, timeout=20)
     connection._validate_path = lambda _: None  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ ROUTES = [
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_names_in_paths(fast: Attacked, name: str, method: str, path: str) -> None:
     body = http_body() if path.endswith("infer") else b"{}" if method == "POST" else None
-    status, text = ask(fast, method, path.format(quote(name, safe="")), body)
+    status, text = send(fast, method, path.format(quote(name, safe="")), body)
     assert status == 400, text
     assert text.isprintable()
     assert len(text) < 400
@@ -95,7 +95,7 @@ def test_names_in_paths(fast: Attacked, name: str, method: str, path: str) -> No
 def test_versions_in_paths(fast: Attacked, version: str, rest: str) -> None:
     body = http_body() if rest == "/infer" else None
     path = f"/v2/models/affine/versions/{quote(version, safe='')}{rest}"
-    status, text = ask(fast, "POST" if body else "GET", path, body)
+    status, text = send(fast, "POST" if body else "GET", path, body)
     assert status == 400, text
     assert text.isprintable()
 
@@ -111,7 +111,7 @@ def test_versions_in_paths(fast: Attacked, version: str, rest: str) -> None:
     ],
 )
 def test_paths_are_not_resolved(fast: Attacked, path: str) -> None:
-    assert ask(fast, "GET", path)[0] in (400, 404)
+    assert send(fast, "GET", path)[0] in (400, 404)
 
 
 CALLS: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_folders_that_cannot_be_models(fast: Attacked) -> None:
     for name in ("$(touch pwned)", "a b", "x\ny"):
         (fast.repository / name).mkdir(exist_ok=True)
     for name in ("..", "$(touch pwned)", "../models/affine", str(fast.repository / "affine")):
-        assert ask(fast, "POST", f"/v2/repository/models/{quote(name, safe='')}/load", b"{}")[0] == 400
+        assert send(fast, "POST", f"/v2/repository/models/{quote(name, safe='')}/load", b"{}")[0] == 400
     assert not list(fast.repository.glob("**/pwned"))
     fast.still_serves()
 
@@ -197,7 +197,7 @@ def load_failures(attacked: Attacked) -> None:
 def hostile_requests(attacked: Attacked) -> None:
     quoted = quote(HOSTILE, safe="")
     for method, path in ROUTES:
-        ask(attacked, method, path.format(quoted), b"{}" if method == "POST" else None)
+        send(attacked, method, path.format(quoted), b"{}" if method == "POST" else None)
     attacked.infer(http_body(id=HOSTILE))
     attacked.infer(http_body(id=HOSTILE, parameters={HOSTILE: HOSTILE}))
     # The model itself refuses the value: that is logged, or told, with the request's id.

@@ -231,7 +231,7 @@ def test_a_header_block_in_crumbs(strict: Attacked) -> None:
     with strict.reaches("header_timeout_s", "grpc"):
         sock = socket.create_connection((HOST, strict.server.grpc_port))
         sock.sendall(HELLO + block[:40])
-        took_s = drip(sock, (block[place : place + 1] for place in range(40, len(block))))
+        took_s = drip(sock, (block[index : index + 1] for index in range(40, len(block))))
         assert HEADER_S * 0.8 <= took_s < SOON_S
     strict.still_serves()
 
@@ -259,9 +259,9 @@ def test_answers_that_no_grpc_client_reads(impatient: Attacked) -> None:
     """Eight streams of large answers, and no window for any: bounded, and with our engine given up."""
     start, body = many_columns(1 << 20)
     del start
-    made = pb.ModelInferRequest(model_name="row_sums", raw_input_contents=[body[-(4 << 20) :]])
-    made.inputs.add(name="X", datatype="FP32", shape=[1, 1 << 20])
-    content = message(made.SerializeToString())
+    created = pb.ModelInferRequest(model_name="row_sums", raw_input_contents=[body[-(4 << 20) :]])
+    created.inputs.add(name="X", datatype="FP32", shape=[1, 1 << 20])
+    content = message(created.SerializeToString())
     impatient.still_serves()
     with ExitStack() as stack, impatient.flat_memory(300 << 20):
         peer = stack.enter_context(RawPeer(impatient.server.grpc_port))
@@ -313,8 +313,8 @@ def test_grpc_connections_beyond_the_limit(impatient: Attacked) -> None:
 def test_streams_beyond_the_limit(impatient: Attacked) -> None:
     """Clients are told the limit; who opens more has them refused, and the others are answered."""
     with RawPeer(impatient.server.grpc_port) as peer:
-        told = dict(frames.read_settings(peer.until(frames.SETTINGS).payload))
-        assert told[frames.Setting.MAX_CONCURRENT_STREAMS] == 8
+        settings = dict(frames.read_settings(peer.until(frames.SETTINGS).payload))
+        assert settings[frames.Setting.MAX_CONCURRENT_STREAMS] == 8
         before = impatient.reached("max_streams", "grpc")
         fields = grpc_head(SERVICE + "ModelStreamInfer")
         try:

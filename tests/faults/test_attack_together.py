@@ -70,9 +70,9 @@ def counted(server: Attacked, protocol: str, times: int) -> Iterator[None]:
 
 def large_message(request_id: str = "") -> bytes:
     """A good request for `row_sums`, of the size of a hog."""
-    made = pb.ModelInferRequest(model_name="row_sums", id=request_id, raw_input_contents=[bytes(BODY_BYTES)])
-    made.inputs.add(name="X", datatype="FP32", shape=[1, BODY_BYTES // 4])
-    return bytes(made.SerializeToString())
+    created = pb.ModelInferRequest(model_name="row_sums", id=request_id, raw_input_contents=[bytes(BODY_BYTES)])
+    created.inputs.add(name="X", datatype="FP32", shape=[1, BODY_BYTES // 4])
+    return bytes(created.SerializeToString())
 
 
 @pytest.mark.parametrize("path", ["/v2/models/affine/infer", LOAD_PATH])
@@ -164,10 +164,10 @@ def test_a_message_of_a_stream_that_has_no_room(small: Attacked) -> None:
         with hogs(small), counted(small, "grpc", 1):
             answers = stream(iter([large_message("large"), grpc_request(id="small").SerializeToString()]), timeout=30)
             if small.engine == "grpcio":
-                told = {each.infer_response.id: each.error_message for each in map(_answer, answers)}
-                assert told.keys() == {"large", "small"}
-                assert "together" in told["large"]
-                assert not told["small"]
+                errors = {each.infer_response.id: each.error_message for each in map(_answer, answers)}
+                assert errors.keys() == {"large", "small"}
+                assert "together" in errors["large"]
+                assert not errors["small"]
             else:
                 with pytest.raises(grpc.RpcError) as caught:
                     list(answers)

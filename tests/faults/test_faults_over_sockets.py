@@ -81,18 +81,18 @@ def gauge(server: Server, name: str, model: str) -> float:
     return sum(float(line.split()[-1]) for line in page.decode().splitlines() if line.startswith(prefix))
 
 
-@pytest.mark.parametrize("gone", [0, 1, 2, 3])
-def test_queued_requests_of_disconnected_clients_never_run(server: Server, gone: int) -> None:
+@pytest.mark.parametrize("cancelled", [0, 1, 2, 3])
+def test_queued_requests_of_disconnected_clients_never_run(server: Server, cancelled: int) -> None:
     before = statistics(server, "busy")
     first = raw(server, "busy", steps_body(6 * STEPS_PER_S))  # long enough to look at the metrics six times
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
     waiting = []
-    for place in range(4):
+    for index in range(4):
         waiting.append(raw(server, "busy", steps_body(1)))
-        until(lambda place=place: gauge(server, "headrace_queue_depth", "busy") == place + 1)
-    waiting[gone].close()
+        until(lambda index=index: gauge(server, "headrace_queue_depth", "busy") == index + 1)
+    waiting[cancelled].close()
     until(lambda: gauge(server, "headrace_queue_depth", "busy") == 3)
-    for sock in (first, *(sock for place, sock in enumerate(waiting) if place != gone)):
+    for sock in (first, *(sock for index, sock in enumerate(waiting) if index != cancelled)):
         assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
         sock.close()
     after = statistics(server, "busy")
@@ -184,9 +184,9 @@ def test_a_deadline_covers_execution_too(server: Server) -> None:
 def test_a_full_queue_refuses_with_503_and_retry_after(server: Server) -> None:
     sockets = [raw(server, "small_queue", steps_body(6 * STEPS_PER_S))]
     until(lambda: gauge(server, "headrace_in_flight", "small_queue") == 1)
-    for place in range(2):
+    for index in range(2):
         sockets.append(raw(server, "small_queue", steps_body(1)))
-        until(lambda place=place: gauge(server, "headrace_queue_depth", "small_queue") == place + 1)
+        until(lambda index=index: gauge(server, "headrace_queue_depth", "small_queue") == index + 1)
     status, headers, body = server.request("POST", "/v2/models/small_queue/infer", steps_body(1))
     assert status == 503
     assert int(headers["retry-after"]) >= 1
@@ -256,10 +256,10 @@ def test_a_stopping_server_answers_accepted_requests(tmp_path: Path, number: int
     with serving(repository, tmp_path) as running:
         answers: list[int] = []
 
-        def ask() -> None:
+        def send() -> None:
             answers.append(infer(running, "busy", steps_body(2 * STEPS_PER_S))[0])
 
-        threads = [threading.Thread(target=ask) for _ in range(4)]
+        threads = [threading.Thread(target=send) for _ in range(4)]
         for thread in threads:
             thread.start()
         until(lambda: gauge(running, "headrace_in_flight", "busy") == 4)

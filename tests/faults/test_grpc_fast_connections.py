@@ -139,9 +139,9 @@ def test_calls_cancelled_before_start_create_no_reference_cycles() -> None:
         try:
             before = left()
             for stream_id in range(1, 21, 2):
-                asked = request(stream_id, end=False, fields=grpc_head("/test.Echo/Wait"))
-                leaves = frames.rst_stream(stream_id, ErrorCode.CANCEL)
-                peer.send(asked, data(stream_id, message(b"x"), end=True), leaves)
+                opening = request(stream_id, end=False, fields=grpc_head("/test.Echo/Wait"))
+                reset = frames.rst_stream(stream_id, ErrorCode.CANCEL)
+                peer.send(opening, data(stream_id, message(b"x"), end=True), reset)
             peer.send(request(21, end=False, fields=grpc_head()), data(21, message(b"behind them"), end=True))
             while (frame := peer.frame()) is not None and frame.kind != frames.DATA:
                 pass

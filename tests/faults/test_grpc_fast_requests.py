@@ -78,8 +78,8 @@ def test_odd_requests_are_answered_and_the_connection_stays_open(server: EchoSer
     with RawPeer(server.port) as peer:
         for stream_id in (1, 3):
             peer.send(request(stream_id, end=False, fields=fields), data(stream_id, body, end=True))
-            found = peer.trailers(stream_id)
-            assert found | expected == found
+            result = peer.trailers(stream_id)
+            assert result | expected == result
         peer.send(request(5, end=False, fields=grpc_head()), data(5, message(b"fine"), end=True))
         assert peer.until(frames.DATA).payload == message(b"fine")
 
@@ -136,5 +136,5 @@ def test_an_unused_body_is_stopped(server: EchoServer) -> None:
 def test_refusals_carry_a_retry_delay(server: EchoServer) -> None:
     with RawPeer(server.port) as peer:
         peer.send(request(1, end=False, fields=grpc_head("/test.Echo/Overloaded")), data(1, message(b""), end=True))
-        found = peer.trailers(1)
-        assert (found["grpc-status"], found["grpc-message"], found["retry-after"]) == ("14", "come back later", "3")
+        result = peer.trailers(1)
+        assert (result["grpc-status"], result["grpc-message"], result["retry-after"]) == ("14", "come back later", "3")

@@ -96,7 +96,7 @@ class Hammer:
 
     @contextmanager
     def running(self) -> Iterator[Hammer]:
-        threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=self._send, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         try:
@@ -106,7 +106,7 @@ class Hammer:
             for thread in threads:
                 thread.join()
 
-    def _ask(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         rng = np.random.default_rng(number)
         client = connect(self._server, grpc=number == 0)
         while not self._stop.is_set():
@@ -185,7 +185,7 @@ def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Serve
     body = json.dumps({"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [40_000]}]}).encode()
     answers: list[tuple[int, bytes]] = []
 
-    def ask() -> None:
+    def send() -> None:
         status, _, answer = server.request("POST", "/v2/models/busy/infer", body, timeout_s=60)
         answers.append((status, answer))
 
@@ -193,8 +193,8 @@ def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Serve
         _, _, page = server.request("GET", "/metrics")
         return b'headrace_in_flight{model="busy",version="1"} 2.0' in page
 
-    asking = [threading.Thread(target=ask) for _ in range(2)]  # one runs, one waits in the queue
-    for thread in asking:
+    pending = [threading.Thread(target=send) for _ in range(2)]  # one runs, one waits in the queue
+    for thread in pending:
         thread.start()
     while not executing():
         time.sleep(0.01)
@@ -206,7 +206,7 @@ def test_unloading_answers_requests_in_flight_and_refuses_new_ones(server: Serve
     with pytest.raises(InferenceServerException, match="is not loaded"):
         connect(server, grpc=True).get_model_metadata("busy")
     assert answers == [], "the unload did not wait for them"
-    for thread in asking:
+    for thread in pending:
         thread.join()
     assert [status for status, _ in answers] == [200, 200]
     deadline = time.monotonic() + 10
@@ -224,7 +224,7 @@ def test_loads_and_unloads_race_with_requests(server: Server, repository: Path) 
     body = json.dumps({"inputs": [tensor]}).encode()
     stop = threading.Event()
 
-    def ask() -> None:
+    def send() -> None:
         while not stop.is_set():
             statuses.add(server.request("POST", "/v2/models/m/infer", body)[0])
 
@@ -232,14 +232,14 @@ def test_loads_and_unloads_race_with_requests(server: Server, repository: Path) 
         for _ in range(8):
             statuses.add(server.request("POST", f"/v2/repository/models/m/{verb}", b"{}")[0])
 
-    asking = [threading.Thread(target=ask) for _ in range(2)]
+    pending = [threading.Thread(target=send) for _ in range(2)]
     controlling = [threading.Thread(target=control, args=(verb,)) for verb in ("load", "unload", "load", "unload")]
-    for thread in (*asking, *controlling):
+    for thread in (*pending, *controlling):
         thread.start()
     for thread in controlling:
         thread.join()
     stop.set()
-    for thread in asking:
+    for thread in pending:
         thread.join()
     assert statuses <= {200, 503}
     assert server.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200

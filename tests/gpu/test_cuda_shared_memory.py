@@ -82,17 +82,17 @@ def _finished(memory: Any) -> None:
 @contextlib.contextmanager
 def _stderr() -> Iterator[list[str]]:
     """What is written to the descriptor of standard error meanwhile, by C++ too, as the one element of a list."""
-    said: list[str] = []
+    message: list[str] = []
     with tempfile.TemporaryFile("w+") as file:
-        kept = os.dup(2)
+        saved = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield message
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved, 2)
+            os.close(saved)
             file.seek(0)
-            said.append(file.read())
+            message.append(file.read())
 
 
 def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
@@ -109,7 +109,7 @@ def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
             copies.append(np.asarray(held[0][1:3]))
             held.clear()
 
-        with _stderr() as said:
+        with _stderr() as message:
             thread = threading.Thread(target=last)
             thread.start()
             thread.join(30)
@@ -117,7 +117,7 @@ def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
         expected = (np.arange(SIZE) % 251).astype(np.uint8)[1000 + 1024 : 1000 + 3072]
         np.testing.assert_array_equal(copies.pop(), expected.view(np.int32).reshape(2, 256))
         # PyCUDA would write of a context that it cannot enter, and the mapping would stay open.
-        assert said == [""]
+        assert message == [""]
         again = memory.open_ipc(owner.handle, 0, SIZE)
         np.testing.assert_array_equal(again.read(0, 10), np.arange(10))
         del again

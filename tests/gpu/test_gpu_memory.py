@@ -22,7 +22,7 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.test_tensorrt_failures import full_gpu
-from tests.support.control_thread import EXPLICIT, ask, expected, index, run, until
+from tests.support.control_thread import EXPLICIT, expected, index, infer_values, run, until
 from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.models import add_model, affine
 
@@ -37,7 +37,7 @@ ALL = ControlPolicy("none")
 # An instance's berths are 8 MB then; what TensorRT and the driver take beside them is more (33 MB on an H200).
 ROWS = 1 << 15
 CONFIG = f"backend: tensorrt\nmax_batch_size: {ROWS}\nparameters: {{cuda_graphs: '0'}}\n"
-READY, PARKED = ("READY", ""), ("READY", "evicted: loaded on demand")
+READY, EVICTED = ("READY", ""), ("READY", "evicted: loaded on demand")
 
 
 @pytest.fixture(scope="module")
@@ -66,27 +66,27 @@ def test_no_model_answers_for_another() -> None:
 @pytest.fixture(scope="module")
 def needs(repository: Path) -> dict[str, int]:
     """What each of the models books on the GPU: not the same, as TensorRT chooses their kernels by time."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name in "abc":
         gpu_model_cache = GpuModelCache()
 
         async def check(
             _: Reconciler, __: Registry, name: str = name, gpu_model_cache: GpuModelCache = gpu_model_cache
         ) -> None:
-            found[name] = gpu_model_cache.ledger.reserved_bytes(0)
+            result[name] = gpu_model_cache.ledger.reserved_bytes(0)
 
         run(repository, check, names=frozenset({name}), gpu_model_cache=gpu_model_cache)
-    return found
+    return result
 
 
 def test_own_bytes_are_those_of_this_process() -> None:
     with current():
         before, block = process_gpu_bytes(), DeviceBuffer(64 << 20)
-        taken = process_gpu_bytes() - before
+        used = process_gpu_bytes() - before
         block.free()
-        left = process_gpu_bytes() - before
-    assert (64 << 20) <= taken < (80 << 20)
-    assert left < 16 << 20
+        remaining = process_gpu_bytes() - before
+    assert (64 << 20) <= used < (80 << 20)
+    assert remaining < 16 << 20
 
 
 def room(size_bytes: int) -> float:
@@ -96,15 +96,15 @@ def room(size_bytes: int) -> float:
 def test_booked_memory_equals_used_memory(repository: Path, needs: dict[str, int]) -> None:
     booked = needs["a"]  # and what the driver loads once is there
     before = process_gpu_bytes()
-    taken: list[int] = []
+    used: list[int] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry, "a"), 1)
-        taken.append(process_gpu_bytes() - before)
+        assert same(await infer_values(registry, "a"), 1)
+        used.append(process_gpu_bytes() - before)
 
     run(repository, check, names=frozenset({"a"}))
-    print(f"booked {booked >> 10} KiB, taken {taken[0] >> 10} KiB", flush=True)
-    assert 0.5 * booked < taken[0] < booked + (64 << 20)
+    print(f"booked {booked >> 10} KiB, taken {used[0] >> 10} KiB", flush=True)
+    assert 0.5 * booked < used[0] < booked + (64 << 20)
 
 
 def test_models_share_the_gpu_in_turn_with_correct_responses(repository: Path, needs: dict[str, int]) -> None:
@@ -112,12 +112,12 @@ def test_models_share_the_gpu_in_turn_with_correct_responses(repository: Path, n
     gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert index(registry) == {("a", "1"): PARKED, ("b", "1"): READY, ("c", "1"): READY}
+        assert index(registry) == {("a", "1"): EVICTED, ("b", "1"): READY, ("c", "1"): READY}
 
         async def caller(name: str, seed: int) -> int:
             count, end = 0, time.monotonic() + 8
             while time.monotonic() < end:
-                assert same(await ask(registry, name), seed)
+                assert same(await infer_values(registry, name), seed)
                 count += 1
             return count
 
@@ -137,7 +137,7 @@ def test_eviction_frees_all_memory(repository: Path, needs: dict[str, int]) -> N
     async def check(_: Reconciler, registry: Registry) -> None:
         for _round in range(12):
             for seed, name in enumerate("abc", 1):
-                assert same(await ask(registry, name), seed)
+                assert same(await infer_values(registry, name), seed)
             await until(lambda: index(registry)["c", "1"] == READY)
             own.append(process_gpu_bytes())
 
@@ -156,8 +156,8 @@ def test_a_gpu_filled_by_others_refuses_loads_and_keeps_serving(repository: Path
             await reconciler.load("b", None, {})
         print(caught.value, flush=True)
         assert "memory" in str(caught.value)
-        assert same(await ask(registry, "a"), 1)
+        assert same(await infer_values(registry, "a"), 1)
         await reconciler.load("b", None, {})
-        assert same(await ask(registry, "b"), 2)
+        assert same(await infer_values(registry, "b"), 2)
 
     run(mine, check, EXPLICIT, frozenset())

@@ -13,7 +13,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.support.control_thread import ask, run
+from tests.support.control_thread import infer_values, run
 from tests.support.models import add_model, affine
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
@@ -42,16 +42,16 @@ def test_the_profile_of_a_plan(tmp_path: Path, graphs: bool) -> None:
         handle = registry.lease("m", "")
         before.extend(handle.latency_table.entries())
         for _number in range(100):
-            await ask(registry)
+            await infer_values(registry)
         after.extend(handle.latency_table.entries())
         handle.release()
 
     run(tmp_path / "models", check, ALL, profile_s=1.0)
-    for known in (*before, *after):
-        print(known, flush=True)
+    for entry in (*before, *after):
+        print(entry, flush=True)
     assert (before[0].rows, before[-1].rows) == (1, ROWS)
-    assert {known.observations for known in before} == {0}
-    assert all(0 < known.median_ns <= known.p95_ns < 50e6 for known in (*before, *after))
+    assert {entry.observations for entry in before} == {0}
+    assert all(0 < entry.median_ns <= entry.p95_ns < 50e6 for entry in (*before, *after))
     assert after[0].observations == 100
     # A flight is more than its kernels: copies, launches, the wait; but nothing of another order.
     assert after[0].median_ns < 100 * before[0].median_ns

@@ -47,8 +47,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def right(found: dict[str, Any], x: np.ndarray[Any, Any]) -> bool:
-    return cosine(found["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
+def right(result: dict[str, Any], x: np.ndarray[Any, Any]) -> bool:
+    return cosine(result["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
 
 
 def free_bytes() -> int:
@@ -58,18 +58,18 @@ def free_bytes() -> int:
 
 
 def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
-    flight = execution.begin({"x": x}, len(x))
-    np.copyto(flight.inputs["x"], x)
-    execution.launch(flight)
-    return flight
+    batch = execution.begin({"x": x}, len(x))
+    np.copyto(batch.inputs["x"], x)
+    execution.launch(batch)
+    return batch
 
 
 def median_us(execution: Any, x: np.ndarray[Any, Any]) -> float:
     times = []
     for _ in range(300):
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         execution.run({"x": x})
-        times.append(1e6 * (time.perf_counter() - begun))
+        times.append(1e6 * (time.perf_counter() - start_s))
     return float(np.median(times))
 
 
@@ -87,8 +87,10 @@ def test_isolated_batches_overlap_and_survive_a_crash(plan: Path) -> None:
         batches = [pictures(rows, seed=rows) for rows in (1, 7, ROWS)]
         for _round in range(2):
             for execution in executions:
-                flights = [fly(execution, x) for x in batches]
-                assert all(right(execution.finish(flight), x) for flight, x in zip(flights, batches, strict=True))
+                in_flight_batches = [fly(execution, x) for x in batches]
+                assert all(
+                    right(execution.finish(batch), x) for batch, x in zip(in_flight_batches, batches, strict=True)
+                )
             (child,) = isolated_children_of_this_process()
             os.kill(child, signal.SIGKILL)
             eventually(lambda: not model.process_status.up, 30)

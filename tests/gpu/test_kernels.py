@@ -125,14 +125,14 @@ def _gather_times(stream: driver.CudaStream, target: DeviceBuffer) -> None:
     pinned.reserve(256 * row_bytes)
     table.reserve(256 * 8)
     source = DeviceBuffer(256 * row_bytes)
-    for place, start in (("pinned", pinned.address), ("GPU", source.address)):
+    for index, start in (("pinned", pinned.address), ("GPU", source.address)):
         table.view((256,), np.dtype(np.uint64))[:] = start + np.arange(256) * row_bytes
         for rows in (1, 8, 64, 256):
             for blocks in (2, 4, 8, 16, 32, 64, 132):
                 arguments = (stream, table.address, row_bytes, rows, rows, target.address, blocks)
                 us = _us(stream, lambda given=arguments: gather.launch(*given))  # type: ignore[misc]
                 speed = rows * row_bytes / us / 1e3
-                print(f"gather of {rows} rows from {place} memory by {blocks} blocks: {us:.1f} us, {speed:.1f} GB/s")
+                print(f"gather of {rows} rows from {index} memory by {blocks} blocks: {us:.1f} us, {speed:.1f} GB/s")
     for freed in (pinned, table, source):
         freed.free()
     gather.close()
@@ -172,12 +172,12 @@ if __name__ == "__main__":
     failed = 0
     for name, test in sorted(globals().items()):
         if name.startswith("test_"):
-            begun = time.monotonic()
+            start_s = time.monotonic()
             try:
                 test()
             except Exception as error:
                 failed += 1
                 print(f"{name} FAILED: {type(error).__name__}: {error}")
             else:
-                print(f"{name} passed in {time.monotonic() - begun:.1f} s")
+                print(f"{name} passed in {time.monotonic() - start_s:.1f} s")
     sys.exit(1 if failed else 0)

@@ -102,8 +102,8 @@ class Job:
 
 def parameters(server: Server) -> dict[str, object]:
     """The metadata of the served version: runtime, device, precision, artefact."""
-    found: dict[str, object] = json.loads(server.request("GET", f"/v2/models/{MODEL}")[2])["parameters"]
-    return found
+    result: dict[str, object] = json.loads(server.request("GET", f"/v2/models/{MODEL}")[2])["parameters"]
+    return result
 
 
 def index_reason(server: Server) -> str:

@@ -30,18 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    made = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
-    made.write_bytes(CONTENT.tobytes())
-    yield made
-    made.unlink(missing_ok=True)
+    created = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
+    created.write_bytes(CONTENT.tobytes())
+    yield created
+    created.unlink(missing_ok=True)
 
 
 def pinned(memory: ClientMemory, path: Path, start: int, size_bytes: int) -> PinnedFile | None:
-    found: list[PinnedFile | None] = []
+    result: list[PinnedFile | None] = []
     done = threading.Event()
 
-    def on_done(made: PinnedFile | None) -> None:
-        found.append(made)
+    def on_done(created: PinnedFile | None) -> None:
+        result.append(created)
         done.set()
 
     descriptor = os.open(path, os.O_RDWR)
@@ -50,7 +50,7 @@ def pinned(memory: ClientMemory, path: Path, start: int, size_bytes: int) -> Pin
         assert done.wait(30)
     finally:
         os.close(descriptor)
-    return found.pop()
+    return result.pop()
 
 
 def finished(memory: ClientMemory) -> None:
@@ -97,14 +97,14 @@ class Fetch:
 PLACES = [(offset, size) for size in (1, 3, 4, 16, 17, 64, 4096, 1 << 16, (1 << 16) + 1, 1 << 20) for offset in PLACED]
 
 
-def found_as_pinned(found: Array, start: int, left: int) -> None:
+def found_as_pinned(result: Array, start: int, left: int) -> None:
     """Bytes from `start` of a file that was cut down to `left` bytes are what they were when it was pinned.
 
     But for the rest of the page that the file ends in now: the kernel wipes that.
     """
-    at = start + np.arange(len(found))
+    at = start + np.arange(len(result))
     wiped = (at >= left) & (at < -(-left // mmap.PAGESIZE) * mmap.PAGESIZE)
-    np.testing.assert_array_equal(found, np.where(wiped, 0, CONTENT[start : start + len(found)]))
+    np.testing.assert_array_equal(result, np.where(wiped, 0, CONTENT[start : start + len(result)]))
 
 
 def cut_down_while_it_is_pinned(path: Path, left: int) -> None:

@@ -47,8 +47,8 @@ TARGET = TensorRtTarget(optimization_level=1)
 ROWS = 32
 
 
-def profile(least: int, tuned: int, most: int) -> ShapeRange:
-    return ShapeRange({"x": tuple((n, 3, 16, 16) for n in (least, tuned, most))})  # type: ignore[arg-type]
+def profile(minimum: int, optimum: int, maximum: int) -> ShapeRange:
+    return ShapeRange({"x": tuple((n, 3, 16, 16) for n in (minimum, optimum, maximum))})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def opened(path: Path, rows: int = ROWS, instances: int = 1, **parameters: str) -> Iterator[Any]:
     """The executions of a plan; the only one itself if there is one."""
-    told = {MAX_BATCH_SIZE: str(rows), **parameters}
-    with closing(TensorRtBackend().load(path, instances, told)) as model:
+    message = {MAX_BATCH_SIZE: str(rows), **parameters}
+    with closing(TensorRtBackend().load(path, instances, message)) as model:
         executions = []
         try:
             executions += [model.execution(index) for index in range(instances)]
@@ -73,22 +73,22 @@ def opened(path: Path, rows: int = ROWS, instances: int = 1, **parameters: str) 
                 execution.close()
 
 
-def check(found: dict[str, Any], x: np.ndarray[Any, Any]) -> None:
+def check(result: dict[str, Any], x: np.ndarray[Any, Any]) -> None:
     """Hold answers of `convolutions` against ONNX Runtime's."""
     right = answers(convolutions(), {"x": x})
-    assert found["logits"].shape == (len(x), 10)
-    assert cosine(found["logits"], right["logits"]) > 0.9999  # TensorRT computes FP32 with TF32
-    assert (found["top"].dtype, found["positive"].dtype) == (np.int64, np.bool_)
-    np.testing.assert_array_equal(found["top"], found["logits"].argmax(axis=1))
-    np.testing.assert_array_equal(found["positive"], found["logits"] > 0)
+    assert result["logits"].shape == (len(x), 10)
+    assert cosine(result["logits"], right["logits"]) > 0.9999  # TensorRT computes FP32 with TF32
+    assert (result["top"].dtype, result["positive"].dtype) == (np.int64, np.bool_)
+    np.testing.assert_array_equal(result["top"], result["logits"].argmax(axis=1))
+    np.testing.assert_array_equal(result["positive"], result["logits"] > 0)
 
 
 def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
     """Begin, fill and launch."""
-    flight = execution.begin({"x": x[:1]}, len(x))
-    flight.inputs["x"][:] = x
-    execution.launch(flight)
-    return flight
+    batch = execution.begin({"x": x[:1]}, len(x))
+    batch.inputs["x"][:] = x
+    execution.launch(batch)
+    return batch
 
 
 @pytest.mark.parametrize("graphs", ["1", "0"])
@@ -109,9 +109,9 @@ def test_rows_of_any_length(tmp_path: Path) -> None:
         # More shapes than get a graph, and one of them again.
         for count, length in [(1 + n % 8, n) for n in range(4, 33)] + [(3, 7), (3, 7)]:
             ids = np.random.default_rng(length).integers(0, 100, (count, length))
-            found = execution.run({"ids": ids})["hidden"]
-            assert found.shape == (count, length, 32)
-            assert cosine(found, answers(model, {"ids": ids})["hidden"]) > 0.999
+            result = execution.run({"ids": ids})["hidden"]
+            assert result.shape == (count, length, 32)
+            assert cosine(result, answers(model, {"ids": ids})["hidden"]) > 0.999
 
 
 def test_other_types(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_other_types(tmp_path: Path) -> None:
     with opened(path, rows=8) as execution:
         b = (np.array([[1, 2, 3, 4]] * 3, np.float32).view(np.uint32) >> 16).astype(np.uint16)
         h, i = np.full((3, 4), 0.5, np.float16), np.arange(6, dtype=np.int32).reshape(3, 2)
-        found = execution.run({"b": b, "h": h, "i": i})
-        assert found["y"].dtype == np.float16
-        assert found["y"].tolist() == [[1.5, 2.5, 3.5, 4.5]] * 3
-        assert found["j"].tolist() == (i + i).tolist()
+        result = execution.run({"b": b, "h": h, "i": i})
+        assert result["y"].dtype == np.float16
+        assert result["y"].tolist() == [[1.5, 2.5, 3.5, 4.5]] * 3
+        assert result["j"].tolist() == (i + i).tolist()
 
 
 def test_an_output_with_a_data_dependent_shape(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def tower(width: int = 64) -> onnx.ModelProto:
     channels = 3
     for number in range(8):
         weights = net.constant(f"w{number}", net.random(width, channels, 3, 3))
-        made = net.node("Relu", [net.node("Conv", [last, weights], f"conv{number}", pads=[1] * 4)], f"relu{number}")
-        last = net.node("Add", [made, last], f"add{number}") if channels == width else made
+        created = net.node("Relu", [net.node("Conv", [last, weights], f"conv{number}", pads=[1] * 4)], f"relu{number}")
+        last = net.node("Add", [created, last], f"add{number}") if channels == width else created
         channels = width
     flat = net.node("Flatten", [net.node("GlobalAveragePool", [last], "pool")], "flat")
     net.node(
@@ -217,14 +217,14 @@ def test_throughput_and_latency(tmp_path: Path) -> None:
 
             rates = []
             for one, clients in ((x, 32), (x[:1], 256)):
-                done, begun = [0], time.monotonic()
-                await asyncio.gather(*[client(one, begun + 1, done) for _ in range(clients)])
-                rates.append(done[0] / (time.monotonic() - begun))
+                done, start_s = [0], time.monotonic()
+                await asyncio.gather(*[client(one, start_s + 1, done) for _ in range(clients)])
+                rates.append(done[0] / (time.monotonic() - start_s))
             singles = []
             for _ in range(500):
-                begun = time.perf_counter()
+                start_s = time.perf_counter()
                 await handle.infer(request(x[:1]))
-                singles.append((time.perf_counter() - begun) * 1e6)
+                singles.append((time.perf_counter() - start_s) * 1e6)
             return rates[0], rates[1], singles
 
     print(f"\nraw graphs: {raw[ROWS].rows_per_s:,.0f} rows/s at {ROWS}, {raw[1].median_us:.0f} us at 1")
@@ -273,10 +273,10 @@ def test_a_server_over_http_and_grpc(tmp_path: Path) -> None:
         for module, address in ((triton_http, server.address), (triton_grpc, server.grpc_address)):
             with module.InferenceServerClient(address) as client:
                 for rows in (1, 3, ROWS, 40):  # the last is more than a batch holds
-                    told = module.InferInput("image", [rows, 1, 8, 8], "FP32")
-                    told.set_data_from_numpy(image[:rows])
-                    found = client.infer("digits", [told]).as_numpy("probabilities")
-                    np.testing.assert_allclose(found, right[:rows], atol=2e-3)
+                    message = module.InferInput("image", [rows, 1, 8, 8], "FP32")
+                    message.set_data_from_numpy(image[:rows])
+                    result = client.infer("digits", [message]).as_numpy("probabilities")
+                    np.testing.assert_allclose(result, right[:rows], atol=2e-3)
         text = server.text
     assert "without CUDA graphs" not in text
     assert "Traceback" not in text, text

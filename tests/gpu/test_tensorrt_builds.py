@@ -39,10 +39,10 @@ DEFAULT_TARGET = TensorRtTarget()
 ROWS = 8
 
 
-def project_of(folder: Path, model: onnx.ModelProto, **told: Any) -> Project:
+def project_of(folder: Path, model: onnx.ModelProto, **fields: Any) -> Project:
     """Its answers to noise are compared: close ones are asked for, not the same first place."""
-    told.setdefault("accuracy", {"min_top1_agreement": 0.0, "min_cosine": 0.97})
-    return write_project(folder / "repository", model, inputs_of(model, 32), rows=ROWS, **told)
+    fields.setdefault("accuracy", {"min_top1_agreement": 0.0, "min_cosine": 0.97})
+    return write_project(folder / "repository", model, inputs_of(model, 32), rows=ROWS, **fields)
 
 
 def build(

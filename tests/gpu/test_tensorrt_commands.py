@@ -33,7 +33,7 @@ _WIDE = {**os.environ, "COLUMNS": "200"}
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """A repository with `digits`, and a store."""
 
     repository: Path
@@ -47,10 +47,10 @@ class Place:
     def options(self) -> list[str]:
         return ["--model-repository", str(self.repository), "--cache", str(self.cache)]
 
-    def copy(self, folder: Path) -> Place:
+    def copy(self, folder: Path) -> Workspace:
         """One that may be spoilt; the store is the same."""
         shutil.copytree(self.repository, folder / "copy")
-        return Place(folder / "copy", self.cache)
+        return Workspace(folder / "copy", self.cache)
 
     def stamp(self) -> Stamp:
         (stamp,) = read_stamps(self.version)
@@ -63,9 +63,9 @@ def command(*words: str) -> list[str]:
 
 def run(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """One command in a process of its own, and the seconds it took."""
-    begun = time.monotonic()
+    start_s = time.monotonic()
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=120, cwd=ROOT, env=_WIDE)
-    return done, time.monotonic() - begun
+    return done, time.monotonic() - start_s
 
 
 @pytest.fixture(scope="module")
@@ -78,79 +78,79 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def workspace(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """`digits` built in INT8 by the command line; to be looked at only."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(source, folder / "repository")
-    made = Place(folder / "repository", folder / "cache")
-    done, seconds = run("build", "digits", "--precision", "int8", *made.options)
+    created = Workspace(folder / "repository", folder / "cache")
+    done, seconds = run("build", "digits", "--precision", "int8", *created.options)
     print(done.stdout, f"{seconds:.1f} s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "published" in done.stdout
-    return made
+    return created
 
 
-def test_digits_in_int8(place: Place) -> None:
-    stamp = place.stamp()
+def test_digits_in_int8(workspace: Workspace) -> None:
+    stamp = workspace.stamp()
     assert stamp.machine == TensorRtTarget().describe()
     assert (stamp.precision, stamp.overridden, stamp.forced) == ("int8", True, False)
     assert stamp.artefact.endswith(".plan")
-    assert (place.version / stamp.artefact).stat().st_size == stamp.size_bytes
+    assert (workspace.version / stamp.artefact).stat().st_size == stamp.size_bytes
     accuracy: dict[str, Any] = dict(stamp.accuracy or {})
     assert accuracy["accuracy"] >= accuracy["reference_accuracy"] - 0.005, accuracy
     assert accuracy["top1_agreement"] > 0.98
     assert [timing.rows for timing in stamp.timings] == [1, 64]
     # Nothing of the work in progress is left.
-    assert sorted(path.name for path in place.version.iterdir() if path.name.startswith(".")) == []
-    assert list((place.cache / "scratch").glob("*")) == []
+    assert sorted(path.name for path in workspace.version.iterdir() if path.name.startswith(".")) == []
+    assert list((workspace.cache / "scratch").glob("*")) == []
 
 
-def test_the_second_build_takes_less_than_two_seconds(place: Place, tmp_path: Path) -> None:
+def test_the_second_build_takes_less_than_two_seconds(workspace: Workspace, tmp_path: Path) -> None:
     # As on another machine of the same kind: the store is there, the artefact is not beside the model.
-    other = place.copy(tmp_path)
+    other = workspace.copy(tmp_path)
     for path in [*other.version.glob("*.plan"), other.version / "build.json"]:
         path.unlink()
-    taken_s = []
+    elapsed_s = []
     for _ in range(2):
         done, seconds = run("build", "digits", "--precision", "int8", *other.options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "stored" in done.stdout
-        taken_s.append(seconds)
-    print(f"{taken_s[0]:.2f} s, {taken_s[1]:.2f} s")
-    assert min(taken_s) < 2.0, taken_s
-    assert other.stamp().key == place.stamp().key
+        elapsed_s.append(seconds)
+    print(f"{elapsed_s[0]:.2f} s, {elapsed_s[1]:.2f} s")
+    assert min(elapsed_s) < 2.0, elapsed_s
+    assert other.stamp().key == workspace.stamp().key
 
 
-def test_the_server_finds_the_engine(place: Place) -> None:
+def test_the_server_finds_the_engine(workspace: Workspace) -> None:
     from headrace.config.manifest import choose_from_folder, config_digest, onnx_digest
     from headrace_engines.project import open_project
 
-    project = open_project("digits", place.repository)
+    project = open_project("digits", workspace.repository)
     digests = onnx_digest(project.source), config_digest(project.config)
-    choice = choose_from_folder(place.version, *digests, TensorRtTarget().describe())
-    assert choice.stamp == place.stamp()
+    choice = choose_from_folder(workspace.version, *digests, TensorRtTarget().describe())
+    assert choice.stamp == workspace.stamp()
     assert choice.reason == ""
 
 
-def test_inspect_names_the_onnx_nodes(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_names_the_onnx_nodes(workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, data = tmp_path / "digits.html", tmp_path / "digits.json"
-    words = ["--model-repository", str(place.repository), "--html", str(page), "--json", str(data)]
+    words = ["--model-repository", str(workspace.repository), "--html", str(page), "--json", str(data)]
     assert main(["inspect", "digits", *words]) == 0
     print(capsys.readouterr().out)
-    told = json.loads(data.read_text())
-    assert told["artefact"] == place.stamp().artefact
-    assert told["reason"] == ""
-    assert told["rows"] == 64
-    layers = told["layers"]
+    document = json.loads(data.read_text())
+    assert document["artefact"] == workspace.stamp().artefact
+    assert document["reason"] == ""
+    assert document["rows"] == 64
+    layers = document["layers"]
     named = {node for layer in layers for node in layer["nodes"]}
-    model = onnx.load(place.version / "model.onnx")
-    known = {node.name or f"node_of_{node.output[0]}": node.op_type for node in model.graph.node}
-    assert named <= known.keys()
-    assert {name for name, kind in known.items() if kind in ("Conv", "Gemm", "MatMul")} <= named, named
+    model = onnx.load(workspace.version / "model.onnx")
+    measured = {node.name or f"node_of_{node.output[0]}": node.op_type for node in model.graph.node}
+    assert named <= measured.keys()
+    assert {name for name, kind in measured.items() if kind in ("Conv", "Gemm", "MatMul")} <= named, named
     assert abs(sum(layer["share"] for layer in layers) - 1) < 1e-6
     assert "int8" in {layer["precision"] for layer in layers}
     assert any(layer["tactic"] for layer in layers)
-    assert 1 < told["median_us"] <= told["p99_us"]
+    assert 1 < document["median_us"] <= document["p99_us"]
     html = page.read_text()
     assert all(node in html for node in named)
     assert html.rstrip().endswith("</html>")
@@ -166,12 +166,12 @@ def test_compare_has_every_precision(
     target = TensorRtTarget()
     names = [name for name in ("fp32", "fp16", "int8", "fp8") if not target.refuses(name)]
     words = ["--precisions", ",".join(names), "--batch", "1,64", "--seconds", "0.1", "--output", str(tmp_path / "out")]
-    place = Place(source, tmp_path / "cache")
-    assert main(["compare", "digits", *words, *place.options]) == 0
+    workspace = Workspace(source, tmp_path / "cache")
+    assert main(["compare", "digits", *words, *workspace.options]) == 0
     print(capsys.readouterr().out)
-    told = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert told["machine"] == asdict(target.describe())
-    rows = {row["precision"]: row for row in told["rows"]}
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["machine"] == asdict(target.describe())
+    rows = {row["precision"]: row for row in document["rows"]}
     assert list(rows) == names
     assert {name: row["reason"] for name, row in rows.items() if not row["worked"]} == {}
     for name, row in rows.items():
@@ -185,20 +185,20 @@ def test_compare_has_every_precision(
     assert not (source / "digits" / "1" / "build.json").exists()
 
 
-def test_engines_ls_and_verify_on_this_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["engines", "ls", "--json", *place.options]) == 0
-    told = json.loads(capsys.readouterr().out)
-    (one,) = told["published"]
+def test_engines_ls_and_verify_on_this_machine(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", "ls", "--json", *workspace.options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (one,) = document["published"]
     assert (one["model"], one["state"], one["problem"]) == ("digits", "used", None)
     assert one["stamp"]["machine"] == asdict(TensorRtTarget().describe())
-    assert [entry["key"] for entry in told["store"]["entries"]] == [place.stamp().key]
-    assert main(["engines", "verify", *place.options]) == 0
+    assert [entry["key"] for entry in document["store"]["entries"]] == [workspace.stamp().key]
+    assert main(["engines", "verify", *workspace.options]) == 0
 
 
 def test_a_damaged_plan_is_detected_and_not_used(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = place.copy(tmp_path)
+    other = workspace.copy(tmp_path)
     plan = other.version / other.stamp().artefact
     plan.chmod(0o644)
     content = bytearray(plan.read_bytes())
@@ -217,9 +217,9 @@ def test_a_damaged_plan_is_detected_and_not_used(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_build_leaves_no_files(source: Path, tmp_path: Path, number: signal.Signals) -> None:
     shutil.copytree(source, tmp_path / "repository")
-    place = Place(tmp_path / "repository", tmp_path / "cache")
+    workspace = Workspace(tmp_path / "repository", tmp_path / "cache")
     child = subprocess.Popen(
-        command("build", "digits", "--precision", "fp16", *place.options),
+        command("build", "digits", "--precision", "fp16", *workspace.options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -228,17 +228,17 @@ def test_an_interrupted_build_leaves_no_files(source: Path, tmp_path: Path, numb
     try:
         # The scratch folder is there as soon as TensorRT is about to build.
         end = time.monotonic() + 60
-        while not any(path.is_dir() for path in (place.cache / "scratch").glob("*")) and time.monotonic() < end:
+        while not any(path.is_dir() for path in (workspace.cache / "scratch").glob("*")) and time.monotonic() < end:
             assert child.poll() is None, child.stdout and child.stdout.read()
             time.sleep(0.02)
         time.sleep(0.5)
         child.send_signal(number)
-        told = child.communicate(timeout=60)[0]
+        document = child.communicate(timeout=60)[0]
     finally:
         child.kill()
         child.wait()
-    assert child.returncode == 128 + number, told
-    assert not (place.version / "build.json").exists()
-    assert list(place.version.glob("*.plan")) == []
-    assert [path for path in (place.cache / "scratch").glob("*") if path.is_dir()] == []
-    assert list(place.cache.glob("*/stamp.json")) == []
+    assert child.returncode == 128 + number, document
+    assert not (workspace.version / "build.json").exists()
+    assert list(workspace.version.glob("*.plan")) == []
+    assert [path for path in (workspace.cache / "scratch").glob("*") if path.is_dir()] == []
+    assert list(workspace.cache.glob("*/stamp.json")) == []

@@ -44,8 +44,8 @@ from tests.support.tensorrt_networks import (
 TARGET = TensorRtTarget(optimization_level=1)
 
 
-def rows(least: int, tuned: int, most: int) -> ShapeRange:
-    return ShapeRange({"x": tuple((n, 3, 16, 16) for n in (least, tuned, most))})  # type: ignore[arg-type]
+def rows(minimum: int, optimum: int, maximum: int) -> ShapeRange:
+    return ShapeRange({"x": tuple((n, 3, 16, 16) for n in (minimum, optimum, maximum))})  # type: ignore[arg-type]
 
 
 ORDER = TargetSpec("fp32", (rows(1, 8, 16),))
@@ -87,32 +87,32 @@ def test_the_machine_is_described() -> None:
     assert machine.device.startswith("NVIDIA")
     assert machine.driver > 100
     assert TARGET.refuses("fp16") == ""
-    least = tuple(map(int, machine.capability.split(".")))
-    assert bool(TARGET.refuses("fp8")) == (least < (8, 9))
+    minimum = tuple(map(int, machine.capability.split(".")))
+    assert bool(TARGET.refuses("fp8")) == (minimum < (8, 9))
 
 
 def test_fp32_runs_every_batch_of_its_profile(tmp_path: Path) -> None:
     model = convolutions()
-    told: list[float] = []
-    with built(tmp_path, model, report=lambda done, note: told.append(done)) as engine:
+    shares_done: list[float] = []
+    with built(tmp_path, model, report=lambda done, note: shares_done.append(done)) as engine:
         for n in (8, 1, 16, 3):
             inputs = {"x": pictures(n, seed=n)}
-            found, right = engine.run(inputs), answers(model, inputs)
-            assert found["logits"].shape == (n, 10)
+            result, right = engine.run(inputs), answers(model, inputs)
+            assert result["logits"].shape == (n, 10)
             # TensorRT computes FP32 with TF32.
-            assert cosine(found["logits"], right["logits"]) > 0.9999
-            assert found["top"].dtype == np.int64
-            assert found["positive"].dtype == np.bool_
-            np.testing.assert_array_equal(found["top"], found["logits"].argmax(axis=1))
-            np.testing.assert_array_equal(found["positive"], found["logits"] > 0)
+            assert cosine(result["logits"], right["logits"]) > 0.9999
+            assert result["top"].dtype == np.int64
+            assert result["positive"].dtype == np.bool_
+            np.testing.assert_array_equal(result["top"], result["logits"].argmax(axis=1))
+            np.testing.assert_array_equal(result["positive"], result["logits"] > 0)
         with refused("was not built for x [17, 3, 16, 16]"):
             engine.run({"x": pictures(17)})
         with refused("float64", "float32"):
             engine.run({"x": pictures(1).astype(np.float64)})
         assert engine.memory_bytes > 0
-    assert told == sorted(told)
-    assert told[-1] == 1.0
-    assert len(set(told)) > 3
+    assert shares_done == sorted(shares_done)
+    assert shares_done[-1] == 1.0
+    assert len(set(shares_done)) > 3
 
 
 def test_fp16_computes_in_fp16(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_quantized_models_run_in_int8(tmp_path: Path) -> None:
     inputs = {"x": pictures(16)}
     model = convolutions(scales=scales_of(convolutions(), inputs))
     with built(tmp_path, model, TargetSpec("int8", ORDER.profiles)) as engine:
-        found = engine.run(inputs)["logits"]
-        assert cosine(found, answers(model, inputs)["logits"]) > 0.999
-        assert cosine(found, answers(convolutions(), inputs)["logits"]) > 0.98
+        result = engine.run(inputs)["logits"]
+        assert cosine(result, answers(model, inputs)["logits"]) > 0.999
+        assert cosine(result, answers(convolutions(), inputs)["logits"]) > 0.98
         kinds = {layer.precision for layer in engine.layers(inputs) if {"conv2", "conv3"} & set(layer.nodes)}
         assert kinds == {"int8"}, kinds
 
@@ -194,9 +194,9 @@ def test_a_transformer_with_two_free_dimensions(tmp_path: Path) -> None:
     with built(tmp_path, model, TargetSpec("fp32", (profile,))) as engine:
         for n, s in ((1, 4), (8, 32), (3, 7)):
             ids = np.random.default_rng(n).integers(0, 100, (n, s))
-            found, right = engine.run({"ids": ids})["hidden"], answers(model, {"ids": ids})["hidden"]
-            assert found.shape == (n, s, 32)
-            assert cosine(found, right) > 0.999
+            result, right = engine.run({"ids": ids})["hidden"], answers(model, {"ids": ids})["hidden"]
+            assert result.shape == (n, s, 32)
+            assert cosine(result, right) > 0.999
         ids = np.zeros((8, 32), np.int64)
         assert engine.time({"ids": ids}, 0.05).median_us > 1
         nodes = {node for layer in engine.layers({"ids": ids}) for node in layer.nodes}
@@ -239,9 +239,9 @@ def test_a_second_build_is_faster_by_the_timing_cache(tmp_path: Path) -> None:
     target = TensorRtTarget()
     seconds = []
     for _ in range(2):
-        begun = time.monotonic()
+        start_s = time.monotonic()
         with built(tmp_path, convolutions(), order, target):
-            seconds.append(time.monotonic() - begun)
+            seconds.append(time.monotonic() - start_s)
     assert cache.stat().st_size > 100
     assert seconds[1] < seconds[0], seconds
     cache.write_bytes(b"rubbish")
@@ -309,7 +309,7 @@ if __name__ == "__main__":
     failed = 0
     for name, test in sorted(globals().items()):
         if name.startswith("test_"):
-            begun = time.monotonic()
+            start_s = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     test(Path(folder)) if inspect.signature(test).parameters else test()
@@ -317,5 +317,5 @@ if __name__ == "__main__":
                     failed += 1
                     print(f"{name} FAILED: {type(error).__name__}: {error}")
                 else:
-                    print(f"{name} passed in {time.monotonic() - begun:.1f} s")
+                    print(f"{name} passed in {time.monotonic() - start_s:.1f} s")
     sys.exit(1 if failed else 0)

@@ -83,7 +83,7 @@ def test_nothing_stays_on_the_gpu(tmp_path: Path) -> None:
     model, inputs = convolutions(), {"x": pictures(16)}
     path = tmp_path / "model.plan"
     TARGET.build(model, TargetSpec("fp32", (rows(1, 8, 1 << 12),)), path, silent)
-    taken_bytes = []
+    used_bytes = []
     for _ in range(4):
         engine = TARGET.open(path, model)
         engine.run(inputs)
@@ -92,9 +92,9 @@ def test_nothing_stays_on_the_gpu(tmp_path: Path) -> None:
         with refused("was not built for"):
             engine.run({"x": pictures(1 << 13)})
         engine.close()
-        taken_bytes.append(process_gpu_bytes())
+        used_bytes.append(process_gpu_bytes())
     # The first one loads kernels, which stay; 4,096 rows take 128 MiB and more.
-    assert taken_bytes[3] - taken_bytes[1] < 32 << 20, taken_bytes
+    assert used_bytes[3] - used_bytes[1] < 32 << 20, used_bytes
 
 
 def test_a_capture_that_fails_leaves_the_stream_usable(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_ctrl_c_stops_a_build(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "building\n"
         child.send_signal(signal.SIGINT)
-        begun = time.monotonic()
-        told = child.communicate(timeout=60)[0].splitlines()
-        print(f"stopped after {time.monotonic() - begun:.1f} s")
+        start_s = time.monotonic()
+        lines = child.communicate(timeout=60)[0].splitlines()
+        print(f"stopped after {time.monotonic() - start_s:.1f} s")
     finally:
         child.kill()
         child.wait()
-    assert told[-1] == "interrupted"
+    assert lines[-1] == "interrupted"
     assert child.returncode == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -166,14 +166,14 @@ def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     whole = path.read_bytes()
     damaged = []
     # What tells a plan, and the version of its format.
-    for place in range(8):
-        damaged.append(tmp_path / f"{place}.plan")
-        damaged[-1].write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+    for offset in range(8):
+        damaged.append(tmp_path / f"{offset}.plan")
+        damaged[-1].write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
     done = subprocess.run(
         [sys.executable, "-c", _OPENED, *map(str, damaged)], capture_output=True, text=True, timeout=60, cwd=Path.cwd()
     )
     assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert len(told) == 8
-    assert all("build it again" in line for line in told[:4]), told
-    assert all(line == "opened" or "build it again" in line for line in told), told
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8
+    assert all("build it again" in line for line in lines[:4]), lines
+    assert all(line == "opened" or "build it again" in line for line in lines), lines

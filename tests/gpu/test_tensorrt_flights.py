@@ -71,17 +71,17 @@ def pictures(rows: int, seed: int = 0, recipe: ImageRecipe = RECIPE) -> np.ndarr
     return np.random.default_rng(seed).integers(0, 256, (rows, *recipe.pixels), dtype=np.uint8)
 
 
-def check(found: dict[str, Any], sent: np.ndarray[Any, Any], recipe: ImageRecipe = RECIPE) -> None:
+def check(actual: dict[str, Any], sent: np.ndarray[Any, Any], recipe: ImageRecipe = RECIPE) -> None:
     """Hold the answers against ONNX Runtime's and the kernels' references."""
-    assert list(found) == ["scores", "classes", "top", "positive"]
+    assert list(actual) == ["scores", "classes", "top", "positive"]
     logits = answers(convolutions(), {"x": reference.prepare(sent, recipe, FLOAT)})["logits"]
     scores, _ = reference.rank(logits, 3, True)
-    assert found["classes"].dtype == np.int32
-    assert found["scores"].shape == found["classes"].shape == (len(sent), 3)
-    assert cosine(found["scores"], scores) > 0.9999
+    assert actual["classes"].dtype == np.int32
+    assert actual["scores"].shape == actual["classes"].shape == (len(sent), 3)
+    assert cosine(actual["scores"], scores) > 0.9999
     # TensorRT computes FP32 with TF32: what is nearly equal may change places, what is not may not.
-    of_classes = np.take_along_axis(reference.soften(logits), found["classes"], axis=1)
-    np.testing.assert_allclose(of_classes, found["scores"], atol=5e-3)
+    of_classes = np.take_along_axis(reference.soften(logits), actual["classes"], axis=1)
+    np.testing.assert_allclose(of_classes, actual["scores"], atol=5e-3)
 
 
 WAYS: list[dict[str, str]] = [
@@ -108,10 +108,10 @@ def test_pixels_in_and_classes_out(plan: Path, way: dict[str, str], caplog: pyte
 def test_probabilities_of_all_classes(plan: Path) -> None:
     with opened(plan, (ClassStage("logits", FLOAT, (10,), 10, True, 0, "", ""),)) as execution:
         x = np.random.default_rng(1).random((5, 3, 16, 16), np.float32)
-        found = execution.run({"x": x})
+        actual = execution.run({"x": x})
         logits = answers(convolutions(), {"x": x})["logits"]
-        np.testing.assert_allclose(found["logits"], reference.soften(logits), atol=5e-3)
-        np.testing.assert_array_equal(found["positive"], logits > 0)
+        np.testing.assert_allclose(actual["logits"], reference.soften(logits), atol=5e-3)
+        np.testing.assert_array_equal(actual["positive"], logits > 0)
 
 
 def test_stages_leak_nothing(plan: Path) -> None:
@@ -137,18 +137,18 @@ def spread(sent: np.ndarray[Any, Any], seed: int) -> Iterator[list[tuple[str, in
         block = DeviceBuffer(sent.nbytes + 1)
         loaded().memcpy_htod(block.address + 1, sent)
         loaded().Context.synchronize()  # of up to 64 KB of pageable memory the copy may not be done yet
-    found, at = [], 0
+    actual, at = [], 0
     while at < len(sent):
         count = min(int(rng.integers(1, 3)), len(sent) - at)
-        place = rng.integers(0, 3)
-        if place == 0:
-            found.append(("x", at, pool[at : at + count]))
-        elif place == 1:
+        index = rng.integers(0, 3)
+        if index == 0:
+            actual.append(("x", at, pool[at : at + count]))
+        elif index == 1:
             shape = (count, *sent.shape[1:])
             rows = ResidentRows(block.address + 1 + at * row_bytes, 0, sent.dtype, shape, block, _no_copy)
-            found.append(("x", at, rows))
+            actual.append(("x", at, rows))
         at += count
-    yield found
+    yield actual
     with current():
         block.free()
 
@@ -165,16 +165,16 @@ def test_rows_are_read_in_place(plan: Path, way: dict[str, str], recipe: ImageRe
             # Every other flight is of few rows: those may be prepared where they lie.
             sent = pictures(1 + number // 2 % 5 if number % 2 else 1 + number * 7 % ROWS, number, recipe)
             with spread(sent, number) as residents:
-                flight = execution.begin({"x": sent}, len(sent))
-                assert flight.device == 0
-                flight.inputs["x"][:] = 0xA5
+                batch = execution.begin({"x": sent}, len(sent))
+                assert batch.device == 0
+                batch.inputs["x"][:] = 0xA5
                 resident = np.zeros(len(sent), bool)
                 for _, first, rows in residents:
                     resident[first : first + len(rows)] = True
-                flight.inputs["x"][~resident] = sent[~resident]
-                flight.resident_inputs.extend(residents)
-                execution.launch(flight)
-                check(execution.finish(flight), sent, recipe)
+                batch.inputs["x"][~resident] = sent[~resident]
+                batch.resident_inputs.extend(residents)
+                execution.launch(batch)
+                check(execution.finish(batch), sent, recipe)
 
 
 def test_few_rows_are_prepared_in_place(plan: Path) -> None:
@@ -211,17 +211,17 @@ def test_batches_in_flight_have_separate_row_tables(plan: Path) -> None:
             under_way: list[tuple[Any, np.ndarray[Any, Any]]] = []
             for number in range(200):
                 order = np.random.default_rng(number).permutation(ROWS)[: 1 + number % 9]
-                flight = execution.begin({"x": sent}, len(order))
-                flight.resident_inputs.extend(("x", at, pool[n : n + 1]) for at, n in enumerate(order))
-                execution.launch(flight)
-                under_way.append((flight, order))
+                batch = execution.begin({"x": sent}, len(order))
+                batch.resident_inputs.extend(("x", at, pool[n : n + 1]) for at, n in enumerate(order))
+                execution.launch(batch)
+                under_way.append((batch, order))
                 if len(under_way) == execution.depth:
-                    flight, order = under_way.pop(0)
-                    found = execution.finish(flight)
+                    batch, order = under_way.pop(0)
+                    actual = execution.finish(batch)
                     if number % 10 == 0:
-                        check(found, sent[order])
-            for flight, order in under_way:
-                check(execution.finish(flight), sent[order])
+                        check(actual, sent[order])
+            for batch, order in under_way:
+                check(execution.finish(batch), sent[order])
 
 
 def test_the_latency_table_and_the_times_of_a_batch(plan: Path) -> None:
@@ -230,11 +230,11 @@ def test_the_latency_table_and_the_times_of_a_batch(plan: Path) -> None:
     pinned = pinned_empty(sent.shape, sent.dtype)
     pinned[:] = sent
     pool = pinned_rows(pinned)
-    begun = time.perf_counter()
+    started_s = time.perf_counter()
     with opened(plan) as execution:
         choice = execution._resources.tuning_result
         print(
-            f"\nopened in {time.perf_counter() - begun:.2f} s; whole {sorted(choice.one_graph)}, "
+            f"\nopened in {time.perf_counter() - started_s:.2f} s; whole {sorted(choice.one_graph)}, "
             f"alone {sorted(choice.one_graph_when_idle)}"
         )
         print(f"exact {sorted(choice.exact)}")
@@ -260,13 +260,13 @@ def test_the_latency_table_and_the_times_of_a_batch(plan: Path) -> None:
 
 def _one(execution: Any, sent: np.ndarray[Any, Any], rows: ResidentRows | None) -> tuple[float, float, float]:
     stamps = [time.perf_counter_ns()]
-    flight = execution.begin({"x": sent}, len(sent))
+    batch = execution.begin({"x": sent}, len(sent))
     if rows is not None:
-        flight.resident_inputs.append(("x", 0, rows))
+        batch.resident_inputs.append(("x", 0, rows))
     stamps.append(time.perf_counter_ns())
-    execution.launch(flight)
+    execution.launch(batch)
     stamps.append(time.perf_counter_ns())
-    execution.finish(flight)
+    execution.finish(batch)
     stamps.append(time.perf_counter_ns())
     return tuple(np.diff(stamps) / 1000)
 
@@ -282,13 +282,13 @@ def test_two_threads_launch_in_turn(plan: Path) -> None:
 
                 def fly(x: np.ndarray[Any, Any] = x) -> Any:
                     start_s = time.perf_counter()
-                    flight = execution.begin({"x": x}, 1)
-                    flight.inputs["x"][:] = x
-                    execution.launch(flight)
+                    batch = execution.begin({"x": x}, 1)
+                    batch.inputs["x"][:] = x
+                    execution.launch(batch)
                     times_us.append((time.perf_counter() - start_s) * 1e6)
-                    return flight
+                    return batch
 
-                flight = other.submit(fly).result() if number % 2 else fly()
-                found = finisher.submit(execution.finish, flight).result()
-                assert cosine(found["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
+                batch = other.submit(fly).result() if number % 2 else fly()
+                actual = finisher.submit(execution.finish, batch).result()
+                assert cosine(actual["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
         print(f"begin, fill and launch: {np.median(times_us):.0f} us")

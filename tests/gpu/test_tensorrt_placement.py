@@ -165,15 +165,15 @@ def run_quantized(
     engine = target.open(folder / "model.plan", written)
     try:
         inputs = inputs_of(source, ROWS)
-        found = engine.run(inputs)["y"]
+        result = engine.run(inputs)["y"]
         layers = engine.layers(inputs)
     finally:
         engine.close()
     print(f"pairs before {', '.join(f'{node}[{index}]' for node, index in placed.edges)}\n{table(layers)}")
     same, plain = (OnnxRunner(one, optimize=False).run(inputs)["y"] for one in (written, source))
-    print(f"cosine to the same Q/DQ on ONNX Runtime {cosine(found, same):.5f}, to FP32 {cosine(found, plain):.5f}")
-    assert cosine(found, same) > 0.99
-    assert cosine(found, plain) > 0.97
+    print(f"cosine to the same Q/DQ on ONNX Runtime {cosine(result, same):.5f}, to FP32 {cosine(result, plain):.5f}")
+    assert cosine(result, same) > 0.99
+    assert cosine(result, plain) > 0.97
     in_it = {node for one in layers if one.precision == precision for node in one.nodes}
     convolutions = {name for name, one in placed.weighted.items() if one.operator.startswith("Conv")}
     assert convolutions <= in_it, f"not in {precision}: {sorted(convolutions - in_it)}\n{table(layers)}"

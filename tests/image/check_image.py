@@ -125,10 +125,10 @@ class Container:
     def __init__(self, image: str, *options: str) -> None:
         self.http, self.grpc, self.metrics = ports(3)
         variables = {"HTTP": self.http, "GRPC": self.grpc, "METRICS": self.metrics}
-        told = [f"-e=HEADRACE_{name}_PORT={port}" for name, port in variables.items()]
+        port_options = [f"-e=HEADRACE_{name}_PORT={port}" for name, port in variables.items()]
         locked = ["--read-only", "--tmpfs=/tmp", "--cap-drop=all", "--security-opt=no-new-privileges"]
         limits = ["--ulimit=nofile=4096:4096", "--ulimit=nproc=8192:8192"]
-        self.id = podman("run", "-d", "--network=host", *locked, *limits, *told, *options, image)
+        self.id = podman("run", "-d", "--network=host", *locked, *limits, *port_options, *options, image)
 
     def healthy(self) -> bool:
         """What the image's own health check says."""
@@ -221,8 +221,8 @@ def test_it_stores_its_profiles_in_its_home_folder(server: Container) -> None:
 
 def test_its_log_is_json(server: Container) -> None:
     lines = server.log().splitlines()
-    told = [json.loads(line)["message"] for line in lines if line.startswith("{")]
-    assert "model digits serves version 1" in told
+    messages = [json.loads(line)["message"] for line in lines if line.startswith("{")]
+    assert "model digits serves version 1" in messages
 
 
 def test_it_ends_in_order_when_it_is_stopped(demo: str) -> None:
@@ -242,8 +242,8 @@ def test_its_health_check_can_fail(server: Container) -> None:
 
 
 def test_a_server_with_a_missing_required_model_exits(alone: str) -> None:
-    told = ["-e=HEADRACE_STRICT=1", "-e=HEADRACE_MODEL_CONTROL=explicit", "-e=HEADRACE_LOAD_MODEL=missing"]
-    container = Container(alone, *told)
+    variables = ["-e=HEADRACE_STRICT=1", "-e=HEADRACE_MODEL_CONTROL=explicit", "-e=HEADRACE_LOAD_MODEL=missing"]
+    container = Container(alone, *variables)
     try:
         assert podman("wait", container.id, timeout_s=READY_S).splitlines()[-1] == "1"
     finally:
@@ -270,8 +270,8 @@ def composed() -> dict[str, Any]:
     """The services of deploy/compose.yaml, as Compose reads them."""
     done = subprocess.run([tool("docker-compose"), "config"], cwd=DEPLOY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
-    return found
+    result: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return result
 
 
 def compose_options(service: dict[str, Any], volumes: dict[str, str]) -> list[str]:
@@ -281,7 +281,7 @@ def compose_options(service: dict[str, Any], volumes: dict[str, str]) -> list[st
         service: as Compose reads it.
         volumes: name or folder of what is mounted, by the name or folder in deploy/compose.yaml that it stands for.
     """
-    known = {"build", "image", "profiles", "restart", "networks", "ports", "init", "ulimits", "command", "deploy"}
+    entry = {"build", "image", "profiles", "restart", "networks", "ports", "init", "ulimits", "command", "deploy"}
     options = [f"-e={name}={value}" for name, value in service.get("environment", {}).items()]
     options += [f"--cap-drop={one}" for one in service.get("cap_drop", ())]
     options += [f"--security-opt={one.replace(':true', '')}" for one in service.get("security_opt", ())]
@@ -293,7 +293,7 @@ def compose_options(service: dict[str, Any], volumes: dict[str, str]) -> list[st
         source, target, mode = volume.split(":")
         options.append(f"-v={volumes.get(source, source)}:{target}:{mode}")
     handled = {"environment", "cap_drop", "security_opt", "tmpfs", "read_only", "stop_grace_period", "volumes"}
-    assert set(service) <= known | handled, "a setting of Compose that is not tried here"
+    assert set(service) <= entry | handled, "a setting of Compose that is not tried here"
     return options
 
 
@@ -317,14 +317,14 @@ class Composed(Container):
 @pytest.fixture
 def volume() -> Iterator[Callable[[str], str]]:
     """Names volumes of podman that are removed at the end."""
-    made: list[str] = []
+    created: list[str] = []
 
     def named(name: str) -> str:
-        made.append(f"headrace-test-{name}")
-        return made[-1]
+        created.append(f"headrace-test-{name}")
+        return created[-1]
 
     yield named
-    for name in made:
+    for name in created:
         podman("volume", "rm", "-f", name)
 
 

@@ -20,16 +20,16 @@ from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 MS = NS_PER_MS
 
 
-class Kept(BatchRecorder):
+class ListedRecorder(BatchRecorder):
     """Records totals as a server does, read at the end of virtual time."""
 
-    made: list[Kept]
+    made: list[ListedRecorder]
     now_ns = 0
 
     def __init__(self, batches: BatchHistory) -> None:
         super().__init__(batches)
         Recorder.__init__(self, True, lambda: self.now_ns)
-        Kept.made = [self]
+        ListedRecorder.made = [self]
 
     def record_batch(self, batch: BatchRecord) -> None:
         super().record_batch(batch)
@@ -39,7 +39,7 @@ class Kept(BatchRecorder):
 @pytest.fixture
 def explained(monkeypatch: pytest.MonkeyPatch) -> object:
     """Replays a load for some seconds and gives the situation after it."""
-    monkeypatch.setattr(replay, "BatchRecorder", Kept)
+    monkeypatch.setattr(replay, "BatchRecorder", ListedRecorder)
 
     def explain(
         rate_hz: float,
@@ -53,7 +53,7 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> object:
         if shapes > 1:
             trace = dataclasses.replace(trace, shapes=np.arange(len(trace)) % shapes)
         done = replay.replay(trace, [SimulatedModel(policy, Steps(StepLatency.line(batch_us, row_us)))])
-        (recorder,) = Kept.made
+        (recorder,) = ListedRecorder.made
         recorder.now_ns = int(trace.times_ns[-1])
         for outcome in done.outcomes:
             if outcome != replay.ANSWERED:
@@ -109,15 +109,15 @@ def test_a_full_queue_is_reported_with_its_cause(explained) -> None:  # type: ig
 
 def test_shapes_split_batches(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(6000, policy(queue=16), shapes=8)
-    found = {limit.kind: limit for limit in find_bottlenecks(now)}
-    assert list(found)[:2] == ["overloaded", "shapes"]
-    assert "had another shape than the one before" in found["shapes"].explanation
+    result = {limit.kind: limit for limit in find_bottlenecks(now)}
+    assert list(result)[:2] == ["overloaded", "shapes"]
+    assert "had another shape than the one before" in result["shapes"].explanation
 
 
 def test_a_preferred_size_that_is_too_small(explained) -> None:  # type: ignore[no-untyped-def]
-    found = {limit.kind: limit for limit in find_bottlenecks(explained(6000, policy(preferred_rows=(4,), queue=200)))}
-    assert found["preferred"].cure == "prefer 16 rows, or remove the preferred sizes"
-    assert "in batches of 16, 2,857 at present" in found["preferred"].expected
+    result = {limit.kind: limit for limit in find_bottlenecks(explained(6000, policy(preferred_rows=(4,), queue=200)))}
+    assert result["preferred"].cure == "prefer 16 rows, or remove the preferred sizes"
+    assert "in batches of 16, 2,857 at present" in result["preferred"].expected
 
 
 def test_batches_that_close_too_soon(explained) -> None:  # type: ignore[no-untyped-def]
@@ -129,14 +129,14 @@ def test_batches_that_close_too_soon(explained) -> None:  # type: ignore[no-unty
 
 
 def test_full_batches_on_a_busy_instance(explained) -> None:  # type: ignore[no-untyped-def]
-    found = {limit.kind: limit for limit in find_bottlenecks(explained(8000, policy(queue=300)))}
-    assert (next(iter(found)), found["compute"].setting) == ("overloaded", "max_batch_size")
-    assert found["compute"].cure == "allow 32 rows in a batch"
+    result = {limit.kind: limit for limit in find_bottlenecks(explained(8000, policy(queue=300)))}
+    assert (next(iter(result)), result["compute"].setting) == ("overloaded", "max_batch_size")
+    assert result["compute"].cure == "allow 32 rows in a batch"
     # Where a row costs as much in any batch, size is no cure.
-    found = {
+    result = {
         limit.kind: limit for limit in find_bottlenecks(explained(2000, policy(queue=300), batch_us=10, row_us=1000))
     }
-    assert found["compute"].setting == "instance_group"
+    assert result["compute"].setting == "instance_group"
 
 
 def test_instances_that_slow_each_other_down_are_reported(explained) -> None:  # type: ignore[no-untyped-def]
@@ -167,8 +167,8 @@ def test_an_objective_that_is_missed(explained) -> None:  # type: ignore[no-unty
         "the objective 0.5 ms: a single row takes 1.1 ms"
         in {limit.kind: limit for limit in find_bottlenecks(late)}["late"].explanation
     )
-    kept = dataclasses.replace(now, policy=policy(objective_ns=10 * MS))
-    assert [limit.kind for limit in find_bottlenecks(kept)] == ["arrivals"]
+    met = dataclasses.replace(now, policy=policy(objective_ns=10 * MS))
+    assert [limit.kind for limit in find_bottlenecks(met)] == ["arrivals"]
 
 
 def batches(rows: int, reason: str, assemble_ms: float = 0, queue_ms: float = 0, count: int = 900) -> Recorder:
@@ -217,12 +217,12 @@ def test_every_load_has_an_explanation() -> None:
 
 def test_an_objective_causes_refusals_with_an_explanation(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(12_000, policy(objective_ns=20 * MS, queue=100_000))
-    found = {limit.kind: limit for limit in find_bottlenecks(now)}
-    assert next(iter(found)) == "overloaded"
-    assert "would_miss" in found["overloaded"].explanation
-    assert "late" not in found, "what is answered is in time"
+    result = {limit.kind: limit for limit in find_bottlenecks(now)}
+    assert next(iter(result)) == "overloaded"
+    assert "would_miss" in result["overloaded"].explanation
+    assert "late" not in result, "what is answered is in time"
     assert now.utilization > 0.9
-    assert found.keys() & {"compute", "promise"}
+    assert result.keys() & {"compute", "promise"}
 
 
 def test_evicted_models_and_dead_instances_come_first() -> None:

@@ -65,7 +65,7 @@ class World:
     def at(self, time_ns: int, what: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time_ns, next(self.order), what))
 
-    def ask(self, rows: int = 1, then: Callable[[], None] = lambda: None) -> None:
+    def submit(self, rows: int = 1, then: Callable[[], None] = lambda: None) -> None:
         """A request now; `then` is called when it is answered."""
         entry = Entry(request(rows, value=float(len(self.entries))), RecordedCompletion(), 0, self.now_ns)
         entry.completion.after = then
@@ -121,7 +121,7 @@ def makespan_ns(costs: CostModel, depth: int, batches: int = 40, instances: int 
     """Return the time for that many batches of one row, all queued at the start."""
     world = World(costs, BatchPolicy(1), depth, instances)
     for _ in range(batches):
-        world.ask()
+        world.submit()
     world.run()
     assert world.recorder.totals().requests == batches
     return world.now_ns
@@ -158,10 +158,10 @@ def served_in_a_closed_loop(clients: int, depth: int, paced: bool) -> World:
     world = World(costs, BatchPolicy(64), depth, paced=paced)
 
     def again() -> None:
-        world.at(world.now_ns + 50 * US, lambda: world.ask(then=again))
+        world.at(world.now_ns + 50 * US, lambda: world.submit(then=again))
 
     for _ in range(clients):
-        world.ask(then=again)
+        world.submit(then=again)
     world.run(until_ns=200_000 * US)
     return world
 
@@ -194,7 +194,7 @@ def test_every_request_gets_its_rows_and_waits_no_longer_than_it_must(
     costs = CostModel(Cost(2 * US, US), Cost(5 * US, US), Cost(50 * US, 3 * US), Cost(4 * US))
     world = World(costs, BatchPolicy(6, (), delay_ns), depth, instances)
     for at_us, rows in arrivals:
-        world.at(at_us * US, lambda rows=rows: world.ask(rows))  # type: ignore[misc]
+        world.at(at_us * US, lambda rows=rows: world.submit(rows))  # type: ignore[misc]
         world.at(at_us * US + delay_ns, lambda: None)
     world.run()
     assert world.scheduler.depth == 0

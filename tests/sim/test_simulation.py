@@ -127,9 +127,9 @@ def test_the_data_plane_has_the_latency_table_from_the_start(monkeypatch: pytest
     monkeypatch.setattr(dataplane.LatencyTable, "seed", lambda self, times: (seen.append(self), seed(self, times)))
     steps = LatencyProfile(StepLatency.line(100, 10), StepLatency.line(5), StepLatency.line(7), StepLatency.line(3))
     replay(poisson_trace(2000, 1), [model(8, 1, steps)])
-    (known,) = seen
-    assert [known.estimate_ns(rows) for rows in (1, 4, 8)] == [120_000, 150_000, 190_000]
-    assert sum(each.observations for each in known.entries()) > 1000, "and learns on"
+    (row,) = seen
+    assert [row.estimate_ns(rows) for rows in (1, 4, 8)] == [120_000, 150_000, 190_000]
+    assert sum(each.observations for each in row.entries()) > 1000, "and learns on"
 
 
 # Seeds
@@ -198,19 +198,19 @@ def test_overlapping_batches_match_the_virtual_pipeline(
     costs = CostModel(Cost(2000, 1000), Cost(5000, 1000), Cost(50_000, 3000), Cost(4000))
     world = test_pipelined_time.World(costs, policy, depth, instances)
     for at_ns, rows, _ in coming:
-        world.at(at_ns, lambda rows=rows: world.ask(rows))  # type: ignore[misc]
+        world.at(at_ns, lambda rows=rows: world.submit(rows))  # type: ignore[misc]
         world.at(at_ns + delay_ns, lambda: None)
     world.run()
-    theirs: dict[int, tuple[int, int]] = {}
+    reference: dict[int, tuple[int, int]] = {}
     for entry in world.entries:
         assert isinstance(entry.completion.outcome, InferResponse)
         times = entry.completion.outcome.times
         assert times is not None
-        theirs[id(times)] = (times.taken_ns, theirs.get(id(times), (0, 0))[1] + entry.rows)
+        reference[id(times)] = (times.taken_ns, reference.get(id(times), (0, 0))[1] + entry.rows)
     steps = LatencyProfile(StepLatency.line(50, 3), StepLatency.line(2, 1), StepLatency.line(5, 1), StepLatency.line(4))
-    ours = SimulatedModel(HandlePolicy(policy, ENDLESS, instances), steps, depth)
-    (batches,) = unpaced(trace_of(coming), ours).batches
-    assert sorted(zip(batches.taken_ns, batches.rows, strict=True)) == sorted(theirs.values())
+    simulated_batches = SimulatedModel(HandlePolicy(policy, ENDLESS, instances), steps, depth)
+    (batches,) = unpaced(trace_of(coming), simulated_batches).batches
+    assert sorted(zip(batches.taken_ns, batches.rows, strict=True)) == sorted(reference.values())
 
 
 def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:

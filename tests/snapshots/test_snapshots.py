@@ -37,8 +37,8 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def subcommands(text: str) -> list[str]:
     """Names in the list of subcommands of a help text."""
-    _, found, rest = text.partition("\n  COMMAND")
-    names = re.match(r"(?:\n    .*)*", rest.partition("\n")[1] + rest.partition("\n")[2]) if found else None
+    _, actual, rest = text.partition("\n  COMMAND")
+    names = re.match(r"(?:\n    .*)*", rest.partition("\n")[1] + rest.partition("\n")[2]) if actual else None
     return re.findall(r"^    (\S+)", names[0], re.MULTILINE) if names is not None else []
 
 
@@ -65,9 +65,9 @@ def help_texts(folder: Path) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def test_help_texts(tmp_path: Path) -> None:
-    found = dict(help_texts(tmp_path))
-    assert {("engines", "verify"), ("models", "build"), ("serve",)} <= set(found)
-    lines = [f"$ {' '.join(('headrace', *words, '--help'))}\n{plain(text)}" for words, text in sorted(found.items())]
+    actual = dict(help_texts(tmp_path))
+    assert {("engines", "verify"), ("models", "build"), ("serve",)} <= set(actual)
+    lines = [f"$ {' '.join(('headrace', *words, '--help'))}\n{plain(text)}" for words, text in sorted(actual.items())]
     compare("help.txt", "\n".join(lines))
 
 

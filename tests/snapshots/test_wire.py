@@ -90,12 +90,12 @@ def infer(model: str, document: Any, *headers: str) -> bytes:
 def tensor(
     name: str, datatype: str, shape: Sequence[int], data: object = None, **parameters: object
 ) -> dict[str, object]:
-    made: dict[str, object] = {"name": name, "datatype": datatype, "shape": list(shape)}
+    created: dict[str, object] = {"name": name, "datatype": datatype, "shape": list(shape)}
     if data is not None:
-        made["data"] = data
+        created["data"] = data
     if parameters:
-        made["parameters"] = parameters
-    return made
+        created["parameters"] = parameters
+    return created
 
 
 def binary(model: str, document: Any, content: bytes, *headers: str) -> bytes:
@@ -281,17 +281,17 @@ def request(model: str, *inputs: tuple[str, str, Sequence[int], bytes], **more: 
 def contents(model: str, name: str, datatype: str, shape: Sequence[int], **values: object) -> pb.ModelInferRequest:
     """Values in fields of their own instead of raw bytes."""
     message = pb.ModelInferRequest(model_name=model)
-    made = message.inputs.add(name=name, datatype=datatype, shape=shape)
+    created = message.inputs.add(name=name, datatype=datatype, shape=shape)
     for field, items in values.items():
-        getattr(made.contents, field).extend(items)
+        getattr(created.contents, field).extend(items)
     return message
 
 
-def asking(message: pb.ModelInferRequest, output: str, **parameters: int | bool | str) -> pb.ModelInferRequest:
-    made = message.outputs.add(name=output)
+def with_output(message: pb.ModelInferRequest, output: str, **parameters: int | bool | str) -> pb.ModelInferRequest:
+    created = message.outputs.add(name=output)
     for name, value in parameters.items():
         kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
-        setattr(made.parameters[name], kind, value)
+        setattr(created.parameters[name], kind, value)
     return message
 
 
@@ -299,7 +299,7 @@ X = ("X", "FP32", (2, 3), FLOATS)
 Case = tuple[str, Message, dict[str, str]]
 GRPC: dict[str, Case] = {
     "raw": ("ModelInfer", request("row_sums", X), {}),
-    "raw, an id, one output": ("ModelInfer", asking(request("row_sums", X, id="the id"), "SUM"), {}),
+    "raw, an id, one output": ("ModelInfer", with_output(request("row_sums", X, id="the id"), "SUM"), {}),
     "of a version": ("ModelInfer", request("row_sums", X, model_version="1"), {}),
     "two inputs of two types": (
         "ModelInfer",
@@ -324,21 +324,21 @@ GRPC: dict[str, Case] = {
     "raw text": ("ModelInfer", request("text", ("X", "BYTES", (3, 1), TEXT)), {}),
     "classes": (
         "ModelInfer",
-        asking(
+        with_output(
             request("scores", ("X", "FP32", (1, 5), np.array([1, 5, 4, 2, 3], "<f4").tobytes())),
             "SCORES",
             classification=3,
         ),
         {},
     ),
-    "timing": ("ModelInfer", asking(request("row_sums", X), "SUM"), {"headrace-timing": "1"}),
-    "load": ("ModelInfer", asking(request("row_sums", X), "SUM"), {"endpoint-load-metrics-format": "text"}),
+    "timing": ("ModelInfer", with_output(request("row_sums", X), "SUM"), {"headrace-timing": "1"}),
+    "load": ("ModelInfer", with_output(request("row_sums", X), "SUM"), {"endpoint-load-metrics-format": "text"}),
     "no inputs": ("ModelInfer", pb.ModelInferRequest(model_name="row_sums"), {}),
     "no such model": ("ModelInfer", request("nowhere", X), {}),
     "no such version": ("ModelInfer", request("row_sums", X, model_version="7"), {}),
     "a model that could not be loaded": ("ModelInfer", request("broken", X), {}),
     "an unknown input": ("ModelInfer", request("row_sums", X, ("Z", "FP32", (1,), FLOATS[:4])), {}),
-    "an unknown output": ("ModelInfer", asking(request("row_sums", X), "Z"), {}),
+    "an unknown output": ("ModelInfer", with_output(request("row_sums", X), "Z"), {}),
     "the wrong type": ("ModelInfer", request("row_sums", ("X", "INT32", (2, 3), FLOATS)), {}),
     "too few bytes": ("ModelInfer", request("row_sums", ("X", "FP32", (2, 3), FLOATS[:8])), {}),
     "a deadline that is none": ("ModelInfer", request("row_sums", X), {"x-request-timeout-ms": "soon"}),

@@ -230,23 +230,23 @@ class Page:
 
     def drop(self, selector: str, files: Sequence[Path]) -> None:
         """Drop files on an element, as from a file manager."""
-        place = self.evaluate(
+        index = self.evaluate(
             f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.scrollIntoView({{block: 'center'}});"
             "const box = it.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         data = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
         for step in ("dragEnter", "dragOver", "drop"):
-            self.call("Input.dispatchDragEvent", type=step, x=place[0], y=place[1], data=data)
+            self.call("Input.dispatchDragEvent", type=step, x=index[0], y=index[1], data=data)
 
     def screenshot(self, file: Path, selector: str = "") -> None:
         """Write a PNG of what is seen, or of one element."""
         clip = {}
         if selector:
             box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-            place = (
+            index = (
                 f"(({{x, y, width, height}}) => ({{x: x + scrollX, y: y + scrollY, width, height, scale: 1}}))({box})"
             )
-            clip = {"clip": self.evaluate(place), "captureBeyondViewport": True}
+            clip = {"clip": self.evaluate(index), "captureBeyondViewport": True}
         message = self.call("Page.captureScreenshot", format="png", **clip)
         file.write_bytes(base64.b64decode(message["data"]))
 
@@ -258,16 +258,16 @@ class Page:
 
     def complaints(self) -> list[str]:
         """Return uncaught exceptions, errors in the console, and violations of the content security policy."""
-        found = []
+        result = []
         for method, message in self._all():
             if method == "Runtime.exceptionThrown":
                 details = message["exceptionDetails"]
-                found.append(details.get("exception", {}).get("description", details["text"]))
+                result.append(details.get("exception", {}).get("description", details["text"]))
             elif method == "Log.entryAdded" and message["entry"]["level"] == "error":
-                found.append(f"{message['entry']['text']} {message['entry'].get('url', '')}")
+                result.append(f"{message['entry']['text']} {message['entry'].get('url', '')}")
             elif method == "Runtime.consoleAPICalled" and message["type"] in ("error", "warning"):
-                found.append(str([argument.get("value") for argument in message["args"]]))
-        return found
+                result.append(str([argument.get("value") for argument in message["args"]]))
+        return result
 
     def _all(self) -> list[tuple[str, Any]]:
         self.evaluate("0")  # events before this call have arrived after it

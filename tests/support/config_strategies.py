@@ -34,7 +34,7 @@ queue_policies = some(
 
 @st.composite
 def tensors(draw: st.DrawFn, output: bool) -> list[dict[str, Any]]:
-    found = []
+    result = []
     for name in draw(st.lists(names, max_size=3, unique=True)):
         dims = draw(st.lists(sizes, max_size=4))
         tensor: dict[str, Any] = {"name": name, "data_type": draw(data_types), "dims": dims}
@@ -44,8 +44,8 @@ def tensors(draw: st.DrawFn, output: bool) -> list[dict[str, Any]]:
             tensor["label_filename"] = draw(texts)
         else:
             tensor["optional"] = draw(st.booleans())
-        found.append(tensor)
-    return found
+        result.append(tensor)
+    return result
 
 
 @st.composite

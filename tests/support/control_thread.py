@@ -76,7 +76,7 @@ def index(registry: Registry) -> dict[tuple[str, str], tuple[str, str]]:
     return {(str(r["name"]), str(r["version"])): (str(r["state"]), str(r["reason"])) for r in registry.index()}
 
 
-async def ask(registry: Registry, name: str = "m", version: str = "") -> list[float]:
+async def infer_values(registry: Registry, name: str = "m", version: str = "") -> list[float]:
     handle = registry.lease(name, version)
     try:
         request = InferRequest(inputs={"X": X}, rows=1, shape_key=(16,), received_ns=0)

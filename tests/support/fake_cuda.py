@@ -301,10 +301,10 @@ class _Library:
         del self._cuda.registered[address.value]
         return 0
 
-    def cuMemHostGetDevicePointer_v2(self, found: Any, address: Any, flags: int) -> int:  # noqa: N802
+    def cuMemHostGetDevicePointer_v2(self, actual: Any, address: Any, flags: int) -> int:  # noqa: N802
         assert flags == 0
         pinned = any(start <= address.value < start + size for start, size in self._cuda.registered.items())
-        found._obj.value = address.value
+        actual._obj.value = address.value
         return 0 if pinned else 1
 
     def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802

@@ -50,10 +50,10 @@ class Memory:
 
     def read(self, address: int, size_bytes: int) -> bytes:
         try:
-            found = os.pread(self._file, size_bytes, address)
+            result = os.pread(self._file, size_bytes, address)
         except OSError:
-            found = b""
-        return found.ljust(size_bytes, b"\0")
+            result = b""
+        return result.ljust(size_bytes, b"\0")
 
 
 class FakeGather:

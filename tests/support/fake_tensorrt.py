@@ -192,8 +192,8 @@ class _Profile:
     def __init__(self) -> None:
         self.shapes: dict[str, Any] = {}
 
-    def set_shape(self, name: str, least: Any, tuned: Any, most: Any) -> None:
-        self.shapes[name] = [list(least), list(tuned), list(most)]
+    def set_shape(self, name: str, minimum: Any, optimum: Any, maximum: Any) -> None:
+        self.shapes[name] = [list(minimum), list(optimum), list(maximum)]
 
 
 class _TimingCache:
@@ -299,8 +299,8 @@ class _Builder:
         if failure:
             return None
         if config.cache is not None:
-            found = {node.op_type for node in model.graph.node} | set(config.cache.content["kernels"])
-            config.cache.content["kernels"] = sorted(found)
+            result = {node.op_type for node in model.graph.node} | set(config.cache.content["kernels"])
+            config.cache.content["kernels"] = sorted(result)
         monitor.step_complete("Building Engine", 1)
         monitor.phase_finish("Building Engine")
         document = {

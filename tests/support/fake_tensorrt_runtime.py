@@ -90,9 +90,9 @@ class _Engine:
     def create_execution_context(self, strategy: Any = None) -> _Context | None:
         self.trt.state.contexts += 1
         self.trt.state.log("creating a context")
-        made = _Context(self, owns_memory=strategy is None)
-        self.trt.state.made.append(made)
-        return made
+        created = _Context(self, owns_memory=strategy is None)
+        self.trt.state.made.append(created)
+        return created
 
     def create_engine_inspector(self) -> Any:
         dequantized = {node.output[0] for node in self.model.graph.node if node.op_type == "DequantizeLinear"}

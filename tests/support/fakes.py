@@ -72,12 +72,12 @@ def handle(
 ) -> ModelHandle:
     """A started handle on a fake model."""
     chosen = HandlePolicy(batch=batch or BatchPolicy(8), **policy)  # type: ignore[arg-type]
-    made = ModelHandle(SPEC, chosen, model, mailbox, Recorder(), on_dead)
-    made.start()
-    return made
+    created = ModelHandle(SPEC, chosen, model, mailbox, Recorder(), on_dead)
+    created.start()
+    return created
 
 
-def ask(value: float, rows: int = 1, **more: object) -> InferRequest:
+def infer_request(value: float, rows: int = 1, **more: object) -> InferRequest:
     """A request whose every row holds `value`."""
     inputs = {"x": np.full((rows, 2), value, np.float32)}
     return InferRequest(inputs=inputs, rows=rows, shape_key=None, received_ns=more.pop("received_ns", 1), **more)  # type: ignore[arg-type]

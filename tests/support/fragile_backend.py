@@ -140,8 +140,8 @@ def x_of(*values: float) -> dict[str, Array]:
 
 def values(outputs: dict[str, Array]) -> list[float]:
     """The first of each row of y."""
-    found: list[float] = np.asarray(outputs["y"])[:, 0].tolist()
-    return found
+    result: list[float] = np.asarray(outputs["y"])[:, 0].tolist()
+    return result
 
 
 def pid(outputs: dict[str, Array]) -> int:

@@ -47,8 +47,8 @@ B = np.array([[0.5], [1.5]], "<f4")
 
 
 def tensor(name: str, array: np.ndarray) -> triton.InferInput:
-    made = triton.InferInput(name, list(array.shape), {"i": "INT32", "f": "FP32"}[array.dtype.kind])
-    return made.set_data_from_numpy(array)
+    created = triton.InferInput(name, list(array.shape), {"i": "INT32", "f": "FP32"}[array.dtype.kind])
+    return created.set_data_from_numpy(array)
 
 
 def request(
@@ -67,8 +67,8 @@ def request(
         "parameters": None,
     } | more
     tensors = [tensor("A", A), tensor("B", B)] if inputs is None else inputs
-    made: pb.ModelInferRequest = _get_inference_request("m", tensors, "", request_id, outputs, **options)
-    return made
+    created: pb.ModelInferRequest = _get_inference_request("m", tensors, "", request_id, outputs, **options)
+    return created
 
 
 def decode(

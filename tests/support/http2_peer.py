@@ -32,14 +32,14 @@ class Frame(NamedTuple):
 
 def read_frames(data: bytes) -> list[Frame]:
     """Parse the frames that a server wrote; fails if one is incomplete."""
-    found, position = [], 0
+    result, position = [], 0
     while position < len(data):
         word, flags, stream_id = frames.FRAME_HEADER.unpack_from(data, position)
         end = position + 9 + (word >> 8)
         assert end <= len(data), "the server wrote half a frame"
-        found.append(Frame(word & 0xFF, flags, stream_id, data[position + 9 : end]))
+        result.append(Frame(word & 0xFF, flags, stream_id, data[position + 9 : end]))
         position = end
-    return found
+    return result
 
 
 class WireTransport(asyncio.Transport):

@@ -115,10 +115,10 @@ class HostKernels:
         together = str("__syncthreads" in source).lower()
         for kernel, declared in re.findall(r"__global__ void (\w+)\(([^)]*)\)", source):
             count = declared.count(",") + 1
-            taken = ", ".join(f"unsigned long long a{n}" for n in range(count))
+            used = ", ".join(f"unsigned long long a{n}" for n in range(count))
             handed = ", ".join(f"Any{{a{n}}}" for n in range(count))
             body = f"each(gx, gy, t, {together}, [&] {{ {kernel}({handed}); }});"
-            text.append(f'extern "C" void run_{kernel}(unsigned gx, unsigned gy, unsigned t, {taken}) {{ {body} }}\n')
+            text.append(f'extern "C" void run_{kernel}(unsigned gx, unsigned gy, unsigned t, {used}) {{ {body} }}\n')
         digest = hashlib.sha256("\0".join([*text, *options]).encode()).hexdigest()[:16]
         library = self._folder / f"{digest}.so"
         if not library.exists():

@@ -223,14 +223,14 @@ def places(mutant: Mutant, tree: Path) -> list[Path]:
 
 def killers(mutant: Mutant, tree: Path) -> list[str]:
     """Its tests as pytest names them, wherever they are now; empty if one of them is nowhere."""
-    found = []
+    result = []
     texts = {path: path.read_text(encoding="utf-8") for path in sorted((tree / "tests").rglob("test_*.py"))}
     for name in mutant.tests:
         named = [f"{path.relative_to(tree)}::{name}" for path, text in texts.items() if f"def {name}(" in text]
         if not named:
             return []
-        found += named
-    return found
+        result += named
+    return result
 
 
 def copy_tree(folder: Path) -> Path:

@@ -70,11 +70,11 @@ def _type(shape: tuple[int | str, ...]) -> str:
 def weights(**shapes: tuple[int, ...]) -> dict[str, Any]:
     """Random weights that keep the size of activations about the same, and small random vectors, by name."""
     random = np.random.default_rng(1)
-    made = {}
+    created = {}
     for name, shape in shapes.items():
         fan_in = np.prod(shape[1:]) if len(shape) > 2 else shape[0]
-        made[name] = random.normal(0, np.sqrt(1.5 / fan_in) if len(shape) > 1 else 0.1, shape)
-    return made
+        created[name] = random.normal(0, np.sqrt(1.5 / fan_in) if len(shape) > 1 else 0.1, shape)
+    return created
 
 
 def residual() -> onnx.ModelProto:

@@ -52,14 +52,14 @@ class Receiver:
     def wait(self, prefix: str, count: int = 1) -> list[Span]:
         """The spans whose name begins so, once there are `count`."""
         eventually(lambda: len(self.named(prefix)) >= count)
-        found = self.named(prefix)
-        assert len(found) == count, [span.name for span in found]
-        return found
+        result = self.named(prefix)
+        assert len(result) == count, [span.name for span in result]
+        return result
 
     def children(self, parent: Span) -> list[Span]:
         """Those of a span, by their begin."""
-        found = [span for span in self.spans if span.parent_span_id == parent.span_id]
-        return sorted(found, key=lambda span: span.start_time_unix_nano)
+        result = [span for span in self.spans if span.parent_span_id == parent.span_id]
+        return sorted(result, key=lambda span: span.start_time_unix_nano)
 
 
 def attributes(of: Any) -> dict[str, Any]:

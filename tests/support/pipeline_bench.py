@@ -107,7 +107,7 @@ class Bench:
             "bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.pace, self.clock
         )
 
-    def ask(self, *values: float, rows: int = 1) -> list[Caller]:
+    def submit(self, *values: float, rows: int = 1) -> list[Caller]:
         """Queue requests that come together, one a value."""
         return self.queue([np.full((rows, 2), value, np.float32) for value in values])
 

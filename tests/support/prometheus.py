@@ -97,12 +97,12 @@ class Prometheus:
 
 def selectors(expr: str) -> set[str]:
     """Every selector of one of our series in a query, without its range."""
-    found = set()
+    result = set()
     for match in _SELECTOR.finditer(re.sub(r"\b(?:by|on|without|ignoring) \([^)]*\)", " ", expr)):
         name, labels = match.groups()
         if name.startswith(("headrace_", "headrace:", "process_")) or (name == "up" and labels):
-            found.add(name + (labels or ""))
-    return found
+            result.add(name + (labels or ""))
+    return result
 
 
 @contextmanager

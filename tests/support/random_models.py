@@ -183,7 +183,7 @@ def sample(seed: int) -> Sample:
         steps.append(str(rng.choice(MIXED_STEPS)))
         graph.mixed_step(steps[-1])
     outputs: list[tuple[str, int, list[Any]]] = []
-    found = False
+    result = False
     for name in ("Y", "Z")[: 1 + int(rng.random() < 0.4)]:
         ends = ("rows", "rows", "rows", *FOUND_ENDS, *OTHER_ENDS, "scalar")
         end = str(rng.choice(ends)) if name == "Z" or rng.random() < 0.6 else "rows"
@@ -192,8 +192,8 @@ def sample(seed: int) -> Sample:
         branch.nodes.append(helper.make_node("Identity", [branch.tensor], [name]))
         outputs.append((name, kind, shape))
         steps.append(f"{name}={end}")
-        found = found or end in FOUND_ENDS
-    return _finished(seed, rng, graph, width, outputs, steps, trusted=not mixed and not found)
+        result = result or end in FOUND_ENDS
+    return _finished(seed, rng, graph, width, outputs, steps, trusted=not mixed and not result)
 
 
 def _finished(
@@ -218,14 +218,14 @@ def _finished(
     for name, kind, shape in outputs:
         dims = [first[name], *(None if rng.random() < 0.3 else size for size in shape[1:])] if shape else []
         infos.append(helper.make_tensor_value_info(name, kind, dims))
-    made = helper.make_graph(
+    created = helper.make_graph(
         graph.nodes,
         "random",
         [helper.make_tensor_value_info("X", FP32, ["batch" if naming != "missing" else None, width])],
         infos,
         graph.constants,
     )
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    model = helper.make_model(created, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     config, may_fail = "", False
     if all(shape for _, _, shape in outputs) and rng.random() < 0.5:
         may_fail = True

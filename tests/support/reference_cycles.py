@@ -11,14 +11,14 @@ from types import FrameType
 @contextmanager
 def leaked_frames() -> Iterator[list[str]]:
     """Yield a list; at the end of the block it has the names of functions whose frames are in reference cycles."""
-    found: list[str] = []
+    result: list[str] = []
     gc.collect()
     gc.disable()
     try:
-        yield found
+        yield result
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        found += [each.f_code.co_qualname for each in gc.garbage if isinstance(each, FrameType)]
+        result += [each.f_code.co_qualname for each in gc.garbage if isinstance(each, FrameType)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -18,10 +18,10 @@ def _pool() -> descriptor_pool.DescriptorPool:
     file.dependency.extend(["google/protobuf/any.proto", "google/protobuf/duration.proto"])
 
     def message(name: str, *fields: tuple[str, str, str, str]) -> Any:
-        made = file.message_type.add(name=name)
+        created = file.message_type.add(name=name)
         for number, (field, kind, label, of) in enumerate(fields, 1):
-            made.field.add(name=field, number=number, type=_TYPE[kind], label=_LABEL[label], type_name=of or None)  # type: ignore[arg-type]
-        return made
+            created.field.add(name=field, number=number, type=_TYPE[kind], label=_LABEL[label], type_name=of or None)  # type: ignore[arg-type]
+        return created
 
     message(
         "Status",
@@ -48,12 +48,12 @@ def _read(name: str, content: bytes) -> Any:
 def rich_status(content: bytes) -> tuple[int, str, dict[str, Any]]:
     """Code, text, and the details by their type's name."""
     status = _read("google.rpc.Status", content)
-    found = {}
+    result = {}
     for detail in status.details:
         host, _, name = detail.type_url.partition("/")
         assert host == "type.googleapis.com"
-        found[name] = _read(name, detail.value)
-    return status.code, status.message, found
+        result[name] = _read(name, detail.value)
+    return status.code, status.message, result
 
 
 def retry_delay_s(details: dict[str, Any]) -> float:

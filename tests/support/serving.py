@@ -95,13 +95,13 @@ class Server:
             ServerFailed: the process ended, or said nothing in time.
         """
         deadline = time.monotonic() + timeout_s
-        while (found := _BANNER.search(text := self.text)) is None or _BANNER_END.search(text) is None:
+        while (result := _BANNER.search(text := self.text)) is None or _BANNER_END.search(text) is None:
             if self.process.poll() is not None:
                 raise ServerFailed(f"the server exited with {self.process.returncode} at its start:\n{self.text}")
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready within {timeout_s:g} s:\n{self.text}")
             time.sleep(0.02)
-        self.port = int(found[1])
+        self.port = int(result[1])
         grpc = _GRPC.search(text)
         self.grpc_port = int(grpc[1]) if grpc is not None else 0
 

@@ -65,7 +65,7 @@ def inputs_and_answers() -> tuple[Array, Array]:
     return x, answers(convolutions(), {"x": x})["logits"]
 
 
-def ask(server: Server, region: str, rows: int, offset: int = 0) -> Array:
+def infer_from_region(server: Server, region: str, rows: int, offset: int = 0) -> Array:
     """Rows of a region through the model."""
     return answer(server, question(region, rows, offset))
 
@@ -133,9 +133,9 @@ def cuda_region(server: Server, content: bytes, export: Export) -> Iterator[None
             call(server, "cudasharedmemory/region/g/unregister")
 
 
-def same(found: Array, right: Array) -> None:
+def same(actual: Array, right: Array) -> None:
     """In TF32, and some fused otherwise than others; the answers of other rows are far away."""
-    np.testing.assert_allclose(found, right, atol=0.01 * float(np.abs(right).max()))
+    np.testing.assert_allclose(actual, right, atol=0.01 * float(np.abs(right).max()))
 
 
 def mapped(server: Server, path: Path) -> bool:
@@ -146,15 +146,15 @@ def mapped(server: Server, path: Path) -> bool:
 def check_system_region(server: Server, right: tuple[Array, Array]) -> None:
     x, y = right
     with system_region(server, x.tobytes()) as path:
-        same(ask(server, "r", 8), y[:8])  # copied: nothing is pinned yet
+        same(infer_from_region(server, "r", 8), y[:8])  # copied: nothing is pinned yet
         until(lambda: mapped(server, path))
         for rows in (1, 2, 3, 8, 31, 32, 48):  # the last is cut
-            same(ask(server, "r", rows), y[:rows])
-        same(ask(server, "r", 4, 7 * ROW_BYTES), y[7:11])
+            same(infer_from_region(server, "r", rows), y[:rows])
+        same(infer_from_region(server, "r", 4, 7 * ROW_BYTES), y[7:11])
         # What the client writes is what the next request sees.
         with path.open("r+b") as file:
             file.write(x[20:24].tobytes())
-        same(ask(server, "r", 4), y[20:24])
+        same(infer_from_region(server, "r", 4), y[20:24])
     until(lambda: not mapped(server, path))
 
 
@@ -162,7 +162,7 @@ def check_unaligned_rows(server: Server, right: tuple[Array, Array]) -> None:
     x, y = right
     with system_region(server, b"?" + x.tobytes()) as path:
         for _ in range(3):
-            same(ask(server, "r", 5, 1 + ROW_BYTES), y[1:6])
+            same(infer_from_region(server, "r", 5, 1 + ROW_BYTES), y[1:6])
             until(lambda: mapped(server, path))
 
 
@@ -170,8 +170,8 @@ def check_cuda_region(server: Server, right: tuple[Array, Array], export: Export
     x, y = right
     with cuda_region(server, b"????" + x.tobytes(), export):
         for rows in (1, 2, 3, 8, 31, 32, 44):
-            same(ask(server, "g", rows, 4), y[:rows])
-        same(ask(server, "g", 40, 4 + 3 * ROW_BYTES), y[3:43])
+            same(infer_from_region(server, "g", rows, 4), y[:rows])
+        same(infer_from_region(server, "g", 40, 4 + 3 * ROW_BYTES), y[3:43])
 
 
 def check_all_kinds_together(server: Server, right: tuple[Array, Array], export: Export) -> None:
@@ -180,10 +180,10 @@ def check_all_kinds_together(server: Server, right: tuple[Array, Array], export:
     def one(number: int) -> None:
         first, rows = number % 40, 1 + number % 5
         if number % 3 == 0:
-            found = send(server, x[first : first + rows])
+            actual = send(server, x[first : first + rows])
         else:
-            found = ask(server, "rg"[number % 3 - 1], rows, first * ROW_BYTES)
-        same(found, y[first : first + rows])
+            actual = infer_from_region(server, "rg"[number % 3 - 1], rows, first * ROW_BYTES)
+        same(actual, y[first : first + rows])
 
     with system_region(server, x.tobytes()), cuda_region(server, x.tobytes(), export), ThreadPoolExecutor(24) as pool:
         for _ in pool.map(one, range(600)):
@@ -193,11 +193,11 @@ def check_all_kinds_together(server: Server, right: tuple[Array, Array], export:
 def check_truncated_memory(server: Server, right: tuple[Array, Array]) -> None:
     x, y = right
     with system_region(server, x.tobytes()) as path:
-        ask(server, "r", 8)
+        infer_from_region(server, "r", 8)
         until(lambda: mapped(server, path))
         os.truncate(path, 0)
         for rows in (1, 8, 32):
-            ask(server, "r", rows)  # of what was there when it was pinned
+            infer_from_region(server, "r", rows)  # of what was there when it was pinned
             # Not aligned, it is copied by the host.
             status, body = sent(server, question("r", rows, 1))
             assert (status, b"smaller than when it was registered" in body) == (400, True), body
@@ -210,5 +210,5 @@ def check_regions_come_and_go(server: Server, right: tuple[Array, Array]) -> Non
     with ThreadPoolExecutor(8) as pool:
         for _ in range(10):
             with system_region(server, x.tobytes()):
-                for future in [pool.submit(ask, server, "r", 16) for _ in range(24)]:
+                for future in [pool.submit(infer_from_region, server, "r", 16) for _ in range(24)]:
                     same(future.result(), y[:16])

@@ -14,8 +14,8 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support.fake_tensorrt import affine
 
 
-def batches(least: int, tuned: int, most: int) -> ShapeRange:
-    return ShapeRange({"x": ((least, 3), (tuned, 3), (most, 3))})
+def batches(minimum: int, optimum: int, maximum: int) -> ShapeRange:
+    return ShapeRange({"x": ((minimum, 3), (optimum, 3), (maximum, 3))})
 
 
 ORDER = TargetSpec("fp32", (batches(1, 4, 8),))

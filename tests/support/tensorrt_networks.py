@@ -108,8 +108,8 @@ def transformer() -> onnx.ModelProto:
     hidden = net.node("Gather", [net.constant("table", net.random(100, width) * 5), "ids"], "embed")
 
     def linear(tensor: str, name: str, columns: int) -> str:
-        made = net.node("MatMul", [tensor, net.constant(f"{name}_w", net.random(width, columns))], f"{name}_mm")
-        return net.node("Add", [made, net.constant(f"{name}_b", np.zeros(columns, np.float32))], name)
+        created = net.node("MatMul", [tensor, net.constant(f"{name}_w", net.random(width, columns))], f"{name}_mm")
+        return net.node("Add", [created, net.constant(f"{name}_b", np.zeros(columns, np.float32))], name)
 
     def norm(tensor: str, name: str) -> str:
         scale = net.constant(f"{name}_g", np.ones(width, np.float32))
@@ -145,8 +145,8 @@ def answers(model: onnx.ModelProto, inputs: Mapping[str, Array], tensors: Sequen
 
 def scales_of(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, float]:
     """Scales of symmetric INT8 for what `convolutions` quantizes, from the largest values."""
-    found = answers(model, inputs, ["relu1", "relu2", "flat"]) | dict(inputs)
-    return {name: float(np.abs(found[name]).max()) / 127 for name in ("x", "relu1", "relu2", "flat")}
+    result = answers(model, inputs, ["relu1", "relu2", "flat"]) | dict(inputs)
+    return {name: float(np.abs(result[name]).max()) / 127 for name in ("x", "relu1", "relu2", "flat")}
 
 
 def pictures(rows: int, seed: int = 0) -> Array:

@@ -100,9 +100,9 @@ def test_options_that_answers_name_are_there() -> None:
     """An answer that sends people to an option that does not exist would be a riddle."""
     parser = Parser(prog="headrace serve options")
     settings.add_arguments(parser, {})
-    known = set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()))
+    entry = set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()))
     named = {option for text in settings.TRITON_HINTS.values() for option in re.findall(r"--[a-z][a-z0-9-]*", text)}
-    assert named - known == set()
+    assert named - entry == set()
 
 
 @pytest.mark.parametrize(
@@ -267,13 +267,13 @@ def test_every_field_has_a_row() -> None:
 @pytest.mark.parametrize("path", ALL)
 def test_a_field_is_parsed_as_promised(path: str) -> None:
     promise = FIELDS[path].split(":")[0]
-    found = findings_of(configuration(path))
-    levels = {"error" if finding.fatal else "warning" for finding in found}
+    result = findings_of(configuration(path))
+    levels = {"error" if finding.fatal else "warning" for finding in result}
     expected = {"honoured": set(), "informative": set(), "no effect, with a warning": {"warning"}, "refused": {"error"}}
-    assert levels == expected[promise], (configuration(path), [str(finding) for finding in found])
+    assert levels == expected[promise], (configuration(path), [str(finding) for finding in result])
     if promise == "refused":
-        assert '" is not supported' in found[0].message
-        assert found[0].cure
+        assert '" is not supported' in result[0].message
+        assert result[0].cure
 
 
 def test_every_listed_feature_is_a_refused_field() -> None:
@@ -296,10 +296,10 @@ def test_every_listed_feature_is_a_refused_field() -> None:
     ],
 )
 def test_a_refusal_names_the_feature_in_plain_words(config: dict[str, Any], words: str) -> None:
-    found = [finding for finding in findings_of(merged(BASE, config)) if finding.fatal]
-    assert found
-    assert any(words in finding.message for finding in found), [str(finding) for finding in found]
-    assert all(finding.cure for finding in found)
+    result = [finding for finding in findings_of(merged(BASE, config)) if finding.fatal]
+    assert result
+    assert any(words in finding.message for finding in result), [str(finding) for finding in result]
+    assert all(finding.cure for finding in result)
 
 
 # Names of models

@@ -37,9 +37,9 @@ class Copies:
 @pytest.fixture
 def copies(gpu: GpuUnderTest) -> Iterator[Copies]:
     with driver.current():
-        made = Copies()
-        yield made
-        made.close()
+        created = Copies()
+        yield created
+        created.close()
 
 
 def test_a_capture_runs_nothing(copies: Copies) -> None:

@@ -22,11 +22,11 @@ def _on(gpu: GpuUnderTest) -> None:
 
 
 def test_a_gpu_is_described() -> None:
-    found = devices.describe()
-    assert found.name
-    assert re.fullmatch(r"\d+\.\d+", found.capability)
-    assert found.driver > 0
-    assert found.memory_bytes >= 1 << 30
+    result = devices.describe()
+    assert result.name
+    assert re.fullmatch(r"\d+\.\d+", result.capability)
+    assert result.driver > 0
+    assert result.memory_bytes >= 1 << 30
     with pytest.raises(Unsupported, match="CUDA device 99 is not there: this machine has devices 0 to"):
         devices.describe(99)
 

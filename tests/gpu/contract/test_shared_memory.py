@@ -31,9 +31,9 @@ needs_shm = pytest.mark.skipif(sys.platform != "linux", reason="shared memory ne
 
 @pytest.fixture
 def memory(gpu: GpuUnderTest) -> Iterator[ClientMemory]:
-    made = ClientMemory(max_pinned_bytes=1 << 30)
-    yield made
-    finished(made)
+    created = ClientMemory(max_pinned_bytes=1 << 30)
+    yield created
+    finished(created)
 
 
 def finished(memory: ClientMemory) -> None:
@@ -182,8 +182,8 @@ class Fetch:
 
 @pytest.fixture
 def fetch(needs_kernels: None) -> Iterator[Fetch]:
-    with closing(Fetch()) as made:
-        yield made
+    with closing(Fetch()) as created:
+        yield created
 
 
 @pytest.fixture
@@ -198,17 +198,17 @@ def file() -> Iterator[int]:
 
 
 def pinned(memory: ClientMemory, descriptor: int, start: int, size_bytes: int) -> PinnedFile | None:
-    found: list[PinnedFile | None] = []
+    result: list[PinnedFile | None] = []
     done = threading.Event()
 
-    def on_done(made: PinnedFile | None) -> None:
-        found.append(made)
+    def on_done(created: PinnedFile | None) -> None:
+        result.append(created)
         done.set()
 
     memory.pin(descriptor, start, size_bytes, 0, on_done)
     assert done.wait(60)
     finished(memory)
-    return found.pop()
+    return result.pop()
 
 
 def test_a_gpu_reads_a_pinned_array(fetch: Fetch) -> None:
@@ -241,13 +241,13 @@ def test_invalid_row_ranges_are_refused(gpu: GpuUnderTest, make: Callable[[], An
 def test_a_gpu_reads_a_file_in_shared_memory(
     memory: ClientMemory, fetch: Fetch, file: int, start: int, size: int
 ) -> None:
-    found = pinned(memory, file, start, size)
-    assert found is not None
-    np.testing.assert_array_equal(fetch(found.address, size), CONTENT[start : start + size])
+    result = pinned(memory, file, start, size)
+    assert result is not None
+    np.testing.assert_array_equal(fetch(result.address, size), CONTENT[start : start + size])
     # What the client writes later is seen: it is the same memory.
     os.pwrite(file, b"\xff\xfe\xfd", start)
-    assert fetch(found.address, 3).tolist() == [255, 254, 253]
-    del found
+    assert fetch(result.address, 3).tolist() == [255, 254, 253]
+    del result
     finished(memory)
     again = pinned(memory, file, start, size)
     assert again is not None
@@ -258,11 +258,11 @@ def test_a_gpu_reads_a_file_in_shared_memory(
 @needs_shm
 def test_two_regions_of_one_file_are_pinned_side_by_side(memory: ClientMemory, fetch: Fetch, file: int) -> None:
     both = [pinned(memory, file, 0, SIZE), pinned(memory, file, 100, 5000)]
-    for found, start in zip(both, (0, 100), strict=True):
-        assert found is not None
-        np.testing.assert_array_equal(fetch(found.address, 5000), CONTENT[start : start + 5000])
+    for result, start in zip(both, (0, 100), strict=True):
+        assert result is not None
+        np.testing.assert_array_equal(fetch(result.address, 5000), CONTENT[start : start + 5000])
     both.clear()
-    found = None
+    result = None
     finished(memory)
 
 

@@ -72,11 +72,11 @@ def right(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
     """Begin, fill and launch."""
-    flight = execution.begin({"x": x[:1]}, len(x))
-    assert flight.inputs["x"].shape == x.shape
-    flight.inputs["x"][:] = x
-    execution.launch(flight)
-    return flight
+    batch = execution.begin({"x": x[:1]}, len(x))
+    assert batch.inputs["x"].shape == x.shape
+    batch.inputs["x"][:] = x
+    execution.launch(batch)
+    return batch
 
 
 WAYS = [{"one_graph_rows": "0"}, {"one_graph_rows": "2"}, {"one_graph_rows": "auto"}, {"cuda_graphs": "0"}]
@@ -97,8 +97,8 @@ def test_batches_of_every_size(plan: Path, way: dict[str, str]) -> None:
             execution.run({"z": rows(1)})
         # None of these has cost a buffer slot.
         under_way = [fly(execution, rows(2)) for _ in range(execution.depth)]
-        for flight in under_way:
-            np.testing.assert_array_equal(execution.finish(flight)["y"], right(rows(2)))
+        for batch in under_way:
+            np.testing.assert_array_equal(execution.finish(batch)["y"], right(rows(2)))
 
 
 @every_way
@@ -112,11 +112,11 @@ def test_batches_in_flight_overlap_and_finish_in_launch_order(
             x = rows(1 + number % 8, number)
             under_way.append((fly(execution, x), x))
             if len(under_way) == execution.depth:
-                flight, x = under_way.pop(0)
-                np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+                batch, x = under_way.pop(0)
+                np.testing.assert_array_equal(execution.finish(batch)["y"], right(x))
         assert len(under_way) == execution.depth - 1
-        for flight, x in under_way:
-            np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+        for batch, x in under_way:
+            np.testing.assert_array_equal(execution.finish(batch)["y"], right(x))
         if gpu.fake:
             assert gpu.fake.waits - waits == 30, "one wait a batch"
 
@@ -124,12 +124,14 @@ def test_batches_in_flight_overlap_and_finish_in_launch_order(
 def test_another_thread_finishes(plan: Path) -> None:
     with opened(plan) as execution:
         x = rows(5)
-        flights = [fly(execution, x), fly(execution, x + 1)]
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.extend(execution.finish(each)["y"] for each in flights))
+        in_flight_batches = [fly(execution, x), fly(execution, x + 1)]
+        result: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: result.extend(execution.finish(each)["y"] for each in in_flight_batches)
+        )
         thread.start()
         thread.join(60)
-        np.testing.assert_array_equal(found, [right(x), right(x + 1)])
+        np.testing.assert_array_equal(result, [right(x), right(x + 1)])
 
 
 def test_answers_belong_to_the_caller(plan: Path) -> None:
@@ -160,10 +162,10 @@ def test_nothing_is_allocated_for_a_batch_and_everything_freed_at_the_end(gpu: G
     for _ in range(3):
         with opened(plan) as execution:
             execution.run({"x": rows(8)})
-            taken = gpu.used_bytes()
+            used = gpu.used_bytes()
             for count in (3, 8, 1) * 20:
                 execution.run({"x": rows(count)})
-            assert gpu.used_bytes() == taken
+            assert gpu.used_bytes() == used
     assert gpu.used_bytes() - before <= gpu.slack_bytes
 
 
@@ -263,8 +265,8 @@ def test_through_the_scheduler_from_the_loop_and_from_threads(plan: Path) -> Non
         try:
             sent = [rows(1 + number % 7, number) for number in range(100)]
             waiting = [asyncio.to_thread(lambda x=x: handle.infer_blocking(request(x))) for x in sent]
-            found = await asyncio.gather(*waiting, *[handle.infer(request(x)) for x in sent])
-            for x, response in zip([*sent, *sent], found, strict=True):
+            result = await asyncio.gather(*waiting, *[handle.infer(request(x)) for x in sent])
+            for x, response in zip([*sent, *sent], result, strict=True):
                 np.testing.assert_array_equal(response.outputs["y"], right(x))
         finally:
             assert handle.close(10)

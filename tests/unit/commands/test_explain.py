@@ -86,12 +86,10 @@ def test_a_path_in_the_url_is_a_prefix_and_names_are_quoted(server: Any) -> None
 
 
 def test_no_server_listens() -> None:
-    with socket.socket() as taken:
-        taken.bind(
-            ("127.0.0.1", 0)
-        )  # bound, not listening: connections are refused, and no other process gets the port
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused, and no other process gets the port
         with pytest.raises(Unavailable, match=r"no server answers at .* start one with `headrace serve`"):
-            fetch(f"http://127.0.0.1:{taken.getsockname()[1]}", "m")
+            fetch(f"http://127.0.0.1:{used.getsockname()[1]}", "m")
 
 
 def test_no_answer_in_time() -> None:

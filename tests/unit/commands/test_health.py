@@ -24,10 +24,10 @@ NOWHERE = ListenAddress(port=1)
 class Answers(BaseHTTPRequestHandler):
     """Answers each path as told."""
 
-    told: ClassVar[dict[str, tuple[int, bytes]]] = {}
+    responses: ClassVar[dict[str, tuple[int, bytes]]] = {}
 
     def do_GET(self) -> None:
-        status, body = self.told.get(self.path, (404, b"{}"))
+        status, body = self.responses.get(self.path, (404, b"{}"))
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -48,7 +48,7 @@ class Peer(ThreadingHTTPServer):
             self.socket = tls.ssl_context(()).wrap_socket(self.socket, server_side=True)
 
     def answer(self, **bodies: tuple[int, bytes]) -> None:
-        Answers.told = {f"/v2/health/{name}": told for name, told in bodies.items()}
+        Answers.responses = {f"/v2/health/{name}": responses for name, responses in bodies.items()}
 
     @property
     def here(self) -> ListenAddress:

@@ -190,11 +190,9 @@ def test_an_unknown_model_and_no_server(grpc_server: Any, headrace: Any) -> None
     status, _, errors = headrace("other", CAT)
     assert status == 1
     assert "the server returned NOT_FOUND: model 'other' is not found" in errors
-    with socket.socket() as taken:
-        taken.bind(
-            ("127.0.0.1", 0)
-        )  # bound, not listening: connections are refused, and no other process gets the port
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused, and no other process gets the port
+        address = f"127.0.0.1:{used.getsockname()[1]}"
         status, _, errors = headrace("net", CAT, "--url", address)
     assert status == 1
     assert f"no server answers at {address}: start one with `headrace serve`" in " ".join(errors.split())

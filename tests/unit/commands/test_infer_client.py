@@ -93,13 +93,11 @@ def test_tls_trusts_the_systems_authorities(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_server_listens() -> None:
-    with socket.socket() as taken:
-        taken.bind(
-            ("127.0.0.1", 0)
-        )  # bound, not listening: connections are refused, and no other process gets the port
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused, and no other process gets the port
         with (
             pytest.raises(Unavailable, match=r"no server answers at 127.* start one with `headrace serve`"),
-            InferClient(f"127.0.0.1:{taken.getsockname()[1]}"),
+            InferClient(f"127.0.0.1:{used.getsockname()[1]}"),
         ):
             pass
 

@@ -75,8 +75,8 @@ def test_promises_are_made_by_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_clients_are_distinguished_and_have_quotas(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--clients", "calm:1,loud:9", "--quota", "loud=100:10")
-    (setting,) = simulated(capsys, *asked)["settings"]
+    client_options = ("--clients", "calm:1,loud:9", "--quota", "loud=100:10")
+    (setting,) = simulated(capsys, *client_options)["settings"]
     calm, loud = setting["clients"]
     assert (calm["name"], loud["name"]) == ("calm", "loud")
     assert calm["requests"] == calm["answered"]

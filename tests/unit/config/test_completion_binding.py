@@ -197,8 +197,8 @@ def test_wrong_headrace_parameters_are_errors(key: str, value: str, message: str
 
 
 def test_a_field_set_in_two_ways_is_an_error() -> None:
-    found = findings_of("oversize: split\nparameters: {headrace.oversize: reject}")
-    assert found == ['f:2: error: "headrace.oversize" is written twice (keep one of them)']
+    result = findings_of("oversize: split\nparameters: {headrace.oversize: reject}")
+    assert result == ['f:2: error: "headrace.oversize" is written twice (keep one of them)']
 
 
 OPTIMIZED_YAML = """
@@ -255,9 +255,9 @@ def test_build_settings_are_equal_in_both_formats() -> None:
     ],
 )
 def test_a_profile_must_be_a_range(profile: str, message: str) -> None:
-    (found,) = findings_of(f"optimization:\n  profiles:\n  - {profile}")
-    assert found.startswith("f:3: error: ")
-    assert message in found
+    (result,) = findings_of(f"optimization:\n  profiles:\n  - {profile}")
+    assert result.startswith("f:3: error: ")
+    assert message in result
 
 
 def test_of_the_accelerators_the_builder_reads_tensorrt() -> None:

@@ -39,9 +39,9 @@ def read(repository: Path, config: str) -> ModelConfig:
 def test_configured_instances_are_used_and_defaults_depend_on_the_backend(
     tmp_path: Path, config: str, kind: str, count: int
 ) -> None:
-    found = read(tmp_path, config)
-    assert [(group.name, group.kind, group.count) for group in found.instance_group] == [("m_0", kind, count)]
-    (shown,) = to_triton_json(found)["instance_group"]  # type: ignore[misc]
+    result = read(tmp_path, config)
+    assert [(group.name, group.kind, group.count) for group in result.instance_group] == [("m_0", kind, count)]
+    (shown,) = to_triton_json(result)["instance_group"]  # type: ignore[misc]
     assert (shown["kind"], shown["count"]) == (kind, count)
 
 

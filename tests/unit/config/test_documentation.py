@@ -47,10 +47,10 @@ def test_the_examples_of_the_page_are_valid_and_equivalent() -> None:
 
 def accepts(part: Any, value: Any, root: Any) -> bool:
     """A validator for the keywords that the schema uses; asserts that it knows them all."""
-    known = {"$ref", "anyOf", "enum", "type", "properties", "additionalProperties", "required", "items", "prefixItems"}
-    known |= {"minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "propertyNames"}
-    known |= {"title", "description", "default", "const", "$schema", "$defs"}
-    assert set(part) <= known, set(part) - known
+    entry = {"$ref", "anyOf", "enum", "type", "properties", "additionalProperties", "required", "items", "prefixItems"}
+    entry |= {"minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "propertyNames"}
+    entry |= {"title", "description", "default", "const", "$schema", "$defs"}
+    assert set(part) <= entry, set(part) - entry
     if "$ref" in part and not accepts(root["$defs"][part["$ref"].rpartition("/")[2]], value, root):
         return False
     if "anyOf" in part and not any(accepts(choice, value, root) for choice in part["anyOf"]):

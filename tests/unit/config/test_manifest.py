@@ -336,12 +336,12 @@ def test_a_reader_of_a_replaced_artefact_reads_again(folder: Path, monkeypatch: 
     real = manifest.read_stamps
 
     def publish_after_the_first_look(path: Path) -> list[Stamp]:
-        found = real(path)
-        if found == [old]:
+        result = real(path)
+        if result == [old]:
             monkeypatch.setattr(manifest, "read_stamps", real)
             write_stamp(path, new)
             (path / old.artefact).unlink()
-        return found
+        return result
 
     monkeypatch.setattr(manifest, "read_stamps", publish_after_the_first_look)
     assert choose_from_folder(folder, ONNX, CONFIG, CPU).stamp == new

@@ -136,24 +136,24 @@ DEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_rows_that_are_computed_from_themselves_only(name: str) -> None:
-    found = verdict(*INDEPENDENT[name])
-    assert found.independent, found.reason
+    actual = verdict(*INDEPENDENT[name])
+    assert actual.independent, actual.reason
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_rows_that_depend_on_others_or_may(name: str) -> None:
-    found = verdict(*DEPENDENT[name])
-    assert not found.independent
-    assert found.reason
+    actual = verdict(*DEPENDENT[name])
+    assert not actual.independent
+    assert actual.reason
 
 
 @pytest.mark.parametrize(
     "name", ["softmax over the batch", "running sum", "dynamic quantisation", "non-zero", "mean of all"]
 )
 def test_the_reason_names_the_node(name: str) -> None:
-    found = verdict(*DEPENDENT[name])
-    assert found.mixed
-    assert 'node "' in found.reason
+    actual = verdict(*DEPENDENT[name])
+    assert actual.mixed
+    assert 'node "' in actual.reason
 
 
 def test_a_node_that_mixes_rows_for_no_output_does_not_matter() -> None:
@@ -161,9 +161,9 @@ def test_a_node_that_mixes_rows_for_no_output_does_not_matter() -> None:
 
 
 def test_every_output_counts() -> None:
-    found = verdict([("Relu", "X", "Y"), ("CumSum", "X z", "Z")], constants={"z": np.array(0)}, outputs="Y Z")
-    assert found.mixed
-    assert "CumSum" in found.reason
+    actual = verdict([("Relu", "X", "Y"), ("CumSum", "X z", "Z")], constants={"z": np.array(0)}, outputs="Y Z")
+    assert actual.mixed
+    assert "CumSum" in actual.reason
 
 
 def test_a_graph_inside_a_node_is_not_followed() -> None:
@@ -173,18 +173,18 @@ def test_a_graph_inside_a_node_is_not_followed() -> None:
         [],
         [helper.make_tensor_value_info("out", FP32, None)],
     )
-    found = verdict(
+    actual = verdict(
         [("If", "yes", "Y", {"then_branch": branch, "else_branch": branch})], constants={"yes": np.array(True)}
     )
-    assert not found.independent
+    assert not actual.independent
 
 
 @pytest.mark.parametrize("build", [small_cnn, transformer_block])
 def test_common_networks_are_understood(build: Any) -> None:
     model = build()
     names = {tensor.name for tensor in model.graph.initializer}
-    found = analyse_rows(model, [info.name for info in model.graph.input if info.name not in names])
-    assert found.independent, found.reason
+    actual = analyse_rows(model, [info.name for info in model.graph.input if info.name not in names])
+    assert actual.independent, actual.reason
 
 
 def test_a_recurrent_network_is_understood() -> None:
@@ -200,24 +200,24 @@ def test_a_recurrent_network_is_understood() -> None:
         helper.make_node("Squeeze", ["last", "first"], ["Y"]),
     ]
     model = onnx_model(nodes, {"X": (FP32, ("batch", "time", 3))}, {"Y": (FP32, ("batch", 5))}, weights)
-    found = analyse_rows(model, ["X"])
-    assert found.independent, found.reason
+    actual = analyse_rows(model, ["X"])
+    assert actual.independent, actual.reason
 
 
 def test_an_operator_that_does_not_exist_is_not_shown() -> None:
     assert not verdict([("NoSuchOperator", "X", "Y")]).independent
 
 
-def alone_and_together(made: Sample, seed: int) -> bool:
+def alone_and_together(created: Sample, seed: int) -> bool:
     """True if the rows of three requests in one batch have the outputs that they have alone."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    session = ort.InferenceSession(made.model.SerializeToString(), options, ["CPUExecutionProvider"])
+    session = ort.InferenceSession(created.model.SerializeToString(), options, ["CPUExecutionProvider"])
     rng = np.random.default_rng(seed)
-    parts = [rng.integers(-3, 4, (rows, made.width)).astype(np.float32) for rows in (2, 1, 4)]
-    together = session.run(made.outputs, {"X": np.concatenate(parts)})
-    alone = [session.run(made.outputs, {"X": part}) for part in parts]
+    parts = [rng.integers(-3, 4, (rows, created.width)).astype(np.float32) for rows in (2, 1, 4)]
+    together = session.run(created.outputs, {"X": np.concatenate(parts)})
+    alone = [session.run(created.outputs, {"X": part}) for part in parts]
     return all(
         len(whole.shape) > 0
         and all(each[index].shape[:1] == part.shape[:1] for each, part in zip(alone, parts, strict=True))
@@ -230,16 +230,16 @@ def alone_and_together(made: Sample, seed: int) -> bool:
 def test_proven_row_independence_holds_at_run_time() -> None:
     shown = 0
     for seed in range(int(os.environ.get("HEADRACE_RANDOM_GRAPHS", "150"))):
-        made = sample(seed)
-        found = analyse_rows(made.model, ["X"])
-        if found.independent:
+        created = sample(seed)
+        actual = analyse_rows(created.model, ["X"])
+        if actual.independent:
             shown += 1
-            assert alone_and_together(made, seed), (made.name, made.steps)
-        elif not set(" ".join(made.steps).replace("=", " ").split()) & {
+            assert alone_and_together(created, seed), (created.name, created.steps)
+        elif not set(" ".join(created.steps).replace("=", " ").split()) & {
             *MIXED_STEPS,
             *FOUND_ENDS,
             *OTHER_ENDS,
             "scalar",
         }:
-            raise AssertionError(f"{made.name} {made.steps} keeps rows apart: {found.reason}")
+            raise AssertionError(f"{created.name} {created.steps} keeps rows apart: {actual.reason}")
     assert shown > 20

@@ -37,16 +37,18 @@ def test_the_first_wins_among_racing_threads() -> None:
 def test_waiters_get_values_and_errors() -> None:
     async def main() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
-        good, bad, gone = (LoopCompletion(mailbox) for _ in range(3))
+        good, bad, cancelled = (LoopCompletion(mailbox) for _ in range(3))
         answer = InferResponse({})
-        threading.Thread(target=lambda: settle_all([(good, answer), (bad, ModelFailed("no")), (gone, answer)])).start()
-        assert gone.abandon() or gone.is_settled
+        threading.Thread(
+            target=lambda: settle_all([(good, answer), (bad, ModelFailed("no")), (cancelled, answer)])
+        ).start()
+        assert cancelled.abandon() or cancelled.is_settled
         assert await good is answer
         with pytest.raises(ModelFailed):
             await bad
-        if isinstance(gone.outcome, Cancelled):
+        if isinstance(cancelled.outcome, Cancelled):
             with pytest.raises(Cancelled):
-                await gone
+                await cancelled
 
     asyncio.run(main())
 

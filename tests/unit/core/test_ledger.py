@@ -169,7 +169,7 @@ class Books(RuleBasedStateMachine):
         self.blocks[index] = (account, gpu, block, size)
 
     def _sum(self, gpu: int, account: MemoryAccount | None = None) -> int:
-        return sum(size for owner, place, _, size in self.blocks if place == gpu and account in (None, owner))
+        return sum(size for owner, position, _, size in self.blocks if position == gpu and account in (None, owner))
 
     @invariant()
     def adds_up(self) -> None:

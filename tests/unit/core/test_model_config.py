@@ -12,12 +12,12 @@ from pydantic import BaseModel, ValidationError
 def problems(**fields: Any) -> list[Problem]:
     with pytest.raises(ValidationError) as caught:
         ModelConfig.model_validate(fields)
-    found = []
+    result = []
     for detail in caught.value.errors():
         cause = detail.get("ctx", {}).get("error")
         assert isinstance(cause, Problems), detail
-        found += [problem._replace(loc=(*detail["loc"], *problem.loc)) for problem in cause.problems]
-    return found
+        result += [problem._replace(loc=(*detail["loc"], *problem.loc)) for problem in cause.problems]
+    return result
 
 
 def test_an_empty_configuration_has_tritons_defaults() -> None:
@@ -128,9 +128,9 @@ def test_words_of_enumerations_may_be_short() -> None:
     ],
 )
 def test_a_problem_has_its_place_and_message(fields: dict[str, Any], loc: tuple[object, ...], message: str) -> None:
-    found = problems(**fields)
-    assert [problem.loc for problem in found] == [loc]
-    assert message in found[0].message
+    result = problems(**fields)
+    assert [problem.loc for problem in result] == [loc]
+    assert message in result[0].message
 
 
 @pytest.mark.parametrize(

@@ -40,22 +40,22 @@ def picture(content: str) -> ElementTree.Element:
 
 @given(high=MAGNITUDES)
 def test_ticks_are_round_few_and_up_to_the_largest(high: float) -> None:
-    found = ticks(high)
-    assert found[0] == 0
-    assert found[-1] >= high * (1 - 1e-6)
-    assert found[-2] < high
-    assert 4 <= len(found) <= 7
-    assert f"{found[1]:e}"[0] in "125"
+    result = ticks(high)
+    assert result[0] == 0
+    assert result[-1] >= high * (1 - 1e-6)
+    assert result[-2] < high
+    assert 4 <= len(result) <= 7
+    assert f"{result[1]:e}"[0] in "125"
 
 
 @given(low=MAGNITUDES, factor=st.floats(1, 1e6))
 def test_logarithmic_ticks_are_round_ascending_and_around_the_values(low: float, factor: float) -> None:
-    found = log_ticks(low, low * factor)
-    assert found[0] <= low
-    assert found[-1] >= low * factor * (1 - 1e-12)
-    assert len(found) == len(set(found)) >= 2
-    assert found == sorted(found)
-    assert all(f"{mark:e}"[0] in "125" for mark in found)
+    result = log_ticks(low, low * factor)
+    assert result[0] <= low
+    assert result[-1] >= low * factor * (1 - 1e-12)
+    assert len(result) == len(set(result)) >= 2
+    assert result == sorted(result)
+    assert all(f"{mark:e}"[0] in "125" for mark in result)
 
 
 def test_long_labels_end_before_their_bars() -> None:

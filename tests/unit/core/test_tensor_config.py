@@ -27,11 +27,11 @@ def seen(tensors: Any) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def test_callers_see_pixels_and_classes() -> None:
-    found = config()
-    assert seen(found.input) == [("x", "FP32", (3, 224, 224))]
-    assert seen(found.served_input) == [("x", "UINT8", (224, 224, 3))]
-    assert found.served_input[0].format == "FORMAT_NHWC"
-    assert seen(found.served_output) == [
+    result = config()
+    assert seen(result.input) == [("x", "FP32", (3, 224, 224))]
+    assert seen(result.served_input) == [("x", "UINT8", (224, 224, 3))]
+    assert result.served_input[0].format == "FORMAT_NHWC"
+    assert seen(result.served_output) == [
         ("scores", "FP32", (3,)),
         ("classes", "INT32", (3,)),
         ("labels", "STRING", (3,)),
@@ -47,22 +47,22 @@ def test_the_source_is_the_tensor_that_callers_send() -> None:
 
 def test_softmax_alone_leaves_the_output_on_its_device() -> None:
     others = [{"name": "z", "data_type": "int8", "dims": [4]}, *BASE["output"]]
-    found = config(output=others, postprocess={"softmax": True, "output": "y"})
-    assert seen(found.served_output) == [("z", "INT8", (4,)), ("y", "FP32", (10,))]
-    assert found.served_output[1].label_filename == "labels.txt"
+    result = config(output=others, postprocess={"softmax": True, "output": "y"})
+    assert seen(result.served_output) == [("z", "INT8", (4,)), ("y", "FP32", (10,))]
+    assert result.served_output[1].label_filename == "labels.txt"
 
 
 def test_the_client_prepares_by_default() -> None:
-    found = config(preprocess={}, postprocess=None)
-    assert (found.served_input, found.served_output) == (found.input, found.output)
+    result = config(preprocess={}, postprocess=None)
+    assert (result.served_input, result.served_output) == (result.input, result.output)
 
 
 def test_a_model_without_a_batch_dimension_may_require_a_batch_of_one() -> None:
     inputs = [{"name": "x", "data_type": "fp32", "dims": [1, 3, 224, 224]}]
     outputs = [{"name": "y", "data_type": "fp32", "dims": [1, 10]}]
-    found = config(max_batch_size=0, input=inputs, output=outputs)
-    assert found.served_input[0].dims == (1, 224, 224, 3)
-    assert [tensor.dims for tensor in found.served_output] == [(1, 3), (1, 3)]
+    result = config(max_batch_size=0, input=inputs, output=outputs)
+    assert result.served_input[0].dims == (1, 224, 224, 3)
+    assert [tensor.dims for tensor in result.served_output] == [(1, 3), (1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCuda]:
 
 @pytest.fixture
 def memory(cuda: LateCuda) -> Iterator[ClientMemory]:
-    made = ClientMemory(max_pinned_bytes=1 << 20)
-    yield made
-    finished(made)
+    created = ClientMemory(max_pinned_bytes=1 << 20)
+    yield created
+    finished(created)
 
 
 @pytest.fixture
@@ -60,19 +60,19 @@ def finished(memory: ClientMemory) -> None:
 
 
 def pinned(memory: ClientMemory, descriptor: int, start: int, size_bytes: int) -> PinnedFile | None:
-    told: list[tuple[PinnedFile | None, str]] = []
+    calls: list[tuple[PinnedFile | None, str]] = []
     done = threading.Event()
 
-    def on_done(found: PinnedFile | None) -> None:
-        told.append((found, threading.current_thread().name))
+    def on_done(result: PinnedFile | None) -> None:
+        calls.append((result, threading.current_thread().name))
         done.set()
 
     memory.pin(descriptor, start, size_bytes, 0, on_done)
     assert done.wait(10)
     finished(memory)
-    (found, thread) = told.pop()
+    (result, thread) = calls.pop()
     assert thread == "shared memory"
-    return found
+    return result
 
 
 def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

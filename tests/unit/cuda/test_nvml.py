@@ -52,8 +52,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def test_every_figure_has_its_unit(watched: Watch) -> None:
-    found = samples(watched(FakeNvml(buses=("0000:01:00.0",))))
-    assert found == {
+    result = samples(watched(FakeNvml(buses=("0000:01:00.0",))))
+    assert result == {
         ("headrace_gpu_up", "0"): 1,
         ("headrace_gpu_info", "0", "580.95.05", "NVIDIA Fake", "GPU-00000001"): 1,
         ("headrace_gpu_utilization_ratio", "0"): 0.73,
@@ -107,10 +107,10 @@ def test_a_lost_gpu_is_down_and_keeps_its_name(watched: Watch) -> None:
     gpus = watched(fake)
     gpus.readings()
     fake.lost.add(1)
-    found = samples(gpus)
-    assert (found["headrace_gpu_up", "0"], found["headrace_gpu_up", "1"]) == (1, 0)
-    assert found["headrace_gpu_info", "1", "580.95.05", "NVIDIA Fake", "GPU-00000002"] == 1
-    assert ("headrace_gpu_power_watts", "1") not in found
+    result = samples(gpus)
+    assert (result["headrace_gpu_up", "0"], result["headrace_gpu_up", "1"]) == (1, 0)
+    assert result["headrace_gpu_info", "1", "580.95.05", "NVIDIA Fake", "GPU-00000002"] == 1
+    assert ("headrace_gpu_power_watts", "1") not in result
     fake.lost.clear()
     assert samples(gpus)["headrace_gpu_up", "1"] == 1
 
@@ -126,16 +126,16 @@ def test_unsupported_queries_of_a_board_are_omitted(watched: Watch) -> None:
 
 
 def test_without_a_driver_there_are_no_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def missing() -> NoReturn:
-        asked.append(1)
+        calls.append(1)
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
     monkeypatch.setattr(devices, "open_library", missing)
     gpus = Nvml()
     assert samples(gpus) == samples(gpus) == {}
-    assert asked == [1], "asked once, not at every scrape"
+    assert calls == [1], "asked once, not at every scrape"
 
 
 def test_a_gpu_unknown_to_nvml_is_down(watched: Watch) -> None:
@@ -146,9 +146,9 @@ def test_a_gpu_unknown_to_nvml_is_down(watched: Watch) -> None:
 def test_a_driver_older_than_a_function_lacks_only_its_figure(watched: Watch) -> None:
     fake = FakeNvml(buses=("0000:01:00.0",))
     fake.missing = {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetCurrentClocksThrottleReasons"}
-    found = samples(watched(fake))
-    assert not {name for name, *_ in found} & {"headrace_gpu_energy_joules_total", "headrace_gpu_slowed"}
-    assert found["headrace_gpu_temperature_celsius", "0"] == 61
+    result = samples(watched(fake))
+    assert not {name for name, *_ in result} & {"headrace_gpu_energy_joules_total", "headrace_gpu_slowed"}
+    assert result["headrace_gpu_temperature_celsius", "0"] == 61
 
 
 def test_an_nvml_that_does_not_start_is_a_warning(watched: Watch, caplog: pytest.LogCaptureFixture) -> None:

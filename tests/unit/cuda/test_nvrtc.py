@@ -24,8 +24,8 @@ class FakeLibrary:
         count._obj.value = 3
         return 0
 
-    def nvrtcGetSupportedArchs(self, found: Any) -> int:  # noqa: N802
-        found[:] = [80, 90, 100]
+    def nvrtcGetSupportedArchs(self, actual: Any) -> int:  # noqa: N802
+        actual[:] = [80, 90, 100]
         return 0
 
     def nvrtcCreateProgram(self, program: Any, source: bytes, name: bytes, *headers: Any) -> int:  # noqa: N802
@@ -50,8 +50,8 @@ class FakeLibrary:
     def __getattr__(self, name: str) -> Any:
         what = name.removeprefix("nvrtcGet").removesuffix("Size")
 
-        def size(program: Any, found: Any) -> int:
-            found._obj.value = len(self.made[what])
+        def size(program: Any, actual: Any) -> int:
+            actual._obj.value = len(self.made[what])
             return 0
 
         def read(program: Any, text: Any) -> int:
@@ -96,8 +96,8 @@ def test_the_compilers_words_are_handed_on(library: FakeLibrary) -> None:
 
 
 def test_without_a_compiler_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(place: str) -> Any:
-        raise OSError(place)
+    def nothing(index: str) -> Any:
+        raise OSError(index)
 
     monkeypatch.setattr(ctypes, "CDLL", nothing)
     loading.find_library.cache_clear()

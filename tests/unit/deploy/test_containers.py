@@ -70,20 +70,20 @@ def services(**variables: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     profiles = set(variables.get("COMPOSE_PROFILES", "cpu").split(","))
-    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
-    return {name: service for name, service in found.items() if profiles & set(service.get("profiles", profiles))}
+    result: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return {name: service for name, service in result.items() if profiles & set(service.get("profiles", profiles))}
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
     """What is mounted, by where; Compose tells it in one of two forms."""
-    found = {}
+    result = {}
     for volume in service["volumes"]:
         if isinstance(volume, dict):
-            found[volume["target"]] = f"{volume['source']}:{'ro' if volume.get('read_only') else 'rw'}"
+            result[volume["target"]] = f"{volume['source']}:{'ro' if volume.get('read_only') else 'rw'}"
         else:
             source, target, mode = volume.split(":")
-            found[target] = f"{source}:{mode}"
-    return found
+            result[target] = f"{source}:{mode}"
+    return result
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -96,12 +96,12 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_runs_unprivileged_with_a_health_check(path: Path) -> None:
-    found = instructions(path)
-    last = len(found) - 1 - [word for word, _ in reversed(found)].index("USER")
-    assert found[last] == ("USER", f"{USER}:{USER}")
-    assert [rest for word, rest in found if word == "HEALTHCHECK" and 'CMD ["headrace", "health"]' in rest]
-    assert ("ENTRYPOINT", '["headrace"]') in found
-    ports = [rest for word, rest in found if word == "EXPOSE"]
+    result = instructions(path)
+    last = len(result) - 1 - [word for word, _ in reversed(result)].index("USER")
+    assert result[last] == ("USER", f"{USER}:{USER}")
+    assert [rest for word, rest in result if word == "HEALTHCHECK" and 'CMD ["headrace", "health"]' in rest]
+    assert ("ENTRYPOINT", '["headrace"]') in result
+    ports = [rest for word, rest in result if word == "EXPOSE"]
     default = Settings(model_repository=())
     assert ports == [f"{default.http_port} {default.grpc_port} {environment(path)['HEADRACE_METRICS_PORT']}"]
 
@@ -149,12 +149,12 @@ def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
 @pytest.mark.parametrize("name", ["otel.lock", "image-gpu.lock"])
 def test_packages_of_images_are_locked_and_tested(name: str) -> None:
     tested = requirements("serve.lock")
-    found = requirements(name)
-    assert found
-    for requirement, block in found.items():
+    result = requirements(name)
+    assert result
+    for requirement, block in result.items():
         assert "--hash=sha256:" in block, requirement
     same = {requirement.split("==")[0] for requirement in tested}
-    assert [r for r in found if r.split("==")[0] in same and r not in tested] == []
+    assert [r for r in result if r.split("==")[0] in same and r not in tested] == []
 
 
 def test_the_image_needs_nothing_to_build_demo_models() -> None:
@@ -168,15 +168,15 @@ def test_compose_starts_one_server_that_prometheus_finds() -> None:
     ((host, port),) = [target.split(":") for target in targets["static_configs"][0]["targets"]]
     assert port == environment(DOCKERFILES[0])["HEADRACE_METRICS_PORT"]
     for profile, server in (("cpu", "headrace"), ("gpu", "headrace-gpu")):
-        found = services(COMPOSE_PROFILES=profile)
-        assert set(found) == {server, "prometheus", "grafana"}
-        assert found[server]["networks"]["default"]["aliases"] == [host]
+        result = services(COMPOSE_PROFILES=profile)
+        assert set(result) == {server, "prometheus", "grafana"}
+        assert result[server]["networks"]["default"]["aliases"] == [host]
 
 
 def test_compose_starts_a_trace_collector_with_its_profile() -> None:
-    found = services(COMPOSE_PROFILES="cpu,traces", HEADRACE_OTLP_ENDPOINT="http://jaeger:4317")
-    assert set(found) == {"headrace", "jaeger", "prometheus", "grafana"}
-    assert found["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "http://jaeger:4317"
+    result = services(COMPOSE_PROFILES="cpu,traces", HEADRACE_OTLP_ENDPOINT="http://jaeger:4317")
+    assert set(result) == {"headrace", "jaeger", "prometheus", "grafana"}
+    assert result["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "http://jaeger:4317"
     assert services()["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == ""
     folder = DEPLOY / "grafana/provisioning/datasources"
     (jaeger,) = yaml.safe_load((folder / "jaeger.yaml").read_text())["datasources"]
@@ -223,19 +223,19 @@ def test_compose_and_its_settings_agree() -> None:
 
 
 def test_compose_monitors_with_the_files_of_this_folder() -> None:
-    found = services()
-    grafana, prometheus = mounts(found["grafana"]), mounts(found["prometheus"])
+    result = services()
+    grafana, prometheus = mounts(result["grafana"]), mounts(result["prometheus"])
     for folder in (DEPLOY / "grafana" / "provisioning").iterdir():
         assert grafana[f"/etc/grafana/provisioning/{folder.name}"] == f"{folder}:ro"
     assert "/etc/grafana/provisioning" not in grafana, "it would hide the image's own folders"
     (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/headrace.yaml").read_text())["providers"]
     assert grafana[provider["options"]["path"]] == f"{DEPLOY}/grafana/dashboards:ro"
-    home = Path(found["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    home = Path(result["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     assert (DEPLOY / "grafana" / "dashboards" / home.name).exists()
     (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    assert urlsplit(source["url"]).hostname in found
+    assert urlsplit(source["url"]).hostname in result
     assert prometheus["/etc/prometheus"] == f"{DEPLOY}/prometheus:ro"
-    assert "--config.file=/etc/prometheus/prometheus.yml" in found["prometheus"]["command"]
+    assert "--config.file=/etc/prometheus/prometheus.yml" in result["prometheus"]["command"]
 
 
 def test_kubernetes_runs_the_image_as_it_is_made() -> None:
@@ -260,9 +260,9 @@ def test_kubernetes_runs_the_image_as_it_is_made() -> None:
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_compose_stores_engines_in_a_volume_and_mounts_models_read_only(profile: str) -> None:
     (server,) = [s for name, s in services(COMPOSE_PROFILES=profile).items() if name.startswith("headrace")]
-    found = mounts(server)
-    assert found["/models"].endswith(":ro")
-    assert re.fullmatch(r"(\w+_)?state:rw", found["/var/lib/headrace"])
+    result = mounts(server)
+    assert result["/models"].endswith(":ro")
+    assert re.fullmatch(r"(\w+_)?state:rw", result["/var/lib/headrace"])
     for file in DOCKERFILES:
         variables = " ".join(rest for word, rest in instructions(file) if word == "ENV")
         assert "HOME=/var/lib/headrace " in variables

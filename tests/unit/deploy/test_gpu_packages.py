@@ -80,8 +80,8 @@ class Machine:
 
     @property
     def site(self) -> Path:
-        (found,) = (self.folder / "venv" / "lib").glob("python3*/site-packages")
-        return found
+        (result,) = (self.folder / "venv" / "lib").glob("python3*/site-packages")
+        return result
 
     def lock(self) -> None:
         """Write the lock of what is in the folder of packages."""
@@ -261,10 +261,10 @@ def test_without_wheels_one_sentence_names_the_remedy(machine: Machine) -> None:
     fill(machine)
     for path in machine.packages.glob("tensorrt*"):
         path.unlink()
-    told = machine.run().splitlines()[-1]
-    assert told.startswith("GPU: TensorRT is not there, because no package for Python 3.")
-    assert "the models are served on the CPU. To cure it: " in told
-    assert f"{machine.python} -m pip install --find-links FOLDER_OF_WHEELS tensorrt-cu12==10.16.1.11" in told
+    message = machine.run().splitlines()[-1]
+    assert message.startswith("GPU: TensorRT is not there, because no package for Python 3.")
+    assert "the models are served on the CPU. To cure it: " in message
+    assert f"{machine.python} -m pip install --find-links FOLDER_OF_WHEELS tensorrt-cu12==10.16.1.11" in message
 
 
 def test_a_package_other_than_the_locked_one_is_refused(machine: Machine) -> None:
@@ -278,9 +278,9 @@ def test_without_a_compiler_one_sentence_names_the_remedy(machine: Machine) -> N
     fill(machine, "pycuda")
     source_of_pycuda(machine.packages)
     machine.lock()
-    told = machine.run(env={"PATH": str(machine.folder)}).splitlines()[-1]
-    assert told.startswith("GPU: PyCUDA is not there, because it is compiled and there is no C++ compiler; ")
-    assert told.endswith("To cure it: apt-get install g++, then make serve")
+    message = machine.run(env={"PATH": str(machine.folder)}).splitlines()[-1]
+    assert message.startswith("GPU: PyCUDA is not there, because it is compiled and there is no C++ compiler; ")
+    assert message.endswith("To cure it: apt-get install g++, then make serve")
     assert "No module named 'tensorrt'" in machine.imports("import tensorrt"), "gigabytes that nothing can use"
 
 

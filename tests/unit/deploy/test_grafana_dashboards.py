@@ -35,12 +35,12 @@ def test_panels_have_unique_ids_and_positions(dashboard: dict[str, Any]) -> None
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells: set[tuple[int, int]] = set()
     for panel in panels:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24, panel["title"]
+        index = panel["gridPos"]
+        assert index["x"] + index["w"] <= 24, panel["title"]
         own = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(index["x"], index["x"] + index["w"])
+            for y in range(index["y"], index["y"] + index["h"])
         }
         assert not own & cells, f"{panel['title']} lies on another"
         cells |= own
@@ -73,8 +73,8 @@ def lost(written: Any, read: Any, path: str = "") -> Iterator[str]:
         for name, value in written.items():
             yield from lost(value, read[name], f"{path}.{name}") if name in read else [f"{path}.{name}"]
     elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
-        for place, pair in enumerate(zip(written, read, strict=True)):
-            yield from lost(*pair, path=f"{path}.{place}")
+        for index, pair in enumerate(zip(written, read, strict=True)):
+            yield from lost(*pair, path=f"{path}.{index}")
     elif written != read:
         yield f"{path}: {written!r} became {read!r}"
 

@@ -41,7 +41,7 @@ def links(text: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as the hosts of repositories and the site make them."""
-    found: set[str] = set()
+    result: set[str] = set()
     fence = False
     for line in text.splitlines():
         fence ^= bool(site.FENCE.match(line))
@@ -50,29 +50,29 @@ def anchors(text: str) -> set[str]:
             title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match[1]).strip().lower()
             slug = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
             number = 1
-            while f"{slug}-{number}" in found:
+            while f"{slug}-{number}" in result:
                 number += 1
-            found.add(f"{slug}-{number}" if slug in found else slug)
-    return found
+            result.add(f"{slug}-{number}" if slug in result else slug)
+    return result
 
 
 def faults(page: str, text: str, folder: Path) -> list[str]:
     """What is wrong with the links of a page, whose path is relative to a folder."""
-    found = []
+    result = []
     for link in links(text):
         address = urllib.parse.urlsplit(link)
         if address.scheme:
             if address.scheme not in ("http", "https", "mailto") or not (
                 address.hostname or address.scheme == "mailto"
             ):
-                found.append(f"{page}: {link} is no address")
+                result.append(f"{page}: {link} is no address")
             continue
         name = posixpath.normpath(posixpath.join(posixpath.dirname(page), address.path)) if address.path else page
         if not (folder / name).exists():
-            found.append(f"{page}: {link}: there is no {name}")
+            result.append(f"{page}: {link}: there is no {name}")
         elif address.fragment and address.fragment not in anchors((folder / name).read_text()):
-            found.append(f"{page}: {link}: {name} has no such heading")
-    return found
+            result.append(f"{page}: {link}: {name} has no such heading")
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -13,12 +13,12 @@ PAGE = (ROOT / "docs" / "security.md").read_text()
 
 
 def test_every_limit_is_listed_with_its_default() -> None:
-    told = {
+    documented = {
         name.removeprefix("--").replace("-", "_"): (float(number.replace(",", "")), unit)
         for name, number, unit in re.findall(r"\| `([a-z_-]+)`(?:, no option)? \| ([0-9,]+) ?(KiB|MiB|)", PAGE)
     }
     factors = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
-    assert {name: number * factors[unit] for name, (number, unit) in told.items()} == dict(Limits().table())
+    assert {name: number * factors[unit] for name, (number, unit) in documented.items()} == dict(Limits().table())
 
 
 def test_options_are_distinguished_from_constants() -> None:

@@ -128,8 +128,8 @@ def test_the_output_with_the_label_file_is_held_against_labels(tmp_path: Path) -
     )
     config = project.config.model_copy(update={"output": outputs})
     labelled = replace(project, folder=replace(project.folder, config=config))
-    found = [built(one, tmp_path, "fp16").accuracy for one in (project, labelled)]
-    assert [accuracy.output for accuracy in found if accuracy] == ["e", "y"]
+    result = [built(one, tmp_path, "fp16").accuracy for one in (project, labelled)]
+    assert [accuracy.output for accuracy in result if accuracy] == ["e", "y"]
 
 
 # The best
@@ -143,7 +143,7 @@ def candidate(precision: str, rates: Mapping[int, float], refusal: list[str] | N
 
 
 @pytest.mark.parametrize(
-    ("made", "best"),
+    ("created", "best"),
     [
         ([candidate("fp32", {1: 10, 8: 50}), candidate("fp16", {1: 10, 8: 51}), candidate("int8", {8: 52})], "fp32"),
         ([candidate("fp32", {1: 90, 8: 50}), candidate("fp16", {1: 10, 8: 60}), candidate("int8", {8: 61})], "fp16"),
@@ -153,13 +153,13 @@ def candidate(precision: str, rates: Mapping[int, float], refusal: list[str] | N
     ],
 )
 def test_the_best_is_clearly_the_fastest_at_the_largest_batch_that_holds(
-    made: list[BuildResult],
+    created: list[BuildResult],
     best: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    by_precision = {one.spec.precision: one for one in made}
+    by_precision = {one.spec.precision: one for one in created}
 
     def fake(_project: Project, spec: Any, *_: Any, **__: Any) -> BuildResult:
         if spec.precision not in by_precision:
@@ -172,4 +172,4 @@ def test_the_best_is_clearly_the_fastest_at_the_largest_batch_that_holds(
     with caplog.at_level(logging.WARNING):
         one = build_best_engine(project, spec, OnnxRuntimeTarget(), Store(tmp_path / "store"), silent, rebuild=False)
     assert one.spec.precision == best
-    assert ("int8 is left out: calibration.keep names nothing" in caplog.text) == (len(made) < 3)
+    assert ("int8 is left out: calibration.keep names nothing" in caplog.text) == (len(created) < 3)

@@ -41,14 +41,14 @@ MADE = {
 
 def fingerprint(model: onnx.ModelProto) -> dict[str, float]:
     """Return the number of nodes, and the sum of absolute constants by element type."""
-    found: dict[str, float] = {"nodes": len(model.graph.node)}
+    result: dict[str, float] = {"nodes": len(model.graph.node)}
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.INT64:  # shapes
             continue
         values = numpy_helper.to_array(tensor).astype(np.float64)
         name = TensorProto.DataType.Name(tensor.data_type).lower()
-        found[name] = found.get(name, 0.0) + float(np.abs(values).sum())
-    return found
+        result[name] = result.get(name, 0.0) + float(np.abs(values).sum())
+    return result
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8", "fp8"])
@@ -64,8 +64,8 @@ def test_the_same_specification_makes_the_same(
     model = simplify(networks.residual() if family == "residual" else networks.transformer())
     rows = Samples.of(networks.inputs_of(model, 16))
     bar = AccuracyBar(min_top1_agreement=0.0, min_cosine=0.0)
-    wanted = BuildSpec(precision, (), None, Calibration(method="minmax"), bar)
-    made = lower_model(model, wanted, target, BuildData(rows, rows), tmp_path, silent)
+    requested = BuildSpec(precision, (), None, Calibration(method="minmax"), bar)
+    created = lower_model(model, requested, target, BuildData(rows, rows), tmp_path, silent)
     assert (spec.BUILD_RECIPE, ranges.RANGES_RECIPE) == RECIPES, "write down what the new recipe makes"
-    found = fingerprint(made.model)
-    assert found == pytest.approx(MADE[family, target, precision], rel=1e-4), found
+    result = fingerprint(created.model)
+    assert result == pytest.approx(MADE[family, target, precision], rel=1e-4), result

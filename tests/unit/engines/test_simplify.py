@@ -16,11 +16,11 @@ from tests.support import networks
 
 def _same(model: onnx.ModelProto, simple: onnx.ModelProto, tolerance: float = 1e-5) -> None:
     x = networks.inputs_of(simple)
-    expected, found = OnnxRunner(model).run(x), OnnxRunner(simple).run(x)
-    assert list(expected) == list(found)
+    expected, result = OnnxRunner(model).run(x), OnnxRunner(simple).run(x)
+    assert list(expected) == list(result)
     for name, values in expected.items():
-        assert found[name].shape == values.shape
-        np.testing.assert_allclose(found[name], values, atol=tolerance * np.abs(values).max())
+        assert result[name].shape == values.shape
+        np.testing.assert_allclose(result[name], values, atol=tolerance * np.abs(values).max())
 
 
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", *networks.DEEP])
@@ -31,9 +31,9 @@ def test_simplified_models_have_the_same_function_and_names(name: str) -> None:
     assert model.SerializeToString(deterministic=True) == before
     onnx.checker.check_model(simple, full_check=True)
     _same(model, simple)
-    found = networks.operators(simple)
-    assert not {"ConstantOfShape", "Constant", "Dropout", "Identity", "Unsqueeze", "Sum"} & set(found)
-    assert found["Conv"] == networks.operators(model)["Conv"]
+    result = networks.operators(simple)
+    assert not {"ConstantOfShape", "Constant", "Dropout", "Identity", "Unsqueeze", "Sum"} & set(result)
+    assert result["Conv"] == networks.operators(model)["Conv"]
     assert [(o.domain, o.version) for o in simple.opset_import] == [("", OPSET)]
     names = [node.name for node in simple.graph.node]
     assert len(set(names)) == len(names)
@@ -205,6 +205,6 @@ def test_a_model_of_fp16_has_fp32_constants_inside() -> None:
     assert quantizable(simple) == ["node_c"]
     assert [*simple.graph.input, *simple.graph.output] == [*model.graph.input, *model.graph.output]
     picture = np.random.default_rng(1).standard_normal((2, 3, 8, 8)).astype(np.float16)
-    expected, found = (OnnxRunner(one).run({"x": picture})["y"] for one in (model, simple))
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found, expected, atol=2e-3)
+    expected, result = (OnnxRunner(one).run({"x": picture})["y"] for one in (model, simple))
+    assert result.dtype == np.float16
+    np.testing.assert_allclose(result, expected, atol=2e-3)

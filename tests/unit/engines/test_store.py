@@ -75,9 +75,9 @@ def test_a_file_from_elsewhere_is_copied(store: Store, tmp_path: Path) -> None:
 def test_building_anew_replaces(store: Store) -> None:
     _add(store, content=b"old")
     _add(store, content=b"newer")
-    found = store.find(KEY)
-    assert found is not None
-    assert found.path.read_bytes() == b"newer"
+    result = store.find(KEY)
+    assert result is not None
+    assert result.path.read_bytes() == b"newer"
     assert _nothing_but(store, KEY)
 
 
@@ -182,13 +182,13 @@ def test_timing_caches_are_separate_for_each_machine(store: Store) -> None:
 
 def test_a_second_builder_waits_and_reuses_the_entry_of_the_first(store: Store) -> None:
     notes: list[str] = []
-    found: list[StoreEntry | None] = []
+    result: list[StoreEntry | None] = []
     waits = threading.Event()
 
     def second() -> None:
         other = Store(store.root)
         with other.building(KEY, lambda text: (notes.append(text), waits.set())):
-            found.append(other.find(KEY))
+            result.append(other.find(KEY))
 
     with store.building(KEY):
         thread = threading.Thread(target=second)
@@ -196,7 +196,7 @@ def test_a_second_builder_waits_and_reuses_the_entry_of_the_first(store: Store) 
         assert waits.wait(10)
         entry = _add(store)
     thread.join(10)
-    assert found == [entry]
+    assert result == [entry]
     assert notes == [f"waits for another builder of the same engine (process {os.getpid()})"]
     assert _nothing_but(store, KEY)
 
@@ -270,8 +270,8 @@ def test_no_step_of_adding_leaves_half_an_entry(store: Store, monkeypatch: pytes
 
 def test_an_impossible_store_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        store = Store(place)
+    for index in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        store = Store(index)
         assert (store.find(KEY), store.keys()) == (None, [])
         with pytest.raises(BuildError, match="--cache"), store.building(KEY):
             pass

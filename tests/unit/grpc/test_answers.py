@@ -39,8 +39,8 @@ def echo() -> GrpcCodec:
 
 def respond(*names: str, request_id: str = "", classes: int = 0, of: GrpcCodec | None = None) -> pb.ModelInferResponse:
     one = of or codec()
-    wanted = [triton.InferRequestedOutput(name, class_count=classes if name == "S" else 0) for name in names]
-    _, plan = decode(request(outputs=wanted), of=one)
+    requested = [triton.InferRequestedOutput(name, class_count=classes if name == "S" else 0) for name in names]
+    _, plan = decode(request(outputs=requested), of=one)
     message: pb.ModelInferResponse = pb.ModelInferResponse.FromString(b"".join(one.encode(answer(), plan, request_id)))
     return message
 

@@ -111,8 +111,8 @@ def test_attributes_of_a_decoded_request() -> None:
 )
 def test_the_earlier_deadline_counts(deadline_us: int, transport_ns: int, expected_ns: int) -> None:
     """Triton's `timeout` is none: it is shorter than all of them."""
-    asked = request(timeout=1, parameters={"headrace_deadline_us": deadline_us})
-    decoded, _ = decode(asked, deadline_ns=transport_ns)
+    wire_request = request(timeout=1, parameters={"headrace_deadline_us": deadline_us})
+    decoded, _ = decode(wire_request, deadline_ns=transport_ns)
     assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (expected_ns, 1_000)
 
 

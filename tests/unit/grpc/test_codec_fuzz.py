@@ -68,7 +68,7 @@ def feed(message: bytes, spec: ModelSpec = SPEC) -> None:
         assert "classification" in str(error)
         return
     answer = pb.ModelInferResponse.FromString(b"".join(parts))
-    assert [output.name for output in answer.outputs] == [wanted.spec.name for wanted in plan.outputs]
+    assert [output.name for output in answer.outputs] == [requested.spec.name for requested in plan.outputs]
     assert answer.id == first.id
 
 

@@ -26,19 +26,22 @@ def test_metadata_set_client_deadline_and_timing() -> None:
         call.options = RequestOptions("shop", timeout_ns=1_000, timing=True)
         call.received_ns = monotonic_ns()
         call.deadline_ns = call.received_ns + 5_000
-        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
+        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
         await until(lambda: model.waiting)
         request, _ = model.waiting[0]
         assert (request.client, request.deadline_ns) == ("shop", call.received_ns + 1_000)
         at_ns = monotonic_ns()  # after the request was queued
         times = BatchTimes(at_ns + 2_000, at_ns + 3_000, at_ns + 7_000, at_ns + 8_000)
         model.answer(outcome=InferResponse({"y": request.inputs["x"]}, times, 5, "preferred"))
-        told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
-        assert told["headrace_queue_us"].int64_param >= 2
-        assert told["headrace_compute_us"].int64_param == 4
-        assert told["headrace_total_us"].int64_param >= told["headrace_encode_us"].int64_param
-        assert told["headrace_batch_rows"].int64_param == 5
-        assert told["headrace_batch_closed"].string_param == "preferred"
+        response_parameters = pb.ModelInferResponse.FromString(b"".join(await pending)).parameters
+        assert response_parameters["headrace_queue_us"].int64_param >= 2
+        assert response_parameters["headrace_compute_us"].int64_param == 4
+        assert (
+            response_parameters["headrace_total_us"].int64_param
+            >= response_parameters["headrace_encode_us"].int64_param
+        )
+        assert response_parameters["headrace_batch_rows"].int64_param == 5
+        assert response_parameters["headrace_batch_closed"].string_param == "preferred"
 
     run(test)
 
@@ -67,11 +70,11 @@ def test_the_load_report_is_sent_if_the_metadata_request_it() -> None:
     async def test() -> None:
         model, call = Model(), Call()
         call.options = RequestOptions(load_format="text")
-        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
+        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
         await until(lambda: model.waiting)
         model.answer()
-        told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
-        assert {name: value.int64_param for name, value in told.items()} == {
+        response_parameters = pb.ModelInferResponse.FromString(b"".join(await pending)).parameters
+        assert {name: value.int64_param for name, value in response_parameters.items()} == {
             "headrace_queue_depth": 3,
             "headrace_predicted_wait_us": 1,
         }
@@ -84,14 +87,14 @@ def test_cached_templates_of_a_version_are_freed_with_it() -> None:
         models = [Model()]
         nothing: Any = None
         service = GrpcInference(replace(models[0].services(), regions=nothing), 1 << 20)
-        asking = asyncio.ensure_future(service.infer(message(), Call()))
+        pending = asyncio.ensure_future(service.infer(message(), Call()))
         await until(lambda: models[0].waiting)
         models[0].answer()
-        await asking
+        await pending
         steps = service.service
         assert len(steps._codecs) == 1
         steps._models = nothing
-        del asking
+        del pending
         models.clear()
         gc.collect()
         assert not steps._codecs
@@ -102,17 +105,17 @@ def test_cached_templates_of_a_version_are_freed_with_it() -> None:
 def test_a_request_parameter_enables_timing() -> None:
     async def test() -> None:
         model = Model()
-        asked = pb.ModelInferRequest.FromString(message())
-        asked.parameters["headrace_timing"].bool_param = True
+        timed = pb.ModelInferRequest.FromString(message())
+        timed.parameters["headrace_timing"].bool_param = True
         service = GrpcInference(model.services(), 1 << 20)
-        asking = asyncio.ensure_future(service.infer(asked.SerializeToString(), Call()))
+        pending = asyncio.ensure_future(service.infer(timed.SerializeToString(), Call()))
         await until(lambda: model.waiting)
         model.answer()
-        response = pb.ModelInferResponse.FromString(b"".join(await asking))
+        response = pb.ModelInferResponse.FromString(b"".join(await pending))
         assert set(response.parameters) == {"headrace_total_us"}
-        asked.parameters["headrace_timing"].int64_param = 1
+        timed.parameters["headrace_timing"].int64_param = 1
         with pytest.raises(BadRequest, match="headrace_timing"):
-            await service.infer(asked.SerializeToString(), Call())
+            await service.infer(timed.SerializeToString(), Call())
         assert model.leases == 0
 
     run(test)

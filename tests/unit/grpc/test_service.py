@@ -143,11 +143,11 @@ async def until(what: Callable[[], object]) -> None:
 def test_a_request_from_message_to_message() -> None:
     async def test() -> None:
         model, call = Model(), Call()
-        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
+        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
         await until(lambda: model.waiting)
         assert call.completion is model.waiting[0][1]
         model.answer()
-        response = pb.ModelInferResponse.FromString(b"".join(await asking))
+        response = pb.ModelInferResponse.FromString(b"".join(await pending))
         assert (response.id, response.model_name) == ("7", "fake")
         assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
         assert (model.leases, model.failures, call.completion) == (0, [], None)
@@ -160,11 +160,11 @@ def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceErro
     async def test() -> None:
         model = Model()
         service = GrpcInference(model.services(), 1 << 20)
-        asking = asyncio.ensure_future(service.infer(message(), Call()))
+        pending = asyncio.ensure_future(service.infer(message(), Call()))
         await until(lambda: model.waiting)
         model.answer(outcome=outcome)
         with pytest.raises(type(outcome)):
-            await asking
+            await pending
         model.raises = outcome
         with pytest.raises(type(outcome)):
             await service.infer(message(), Call())
@@ -176,11 +176,11 @@ def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceErro
 def test_a_method_that_is_cancelled_leaves_the_queue() -> None:
     async def test() -> None:
         model = Model()
-        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
+        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
         await until(lambda: model.waiting)
-        asking.cancel()
+        pending.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asking
+            await pending
         assert model.waiting[0][1].is_settled
         assert (model.leases, [type(error) for error in model.failures]) == (0, [Cancelled])
 
@@ -205,14 +205,14 @@ def test_internal_errors_are_logged_and_hidden_from_the_client(caplog: pytest.Lo
 def test_requests_are_recorded_while_an_observer_is_active(active: bool) -> None:
     async def test() -> None:
         model = Model(active)
-        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
+        pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
         await until(lambda: model.waiting)
         model.answer()
-        await asking
-        told = model.observer.answers
-        assert [account.request_id for account in told] == (["t"] if active else [])
-        assert all(0 < account.queued_ns <= account.done_ns <= account.ended_ns for account in told)
-        assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in told)
+        await pending
+        records = model.observer.answers
+        assert [account.request_id for account in records] == (["t"] if active else [])
+        assert all(0 < account.queued_ns <= account.done_ns <= account.ended_ns for account in records)
+        assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in records)
         for wrong in (message("u", model="other"), b"\xff"):
             with pytest.raises(HeadraceError):
                 await GrpcInference(model.services(), 1 << 20).infer(wrong, Call())
@@ -233,15 +233,15 @@ def test_a_stream_answers_everything_and_ends() -> None:
     async def test() -> None:
         model = Model()
         call, serving = stream(model)
-        for asked in (message("a"), b"\xff", message("b", "other"), message("c"), None):
-            call.sent.put_nowait(asked)
+        for item in (message("a"), b"\xff", message("b", "other"), message("c"), None):
+            call.sent.put_nowait(item)
         await until(lambda: len(model.waiting) == 2)
         model.answer(outcome=ModelFailed("broke"))
         model.answer()
         await serving
-        told = {response.infer_response.id: response.error_message for response in call.got}
-        assert told.keys() == {"a", "", "b", "c"}
-        assert (told["a"], told["c"], "not found" in told["b"]) == ("broke", "", True)
+        records = {response.infer_response.id: response.error_message for response in call.got}
+        assert records.keys() == {"a", "", "b", "c"}
+        assert (records["a"], records["c"], "not found" in records["b"]) == ("broke", "", True)
         assert model.leases == 0
 
     run(test)
@@ -251,16 +251,16 @@ def test_an_error_in_a_stream_has_a_retry_delay_and_is_counted() -> None:
     async def test() -> None:
         model, before = Model(), dict(ERRORS.items())
         call, serving = stream(model)
-        for asked in (message("full"), message("broke"), message("unknown", "other"), None):
-            call.sent.put_nowait(asked)
+        for item in (message("full"), message("broke"), message("unknown", "other"), None):
+            call.sent.put_nowait(item)
         await until(lambda: len(model.waiting) == 2)
         model.answer(outcome=Overloaded("the queue is full", 0.0121))
         model.answer(outcome=ModelFailed("broke"))
         await serving
-        told = {each.infer_response.id: dict(each.infer_response.parameters) for each in call.got}
-        assert told.keys() == {"full", "broke", "unknown"}
-        assert told["full"]["headrace_retry_after_ms"].int64_param == 13
-        assert [told["broke"], told["unknown"]] == [{}, {}], "coming back makes no sense"
+        records = {each.infer_response.id: dict(each.infer_response.parameters) for each in call.got}
+        assert records.keys() == {"full", "broke", "unknown"}
+        assert records["full"]["headrace_retry_after_ms"].int64_param == 13
+        assert [records["broke"], records["unknown"]] == [{}, {}], "coming back makes no sense"
         more = {values: count - before.get(values, 0) for values, count in ERRORS.items()}
         counted = {reason for (protocol, reason), count in more.items() if protocol == "grpc" and count == 1}
         assert counted == {"overloaded", "model_failed", "not_found"}
@@ -272,8 +272,8 @@ def test_failed_requests_of_a_stream_are_freed_at_once() -> None:
     async def test() -> None:
         model = Model()
         call, serving = stream(model)
-        for asked in (message("a"), message("b", "other"), None):
-            call.sent.put_nowait(asked)
+        for item in (message("a"), message("b", "other"), None):
+            call.sent.put_nowait(item)
         await until(lambda: len(model.waiting) == 1)
         model.answer(outcome=ModelFailed("broke"))
         await serving

@@ -25,8 +25,8 @@ def test_body_memory_of_a_stream_is_released_request_by_request() -> None:
         model, call = Model(), Streaming(client_limits)
         service = GrpcInference(model.services(), 1 << 20)
         serving = asyncio.ensure_future(InferStreams(service, max_bytes=1 << 20).serve(call))  # type: ignore[arg-type]
-        for asked in (b"\xff", message("x", "gone"), message("a"), message("b"), message("c")):
-            call.sent.put_nowait(asked)
+        for item in (b"\xff", message("x", "gone"), message("a"), message("b"), message("c")):
+            call.sent.put_nowait(item)
         await until(lambda: len(call.got) == 2 and len(model.waiting) == 2)
         assert [response.infer_response.id for response in call.got] == ["", "x"]
         await until(lambda: client_limits.hits["max_total_body_bytes"])
@@ -75,8 +75,8 @@ def test_unordered_requests_are_answered_as_they_are_done() -> None:
         model, call = Model(), Streaming()
         streams = InferStreams(GrpcInference(model.services(), 1 << 20), max_bytes=1 << 20)
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
-        for asked in (message("0"), unordered("1"), message("2"), unordered("3")):
-            call.sent.put_nowait(asked)
+        for item in (message("0"), unordered("1"), message("2"), unordered("3")):
+            call.sent.put_nowait(item)
         await until(lambda: len(model.waiting) == 4)
         model.waiting.reverse()
         model.answer(3)  # 3, 2, 1

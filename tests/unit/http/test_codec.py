@@ -352,11 +352,11 @@ def test_a_cut_of_header_is_not_read_as_another() -> None:
 
 
 def test_cached_response_headers_work_for_responses_with_an_id() -> None:
-    kept = codec()
+    encoder = codec()
     header = {"inputs": [BINARY_A, BINARY_B], "parameters": {"binary_data_output": True}}
-    _, template = decode(header, A_WIRE, B_WIRE, of=kept)
+    _, template = decode(header, A_WIRE, B_WIRE, of=encoder)
     for _ in range(2):
-        size, parts = kept.encode(answer(), template)
-        named_size, named = kept.encode(answer(), template, "r")
+        size, parts = encoder.encode(answer(), template)
+        named_size, named = encoder.encode(answer(), template, "r")
         assert b"".join(named).replace(b'"id":"r",', b"", 1) == b"".join(parts)
         assert size == len(parts[0]) == named_size - len(b'"id":"r",')

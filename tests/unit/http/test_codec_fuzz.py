@@ -73,10 +73,10 @@ def tensor(name: str) -> st.SearchStrategy[Any]:
 
 
 tensors = st.sampled_from(NAMES).flatmap(tensor)
-wanted = st.fixed_dictionaries({"name": st.sampled_from(NAMES)}, optional={"parameters": parameters})
+requested = st.fixed_dictionaries({"name": st.sampled_from(NAMES)}, optional={"parameters": parameters})
 messages = st.fixed_dictionaries(
     {"inputs": st.lists(tensors, max_size=3)},
-    optional={"outputs": st.lists(wanted, max_size=3), "parameters": parameters, "id": st.text(max_size=8)},
+    optional={"outputs": st.lists(requested, max_size=3), "parameters": parameters, "id": st.text(max_size=8)},
 )
 
 
@@ -159,7 +159,7 @@ Good = tuple[dict[str, Array], dict[str, Any], bytes]
 def good_requests(draw: st.DrawFn) -> Good:
     """Tensors, the header that tells of them, and what follows it: some in JSON where it can hold them, some in binary."""
     inputs = draw(good_inputs())
-    told, tail = [], b""
+    entries, tail = [], b""
     for name, array in inputs.items():
         entry: dict[str, Any] = {"name": name, "datatype": name, "shape": list(array.shape)}
         if array.dtype.kind in "biu" and name != "BF16" and draw(st.booleans()):
@@ -168,8 +168,8 @@ def good_requests(draw: st.DrawFn) -> Good:
             wire = bytes(to_binary(array, BY_NAME[name]))
             entry["parameters"] = {"binary_data_size": len(wire)}
             tail += wire
-        told.append(entry)
-    header: dict[str, Any] = {"inputs": told}
+        entries.append(entry)
+    header: dict[str, Any] = {"inputs": entries}
     if draw(st.booleans()):
         names = draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
         header["outputs"] = [{"name": name, "parameters": {"binary_data": draw(st.booleans())}} for name in names]
@@ -192,9 +192,9 @@ def test_requests_round_trip(good: Good) -> None:
 @given(good_requests(), st.data())
 def test_a_request_with_one_value_replaced(good: Good, data: st.DataObject) -> None:
     _, header, tail = good
-    place = data.draw(st.sampled_from([header, *header["inputs"], *header.get("outputs", [])]))
-    key = data.draw(st.sampled_from([*place, "parameters", "data", "x"]))
-    place[key] = data.draw(parameters if key == "parameters" else json_values | shapes)
+    index = data.draw(st.sampled_from([header, *header["inputs"], *header.get("outputs", [])]))
+    key = data.draw(st.sampled_from([*index, "parameters", "data", "x"]))
+    index[key] = data.draw(parameters if key == "parameters" else json_values | shapes)
     text = json.dumps(header).encode()
     feed(SPEC, text + tail, len(text))
 

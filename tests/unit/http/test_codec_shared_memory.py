@@ -139,8 +139,8 @@ both = pytest.mark.parametrize("side", [Http, Grpc], ids=["http", "grpc"])
 
 
 def shared_input(side: Side, name: str, region: str, size_bytes: int, offset: int = 0) -> Any:
-    made = side.client.InferInput(name, [1, 2] if name == "X" else [1, 1], "FP32" if name == "X" else "BYTES")
-    return made.set_shared_memory(region, size_bytes, offset)
+    created = side.client.InferInput(name, [1, 2] if name == "X" else [1, 1], "FP32" if name == "X" else "BYTES")
+    return created.set_shared_memory(region, size_bytes, offset)
 
 
 def sent(side: Side, name: str) -> Any:
@@ -151,9 +151,9 @@ def sent(side: Side, name: str) -> Any:
 
 
 def shared_output(side: Side, name: str, region: str, size_bytes: int, offset: int = 0) -> Any:
-    made = side.client.InferRequestedOutput(name)
-    made.set_shared_memory(region, size_bytes, offset)
-    return made
+    created = side.client.InferRequestedOutput(name)
+    created.set_shared_memory(region, size_bytes, offset)
+    return created
 
 
 def answer() -> InferResponse:
@@ -197,8 +197,8 @@ def test_one_input_shared_and_one_sent(side: Side, shared: str) -> None:
 def test_outputs_are_written_and_the_grpc_response_names_the_region(side: Side) -> None:
     region = FakeRegion(128)
     one = side(FakeRegions(r=region))
-    wanted = [shared_output(side, "Y", "r", 32, 8), shared_output(side, "M", "r", 64, 40)]
-    _, plan = one.decode([sent(side, "X")], wanted)
+    requested = [shared_output(side, "Y", "r", 32, 8), shared_output(side, "M", "r", 64, 40)]
+    _, plan = one.decode([sent(side, "X")], requested)
     assert [output.shared is not None for output in plan.outputs] == [True, True]
     result = one.answer(plan, answer())
     assert region.memory[8:16] == (X * 2).tobytes()
@@ -222,8 +222,8 @@ def test_outputs_are_written_and_the_grpc_response_names_the_region(side: Side) 
 def test_one_output_shared_and_one_sent(side: Side, order: str) -> None:
     region = FakeRegion(8)
     one = side(FakeRegions(r=region))
-    wanted = {"Y": shared_output(side, "Y", "r", 8), "M": side.client.InferRequestedOutput("M")}
-    _, plan = one.decode([sent(side, "X")], [wanted[name] for name in order])
+    requested = {"Y": shared_output(side, "Y", "r", 8), "M": side.client.InferRequestedOutput("M")}
+    _, plan = one.decode([sent(side, "X")], [requested[name] for name in order])
     result = one.answer(plan, answer())
     assert region.memory == (X * 2).tobytes()
     assert result.as_numpy("M").tolist() == N.tolist()
@@ -326,16 +326,16 @@ def test_an_unknown_region(side: Side) -> None:
         side(FakeRegions()).decode([shared_input(side, "X", "q", 8)])
 
 
-def with_parameters(side: Side, made: Any, **parameters: str | int) -> Any:
+def with_parameters(side: Side, created: Any, **parameters: str | int) -> Any:
     """An input or output with parameters that the client itself would not send so."""
     for name, value in parameters.items():
         if side is Http:
-            made._parameters[name] = value
+            created._parameters[name] = value
         elif isinstance(value, str):
-            made._get_tensor().parameters[name].string_param = value
+            created._get_tensor().parameters[name].string_param = value
         else:
-            made._get_tensor().parameters[name].int64_param = value
-    return made
+            created._get_tensor().parameters[name].int64_param = value
+    return created
 
 
 @both
@@ -361,14 +361,14 @@ def test_parameters_that_make_no_range(side: Side, parameters: dict[str, Any], w
 
 @both
 def test_classes_are_not_written_to_shared_memory(side: Side) -> None:
-    wanted = with_parameters(
+    requested = with_parameters(
         side,
         side.client.InferRequestedOutput("Y", class_count=1),
         shared_memory_region="r",
         shared_memory_byte_size=8,
     )
     with pytest.raises(BadRequest, match="output 'Y': classification cannot go to shared memory"):
-        side(FakeRegions(r=FakeRegion(64))).decode([sent(side, "X")], [wanted])
+        side(FakeRegions(r=FakeRegion(64))).decode([sent(side, "X")], [requested])
 
 
 def test_data_in_two_places() -> None:

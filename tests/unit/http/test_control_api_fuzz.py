@@ -91,12 +91,12 @@ BODIES = [
 ]
 
 
-def ask(
+def call(
     path: str,
     *parts: bytes,
     method: str = "POST",
     headers: Mapping[str, str] | None = None,
-    asked: Callable[..., Any] = APPLICATION,
+    app: Callable[..., Any] = APPLICATION,
 ) -> tuple[int, dict[str, str], bytes]:
     """One request; the path as it stands in the request line."""
     sent: list[Any] = []
@@ -125,7 +125,7 @@ def ask(
         "server": ("x", 80),
     }
     CALLS.clear()
-    asyncio.run(asyncio.wait_for(asked(scope, receive, send), 5))
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 5))
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], answered, sent[1].get("body", b"")
@@ -175,15 +175,15 @@ WRONG: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("body", "word"), WRONG.values(), ids=WRONG)
 def test_bodies_of_the_wrong_type(body: bytes, word: str) -> None:
-    refused(ask(REGISTER, body), word)
+    refused(call(REGISTER, body), word)
 
 
 def test_a_good_body_gets_through() -> None:
     for body in (b'{"key": "k", "byte_size": 8}', b' {"byte_size": 8.0, "offset": 0, "key": "\\u006b"} '):
-        assert ask(REGISTER, body[:5], body[5:])[0] == 200
+        assert call(REGISTER, body[:5], body[5:])[0] == 200
         assert CALLS == [("system", "r", "k", 0, 8)]
     for media_type in ("application/json; charset=utf-8", "text/plain", "APPLICATION/JSON"):
-        assert ask(REGISTER, json.dumps(GOOD).encode(), headers={"Content-Type": media_type})[0] == 200
+        assert call(REGISTER, json.dumps(GOOD).encode(), headers={"Content-Type": media_type})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -197,15 +197,15 @@ def test_a_good_body_gets_through() -> None:
     ids=["xml", "form", "long", "gzip"],
 )
 def test_refused_headers(headers: dict[str, str]) -> None:
-    refused(ask(REGISTER, json.dumps(GOOD).encode(), headers=headers), next(iter(headers)).lower())
+    refused(call(REGISTER, json.dumps(GOOD).encode(), headers=headers), next(iter(headers)).lower())
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_bodies_are_bounded(path: str) -> None:
     limit = LIMIT if path.endswith("/load") else MAX_CONTROL_BYTES
-    refused(ask(path, headers={"Content-Length": str(limit + 1)}), str(limit), status=413)
-    refused(ask(path, headers={"Content-Length": "9" * 19}), str(limit), status=413)
-    refused(ask(path, b" " * limit, b" "), str(limit), status=413)
+    refused(call(path, headers={"Content-Length": str(limit + 1)}), str(limit), status=413)
+    refused(call(path, headers={"Content-Length": "9" * 19}), str(limit), status=413)
+    refused(call(path, b" " * limit, b" "), str(limit), status=413)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_bodies_are_bounded(path: str) -> None:
     ],
 )
 def test_paths_that_hide_something(path: str) -> None:
-    refused(ask(path, method="GET"), "no such path", status=400 if "%" in path else 404)
+    refused(call(path, method="GET"), "no such path", status=400 if "%" in path else 404)
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a b c\u200b", "x" * 129, "\U0001f680", "-", "$(id)", "a;b"])
@@ -234,7 +234,7 @@ def test_names_that_no_region_can_have(name: str, action: str) -> None:
     method = "GET" if action == "status" else "POST"
     body = json.dumps(GOOD).encode()
     path = f"/v2/systemsharedmemory/region/{quote(name)}/{action}"
-    refused(ask(path, body, method=method), "name of a region")
+    refused(call(path, body, method=method), "name of a region")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_names_that_no_region_can_have(name: str, action: str) -> None:
 )
 def test_refused_methods(path: str, allow: str) -> None:
     for method in ("PUT", "DELETE", "OPTIONS", "PROPFIND", *(() if "HEAD" in allow else ("HEAD",))):
-        answer = ask(path, method=method)
+        answer = call(path, method=method)
         assert answer[1]["allow"] == allow
         refused(answer, allow, status=405)
 
@@ -282,7 +282,7 @@ near_misses = st.dictionaries(fields, json_values | st.dictionaries(fields, json
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(BODIES), near_misses.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60))
 def test_any_body_is_accepted_or_refused(path: str, body: bytes) -> None:
-    status, _, content = ask(path, body)
+    status, _, content = call(path, body)
     if status == 200:
         assert path.endswith("/index") or CALLS
     else:
@@ -292,7 +292,7 @@ def test_any_body_is_accepted_or_refused(path: str, body: bytes) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.text(min_size=1, max_size=300), st.sampled_from(["", "/config", "/stats", "/ready", "/trace/setting"]))
 def test_any_name_of_a_model_is_not_found(name: str, rest: str) -> None:
-    status, _, content = ask(f"/v2/models/{quote(name, safe='')}{rest}", method="GET", asked=EMPTY)
+    status, _, content = call(f"/v2/models/{quote(name, safe='')}{rest}", method="GET", app=EMPTY)
     if (name, rest) == ("stats", ""):
         return
     assert status == (400 if name_problem(name) else 404), content
@@ -301,10 +301,10 @@ def test_any_name_of_a_model_is_not_found(name: str, rest: str) -> None:
 
 def test_refusals_of_the_services_are_passed_on() -> None:
     backstage = Backstage()
-    asked = application(backstage)
+    app = application(backstage)
     for error, status in ((Forbidden("no"), 403), (Unavailable("later", 2.5), 503), (BadRequest("\ud800"), 400)):
         backstage.raises = error
-        code, headers, content = ask("/v2/repository/models/m/load", asked=asked)
+        code, headers, content = call("/v2/repository/models/m/load", app=app)
         assert code == status
         assert headers.get("retry-after") == ("3" if status == 503 else None)
         expected = "failed to load 'm': " + {403: "no", 503: "later", 400: "?"}[status]
@@ -314,7 +314,7 @@ def test_refusals_of_the_services_are_passed_on() -> None:
 def test_internal_errors_show_only_their_reference(caplog: pytest.LogCaptureFixture) -> None:
     backstage = Backstage()
     backstage.raises = RuntimeError("/secret/path")
-    code, _, content = ask("/v2/repository/models/m/unload", asked=application(backstage))
+    code, _, content = call("/v2/repository/models/m/unload", app=application(backstage))
     text = json.loads(content)["error"]
     assert code == 500
     assert "secret" not in text
@@ -325,7 +325,7 @@ def test_internal_errors_show_only_their_reference(caplog: pytest.LogCaptureFixt
 def test_names_that_are_no_text_are_shown_as_well_as_can_be() -> None:
     backstage = Backstage()
     backstage.rows = [{"name": b"caf\xe9".decode(errors="surrogateescape"), "state": "READY"}]
-    code, _, content = ask("/v2/repository/index", asked=application(backstage))
+    code, _, content = call("/v2/repository/index", app=application(backstage))
     assert (code, json.loads(content)) == (200, [{"name": "caf?", "state": "READY"}])
 
 

@@ -106,8 +106,8 @@ class Models:
 def services(handle: Handle, observer: AccessRecorder | None = None) -> Services:
     nothing: Any = None
     models: Any = Models(handle)
-    told = observer or AccessRecorder()
-    return Services(models, nothing, nothing, nothing, told, nothing, nothing, "0", (), nothing)
+    recorder = observer or AccessRecorder()
+    return Services(models, nothing, nothing, nothing, recorder, nothing, nothing, "0", (), nothing)
 
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -283,14 +283,20 @@ def test_every_sampled_request_is_recorded() -> None:
     traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     headers = [(b"traceparent", traceparent.encode()), (b"x-headrace-client", b"me")]
     assert call(Handle(timed=True), request(), headers=headers, observer=observer) is not None
-    (told,) = observer.answers
+    (record,) = observer.answers
     assert observer.contexts == [("twice", TraceContext("a" * 32, "b" * 16, True))]
-    assert (told.protocol, told.model, told.version, told.status, told.reason) == ("http", "twice", "1", "200", "ok")
-    assert (told.rows, told.client, told.batch_rows, told.closed) == (1, "me", 3, "full")
-    assert 0 < told.received_ns <= told.queued_ns <= told.done_ns <= told.ended_ns
-    assert told.times is not None
+    assert (record.protocol, record.model, record.version, record.status, record.reason) == (
+        "http",
+        "twice",
+        "1",
+        "200",
+        "ok",
+    )
+    assert (record.rows, record.client, record.batch_rows, record.closed) == (1, "me", 3, "full")
+    assert 0 < record.received_ns <= record.queued_ns <= record.done_ns <= record.ended_ns
+    assert record.times is not None
     assert call(Handle(ModelFailed("no")), request(), observer=observer) is not None
-    assert len(observer.answers) == 1, "an error was told as an answer"
+    assert len(observer.answers) == 1, "an error was recorded as a response"
     (failed,) = observer.failures
     assert (failed.status, failed.reason, failed.error, failed.rows) == ("500", "model_failed", "no", 1)
 

@@ -15,10 +15,10 @@ from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
 def test_client_and_deadline_are_read_from_headers() -> None:
     handle = Handle()
     assert call(handle, request(), headers=[(b"x-headrace-client", b"shop"), (b"x-request-timeout-ms", b"250")])
-    (asked,) = handle.requests
-    assert asked.client == "shop"
+    (decoded,) = handle.requests
+    assert decoded.client == "shop"
     # The deadline counts from the first bytes, `received_ns` from the last.
-    assert 0 < asked.deadline_ns - asked.received_ns <= 250 * NS_PER_MS
+    assert 0 < decoded.deadline_ns - decoded.received_ns <= 250 * NS_PER_MS
     assert call(handle, request())
     assert (handle.requests[1].client, handle.requests[1].deadline_ns) == ("", 0)
 
@@ -29,8 +29,8 @@ def test_the_earlier_of_header_and_parameter_counts() -> None:
         handle = Handle()
         body = json.dumps({"inputs": [tensor], "parameters": {"timeout": 1, "headrace_deadline_us": own_us}}).encode()
         assert call(handle, body, headers=[(b"x-request-timeout-ms", b"30")])
-        (asked,) = handle.requests
-        assert expected_ms - 20 < (asked.deadline_ns - asked.received_ns) / NS_PER_MS <= expected_ms
+        (decoded,) = handle.requests
+        assert expected_ms - 20 < (decoded.deadline_ns - decoded.received_ns) / NS_PER_MS <= expected_ms
 
 
 @pytest.mark.parametrize(
@@ -50,21 +50,23 @@ def test_invalid_header_values_are_refused(header: bytes, value: bytes) -> None:
     assert not handle.requests
 
 
-def test_timing_is_sent_if_the_request_asks_for_it() -> None:
+def test_timing_is_sent_on_request() -> None:
     body = json.loads(request())
-    asking = json.dumps({**body, "parameters": {"headrace_timing": True}}).encode()
+    pending = json.dumps({**body, "parameters": {"headrace_timing": True}}).encode()
     parts = ("decode_us", "queue_us", "assemble_us", "compute_us", "split_us", "encode_us")
-    for sent, headers in ((request(), [(b"headrace-timing", b"1")]), (asking, [])):
+    for sent, headers in ((request(), [(b"headrace-timing", b"1")]), (pending, [])):
         answer = call(Handle(timed=True), sent, headers=headers)
         assert answer is not None
         status, named, content = answer
-        told = json.loads(content)["parameters"]
-        assert (status, told["headrace_batch_rows"], told["headrace_batch_closed"]) == (200, 3, "full")
-        assert told["headrace_compute_us"] == 2
-        assert abs(sum(told[f"headrace_{part}"] for part in parts) - told["headrace_total_us"]) <= len(parts)
+        parameters = json.loads(content)["parameters"]
+        assert (status, parameters["headrace_batch_rows"], parameters["headrace_batch_closed"]) == (200, 3, "full")
+        assert parameters["headrace_compute_us"] == 2
+        assert abs(sum(parameters[f"headrace_{part}"] for part in parts) - parameters["headrace_total_us"]) <= len(
+            parts
+        )
         listed = dict(part.split("=") for part in named["headrace-timing"].split(", "))
         assert {f"headrace_{name}": value for name, value in listed.items()} == {
-            name: str(value) for name, value in told.items()
+            name: str(value) for name, value in parameters.items()
         }
         assert "compute;dur=0.002" in named["server-timing"].split(", ")
         assert named["server-timing"].endswith(', batch;desc="3 rows, full"')
@@ -109,13 +111,13 @@ def test_the_load_report_in_the_formats_of_load_balancers(form: bytes, expected:
     answer = call(Handle(), request(), headers=[(b"endpoint-load-metrics-format", form)])
     assert answer is not None
     assert answer[0] == 200
-    told = answer[1].get("endpoint-load-metrics")
-    assert (told is None) == (expected is None)
-    assert told is None or told.startswith(expected or "")
+    parameters = answer[1].get("endpoint-load-metrics")
+    assert (parameters is None) == (expected is None)
+    assert parameters is None or parameters.startswith(expected or "")
 
 
 def test_the_load_is_refreshed_at_intervals() -> None:
     handle, headers = Handle(), LoadHeaders()
-    told = [headers.at(now_ns, handle) for now_ns in range(1, 3 * FRESH_NS, FRESH_NS // 10)]  # type: ignore[arg-type]
+    parameters = [headers.at(now_ns, handle) for now_ns in range(1, 3 * FRESH_NS, FRESH_NS // 10)]  # type: ignore[arg-type]
     assert handle.loads == 3
-    assert {each.lines for each in told} == {b"headrace-queue-depth: 3\r\nheadrace-predicted-wait-us: 1\r\n"}
+    assert {each.lines for each in parameters} == {b"headrace-queue-depth: 3\r\nheadrace-predicted-wait-us: 1\r\n"}

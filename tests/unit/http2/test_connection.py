@@ -17,8 +17,8 @@ from headrace.http2.stream import Http2Limits
 from tests.support.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, read_frames, request
 
 
-def _kinds(found: list[Frame]) -> list[tuple[int, int]]:
-    return [(frame.kind, frame.stream_id) for frame in found]
+def _kinds(result: list[Frame]) -> list[tuple[int, int]]:
+    return [(frame.kind, frame.stream_id) for frame in result]
 
 
 @on_a_loop
@@ -151,9 +151,9 @@ def test_faults_on_a_stream_end_that_stream_alone(name: str) -> None:
     async def run() -> None:
         wire = Wire()
         wire.application.answers = False
-        found = await wire.send(sent)
-        assert code in [frame.code for frame in found if frame.kind == frames.RST_STREAM and frame.stream_id == 1]
-        assert frames.GOAWAY not in [frame.kind for frame in found]
+        result = await wire.send(sent)
+        assert code in [frame.code for frame in result if frame.kind == frames.RST_STREAM and frame.stream_id == 1]
+        assert frames.GOAWAY not in [frame.kind for frame in result]
         assert 1 not in wire.connection.streams
         wire.application.answers = True
         assert (frames.HEADERS, 3) in _kinds(await wire.send(request(3)))
@@ -177,8 +177,8 @@ async def test_no_http2_at_all_is_refused() -> None:
 async def test_streams_beyond_the_limit_get_refused_stream() -> None:
     wire = Wire(limits=Http2Limits(streams=2))
     wire.application.answers = False
-    found = await wire.send(request(1, end=False), request(3, end=False), request(5, end=False))
-    assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.REFUSED_STREAM]
+    result = await wire.send(request(1, end=False), request(3, end=False), request(5, end=False))
+    assert [frame.code for frame in result if frame.kind == frames.RST_STREAM] == [ErrorCode.REFUSED_STREAM]
     assert len(wire.application.opened) == 2
     await wire.send(frames.rst_stream(1, ErrorCode.CANCEL))
     await wire.send(request(7, end=False))
@@ -198,8 +198,8 @@ async def test_headers_beyond_the_limit_are_reported_to_the_application() -> Non
 async def test_pings_are_answered_and_settings_acknowledged() -> None:
     wire = Wire()
     await wire.frames()
-    found = await wire.send(frames.ping(b"abcdefgh", ack=False), frames.settings({Setting.HEADER_TABLE_SIZE: 0}))
-    assert found == [
+    result = await wire.send(frames.ping(b"abcdefgh", ack=False), frames.settings({Setting.HEADER_TABLE_SIZE: 0}))
+    assert result == [
         Frame(frames.PING, frames.ACK, 0, b"abcdefgh"),
         Frame(frames.SETTINGS, frames.ACK, 0, b""),
     ]
@@ -208,27 +208,27 @@ async def test_pings_are_answered_and_settings_acknowledged() -> None:
 # --- Flow control ------------------------------------------------------------------------------------------------------
 
 
-def _body(found: list[Frame], stream_id: int) -> bytes:
-    return b"".join(frame.payload for frame in found if frame.kind == frames.DATA and frame.stream_id == stream_id)
+def _body(result: list[Frame], stream_id: int) -> bytes:
+    return b"".join(frame.payload for frame in result if frame.kind == frames.DATA and frame.stream_id == stream_id)
 
 
 @on_a_loop
 async def test_an_answer_waits_for_the_windows_of_stream_and_connection() -> None:
     wire = Wire()
     wire.application.answer = bytes(range(256)) * 400  # 102,400 bytes
-    found = await wire.send(request(1))
-    got = _body(found, 1)
+    result = await wire.send(request(1))
+    got = _body(result, 1)
     assert len(got) == 65535
-    assert max(len(frame.payload) for frame in found if frame.kind == frames.DATA) <= 16384
+    assert max(len(frame.payload) for frame in result if frame.kind == frames.DATA) <= 16384
     assert wire.connection.write_buffer.unsent_bytes == 102400 - 65535
     got += _body(await wire.send(frames.window_update(1, 1 << 20)), 1)
     assert len(got) == 65535  # the connection's window is still empty
     got += _body(await wire.send(frames.window_update(0, 1000)), 1)
     assert len(got) == 66535
-    found = await wire.send(frames.window_update(0, 1 << 20))
-    got += _body(found, 1)
+    result = await wire.send(frames.window_update(0, 1 << 20))
+    got += _body(result, 1)
     assert got == wire.application.answer
-    assert found[-1].flags & END_STREAM
+    assert result[-1].flags & END_STREAM
     assert wire.connection.write_buffer.unsent_bytes == 0
     assert not wire.connection.streams
 
@@ -264,8 +264,8 @@ async def test_a_window_update_in_two_parts_counts_once() -> None:
 async def test_streams_share_the_connection_round_robin() -> None:
     wire = Wire()
     wire.application.answer = b"x" * 60000
-    found = await wire.send(request(1), request(3))
-    sent = [len(_body(found, 1)), len(_body(found, 3))]
+    result = await wire.send(request(1), request(3))
+    sent = [len(_body(result, 1)), len(_body(result, 3))]
     assert sum(sent) == 65535
     assert abs(sent[0] - sent[1]) <= 16384
     await wire.send(frames.rst_stream(1, ErrorCode.CANCEL))

@@ -159,21 +159,21 @@ def test_arbitrary_frames(errors: list[str], sent: list[bytes], seed: int) -> No
 def test_damaged_sessions(errors: list[str], choice: st.DataObject, seed: int) -> None:
     session = _session()
     for _ in range(choice.draw(st.integers(1, 4))):
-        place = choice.draw(st.integers(1, len(session) - 1))
+        index = choice.draw(st.integers(1, len(session) - 1))
         match choice.draw(st.sampled_from(["drop", "twice", "swap", "flip", "cut", "insert"])):
             case "drop" if len(session) > 2:
-                del session[place]
+                del session[index]
             case "twice":
-                session.insert(place, session[place])
+                session.insert(index, session[index])
             case "swap":
                 other = choice.draw(st.integers(1, len(session) - 1))
-                session[place], session[other] = session[other], session[place]
-            case "flip" if session[place]:
-                damaged = bytearray(session[place])
+                session[index], session[other] = session[other], session[index]
+            case "flip" if session[index]:
+                damaged = bytearray(session[index])
                 damaged[choice.draw(st.integers(0, len(damaged) - 1))] ^= 1 << choice.draw(st.integers(0, 7))
-                session[place] = bytes(damaged)
+                session[index] = bytes(damaged)
             case "cut":
-                session[place] = session[place][: choice.draw(st.integers(0, 20))]
+                session[index] = session[index][: choice.draw(st.integers(0, 20))]
             case _:
-                session.insert(place, choice.draw(_frames))
+                session.insert(index, choice.draw(_frames))
     asyncio.run(_survive(_cut(b"".join(session), seed), errors))

@@ -28,12 +28,12 @@ QUICK = Http2Limits(
 
 async def _until_closed(wire: Wire, timeout_s: float = 20.0) -> list[Frame]:
     end_ns = monotonic_ns() + int(timeout_s * 1e9)
-    found: list[Frame] = []
+    result: list[Frame] = []
     while monotonic_ns() < end_ns:
         await asyncio.sleep(0.01)
-        found += await wire.frames()
+        result += await wire.frames()
         if wire.transport.closed:
-            return found
+            return result
     raise AssertionError("the connection is still open")
 
 
@@ -62,8 +62,8 @@ def test_floods_of_frames_without_work_end_the_connection(name: str) -> None:
             await wire.send(frames.rst_stream(1, ErrorCode.CANCEL))
         await wire.send(*[sent] * 100)
         assert not wire.transport.closed, "a few are no flood"
-        found = await wire.send(*[sent * 50] * 40)
-        assert (found[-1].kind, found[-1].code) == (frames.GOAWAY, ErrorCode.ENHANCE_YOUR_CALM)
+        result = await wire.send(*[sent * 50] * 40)
+        assert (result[-1].kind, result[-1].code) == (frames.GOAWAY, ErrorCode.ENHANCE_YOUR_CALM)
         assert wire.transport.closed
 
     run()
@@ -76,9 +76,9 @@ async def test_rapid_reset_ends_the_connection() -> None:
     wire.application.answers = False
     attack = [request(2 * n + 1) + frames.rst_stream(2 * n + 1, ErrorCode.CANCEL) for n in range(2000)]
     began_ns = monotonic_ns()
-    found = await wire.send(*attack)
+    result = await wire.send(*attack)
     took_s = (monotonic_ns() - began_ns) / 1e9
-    assert found[-1].code == ErrorCode.ENHANCE_YOUR_CALM
+    assert result[-1].code == ErrorCode.ENHANCE_YOUR_CALM
     assert len(wire.application.opened) <= 501 + 100 * took_s
     assert not wire.connection.streams
 
@@ -125,8 +125,8 @@ def test_time_fills_the_allowance_up_again() -> None:
 async def test_peers_without_a_preface_are_closed() -> None:
     for hello in (b"", frames.PREFACE[:10], frames.PREFACE, frames.PREFACE + b"\0\0"):
         wire = Wire(limits=QUICK, hello=hello)
-        found = await _until_closed(wire)
-        assert found[-1].code in (ErrorCode.SETTINGS_TIMEOUT, ErrorCode.ENHANCE_YOUR_CALM)
+        result = await _until_closed(wire)
+        assert result[-1].code in (ErrorCode.SETTINGS_TIMEOUT, ErrorCode.ENHANCE_YOUR_CALM)
         assert wire.application.connections == 0
 
 
@@ -157,11 +157,11 @@ async def test_crumbs_of_a_header_block_do_not_stop_its_clock() -> None:
 async def test_a_stalled_body_is_reset_and_the_connection_stays_open() -> None:
     wire = Wire(limits=QUICK)
     wire.connection.data_received(request(1, end=False) + data(1, b"abc"))
-    found: list[Frame] = []
+    result: list[Frame] = []
     for number in range(30):
-        found += await wire.send(frames.ping(b"%08d" % number, ack=False))
+        result += await wire.send(frames.ping(b"%08d" % number, ack=False))
         await asyncio.sleep(0.02)
-    assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
+    assert [frame.code for frame in result if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
     assert not wire.transport.closed
     await wire.drop()
 
@@ -170,11 +170,11 @@ async def test_a_stalled_body_is_reset_and_the_connection_stays_open() -> None:
 async def test_an_unread_response_is_reset() -> None:
     wire = Wire(limits=QUICK, hello=frames.PREFACE + frames.settings({Setting.INITIAL_WINDOW_SIZE: 0}))
     wire.application.answer = b"x" * 1000
-    found = await wire.send(request(1))
+    result = await wire.send(request(1))
     for number in range(30):
-        found += await wire.send(frames.ping(b"%08d" % number, ack=False))
+        result += await wire.send(frames.ping(b"%08d" % number, ack=False))
         await asyncio.sleep(0.02)
-    assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
+    assert [frame.code for frame in result if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
     assert wire.connection.write_buffer.unsent_bytes == 0
     assert wire.application.lost == [1]
     await wire.drop()
@@ -186,14 +186,14 @@ async def test_unread_responses_stop_new_requests() -> None:
     wire.application.answer = b"x" * 6_000
     await wire.frames()
     wire.transport.fill()
-    found = await wire.send(*[request(2 * number + 1) for number in range(5)])
-    assert found == []
+    result = await wire.send(*[request(2 * number + 1) for number in range(5)])
+    assert result == []
     assert len(wire.application.opened) == 2
     wire.transport.empty()
-    found = await wire.frames()
-    codes = [(frame.stream_id, frame.code) for frame in found if frame.kind == frames.RST_STREAM]
+    result = await wire.frames()
+    codes = [(frame.stream_id, frame.code) for frame in result if frame.kind == frames.RST_STREAM]
     assert codes == [(number, ErrorCode.REFUSED_STREAM) for number in (5, 7, 9)]
-    assert sum(len(frame.payload) for frame in found if frame.kind == frames.DATA) == 12_000
+    assert sum(len(frame.payload) for frame in result if frame.kind == frames.DATA) == 12_000
 
 
 @on_a_loop
@@ -210,8 +210,8 @@ async def test_a_dead_peer_is_pinged_and_then_closed() -> None:
     wire = Wire(limits=QUICK)
     wire.application.answers = False
     await wire.send(request(1))
-    found = await _until_closed(wire)
-    assert [frame.flags for frame in found if frame.kind == frames.PING] == [0]
+    result = await _until_closed(wire)
+    assert [frame.flags for frame in result if frame.kind == frames.PING] == [0]
     assert wire.transport.aborted
     assert wire.application.lost == [1]
 
@@ -220,14 +220,14 @@ async def test_a_dead_peer_is_pinged_and_then_closed() -> None:
 async def test_a_peer_that_answers_lives_on() -> None:
     limits = replace(QUICK, keepalive_timeout_s=1.0)  # on a busy machine an answer takes longer than QUICK allows
     wire = Wire(limits=limits)
-    asked, end_ns = 0, monotonic_ns() + int(2e9 * (limits.keepalive_s + limits.keepalive_timeout_s))
+    pings, end_ns = 0, monotonic_ns() + int(2e9 * (limits.keepalive_s + limits.keepalive_timeout_s))
     while monotonic_ns() < end_ns:
         await asyncio.sleep(0.02)
         for frame in await wire.frames():
             if frame.kind == frames.PING and not frame.flags & frames.ACK:
-                asked += 1
+                pings += 1
                 wire.connection.data_received(frames.ping(frame.payload, ack=True))
-    assert asked >= 2
+    assert pings >= 2
     assert not wire.transport.closed
     await wire.drop()
 
@@ -236,8 +236,8 @@ async def test_a_peer_that_answers_lives_on() -> None:
 async def test_an_idle_connection_is_closed_without_an_error() -> None:
     wire = Wire(limits=Http2Limits(handshake_s=0.1, idle_s=0.2, drain_s=0.05))
     await wire.send(request(1))
-    found = await _until_closed(wire)
-    assert [frame.code for frame in found if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
+    result = await _until_closed(wire)
+    assert [frame.code for frame in result if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
 
 
 @on_a_loop
@@ -246,11 +246,11 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
     wire.application.answers = False
     await wire.send(request(1))
     wire.connection.timers.start_graceful_shutdown()
-    warned, asked = await wire.frames()
+    warned, pings = await wire.frames()
     assert (warned.payload[:4], warned.code) == (b"\x7f\xff\xff\xff", ErrorCode.NO_ERROR)
     # Opened by the peer before it read the warning: served.
     await wire.send(request(3))
-    (last,) = await wire.send(frames.ping(asked.payload, ack=True))
+    (last,) = await wire.send(frames.ping(pings.payload, ack=True))
     assert (last.payload[:4], last.code) == (b"\0\0\0\3", ErrorCode.NO_ERROR)
     # Opened after the last word: not served, and no fault either; nor is what belongs to it.
     assert (
@@ -276,8 +276,8 @@ async def test_a_shutdown_before_the_preface_serves_pending_requests() -> None:
         frames.GOAWAY,
         frames.PING,
     ]
-    found = await wire.send(HELLO + request(1))
-    assert (frames.HEADERS, 1) in [(frame.kind, frame.stream_id) for frame in found]
+    result = await wire.send(HELLO + request(1))
+    assert (frames.HEADERS, 1) in [(frame.kind, frame.stream_id) for frame in result]
     assert not wire.transport.closed
     (last,) = await wire.send(frames.ping(b"draining", ack=True))
     assert (last.payload[:4], last.code) == (b"\0\0\0\1", ErrorCode.NO_ERROR)
@@ -298,8 +298,8 @@ async def test_refused_connections_get_no_settings() -> None:
 async def test_a_shutdown_does_not_wait_for_a_ping_for_ever() -> None:
     wire = Wire(limits=QUICK, hello=HELLO)
     wire.connection.timers.start_graceful_shutdown()
-    found = await _until_closed(wire)
-    assert [frame.code for frame in found if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
+    result = await _until_closed(wire)
+    assert [frame.code for frame in result if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
 
 
 @on_a_loop

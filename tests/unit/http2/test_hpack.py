@@ -84,13 +84,13 @@ def test_arbitrary_bytes_are_a_compression_error_or_fields(blocks: list[bytes]) 
         except (hpack.HPACKError, UnicodeDecodeError, IndexError):
             expected = None
         try:
-            found = decoder.decode(block)
+            result = decoder.decode(block)
         except Http2ConnectionError as fault:
             assert fault.code == ErrorCode.COMPRESSION_ERROR
             return  # the connection would end here
         if expected is None:
             return
-        assert found == expected
+        assert result == expected
 
 
 def _refused(block: str) -> None:

@@ -17,7 +17,7 @@ GZIP = bytes.fromhex("1f8b0800000000000003 01 0800 f7ff 6865616472616365 e46e93e
 ZLIB = bytes.fromhex("7801 01 0800 f7ff 6865616472616365 0e5b032e".replace(" ", ""))
 PLAIN = b"headrace"
 LIMIT = 1 << 20
-DOOR = ClientLimits(Limits(max_body_bytes=LIMIT))
+LIMITS = ClientLimits(Limits(max_body_bytes=LIMIT))
 
 
 def test_the_golden_bytes_match_the_standard_library() -> None:
@@ -30,20 +30,20 @@ def test_the_golden_bytes_match_the_standard_library() -> None:
     ("body", "encoding"), [(PLAIN, ""), (PLAIN, "identity"), (GZIP, "gzip"), (ZLIB, "deflate")], ids=str
 )
 def test_golden_bodies(body: bytes, encoding: str) -> None:
-    assert compression.decompress(body, encoding, DOOR) == PLAIN
+    assert compression.decompress(body, encoding, LIMITS) == PLAIN
 
 
 @given(st.binary(max_size=2_000), st.sampled_from(["gzip", "deflate"]))
 def test_compressed_bodies_are_read_by_other_decoders(body: bytes, encoding: str) -> None:
     packed = compression.compress(body, encoding)
     assert (gzip.decompress if encoding == "gzip" else zlib.decompress)(packed) == body
-    assert compression.decompress(packed, encoding, DOOR) == body
+    assert compression.decompress(packed, encoding, LIMITS) == body
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip", "x" * 10**6])
 def test_an_unknown_encoding_is_refused(encoding: str) -> None:
     with pytest.raises(BadRequest, match="is not supported: send gzip, deflate or identity") as caught:
-        compression.decompress(PLAIN, encoding, DOOR)
+        compression.decompress(PLAIN, encoding, LIMITS)
     assert len(str(caught.value)) < 200
 
 
@@ -64,15 +64,15 @@ def test_damaged_bodies_are_refused(encoding: str, damage: object, message: str)
     assert callable(damage)
     body = damage(compression.compress(PLAIN * 20, encoding))
     with pytest.raises(BadRequest, match=message):
-        compression.decompress(body, encoding, DOOR)
+        compression.decompress(body, encoding, LIMITS)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_the_limit_is_of_the_unpacked_size(encoding: str) -> None:
     at_limit = compression.compress(bytes(LIMIT), encoding)
-    assert len(compression.decompress(at_limit, encoding, DOOR)) == LIMIT
+    assert len(compression.decompress(at_limit, encoding, LIMITS)) == LIMIT
     with pytest.raises(TooLarge, match=f"larger than {LIMIT} bytes when decompressed"):
-        compression.decompress(compression.compress(bytes(LIMIT + 1), encoding), encoding, DOOR)
+        compression.decompress(compression.compress(bytes(LIMIT + 1), encoding), encoding, LIMITS)
 
 
 def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
@@ -82,7 +82,7 @@ def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge):
-            compression.decompress(bomb, "gzip", DOOR)
+            compression.decompress(bomb, "gzip", LIMITS)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -12,9 +12,9 @@ from loadtest.bench import dataplane
 def test_the_device_sets_the_pace_of_one_caller(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--only", "single-500", "--seconds", "0.2", "--rounds", "1", "--json"]
     assert dataplane.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["single-500"]
-    figures = found["single-500"]
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == ["single-500"]
+    figures = result["single-500"]
     assert figures["rows"]["median"] == pytest.approx(1, rel=0.05), "one may be answered or run across either end"
     assert figures["p50_us"]["median"] >= 500
     assert figures["p99_us"]["median"] >= figures["p50_us"]["median"]

@@ -123,8 +123,8 @@ def quick_results(*cases: str, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "loadtest.bench", "--quick", "--json", str(results), "--only", *cases]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    found: list[dict[str, Any]] = json.loads(results.read_text())["results"]
-    return found
+    actual: list[dict[str, Any]] = json.loads(results.read_text())["results"]
+    return actual
 
 
 def write_sum(path: Path) -> None:

@@ -31,7 +31,7 @@ from loadtest.servers import HOST, ROOT
 
 # What a part of the bench does first: find its pipe.
 _PART = "import json, os, sys, time, subprocess\nfd = int(sys.argv[-1])\n"
-_TELL = "os.write(fd, json.dumps({'note': 'hello'}).encode() + b'\\n')\n"
+_SEND_NOTE = "os.write(fd, json.dumps({'note': 'hello'}).encode() + b'\\n')\n"
 
 
 def findings(*messages: tuple[str, Any]) -> PartFindings:
@@ -89,24 +89,26 @@ def test_a_failed_part_has_its_figures() -> None:
 
 
 def run_part(code: str, limit_s: float) -> tuple[str, list[Any], float, bytes]:
-    heard: list[Any] = []
+    part_messages: list[Any] = []
     with io.FileIO(os.memfd_create("log"), "w+") as log:
-        begun_s = time.monotonic()
-        reason = watch([sys.executable, "-c", _PART + code], limit_s, log, lambda *message: heard.append(message))
-        taken_s = time.monotonic() - begun_s
+        start_s = time.monotonic()
+        reason = watch(
+            [sys.executable, "-c", _PART + code], limit_s, log, lambda *message: part_messages.append(message)
+        )
+        taken_s = time.monotonic() - start_s
         log.seek(0)
-        return reason, heard, taken_s, log.read()
+        return reason, part_messages, taken_s, log.read()
 
 
 def test_messages_of_a_part_are_read_and_its_output_is_saved() -> None:
-    reason, heard, _, log = run_part(_TELL + "print('to the log')", 30)
-    assert (reason, heard) == ("", [("note", "hello")])
+    reason, part_messages, _, log = run_part(_SEND_NOTE + "print('to the log')", 30)
+    assert (reason, part_messages) == ("", [("note", "hello")])
     assert log == b"to the log\n"
 
 
 def test_a_part_that_crashes_is_a_reason() -> None:
-    reason, heard, _, _ = run_part(_TELL + "os.abort()", 30)
-    assert heard == [("note", "hello")]
+    reason, part_messages, _, _ = run_part(_SEND_NOTE + "os.abort()", 30)
+    assert part_messages == [("note", "hello")]
     assert "ended with -6" in reason
 
 
@@ -247,40 +249,40 @@ class SlowLines:
 
 
 def test_a_closed_loop_counts_responses_within_its_window(clock: VirtualTime) -> None:
-    found = closed_loop(SlowLines(clock, 4, 0.005), clock.now_s, 0.1, 0.5)
-    taken = _joined([found], found["per_s"])
-    assert found["wrong"] == 0
-    assert taken.per_s == pytest.approx(200)
-    assert taken.percentile_ms(50) == pytest.approx(20)  # four share what takes 5 ms
-    assert len(taken.latencies_us) in (100, 101)
+    actual = closed_loop(SlowLines(clock, 4, 0.005), clock.now_s, 0.1, 0.5)
+    used = _joined([actual], actual["per_s"])
+    assert actual["wrong"] == 0
+    assert used.per_s == pytest.approx(200)
+    assert used.percentile_ms(50) == pytest.approx(20)  # four share what takes 5 ms
+    assert len(used.latencies_us) in (100, 101)
 
 
 def test_a_closed_loop_stops_where_everything_is_refused(clock: VirtualTime) -> None:
-    found = closed_loop(SlowLines(clock, 2, 0.001, "503"), clock.now_s, 0.0, 0.2)
-    assert found["wrong"] == 3
-    assert found["errors"] == ["503"]
-    assert found["per_s"] == 0
+    actual = closed_loop(SlowLines(clock, 2, 0.001, "503"), clock.now_s, 0.0, 0.2)
+    assert actual["wrong"] == 3
+    assert actual["errors"] == ["503"]
+    assert actual["per_s"] == 0
 
 
 def test_latencies_of_an_open_loop_count_from_the_intended_moment(clock: VirtualTime) -> None:
     # Twice as much is offered as is served, through one slot: waiting for the slot must show.
-    found = open_loop(SlowLines(clock, 1, 0.02), clock.now_s, 2.0, 100.0, np.random.default_rng(3))
-    taken = _joined([found], 0.0)
-    assert 150 < found["offered"] < 250
-    assert 95 <= found["in_time"] <= 100
-    assert found["offered"] == len(taken.latencies_us) + found["unanswered"]
-    assert found["unanswered"] > 50
-    assert 800 < taken.percentile_ms(95) < 1200  # half of what came within two seconds is still before it
-    assert found["late"] > 80
+    actual = open_loop(SlowLines(clock, 1, 0.02), clock.now_s, 2.0, 100.0, np.random.default_rng(3))
+    used = _joined([actual], 0.0)
+    assert 150 < actual["offered"] < 250
+    assert 95 <= actual["in_time"] <= 100
+    assert actual["offered"] == len(used.latencies_us) + actual["unanswered"]
+    assert actual["unanswered"] > 50
+    assert 800 < used.percentile_ms(95) < 1200  # half of what came within two seconds is still before it
+    assert actual["late"] > 80
 
 
 def test_an_open_loop_below_capacity_does_not_queue(clock: VirtualTime) -> None:
-    found = open_loop(SlowLines(clock, 8, 0.001), clock.now_s, 0.5, 100.0, np.random.default_rng(4))
-    taken = _joined([found], 0.0)
-    assert found["unanswered"] == 0
-    assert found["offered"] == len(taken.latencies_us) > 25
-    assert found["late"] == 0
-    assert taken.percentile_ms(50) == pytest.approx(1.0, abs=0.02)
+    actual = open_loop(SlowLines(clock, 8, 0.001), clock.now_s, 0.5, 100.0, np.random.default_rng(4))
+    used = _joined([actual], 0.0)
+    assert actual["unanswered"] == 0
+    assert actual["offered"] == len(used.latencies_us) > 25
+    assert actual["late"] == 0
+    assert used.percentile_ms(50) == pytest.approx(1.0, abs=0.02)
 
 
 def test_http_connections_send_large_bodies_and_report_errors() -> None:
@@ -337,8 +339,8 @@ def test_a_client_that_cannot_connect_raises(tmp_path: Path) -> None:
 
 
 def test_a_late_reply_is_not_mistaken_for_the_next_one() -> None:
-    said = '{"number": 1, "error": "late"}\n{"number": 2, "per_s": 5}\n'
-    with subprocess.Popen(["printf", "%s", said], stdout=subprocess.PIPE) as process:
+    error_lines = '{"number": 1, "error": "late"}\n{"number": 2, "per_s": 5}\n'
+    with subprocess.Popen(["printf", "%s", error_lines], stdout=subprocess.PIPE) as process:
         assert _replies([process], 2, 10) == [{"number": 2, "per_s": 5}]
     with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as silent:
         with pytest.raises(CrowdFailed, match="1 clients said nothing"):
@@ -361,15 +363,15 @@ def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) ->
     finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "a,b,d,c")
     assert finished.returncode == 0, finished.stdout
     whole = json.loads((tmp_path / "results.json").read_text())
-    found = {result["name"]: result for result in whole["results"]}
-    assert [name.split()[0] for name in found] == ["prepare", "a", "b", "d", "c"]
-    for name, result in found.items():
+    actual = {result["name"]: result for result in whole["results"]}
+    assert [name.split()[0] for name in actual] == ["prepare", "a", "b", "d", "c"]
+    for name, result in actual.items():
         assert not result["failure"], name
         assert all(figure["spread"]["median"] > 0 for figure in result["figures"] if figure["unit"] != "images/s"), name
-    ways = {figure["contender"] for figure in found["c fp32"]["figures"]}
+    ways = {figure["contender"] for figure in actual["c fp32"]["figures"]}
     assert {"http body", "http system", "grpc fast system", "grpc grpcio body"} <= ways
-    assert len(found["d fp32"]["comparisons"]) == 6
-    assert "in process, pinned, blocking call" in {figure["contender"] for figure in found["d fp32"]["figures"]}
+    assert len(actual["d fp32"]["comparisons"]) == 6
+    assert "in process, pinned, blocking call" in {figure["contender"] for figure in actual["d fp32"]["figures"]}
     assert remove_left() == 0
 
 

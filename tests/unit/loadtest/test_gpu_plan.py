@@ -112,7 +112,7 @@ def test_a_hanging_part_does_not_use_the_time_of_others(
     hanging: str | None, tmp_path: Path, clock: VirtualTime
 ) -> None:
     """The plan of a run on two GPUs within 400 s: the last part alone may lack some of its time if another one hangs."""
-    begun_s = clock.now_s
+    start_s = clock.now_s
     environments: dict[str, dict[str, str]] = {}
 
     def run_part(command: list[str], limit_s: float, _log: Any, on_message: Any, environment: dict[str, str]) -> str:
@@ -127,8 +127,8 @@ def test_a_hanging_part_does_not_use_the_time_of_others(
 
     output = Output(tmp_path, "command")
     setup = _setup(_parser().parse_args(["--work", str(tmp_path)]), (0, 1))
-    Run(output, setup, begun_s + 400, run_part, clock.monotonic).all(steps_of(_parts(_VISIT), ["fp16", "int8"], 2))
-    assert clock.now_s - begun_s <= 400
+    Run(output, setup, start_s + 400, run_part, clock.monotonic).all(steps_of(_parts(_VISIT), ["fp16", "int8"], 2))
+    assert clock.now_s - start_s <= 400
     failed = [part.name for part in output.parts if part.failure]
     modules = {part.letter: part.run.__name__ for part in (*PARTS, TWO_GPUS)}
     assert len(output.parts) == 10
@@ -163,17 +163,17 @@ def test_the_engine_is_held_to_the_demo_models_own_accuracy(tmp_path: Path, monk
         (demo / name).mkdir()
     save_network(demo / "1" / "model.onnx")
     run: list[Any] = []
-    monkeypatch.setattr(subject, "_run", lambda *told: run.append(told))
+    monkeypatch.setattr(subject, "_run", lambda *arguments: run.append(arguments))
     setup = replace(_setup(_parser().parse_args(["--work", str(tmp_path)]), (0, 1)), precision="int8")
     subject.prepare(setup, 10, {"CUDA_VISIBLE_DEVICES": "1"})
     ((words, _, environment),) = run
     assert words[:2] == ["build", "resnet50_int8"]
     assert environment == {"CUDA_VISIBLE_DEVICES": "1"}
-    made = read_model_folder(tmp_path / "models" / "resnet50_int8", tmp_path / "models").config
-    asked = read_model_folder(demo, tmp_path / "demo").config.optimization
-    assert made.optimization == asked.model_copy(update={"precision": "int8"})
-    assert made.optimization.accuracy.min_top1_agreement == 0.7
-    assert made.max_batch_size == 256
+    created = read_model_folder(tmp_path / "models" / "resnet50_int8", tmp_path / "models").config
+    settings = read_model_folder(demo, tmp_path / "demo").config.optimization
+    assert created.optimization == settings.model_copy(update={"precision": "int8"})
+    assert created.optimization.accuracy.min_top1_agreement == 0.7
+    assert created.max_batch_size == 256
 
 
 def save_network(path: Path) -> None:

@@ -43,7 +43,7 @@ def test_statistics_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ([line(failures=3)], "3 of 100 failed"),
         ([line(), line("digits", p99_ms=1000.5)], "digits: p99 is 1000.5 ms"),
@@ -51,9 +51,9 @@ def test_statistics_are_read() -> None:
         ([line(requests=0)], "no request was answered"),
     ],
 )
-def test_thresholds_are_checked(lines: list[Line], said: str) -> None:
+def test_thresholds_are_checked(lines: list[Line], message: str) -> None:
     (problem,) = verdicts(lines, lambda _: 1000.0)
-    assert said in problem
+    assert message in problem
 
 
 def test_a_good_run_has_no_problems() -> None:
@@ -143,7 +143,7 @@ def unused_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "said"),
+    ("statuses", "message"),
     [
         ({"/v2/health/ready": 503}, "no server is ready at .+: 503 the words of the server; start one with"),
         (
@@ -153,8 +153,8 @@ def unused_port() -> int:
         ({"/v2/models/tiny/ready": 503, "/v2/models/digits/ready": 404}, "model tiny is not ready"),
     ],
 )
-def test_missing_models_are_reported_before_the_load(statuses: Mapping[str, int], said: str) -> None:
-    with answering(statuses) as url, pytest.raises(TargetNotReady, match=said):
+def test_missing_models_are_reported_before_the_load(statuses: Mapping[str, int], message: str) -> None:
+    with answering(statuses) as url, pytest.raises(TargetNotReady, match=message):
         check_target(url, "", MIXES["nightly"])
 
 

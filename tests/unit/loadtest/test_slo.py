@@ -35,11 +35,11 @@ def test_responses_between_warm_up_and_end_count() -> None:
     outcomes = [ANSWERED, ANSWERED, ANSWERED, ANSWERED, "would_miss", ANSWERED]
     latency_ms = [1, 200, 10, 60, 0, 10]
     done = Replay(trace, [ms * MS for ms in latency_ms], outcomes, [BatchHistory()], end_ns=2008 * MS)
-    told = judged(Done(done, fixed()), slo_ms=50)
-    assert told.throughput_hz == 3, "the first is answered in the warm-up, the last too late"
-    assert told.goodput_hz == 1
-    assert told.refused == 1 / 4, "of those that came after the warm-up"
-    assert told.p50_ms == 10
+    outcome = judged(Done(done, fixed()), slo_ms=50)
+    assert outcome.throughput_hz == 3, "the first is answered in the warm-up, the last too late"
+    assert outcome.goodput_hz == 1
+    assert outcome.refused == 1 / 4, "of those that came after the warm-up"
+    assert outcome.p50_ms == 10
 
 
 @pytest.mark.slow
@@ -77,8 +77,10 @@ def test_the_best_fixed_setting_meets_the_objective() -> None:
 
 def test_overload_without_an_objective_misses_every_deadline() -> None:
     contenders = [("slo", promising(parts.SLO_MS)), ("fixed", fixed())]
-    found = parts.measure_load(simulated, contenders, 1.5, parts.SLO_MS, rounds=1, seconds=3)
-    assert found["fixed"][0].goodput_hz < 0.2 * USUAL.capacity_hz < 0.9 * USUAL.capacity_hz < found["slo"][0].goodput_hz
+    result = parts.measure_load(simulated, contenders, 1.5, parts.SLO_MS, rounds=1, seconds=3)
+    assert (
+        result["fixed"][0].goodput_hz < 0.2 * USUAL.capacity_hz < 0.9 * USUAL.capacity_hz < result["slo"][0].goodput_hz
+    )
 
 
 @pytest.mark.parametrize("name", list(deep_queue.CASES))

@@ -120,8 +120,8 @@ def test_an_empty_run_fails_every_check() -> None:
 def test_a_leak_is_named_by_its_kind() -> None:
     run = good()
     leaking = replace(run.phases[-1], held=held(60.0, descriptors=50), open_files={"socket": 13})
-    told = verdicts(replace(run, phases=[*run.phases[:-1], leaking]), Bounds())
-    assert "socket 3 -> 13" in next(verdict.found for verdict in told if verdict.name == "descriptors flat")
+    results = verdicts(replace(run, phases=[*run.phases[:-1], leaking]), Bounds())
+    assert "socket 3 -> 13" in next(verdict.found for verdict in results if verdict.name == "descriptors flat")
 
 
 def test_p99s_are_of_undisturbed_models_alone() -> None:
@@ -187,12 +187,12 @@ def test_a_plot_has_gaps_for_missing_values() -> None:
 
 def test_the_report_shows_everything(tmp_path: Path) -> None:
     run = replace(counting(good(), Outcome.LOST), details=["HTTP, <steady>, lost: no answer"])
-    found = verdicts(run, Bounds())
-    page = to_html(run, found, "Headrace: soak", ["a machine"])
+    result = verdicts(run, Bounds())
+    page = to_html(run, result, "Headrace: soak", ["a machine"])
     assert page.count('<b class="fail">FAIL</b>') == 1
     assert "&lt;steady&gt;" in page
     assert len(plots(run)) == page.count("<svg") == 6
     ElementTree.fromstring(picture(run, "a <soak>"))
-    whole = json.loads(to_json(run, found, ["a machine"]))
+    whole = json.loads(to_json(run, result, ["a machine"]))
     assert not whole["passed"]
     assert len(whole["phases"]) == PHASES

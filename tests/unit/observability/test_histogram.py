@@ -22,12 +22,12 @@ def filled(values: list[int]) -> Histogram:
 
 @given(st.integers(0, 1000 * NS_PER_S))
 def test_a_duration_is_counted_in_the_native_bucket_of_its_logarithm(value_ns: int) -> None:
-    (place,) = np.flatnonzero(filled([value_ns]).native)
+    (position,) = np.flatnonzero(filled([value_ns]).native)
     value_s = value_ns / NS_PER_S
-    if place == 0:
+    if position == 0:
         assert value_s <= ZERO_S
     else:
-        upper_s = GROWTH ** (FIRST_NATIVE + int(place) - 1)
+        upper_s = GROWTH ** (FIRST_NATIVE + int(position) - 1)
         assert upper_s / GROWTH * (1 - 1e-12) <= value_s <= upper_s * (1 + 1e-12)
 
 

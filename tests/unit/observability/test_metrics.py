@@ -154,16 +154,16 @@ def is_ours(name: str) -> bool:
 
 
 def test_all_formats_agree() -> None:
-    made = page(TOTALS_NS)
+    created = page(TOTALS_NS)
 
     def samples(families: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         ours = [s for family in families for s in family.samples if is_ours(s.name)]
         return {(s.name, frozenset(s.labels.items())): s.value for s in ours}
 
-    text = samples(read_page(made.render()[1].decode()))
-    assert samples(read_openmetrics(made.render(PROMETHEUS)[1].decode())) == text
+    text = samples(read_page(created.render()[1].decode()))
+    assert samples(read_openmetrics(created.render(PROMETHEUS)[1].decode())) == text
     decoded: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for family in read_protobuf(made.render(PROMETHEUS_NATIVE)[1]):
+    for family in read_protobuf(created.render(PROMETHEUS_NATIVE)[1]):
         if not is_ours(family.name):
             continue
         for metric in family.metric:
@@ -195,8 +195,8 @@ def test_text_matches_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None
     gauge = GaugeMetricFamily("hostile", 'a "text"\n\\', labels=["b", "a"])
     for value in (float("nan"), float("inf"), -float("inf"), 0, 1e300, 123456789, 0.1, True):
         gauge.add_metric([f'"\n\\ä{value}', ""], value)
-    made = page(TOTALS_NS)
-    families = [gauge, *(family for family in made._registry.collect() if is_ours(family.name))]
+    created = page(TOTALS_NS)
+    families = [gauge, *(family for family in created._registry.collect() if is_ours(family.name))]
     assert any(sample.exemplar for family in families for sample in family.samples)
     assert expose(registry, PROMETHEUS)[1] == generate_openmetrics(registry)  # type: ignore[no-untyped-call]
     expected = re.sub(rb"(?m)^(# TYPE nv_\w+) untyped$", rb"\1 counter", generate_latest(registry))
@@ -204,11 +204,11 @@ def test_text_matches_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_counters_without_the_suffix_are_typed_where_the_format_allows_it() -> None:
-    made = page(TOTALS_NS)
-    assert "\n# TYPE nv_inference_count counter\n" in made.render()[1].decode()
-    assert "untyped" not in made.render()[1].decode()
-    assert "\n# TYPE nv_inference_count unknown\n" in made.render(PROMETHEUS)[1].decode()
-    families = {family.name: family for family in read_protobuf(made.render(PROMETHEUS_NATIVE)[1])}
+    created = page(TOTALS_NS)
+    assert "\n# TYPE nv_inference_count counter\n" in created.render()[1].decode()
+    assert "untyped" not in created.render()[1].decode()
+    assert "\n# TYPE nv_inference_count unknown\n" in created.render(PROMETHEUS)[1].decode()
+    families = {family.name: family for family in read_protobuf(created.render(PROMETHEUS_NATIVE)[1])}
     assert families["nv_inference_request_failure"].type == 0
     assert families["nv_inference_request_summary_us"].type == 2
 
@@ -238,13 +238,13 @@ def test_an_idle_histogram_is_native_all_the_same() -> None:
 
 
 def test_a_traced_request_is_an_example_of_its_bucket() -> None:
-    made = page([NS_PER_S // 5])
-    (line,) = [line for line in made.render(PROMETHEUS)[1].decode().splitlines() if TRACE in line]
+    created = page([NS_PER_S // 5])
+    (line,) = [line for line in created.render(PROMETHEUS)[1].decode().splitlines() if TRACE in line]
     assert line.startswith("headrace_total_seconds_bucket{")
     assert 'le="0.25"' in line
-    (family,) = [f for f in read_protobuf(made.render(PROMETHEUS_NATIVE)[1]) if f.name == "headrace_total_seconds"]
+    (family,) = [f for f in read_protobuf(created.render(PROMETHEUS_NATIVE)[1]) if f.name == "headrace_total_seconds"]
     (bucket,) = [b for b in family.metric[0].histogram.bucket if b.HasField("exemplar")]
     assert (bucket.upper_bound, bucket.exemplar.value) == (0.25, 0.2)
     assert [(pair.name, pair.value) for pair in bucket.exemplar.label] == [("trace_id", TRACE)]
     assert bucket.exemplar.timestamp.seconds > 1_700_000_000
-    assert TRACE not in made.render()[1].decode(), "the old text has no place for examples"
+    assert TRACE not in created.render()[1].decode(), "the old text has no place for examples"

@@ -27,7 +27,7 @@ NOW = monotonic_ns()
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-class Kept(SpanExporter):
+class CollectedSpans(SpanExporter):
     """Keeps what it gets, or refuses it."""
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ def times() -> BatchTimes:
     return BatchTimes(NOW + 30, NOW + 40, NOW + 50, NOW + 60)
 
 
-def written(*accounts: AccessRecord, hold_s: float = 0.0) -> Kept:
-    exporter_stub = Kept()
+def written(*accounts: AccessRecord, hold_s: float = 0.0) -> CollectedSpans:
+    exporter_stub = CollectedSpans()
     writer = SpanWriter(exporter_stub, hold_s=hold_s)
     for number, each in enumerate(accounts, 1):
         writer.put(each, f"{number:032x}")
@@ -92,7 +92,7 @@ def test_members_of_a_batch_that_is_held_are_linked_to_it_and_no_others() -> Non
 
 
 def test_a_batch_is_sent_after_its_delay_without_new_spans() -> None:
-    exporter_stub = Kept()
+    exporter_stub = CollectedSpans()
     writer = SpanWriter(exporter_stub, hold_s=0.05)
     writer.put(account(times()), TRACE)
     eventually(lambda: exporter_stub.named("batch m"))
@@ -127,7 +127,7 @@ def test_what_clients_send_can_be_encoded(hostile: str) -> None:
 def test_undelivered_spans_are_counted_and_logged_a_single_time(
     caplog: pytest.LogCaptureFixture, works: bool | Exception
 ) -> None:
-    exporter_stub = Kept()
+    exporter_stub = CollectedSpans()
     exporter_stub.works = works
     before = dict(DROPPED.items()).get(("spans",), 0)
     writer = SpanWriter(exporter_stub, shown="http://h", hold_s=0)

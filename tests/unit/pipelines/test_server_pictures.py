@@ -87,11 +87,11 @@ def test_the_tables_resize_as_pillow_does(recipe: ImageRecipe, seed: int) -> Non
         return
     # Pillow began with the vertical pass, as its versions do for tall pictures by rules of their own: the same tables in that
     # order give its bits, and ours are as near as rounding in between (and of bicubic clipping) lets them be.
-    tables, kept = Resampling.of(recipe), recipe.interpolation
-    lower = resample(pixels, Resampling(tables.down, axis(width, 0, width, width, kept)))
-    other = resample(lower, Resampling(axis(size[1], 0, size[1], size[1], kept), tables.across))
+    tables, saved = Resampling.of(recipe), recipe.interpolation
+    lower = resample(pixels, Resampling(tables.down, axis(width, 0, width, width, saved)))
+    other = resample(lower, Resampling(axis(size[1], 0, size[1], size[1], saved), tables.across))
     assert np.array_equal(other, pillow)
-    assert np.abs(got - pillow).max() <= (1 if kept == "bilinear" else 48)
+    assert np.abs(got - pillow).max() <= (1 if saved == "bilinear" else 48)
 
 
 def test_a_photographs_size_is_resized_to_pillows_bits() -> None:
@@ -221,27 +221,27 @@ class PipelinedModel(Model):
         self.open += 1
         return InFlightBatch({"x": np.full((rows, 3, 6, 5), np.nan, np.float32)}, rows, "mine")
 
-    def launch(self, flight: InFlightBatch) -> None:
-        assert flight.handle == "mine"
-        assert not np.isnan(flight.inputs["x"]).any()  # type: ignore[call-overload]
-        if 7 in flight.inputs["x"]:
+    def launch(self, batch: InFlightBatch) -> None:
+        assert batch.handle == "mine"
+        assert not np.isnan(batch.inputs["x"]).any()  # type: ignore[call-overload]
+        if 7 in batch.inputs["x"]:
             self.open -= 1
             raise RuntimeError("refused")
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         self.open -= 1
-        return self.run(flight.inputs)
+        return self.run(batch.inputs)
 
-    def discard(self, flight: InFlightBatch) -> None:
-        assert flight.handle == "mine"
+    def discard(self, batch: InFlightBatch) -> None:
+        assert batch.handle == "mine"
         self.open -= 1
 
 
 def flown(execution: PictureExecution, pixels: np.ndarray) -> InFlightBatch:
-    flight = execution.begin({"x": pixels[:1]}, len(pixels))
-    assert flight.inputs["x"].dtype == np.uint8
-    flight.inputs["x"][...] = pixels
-    return flight
+    batch = execution.begin({"x": pixels[:1]}, len(pixels))
+    assert batch.inputs["x"].dtype == np.uint8
+    batch.inputs["x"][...] = pixels
+    return batch
 
 
 def test_batches_overlap_if_the_model_overlaps() -> None:
@@ -250,13 +250,13 @@ def test_batches_overlap_if_the_model_overlaps() -> None:
     assert isinstance(execution, PictureExecution)
     assert is_pipelined(execution)
     some, more = (rng.integers(0, 256, (rows, 6, 5, 3), dtype=np.uint8) for rows in (2, 4))
-    flights = [flown(execution, some), flown(execution, more)]
-    for flight in flights:
-        execution.launch(flight)
-    for flight, pixels in zip(flights, (some, more), strict=True):
+    batches = [flown(execution, some), flown(execution, more)]
+    for batch in batches:
+        execution.launch(batch)
+    for batch, pixels in zip(batches, (some, more), strict=True):
         # The pixels' memory is free from the launch on: what others write there changes nothing.
-        flight.inputs["x"][...] = 0
-        got, expected = execution.finish(flight), execution.run({"x": pixels})
+        batch.inputs["x"][...] = 0
+        got, expected = execution.finish(batch), execution.run({"x": pixels})
         assert all(np.array_equal(got[name], expected[name]) for name in ("scores", "classes", "other"))
     assert model.open == 0
 
@@ -278,10 +278,10 @@ def test_a_ranked_model_without_pictures_overlaps_too() -> None:
     execution = steps.around(model.execution(0))
     assert isinstance(execution, PictureExecution)
     tensor = rng.standard_normal((2, 3, 6, 5)).astype(np.float32)
-    flight = execution.begin({"x": tensor[:1]}, 2)
-    flight.inputs["x"][...] = tensor
-    execution.launch(flight)
-    assert np.array_equal(execution.finish(flight)["classes"], execution.run({"x": tensor})["classes"])
+    batch = execution.begin({"x": tensor[:1]}, 2)
+    batch.inputs["x"][...] = tensor
+    execution.launch(batch)
+    assert np.array_equal(execution.finish(batch)["classes"], execution.run({"x": tensor})["classes"])
 
 
 def test_one_picture_at_a_time_does_not_overlap() -> None:

@@ -103,7 +103,7 @@ def test_one_at_a_time(orders: Path, repository: Path) -> None:
 
 
 def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repository: Path) -> None:
-    said = [
+    text = [
         "early words",
         "\u250f\u2501 a table \u2501\u2513",
         "",
@@ -111,7 +111,7 @@ def test_a_failure_is_reported_without_paths_of_this_machine(orders: Path, repos
         "see /usr/lib/thing.so and /home/who ever/x.onnx, 3 rows/s, C:\\users\\me\\y.onnx",
         "remove it\x1b[31m",
     ]
-    (orders / "fail").write_text("\n".join(said))
+    (orders / "fail").write_text("\n".join(text))
     with building(command(orders)) as (engine_builds, ends):
         engine_builds.set_orders("a", [order(repository)])
         _, failure = ends.get(timeout=10)

@@ -18,7 +18,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import EXPLICIT, Check, ask, index, put, run, same, until
+from tests.support.control_thread import EXPLICIT, Check, index, infer_values, put, run, same, until
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
 
@@ -86,13 +86,13 @@ def test_the_engine_serves_when_it_is_built(workshop: Workshop, control: Control
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert registry.ready()
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await until(lambda: workshop.calls() == ["started"])
         waits = "building ONNX Runtime INT8, usually a minute or two; the CPU serves meanwhile"
         assert reason_of(registry) == waits
         workshop.let_go()
         await settled(registry)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
         # A watcher sees the files that the builder has put there; that is no reason to load anything.
         await asyncio.sleep(4 * POLL.settle_s if control is POLL else 0.1)
@@ -110,7 +110,7 @@ def test_the_next_start_finds_the_engine(workshop: Workshop) -> None:
     workshop.run(check)
 
     async def again(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     workshop.run(again)
     assert workshop.calls() == ["started"]
@@ -125,14 +125,14 @@ def test_a_failed_build_is_reported_and_not_retried(workshop: Workshop, caplog: 
         assert reason_of(registry).endswith(expected)
         await reconciler.load("m", None, {})
         assert reason_of(registry).endswith(expected), "a load of the same is no new attempt"
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert workshop.calls() == ["started"]
         # What it was built from has changed: that is one.
         (workshop.orders / "fail").unlink()
         put(workshop.repository, 3)
         await reconciler.load("m", None, {})
         await settled(registry)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert workshop.calls() == ["started", "started"]
 
     with caplog.at_level(logging.ERROR, "headrace"):
@@ -151,7 +151,7 @@ def test_a_model_that_is_loaded_anew_may_try_again(workshop: Workshop) -> None:
         await reconciler.unload("m", False)
         await reconciler.load("m", None, {})
         await settled(registry)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     workshop.run(check)
 
@@ -167,7 +167,7 @@ def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
         (workshop.repository / "m" / "samples.npz").write_bytes(b"x")
         await until(lambda: len(workshop.calls()) == 2)
         await settled(registry)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert len(workshop.calls()) == 2
 
     workshop.run(check, POLL)
@@ -196,10 +196,10 @@ def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Wo
         put(workshop.repository, 3)
         await reconciler.load("m", None, {})
         await until(lambda: workshop.calls() == ["started", "stopped", "started"])
-        assert same(await ask(registry), 3)
+        assert same(await infer_values(registry), 3)
         workshop.let_go()
         await settled(registry)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     workshop.run(check)
 
@@ -214,24 +214,24 @@ def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> 
         workshop.let_go()
         await until(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))
         await until(lambda: "files have changed since: load the model again" in reason_of(registry))
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 2), "the engine was built from the new file"
+        assert same(await infer_values(registry), 2), "the engine was built from the new file"
 
     workshop.run(check)
 
 
 def test_uploaded_models_are_not_built(workshop: Workshop) -> None:
     content = affine(seed=4).SerializeToString()
-    said = '{"parameters": {"headrace.build_on_load": {"string_value": "true"}}}'
+    text = '{"parameters": {"headrace.build_on_load": {"string_value": "true"}}}'
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await settled(registry)
-        await reconciler.load("m", said, {"1/model.onnx": content})
-        assert same(await ask(registry), 4)
+        await reconciler.load("m", text, {"1/model.onnx": content})
+        assert same(await infer_values(registry), 4)
         assert "headrace build m" in reason_of(registry)
-        await reconciler.load("m", said.replace("{", '{"max_batch_size": 2, ', 1), {})
-        assert same(await ask(registry), 1)
+        await reconciler.load("m", text.replace("{", '{"max_batch_size": 2, ', 1), {})
+        assert same(await infer_values(registry), 1)
         await asyncio.sleep(0.1)
         assert workshop.calls() == ["started"]
 
@@ -244,9 +244,9 @@ def test_an_engine_that_does_not_load_is_not_built_again(workshop: Workshop) -> 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await settled(registry)
         assert "which cannot be loaded" in reason_of(registry)
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert workshop.calls() == ["started"]
 
     workshop.run(check)
@@ -272,7 +272,7 @@ def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await until(lambda: workshop.calls() == ["started"])
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
 
     started = time.monotonic()
     workshop.run(check)
@@ -305,7 +305,7 @@ def test_no_request_is_lost_during_the_swap_to_the_engine(workshop: Workshop) ->
         async def client() -> None:
             while going:
                 try:
-                    answer = await ask(registry)
+                    answer = await infer_values(registry)
                 except Exception as error:
                     errors.append(error)
                     return
@@ -334,7 +334,7 @@ def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Work
         await reconciler.unload("m", False)
         await reconciler.load("m", None, {})
         await settled(registry)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
 
     workshop.run(check)

@@ -18,7 +18,7 @@ from headrace.repository.registry import Registry
 from tests.support import control_thread
 from tests.support.models import add_model, affine
 
-NOBODY = 65534
+UNPRIVILEGED_UID = 65534
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def without_rights(*closed: Path) -> Iterator[None]:
         folder.chmod(0o700 if os.geteuid() == 0 else 0)
     root = os.geteuid() == 0
     if root:
-        os.seteuid(NOBODY)
+        os.seteuid(UNPRIVILEGED_UID)
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def test_unreadable_folders_are_skipped_and_read_only_models_serve(
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert control_thread.index(registry) == {("m", "1"): ("READY", "")}
-        assert control_thread.same(await control_thread.ask(registry), 3)
+        assert control_thread.same(await control_thread.infer_values(registry), 3)
 
     # Whoever may not read the interpreter's folder can import nothing new.
     add_model(volume / "private", "m", affine(seed=3))

@@ -13,7 +13,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.support.control_thread import ask, index, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same, until
 from tests.support.fake_builder import command, publish
 from tests.support.fake_streams import LateCuda
 from tests.support.models import affine
@@ -31,8 +31,8 @@ def plan_of(folder: Path, seed: int, largest: int = 8) -> bytes:
 
 
 def machine() -> dict[str, Any]:
-    found = tensorrt_machine()
-    return {name: getattr(found, name) for name in ("target", "version", "device", "capability", "driver")}
+    result = tensorrt_machine()
+    return {name: getattr(result, name) for name in ("target", "version", "device", "capability", "driver")}
 
 
 def serves(repository: Path, seed: int) -> tuple[str, int]:
@@ -41,7 +41,7 @@ def serves(repository: Path, seed: int) -> tuple[str, int]:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         for _number in range(5):
-            assert same(await ask(registry), seed)
+            assert same(await infer_values(registry), seed)
         state, reason = index(registry)["m", "1"]
         assert state == "READY"
         handle = registry.lease("m", "")
@@ -57,9 +57,9 @@ def refused(repository: Path) -> str:
     reasons: list[str] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        found = [said for (name, _version), said in index(registry).items() if name == "m"]
-        assert [state for state, _reason in found] == ["UNAVAILABLE"], found
-        reasons.append(found[0][1])
+        result = [text for (name, _version), text in index(registry).items() if name == "m"]
+        assert [state for state, _reason in result] == ["UNAVAILABLE"], result
+        reasons.append(result[0][1])
 
     run(repository, check, ALL)
     return reasons[0]
@@ -176,7 +176,7 @@ def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
     (orders / "fail").write_text("error: no room")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
 
     run(repository, check, ALL, None, builder)
@@ -231,7 +231,7 @@ def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) ->
     (orders / "fail").write_text("error: no room")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
 
     run(repository, check, ALL, None, builder)

@@ -121,7 +121,7 @@ def put(folder: Path, rows: int = 6, top_k: int = 2, labels: bool = True, tail: 
 
 def answers(repository: Path, sent: np.ndarray) -> dict[str, Array]:
     """What the model answers to one request."""
-    found: list[dict[str, Array]] = []
+    result: list[dict[str, Array]] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         states = {(str(r["name"]), str(r["state"]), str(r["reason"])) for r in registry.index()}
@@ -129,29 +129,29 @@ def answers(repository: Path, sent: np.ndarray) -> dict[str, Array]:
         handle = registry.lease("m", "")
         try:
             request = InferRequest(inputs={"x": sent}, rows=len(sent), shape_key=sent.shape[1:], received_ns=0)
-            found.append((await handle.infer(request)).outputs)
+            result.append((await handle.infer(request)).outputs)
         finally:
             handle.release()
 
     run(repository, check, ControlPolicy("none"))
-    return found[0]
+    return result[0]
 
 
-def check(found: dict[str, Array], sent: np.ndarray, names: list[str]) -> None:
+def check(result: dict[str, Array], sent: np.ndarray, names: list[str]) -> None:
     """Hold the answers against NumPy's."""
     other = PixelSteps(RECIPE).apply(sent).mean(axis=(2, 3))
     scores = softmax(other @ WEIGHTS)
-    assert list(found) == names
-    np.testing.assert_allclose(found["other"], other, rtol=1e-4, atol=1e-6)
+    assert list(result) == names
+    np.testing.assert_allclose(result["other"], other, rtol=1e-4, atol=1e-6)
     if "y" in names:
-        np.testing.assert_allclose(found["y"], scores, rtol=1e-4)
+        np.testing.assert_allclose(result["y"], scores, rtol=1e-4)
         return
     best = np.argsort(-scores, axis=1, kind="stable")[:, :2]
-    assert found["classes"].dtype == np.int32
-    np.testing.assert_array_equal(found["classes"], best)
-    np.testing.assert_allclose(found["scores"], np.take_along_axis(scores, best, axis=1), rtol=1e-4)
+    assert result["classes"].dtype == np.int32
+    np.testing.assert_array_equal(result["classes"], best)
+    np.testing.assert_allclose(result["scores"], np.take_along_axis(scores, best, axis=1), rtol=1e-4)
     if "labels" in names:
-        assert found["labels"].tolist() == [[NAMES[number].encode() for number in row] for row in best]
+        assert result["labels"].tolist() == [[NAMES[number].encode() for number in row] for row in best]
 
 
 def pictures(rows: int) -> np.ndarray:
@@ -162,8 +162,8 @@ def pictures(rows: int) -> np.ndarray:
 def test_the_gpu_prepares_and_ranks(tmp_path: Path, cuda: LateCuda, caplog: pytest.LogCaptureFixture) -> None:
     sent = pictures(5)
     with caplog.at_level(logging.WARNING, "headrace"):
-        found = answers(put(tmp_path), sent)
-    check(found, sent, ["other", "scores", "classes", "labels"])
+        result = answers(put(tmp_path), sent)
+    check(result, sent, ["other", "scores", "classes", "labels"])
     assert not caplog.records
 
 
@@ -194,7 +194,7 @@ def test_without_a_compiler_the_cpu_is_used_and_logged_once(
 ) -> None:
     sent = pictures(5)
     with caplog.at_level(logging.WARNING, "headrace"):
-        found = answers(put(tmp_path), sent)
-    check(found, sent, ["other", "scores", "classes", "labels"])
+        result = answers(put(tmp_path), sent)
+    check(result, sent, ["other", "scores", "classes", "labels"])
     (line,) = [record.getMessage() for record in caplog.records]
     assert "model m: the CPU prepares its pictures and ranks its classes: NVRTC is not there" in line

@@ -18,7 +18,7 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_tensorrt_child
-from tests.support.control_thread import ask, index, put, run, same
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
 from tests.support.processes import isolated_children_of_this_process
@@ -60,11 +60,11 @@ def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
         assert handle.spec.resident_devices == frozenset(), "that process does not read our memory"
         assert handle.policy.instances == 2
         for _round in range(2):
-            answers = await asyncio.gather(*(ask(registry) for _ in range(20)))
+            answers = await asyncio.gather(*(infer_values(registry) for _ in range(20)))
             assert all(same(answer, 2) for answer in answers)
             (child,) = isolated_children_of_this_process()
             os.kill(child, signal.SIGKILL)
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         handle.release()
 
     run(with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n"), check, ALL)
@@ -88,7 +88,7 @@ def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
 )
 def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(tmp_path: Path, plan: bytes, why: str) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         state, reason = index(registry)["m", "1"]
         assert state == "READY"
         assert reason.startswith("model.onnx serves in place of model.plan, which cannot be loaded: ")

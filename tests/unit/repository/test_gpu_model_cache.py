@@ -71,7 +71,7 @@ class FakeVersion:
 
     # What the test does
 
-    def ask(self) -> None:
+    def add_request(self) -> None:
         """A request comes and waits."""
         self.depth += 1
         self.used_ns = self.world.now_ns
@@ -153,7 +153,7 @@ def test_a_request_reloads_a_version_at_once_if_no_other_is_busy() -> None:
     a = world.load("a")
     b = world.load("b")
     assert world.log == ["park a"]
-    a.ask()
+    a.add_request()
     assert world.notifications == 1
     assert world.serve() is None
     assert world.log == ["park a", "park b", "load a"]
@@ -169,7 +169,7 @@ def test_a_request_evicts_the_least_recently_used_model() -> None:
         world.now_ns += NS_PER_S
         version.used_ns = world.now_ns
     world.now_ns += NS_PER_S
-    a.ask()
+    a.add_request()
     assert world.serve() is None
     assert world.log == ["park a", "park c", "load a"]
 
@@ -179,8 +179,8 @@ def test_a_busy_model_stays_for_its_load_time_and_at_least_a_second(load_ms: int
     world = World(gpu0=10)
     a = world.load("a", load_ns=load_ms * MS)
     b = world.load("b", load_ns=load_ms * MS)
-    b.ask()
-    a.ask()
+    b.add_request()
+    a.add_request()
     due_ns = world.serve(100 * MS)
     assert due_ns == world.now_ns + (stay_ms - 100) * MS
     assert world.serve(10 * MS) == due_ns
@@ -199,7 +199,7 @@ def test_an_idle_model_is_evicted_earlier() -> None:
     b = world.load("b")
     b.used_ns = world.now_ns
     world.now_ns += 30 * MS
-    a.ask()
+    a.add_request()
     assert world.serve() == b.used_ns + 100 * MS
     world.now_ns = b.used_ns + 100 * MS
     assert world.serve() is None
@@ -213,7 +213,7 @@ def test_two_models_alternate_and_a_large_one_is_not_starved() -> None:
     small = [a, b, world.load("c")]
     shares: dict[str, int] = dict.fromkeys(["large", "a", "b", "c"], 0)
     for version in (*small, large):
-        version.ask()
+        version.add_request()
     end_ns = world.now_ns + 60 * NS_PER_S
     while world.now_ns < end_ns:
         due_ns = world.serve()
@@ -240,7 +240,7 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     world.gpu_model_cache.on_change = changes.append
     waits = []
     for _ in range(8):
-        a.ask()
+        a.add_request()
         due_ns = world.serve()
         if due_ns is not None:
             assert a.depth == 1, "it waits meanwhile"
@@ -254,12 +254,12 @@ def test_a_failed_load_is_reported_and_retried_with_backoff() -> None:
     assert changes.count(a) == 8
     a.failure = RuntimeError("/secret")
     world.now_ns += 30 * NS_PER_S
-    a.ask()
+    a.add_request()
     assert world.serve() is None
     assert "secret" not in a.refused[-1]
     a.failure = None
     world.now_ns += 30 * NS_PER_S
-    a.ask()
+    a.add_request()
     assert world.serve() is None
     assert not a.evicted
     assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_a_model_larger_than_the_gpu_is_refused_and_evicts_nothing() -> None:
     a = world.load("a", 20)
     b = world.load("b", 10)
     world.gpu_model_cache.ledger.set_limit(0, 15)
-    a.ask()
+    a.add_request()
     assert world.serve() is None
     assert "needs 20 B more of GPU 0" in a.refused[0]
     assert not b.evicted
@@ -282,7 +282,7 @@ def test_one_that_does_not_end_is_passed_over_for_a_while() -> None:
     a.stuck = True
     world.load("c")
     assert world.log == ["park b"]
-    b.ask()
+    b.add_request()
     world.serve()
     assert world.log == ["park b", "park c", "load b"]
     world.now_ns += 61 * NS_PER_S
@@ -313,10 +313,10 @@ def test_close_fails_all_waiting_loads() -> None:
     world = World(gpu0=10)
     a = world.load("a")
     world.load("b")
-    a.ask()
+    a.add_request()
     world.gpu_model_cache.stop(Unavailable("the server is stopping"))
     assert a.refused == ["the server is stopping"]
-    a.ask()
+    a.add_request()
     assert len(a.refused) == 2
     assert world.notifications == 1
 
@@ -325,7 +325,7 @@ def test_a_version_that_was_closed_is_not_brought_back() -> None:
     world = World(gpu0=10)
     a = world.load("a")
     world.load("b")
-    a.ask()
+    a.add_request()
     world.gpu_model_cache.remove(a)  # type: ignore[arg-type]
     assert world.serve() is None
     assert world.log == ["park a"]
@@ -343,7 +343,7 @@ def test_every_request_is_served_within_the_memory_limit(
     for number, pause_ms, done in steps:
         world.now_ns += pause_ms * MS
         version = versions[number % len(versions)]
-        version.ask()
+        version.add_request()
         world.serve()
         for other in versions:
             if done and not other.evicted:

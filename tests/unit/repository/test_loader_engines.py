@@ -16,7 +16,7 @@ from headrace.core.optimization_config import requested_precision
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import ask, index, put, run, same
+from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.fake_builder import publish
 from tests.support.models import add_model, affine, sum_difference
 
@@ -49,7 +49,7 @@ def serves(repository: Path, seed: int) -> str:
     reasons: list[str] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), seed)
+        assert same(await infer_values(registry), seed)
         reasons.append(reason_of(registry))
 
     run(repository, check, ALL)
@@ -61,7 +61,7 @@ def test_a_matching_engine_serves_instead_of_the_model(repository: Path, caplog:
     path = publish(repository / "m", 1, ENGINE)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
         handle = registry.lease("m", "")
         assert handle.spec.parameters == {
@@ -148,7 +148,7 @@ def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
     act(repository / "m")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         reason = reason_of(registry)
         assert reason.startswith("model.onnx serves in place of the int8 engine: ")
         assert words in reason
@@ -237,9 +237,9 @@ def test_an_engine_published_for_this_machine_reloads_only_its_model(repository:
         assert other is first, "an engine for another machine is no reason to load the model anew"
         assert "built for cpu abacus" in reason_of(registry), "but the index knows"
         publish(repository / "m", 1, ENGINE)
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert reason_of(registry) == ""
         engine = registry.lease("m", "")
         await reconciler.load("m", None, {})
@@ -248,7 +248,7 @@ def test_an_engine_published_for_this_machine_reloads_only_its_model(repository:
         for path in (repository / "m" / "1").glob("model.*.onnx"):
             path.unlink()
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 1), "an engine that has gone is no reason to stop serving"
+        assert same(await infer_values(registry), 1), "an engine that has gone is no reason to stop serving"
         for handle in (first, other, engine, again):
             handle.release()
 
@@ -262,10 +262,10 @@ def test_a_model_that_is_called_like_an_engine_is_still_the_model(tmp_path: Path
     (folder / "model.onnx").rename(folder / name)
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         (folder / name).write_bytes(ENGINE)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     run(tmp_path / "repository", check, names=frozenset({"m"}))
 
@@ -277,7 +277,7 @@ def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_
     (repository / "m" / "1" / "model.plan").write_bytes(b"for a GPU")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         if "build" not in options:
             assert reason_of(registry).startswith("model.onnx serves on the CPU: ")
 
@@ -313,10 +313,10 @@ def test_every_version_has_its_own_engine(repository: Path) -> None:
     publish(repository / "m", 2, ENGINE)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry, version="1"), 1)
-        assert same(await ask(registry, version="2"), 2)
+        assert same(await infer_values(registry, version="1"), 1)
+        assert same(await infer_values(registry, version="2"), 2)
         assert "none is built" in index(registry)["m", "1"][1]
         assert index(registry)["m", "2"] == ("READY", "")
-        assert np.isfinite(await ask(registry)).all()
+        assert np.isfinite(await infer_values(registry)).all()
 
     run(repository, check, ALL)

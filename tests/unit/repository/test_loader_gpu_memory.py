@@ -17,7 +17,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.support.control_thread import EXPLICIT, X, ask, index, run, same, until
+from tests.support.control_thread import EXPLICIT, X, index, infer_values, run, same, until
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
 from tests.unit.repository.test_gpu_backend import plan_of
@@ -44,15 +44,15 @@ def add(tmp_path: Path, name: str, seed: int, config: str = "") -> None:
 
 def need(repository: Path) -> int:
     """Bytes of GPU memory that one of the models takes; all take the same."""
-    found: list[int] = []
+    result: list[int] = []
     gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, __: Registry) -> None:
-        found.append(gpu_model_cache.ledger.reserved_bytes(0))
+        result.append(gpu_model_cache.ledger.reserved_bytes(0))
 
     run(repository, check, names=frozenset({"a"}), gpu_model_cache=gpu_model_cache)
-    assert found[0] > 4096
-    return found[0]
+    assert result[0] > 4096
+    return result[0]
 
 
 def room(size_bytes: float) -> float:
@@ -61,7 +61,7 @@ def room(size_bytes: float) -> float:
 
 
 async def infer_value(registry: Registry, name: str, seed: int) -> None:
-    assert same(await ask(registry, name), seed)
+    assert same(await infer_values(registry, name), seed)
 
 
 def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_failed_reload_is_reported_and_retried_later(repository: Path) -> None
         plan = repository / "a" / "1" / "model.plan"
         plan.write_bytes(plan.read_bytes())
         with pytest.raises(Unavailable, match=r"could not be loaded again: .* has changed since the load"):
-            await ask(registry, "a")
+            await infer_values(registry, "a")
         state, reason = index(registry)["a", "1"]
         assert state == "READY"
         assert "evicted: loading on demand failed" in reason

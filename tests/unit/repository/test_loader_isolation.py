@@ -18,7 +18,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
 from tests.support import fragile_backend as fragile
-from tests.support.control_thread import ask, index, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same, until
 from tests.support.models import add_model, identity
 from tests.support.processes import isolated_children_of_this_process
 
@@ -32,7 +32,7 @@ def test_an_isolated_model_answers_as_another_does(tmp_path: Path) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         for _number in range(4):
-            assert same(await ask(registry), 1)
+            assert same(await infer_values(registry), 1)
         assert len(isolated_children_of_this_process()) == 1
         assert registry.ready()
 
@@ -48,7 +48,7 @@ def test_readiness_is_false_without_a_process(tmp_path: Path, monkeypatch: pytes
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
         await until(lambda: not registry.ready())
-        assert same(await ask(registry), 1), "it waits for the next process"
+        assert same(await infer_values(registry), 1), "it waits for the next process"
         assert registry.ready()
         assert isolated_children_of_this_process() != [child]
         assert index(registry)["m", "1"][0] == "READY"
@@ -65,7 +65,7 @@ def test_a_reload_swaps_processes(tmp_path: Path) -> None:
         before = isolated_children_of_this_process()
         put(repository, 2)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         await until(lambda: len(isolated_children_of_this_process()) == 1)
         assert isolated_children_of_this_process() != before
         await reconciler.unload("m", False)
@@ -104,7 +104,7 @@ def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
         state, reason = index(registry)["crash", "1"]
         assert state == "UNAVAILABLE"
         assert "its process died while it loaded the model: killed by SIGABRT" in reason
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
 
     run(repository, check, ALL)
 
@@ -131,8 +131,8 @@ def test_the_memory_for_a_batch_follows_from_the_configuration() -> None:
             "output": [{"name": "y", "data_type": "fp32", "dims": [1000, -1]}],
         }
     )
-    made = loader_module.isolated("onnxruntime", config)
-    assert (made.name, made.limit_s, made.slot_bytes) == ("m", 2.5, 4 * (224 * 224 * 3 + 4000))
+    created = loader_module.isolated("onnxruntime", config)
+    assert (created.name, created.limit_s, created.slot_bytes) == ("m", 2.5, 4 * (224 * 224 * 3 + 4000))
 
 
 def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
     put(repository, 1, config=ISOLATED + "max_batch_size: 4\ndynamic_batching: {}\n")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        asking = [asyncio.create_task(ask(registry)) for _ in range(200)]
+        pending = [asyncio.create_task(infer_values(registry)) for _ in range(200)]
         await asyncio.sleep(0)
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
-        answers = await asyncio.gather(*asking, return_exceptions=True)
+        answers = await asyncio.gather(*pending, return_exceptions=True)
         wrong = [answer for answer in answers if isinstance(answer, BaseException) or not same(answer, 1)]
         assert wrong == [], "the batch that was inside is run again, one by one"
 

@@ -15,7 +15,7 @@ from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import Check, ask, index, put, run, same, until
+from tests.support.control_thread import Check, index, infer_values, put, run, same, until
 from tests.support.fake_builder import command, publish
 from tests.support.models import affine
 from tests.unit.repository.test_gpu_backend import plan_of
@@ -67,9 +67,9 @@ class GpuWorkshop:
 def facts(registry: Registry) -> dict[str, object]:
     """Where "m" runs, as its metadata say."""
     handle = registry.lease("m", "")
-    found = {name.removeprefix("headrace."): value for name, value in handle.spec.parameters.items()}
+    result = {name.removeprefix("headrace."): value for name, value in handle.spec.parameters.items()}
     handle.release()
-    return {name: found[name] for name in ("runtime", "device", "precision", "not_on_gpu") if name in found}
+    return {name: result[name] for name in ("runtime", "device", "precision", "not_on_gpu") if name in result}
 
 
 ON_GPU = {"runtime": "tensorrt", "device": "GPU 0", "precision": "fp16"}
@@ -99,11 +99,11 @@ def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
     (workshop.orders / "hold").touch()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
         precision = "FP16" if "FP16" in config or "fp16" in config else "FP32"
-        said = f"building TensorRT {precision}, usually a minute or two; the CPU serves meanwhile"
-        assert index(registry)["m", "1"] == ("READY", said)
+        text = f"building TensorRT {precision}, usually a minute or two; the CPU serves meanwhile"
+        assert index(registry)["m", "1"] == ("READY", text)
         waits = "model.onnx serves on the CPU until its engine is built"
         assert facts(registry) == {
             "runtime": "onnxruntime",
@@ -116,13 +116,13 @@ def test_the_cpu_serves_until_the_engine_is_built_then_the_gpu(
         await until(lambda: f"TensorRT {precision} (45%, timing 8 rows), usually" in index(registry)["m", "1"][1])
         (workshop.orders / "progress").unlink()
         await until(lambda: index(registry)["m", "1"] == ("READY", ""))
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
     workshop.run(check)
 
     async def again(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     workshop.run(again)
     assert workshop.calls() == ["started m 1 tensorrt"], "the next start builds nothing"
@@ -134,7 +134,7 @@ def test_after_a_failed_build_the_cpu_serves_and_the_reason_is_shown(trt: Any, t
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await until(lambda: "failed" in index(registry)["m", "1"][1])
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert facts(registry)["not_on_gpu"] == "building its engine failed: no room on the disk"
         assert index(registry)["m", "1"][1].endswith("building it failed: no room on the disk")
 
@@ -147,7 +147,7 @@ def test_an_engine_that_was_built_by_hand_serves_whatever_the_backend(trt: Any, 
     workshop.publish(overridden=not precision)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
         handle = registry.lease("m", "")
         assert handle.policy.instances == 2, "two on each GPU where no group is written"
@@ -168,7 +168,7 @@ def test_only_kind_cpu_and_runtime_keep_a_model_on_the_cpu(
     workshop.publish()
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert {"runtime": "onnxruntime", "device": "CPU"}.items() <= facts(registry).items()
         assert reason in str(facts(registry)["not_on_gpu"])
 
@@ -180,7 +180,7 @@ def test_models_without_gpu_settings_stay_on_the_cpu_with_a_hint(trt: Any, tmp_p
     workshop = GpuWorkshop(tmp_path, BATCHES)
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert index(registry)["m", "1"] == ("READY", "")
         assert "write optimization: {precision: fp16}" in str(facts(registry)["not_on_gpu"])
 
@@ -192,7 +192,7 @@ def test_build_on_load_false_is_obeyed(trt: Any, tmp_path: Path) -> None:
     workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + "build_on_load: false\n")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert "not_on_gpu" in facts(registry)
 
     workshop.run(check)
@@ -215,7 +215,7 @@ def test_kind_gpu_is_not_ready_until_the_gpu_serves(trt: Any, tmp_path: Path) ->
             registry.lease("m", "")
         (workshop.orders / "hold").unlink()
         await until(lambda: index(registry)["m", "1"] == ("READY", ""))
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
     workshop.run(check)
@@ -240,7 +240,7 @@ def test_kind_gpu_with_a_fallback_is_served_by_the_cpu_if_the_build_fails(trt: A
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await until(lambda: "failed" in index(registry)["m", "1"][1])
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
 
     workshop.run(check)
 
@@ -250,14 +250,14 @@ def test_a_reload_for_kind_gpu_serves_the_old_version_until_the_gpu_is_ready(trt
     (workshop.orders / "hold").touch()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         (workshop.repository / "m" / "config.yaml").write_text(KIND_GPU)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await until(lambda: workshop.calls() == ["started m 1 tensorrt"])
         (workshop.orders / "hold").unlink()
         await until(lambda: index(registry)["m", "1"] == ("READY", ""))
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     run(workshop.repository, check, ControlPolicy("explicit"), frozenset({"m"}), workshop.command)
 
@@ -363,7 +363,7 @@ def test_engines_of_a_read_only_folder_are_loaded_from_the_state_folder(trt: Any
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await until(lambda: index(registry)["m", "1"] == ("READY", ""))
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
         assert facts(registry) == ON_GPU
 
     for _ in range(2):

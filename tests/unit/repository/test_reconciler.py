@@ -63,7 +63,7 @@ def states(registry: Registry) -> dict[tuple[str, str], str]:
     return {(str(row["name"]), str(row["version"])): str(row["state"]) for row in registry.index()}
 
 
-async def ask(
+async def infer_array(
     registry: Registry, name: str, x: np.ndarray[Any, Any], version: str = "", rows: int = 0
 ) -> np.ndarray[Any, Any]:
     handle = registry.lease(name, version)
@@ -94,7 +94,7 @@ def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> Non
         with pytest.raises(NotFound, match="nobody"):
             registry.lease("nobody", "")
         assert str(tmp_path) not in str(registry.index()), "no paths of this machine"
-        assert (await ask(registry, "good", np.ones((2, 16), np.float32))).shape == (2, 4)
+        assert (await infer_array(registry, "good", np.ones((2, 16), np.float32))).shape == (2, 4)
 
     assert run([tmp_path], check) is None
 
@@ -107,10 +107,10 @@ def test_versions_and_labels(tmp_path: Path) -> None:
     async def check(registry: Registry) -> None:
         assert list(registry.versions("many")) == ["2", "10"], "by number, not by text"
         x = np.ones((1, 16), np.float32)
-        latest, stable = await ask(registry, "many", x), await ask(registry, "many", x, "stable")
-        assert latest.tolist() == (await ask(registry, "many", x, "canary")).tolist()
-        assert latest.tolist() == (await ask(registry, "many", x, "10")).tolist()
-        assert stable.tolist() == (await ask(registry, "many", x, "2")).tolist()
+        latest, stable = await infer_array(registry, "many", x), await infer_array(registry, "many", x, "stable")
+        assert latest.tolist() == (await infer_array(registry, "many", x, "canary")).tolist()
+        assert latest.tolist() == (await infer_array(registry, "many", x, "10")).tolist()
+        assert stable.tolist() == (await infer_array(registry, "many", x, "2")).tolist()
         assert stable.tolist() != latest.tolist()
         for missing in ("1", "3", "nightly"):
             with pytest.raises(NotFound):
@@ -161,7 +161,7 @@ def test_reshape_stands_between_callers_and_model(tmp_path: Path) -> None:
     add_model(tmp_path, "flat", transposed(), config=config)
 
     async def check(registry: Registry) -> None:
-        y = await ask(registry, "flat", np.arange(12, dtype=np.float32).reshape(2, 6))
+        y = await infer_array(registry, "flat", np.arange(12, dtype=np.float32).reshape(2, 6))
         assert y.tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
 
     run([tmp_path], check)
@@ -172,7 +172,7 @@ def test_an_unbatched_identity_shares_no_memory_with_its_request(tmp_path: Path)
 
     async def check(registry: Registry) -> None:
         x = np.ones((2, 2), np.float32)
-        y = await ask(registry, "same", x, rows=1)
+        y = await infer_array(registry, "same", x, rows=1)
         x[:] = 7
         assert y.tolist() == [[1, 1], [1, 1]]
 

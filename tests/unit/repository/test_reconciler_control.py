@@ -16,7 +16,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.control_thread import ask, index, put, run, same, until
+from tests.support.control_thread import index, infer_values, put, run, same, until
 from tests.support.models import add_model, affine, busy, table_lookup
 
 
@@ -36,7 +36,7 @@ def test_clients_may_load_only_in_explicit_mode(repository: Path) -> None:
         for act in (reconciler.load("m", None, {}), reconciler.unload("m", False)):
             with pytest.raises(Forbidden, match="--model-control explicit"):
                 await act
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
 
     run(repository, check, ControlPolicy("none", allow_override=True))
     run(repository, check, ControlPolicy("poll", allow_override=True, settle_s=0.01))
@@ -68,7 +68,7 @@ def test_a_model_not_loaded_at_start_is_listed_and_can_be_loaded_and_unloaded(re
         await reconciler.unload("m", False)  # once more is no error
         assert registry.ready()
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         (repository / "later").mkdir()
         with pytest.raises(ConfigError, match="no version folder"):
             await reconciler.load("later", None, {})
@@ -112,19 +112,19 @@ def test_unknown_models_are_not_found(repository: Path) -> None:
 def test_an_unchanged_model_has_the_same_handle_and_counts(repository: Path) -> None:
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         handle = handles(registry)["1"]
-        await ask(registry)
+        await infer_values(registry)
         await reconciler.load("m", None, {})
         assert handles(registry)["1"] is handle
         put(repository, 2, version=2, config="version_policy: {all: {}}\nlabels: {stable: 1, canary: 2}\n")
         await reconciler.load("m", None, {})
         assert handles(registry)["1"] is handle, "a new neighbour is no change"
         assert handle.recorder.totals().requests == 1
-        assert same(await ask(registry, version="stable"), 1)
-        assert same(await ask(registry, version="canary"), 2)
+        assert same(await infer_values(registry, version="stable"), 1)
+        assert same(await infer_values(registry, version="canary"), 2)
         (repository / "m" / "config.yaml").write_text("version_policy: {all: {}}\nlabels: {stable: 2}\n")
         await reconciler.load("m", None, {})
         assert handles(registry)["1"] is handle, "labels are not the version's"
-        assert same(await ask(registry, version="stable"), 2)
+        assert same(await infer_values(registry, version="stable"), 2)
         with pytest.raises(NotFound, match="canary"):
             registry.lease("m", "canary")
         (repository / "m" / "config.yaml").write_text("version_policy: {all: {}}\nmax_batch_size: 2\n")
@@ -148,10 +148,10 @@ def test_versions_follow_the_policy(repository: Path) -> None:
             (repository / "m" / "config.yaml").write_text(f"version_policy: {policy}\nlabels: {{odd: 3}}\n")
             await reconciler.load("m", None, {})
             assert list(registry.versions("m")) == versions
-            assert same(await ask(registry), int(versions[-1]))
+            assert same(await infer_values(registry), int(versions[-1]))
             for version in ("1", "2", "3"):
                 if version in versions:
-                    assert same(await ask(registry, version=version), int(version))
+                    assert same(await infer_values(registry, version=version), int(version))
                 else:
                     with pytest.raises((NotFound, Unavailable)):
                         registry.lease("m", version)
@@ -165,7 +165,7 @@ def test_a_label_of_a_missing_version_is_reported(repository: Path, caplog: pyte
     put(repository, 1, config="labels: {stable: 1, canary: 7}\n")
 
     async def check(_: Reconciler, registry: Registry) -> None:
-        assert same(await ask(registry, version="stable"), 1)
+        assert same(await infer_values(registry, version="stable"), 1)
         with pytest.raises(NotFound):
             registry.lease("m", "canary")
 
@@ -190,7 +190,7 @@ def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
                 await reconciler.load("m", None, {})
         assert str(repository) not in str(refused.value)
         assert handles(registry) == {"1": handle}
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         state, reason = index(registry)["m", "1"]
         assert state == "READY"
         assert reason.startswith("the last load failed: ")
@@ -203,7 +203,7 @@ def test_a_failed_reload_changes_nothing(repository: Path, how: str) -> None:
         put(repository, 3)
         await reconciler.load("m", None, {})
         assert index(registry)["m", "1"] == ("READY", "")
-        assert same(await ask(registry), 3)
+        assert same(await infer_values(registry), 3)
 
     run(repository, check)
 
@@ -218,7 +218,7 @@ def test_one_broken_version_does_not_affect_the_others(repository: Path) -> None
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         with pytest.raises(ConfigError, match="half version 2"):
             await reconciler.load("half", None, {})
-        assert same(await ask(registry, "half"), 4)
+        assert same(await infer_values(registry, "half"), 4)
         assert index(registry)["half", "2"][0] == "UNAVAILABLE"
         with pytest.raises(Unavailable, match="cannot be served"):
             registry.lease("half", "2")
@@ -249,7 +249,7 @@ def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) 
             return_exceptions=True,
         )
         assert [type(outcome) for outcome in outcomes] == [type(None)] * 5 + [ConfigError] + [type(None)] * 2
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     run(repository, check)
 
@@ -266,7 +266,7 @@ def test_too_many_queued_commands_are_refused_and_cancelled_callers_do_not_stop_
         refused = [outcome for outcome in outcomes if isinstance(outcome, HeadraceError)]
         assert 0 < len(refused) < 200
         assert all(outcome.reason == "overloaded" for outcome in refused)
-        assert same(await ask(registry), 2), "the load whose caller left was done"
+        assert same(await infer_values(registry), 2), "the load whose caller left was done"
 
     run(repository, check)
 

@@ -11,7 +11,7 @@ from headrace.core.errors import BadRequest, ConfigError, NotFound
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
-from tests.support.control_thread import ask, everything, put, run, same, until
+from tests.support.control_thread import everything, infer_values, put, run, same, until
 from tests.support.models import affine
 
 
@@ -28,7 +28,7 @@ def test_a_configuration_sent_by_the_client(repository: Path) -> None:
             "m", json.dumps({"versionPolicy": {"specific": {"versions": [1]}}, "max_batch_size": 2}), {}
         )
         assert registry.config("m", "")["max_batch_size"] == 2
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         assert not (repository / "m" / "config.pbtxt").exists()
         with pytest.raises(ConfigError, match=r"^config: error: unknown field"):
             await reconciler.load("m", '{"max_batch_sise": 1}', {})
@@ -37,7 +37,7 @@ def test_a_configuration_sent_by_the_client(repository: Path) -> None:
         assert registry.config("m", "")["max_batch_size"] == 2
         await reconciler.load("m", None, {})
         assert registry.config("m", "")["max_batch_size"] == 4
-        assert same(await ask(registry), 2)
+        assert same(await infer_values(registry), 2)
 
     run(repository, check)
 
@@ -53,16 +53,16 @@ def test_files_sent_by_the_client_are_stored_in_a_private_folder(repository: Pat
             await reconciler.load("m", "{}", {"../../evil": content, "1/model.onnx": content})
         await reconciler.load("m", "{}", {"3/model.onnx": content})
         assert list(registry.versions("m")) == ["3"]
-        assert same(await ask(registry), 7)
+        assert same(await infer_values(registry), 7)
         await reconciler.load("new", "{}", {"1/model.onnx": content})
-        assert same(await ask(registry, "new"), 7)
+        assert same(await infer_values(registry, "new"), 7)
         assert len(folders()) == 2
         with pytest.raises(ConfigError) as refused:
             await reconciler.load("new", "{}", {"1/model.onnx": b"no model"})
         assert "headrace-" not in str(refused.value)
-        assert same(await ask(registry, "new"), 7)
+        assert same(await infer_values(registry, "new"), 7)
         await reconciler.load("m", None, {})
-        assert same(await ask(registry), 1)
+        assert same(await infer_values(registry), 1)
         await until(lambda: len(folders()) == 1)
         await reconciler.unload("new", False)
         await until(lambda: not folders())

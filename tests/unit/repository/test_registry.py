@@ -12,29 +12,29 @@ from headrace.core.errors import NotFound, Unavailable
 from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, transition
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.fakes import DEATH, FakeModel, ask, handle
+from tests.support.fakes import DEATH, FakeModel, handle, infer_request
 
 
 @contextmanager
 def loop_with_handles() -> Iterator[tuple[asyncio.Runner, Callable[[], ModelHandle]]]:
     """A loop, and what makes handles on it; all are closed at the end."""
-    made: list[ModelHandle] = []
+    created: list[ModelHandle] = []
     with asyncio.Runner() as runner:
         mailbox = Mailbox(runner.get_loop())
 
         def make() -> ModelHandle:
-            made.append(handle(mailbox, FakeModel()))
-            return made[-1]
+            created.append(handle(mailbox, FakeModel()))
+            return created[-1]
 
         yield runner, make
-        for each in made:
+        for each in created:
             assert each.close(5)
 
 
 def kill(runner: asyncio.Runner, victim: ModelHandle) -> None:
     async def infer() -> None:
         with pytest.raises(Exception, match="died"):
-            await victim.infer(ask(DEATH))
+            await victim.infer(infer_request(DEATH))
 
     runner.run(infer())
     while victim.ready:

@@ -12,15 +12,15 @@ from headrace.core.errors import QuotaExceeded
 from headrace.repository.registry import explain
 from headrace.scheduling.policy import Quota, RateLimits
 
-from tests.support.fakes import FakeModel, ask, handle
+from tests.support.fakes import FakeModel, handle, infer_request
 
 
 def test_a_quota_is_explained_without_naming_the_client() -> None:
     async def scenario() -> None:
         served = handle(Mailbox(asyncio.get_running_loop()), FakeModel(), rate_limits=RateLimits(default=Quota(0.01)))
-        await served.infer(ask(1, client="hunter2"))
+        await served.infer(infer_request(1, client="hunter2"))
         with pytest.raises(QuotaExceeded) as refused:
-            served.infer(ask(2, client="hunter2"))
+            served.infer(infer_request(2, client="hunter2"))
         served.record_failure(refused.value, 1)
         served.lease()
         registry: Any = SimpleNamespace(lease=lambda _model, _version: served)

@@ -13,7 +13,7 @@ from headrace.core.errors import NotFound
 from headrace.repository.registry import Registry, ServerOverview, Serving, State
 from headrace.scheduling.handle import ModelHandle
 
-from tests.support.fakes import ask
+from tests.support.fakes import infer_request
 from tests.unit.repository.test_registry import loop_with_handles
 
 
@@ -49,7 +49,7 @@ def test_counts_and_gauges_of_serving_models() -> None:
 
         async def infer(handle: ModelHandle) -> None:
             for rows in (1, 2):
-                await handle.infer(ask(1.0, rows=rows, received_ns=monotonic_ns()))
+                await handle.infer(infer_request(1.0, rows=rows, received_ns=monotonic_ns()))
 
         runner.run(infer(model))
         while model.recorder.totals().requests < 2:  # counted behind the answer
@@ -80,19 +80,19 @@ def test_concurrent_callers_share_one_refresh_and_slow_refreshes_are_rare(look_n
     clock = Clock()
     registry = Slow(clock, look_ns)
     overview = ServerOverview(registry, [], clock)
-    begun_ns = clock.now_ns
+    start_ns = clock.now_ns
 
-    async def ask_thrice() -> None:
+    async def three_calls() -> None:
         first, *others = await asyncio.gather(*[overview.status() for _ in range(5)])
         assert all(other is first for other in others)
-        clock.now_ns = begun_ns + fresh_ns - 1
+        clock.now_ns = start_ns + fresh_ns - 1
         assert await overview.status() is first
         assert registry.looks == 1
-        clock.now_ns = begun_ns + fresh_ns
+        clock.now_ns = start_ns + fresh_ns
         assert await overview.status() is not first
         assert registry.looks == 2
 
-    asyncio.run(ask_thrice())
+    asyncio.run(three_calls())
 
 
 def test_a_cancelled_caller_does_not_affect_the_others() -> None:

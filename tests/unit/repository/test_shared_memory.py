@@ -31,16 +31,16 @@ Make = Callable[..., str]
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Shared memory with the given content; the key."""
-    made: list[Path] = []
+    created: list[Path] = []
 
     def create(content: bytes = bytes(range(256)), name: str = "") -> str:
         path = SHM / (name or f"test-{uuid.uuid4().hex}")
         path.write_bytes(content)
-        made.append(path)
+        created.append(path)
         return f"/{path.name}"
 
     yield create
-    for path in made:
+    for path in created:
         path.unlink(missing_ok=True)
 
 

@@ -61,21 +61,21 @@ def test_every_pair_is_run_several_times(tmp_path: Path) -> None:
         config="max_batch_size: 4\ninstance_group [ { count: 2 kind: KIND_CPU } ]\ndynamic_batching { }\n",
     )
     messages: list[tuple[int, int, str]] = []
-    found = sweep(folder_of(path), Options([1], 0.01, repeats=3), lambda *args: messages.append(args))
-    assert [(point.instances, point.rows) for point in found.points] == [
+    result = sweep(folder_of(path), Options([1], 0.01, repeats=3), lambda *args: messages.append(args))
+    assert [(point.instances, point.rows) for point in result.points] == [
         (n, rows) for n in (1, 2) for rows in (1, 2, 4)
     ]
-    assert all(len(point.runs_hz) == 3 for point in found.points)
+    assert all(len(point.runs_hz) == 3 for point in result.points)
     assert [(done, total) for done, total, _ in messages] == [(done, 18) for done in range(1, 19)]
     assert messages[-1][2].startswith("1 instance, 4 rows: "), "the second pass goes the other way"
-    assert all(0 < point.low_hz <= point.rows_hz <= point.high_hz for point in found.points)
-    assert all(0 < point.median_ns <= point.p95_ns for point in found.points)
-    assert found.current is not None
-    assert (found.current.instances, found.current.rows) == (2, 4), (
+    assert all(0 < point.low_hz <= point.rows_hz <= point.high_hz for point in result.points)
+    assert all(0 < point.median_ns <= point.p95_ns for point in result.points)
+    assert result.current is not None
+    assert (result.current.instances, result.current.rows) == (2, 4), (
         "the configuration's number of instances is measured too"
     )
-    assert found.best in found.points
-    assert found.runtime == "onnxruntime, model.onnx"
+    assert result.best in result.points
+    assert result.runtime == "onnxruntime, model.onnx"
 
 
 def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +88,18 @@ def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monke
     monkeypatch.setattr(tuning, "_measure", faster_up_to_64_rows)
     path = add_model(tmp_path, "m", affine())
     assert folder_of(path).config.max_batch_size == 4, "completed from the model"
-    found = sweep(folder_of(path), Options([1], 0.005, repeats=1))
-    assert [point.rows for point in found.points] == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert found.limit == "more rows do not increase throughput"
-    assert found.best is not None
-    assert found.best.rows == 64
+    result = sweep(folder_of(path), Options([1], 0.005, repeats=1))
+    assert [point.rows for point in result.points] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert result.limit == "more rows do not increase throughput"
+    assert result.best is not None
+    assert result.best.rows == 64
 
     (path / "config.yaml").write_text("max_batch_size: 8\n")
-    found = sweep(folder_of(path), Options([1], 0.005, repeats=1))
-    assert [point.rows for point in found.points] == [1, 2, 4, 8]
-    assert "max_batch_size is 8 in the configuration; --max-batch-size N looks further" in found.limit
-    found = sweep(folder_of(path), Options([1], 0.005, repeats=1, max_rows=24))
-    assert [point.rows for point in found.points] == [1, 2, 4, 8, 16, 24]
+    result = sweep(folder_of(path), Options([1], 0.005, repeats=1))
+    assert [point.rows for point in result.points] == [1, 2, 4, 8]
+    assert "max_batch_size is 8 in the configuration; --max-batch-size N looks further" in result.limit
+    result = sweep(folder_of(path), Options([1], 0.005, repeats=1, max_rows=24))
+    assert [point.rows for point in result.points] == [1, 2, 4, 8, 16, 24]
 
 
 def test_memory_and_time_bound_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, 
         st.sampled_from([content[:at], content[:at] + data.draw(st.binary(max_size=8)) + content[at + 1 :]])
     )
     path.write_bytes(broken)
-    found = latency_file.read()  # raises nothing, and what it gives can be seeded
-    for instances, times_ns in found.times_ns.items():
+    result = latency_file.read()  # raises nothing, and what it gives can be seeded
+    for instances, times_ns in result.times_ns.items():
         LatencyTable().seed(times_ns, instances)
 
 

@@ -90,7 +90,7 @@ def test_the_first_run_of_a_size_counts_only_if_there_is_no_other(config: ModelC
     model.before = slow_at_first
     assert measured(config, model).estimate_ns(2) == 3 * NS_PER_MS
     model = Model(lambda rows: slow_at_first(rows))
-    assert [known.rows for known in measured(config, model, 1).entries()] == [1]
+    assert [entry.rows for entry in measured(config, model, 1).entries()] == [1]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_model_without_a_batch_dimension_is_measured_as_it_is(tmp_path: Path) 
     assert {name: array.shape for name, array in model.inputs[0].items()} == {
         tensor.name: tensor.dims for tensor in config.input
     }
-    assert [known.rows for known in profile.entries()] == [1]
+    assert [entry.rows for entry in profile.entries()] == [1]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_several_instances_are_measured_alone_and_together(config: ModelConfig) 
     all_instances = model.runs[40:]
     assert [rows for _, rows, _ in all_instances] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(3)]
     assert max(busy_runners for _, _, busy_runners in all_instances) == 3
-    assert [(known.instances, known.rows) for known in profile.entries()] == [
+    assert [(entry.instances, entry.rows) for entry in profile.entries()] == [
         (instances, rows) for instances in (1, 2, 4) for rows in (1, 2, 4, 8)
     ]
     count = len(model.runs)
@@ -224,7 +224,7 @@ def test_an_instance_that_does_not_open_does_not_block_the_others(config: ModelC
     assert model.runs == []
     measuring(model.execution(1))  # it has opened after all: alone, since the other has gone on
     assert {busy_runners for _, _, busy_runners in model.runs} == {1}
-    assert {known.instances for known in profile.entries()} == {1}
+    assert {entry.instances for entry in profile.entries()} == {1}
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
@@ -251,14 +251,14 @@ def test_a_saved_table_is_used_if_the_model_is_as_fast(config: ModelConfig) -> N
     model = Model()
     profile, idle_ns = measure_with_stored(model, config, stored)
     assert model.rows == [1] * 4
-    assert {known.source for known in profile.entries()} == {"stored"}
+    assert {entry.source for entry in profile.entries()} == {"stored"}
     assert profile.times() == times_ns
     assert idle_ns == 3 * NS_PER_MS, "as it was when the times were taken"
     for then_ms in (0, 0.9, 4.1):
         model = Model()
         profile, idle_ns = measure_with_stored(model, config, StoredLatencies(times_ns, int(then_ms * NS_PER_MS)))
         assert model.rows == [1] * 4 + [1, 2, 4, 8] * 4
-        assert {known.source for known in profile.entries()} == {"load"}
+        assert {entry.source for entry in profile.entries()} == {"load"}
         assert idle_ns == 2 * NS_PER_MS
 
 
@@ -279,7 +279,7 @@ def test_a_saved_table_is_compared_with_the_table_of_the_backend(
         buckets_us: ClassVar = {1: 100.0, 8: 200.5}
 
     profile, _ = measure_with_stored(Measured(), config, StoredLatencies({1: {1: [400_000]}}, then_us * 1000))
-    assert [(known.rows, known.source) for known in profile.entries()] == [(1, source), (2, "load"), (8, "load")]
+    assert [(entry.rows, entry.source) for entry in profile.entries()] == [(1, source), (2, "load"), (8, "load")]
 
 
 def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
@@ -292,7 +292,7 @@ def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
             raise RuntimeError("no such class")
 
     profile = measured(config, Model(fail))
-    assert [known.rows for known in profile.entries()] == [1, 2]
+    assert [entry.rows for entry in profile.entries()] == [1, 2]
     assert "failed on random inputs (RuntimeError)" in caplog.text
 
     def lose(_rows: int) -> None:

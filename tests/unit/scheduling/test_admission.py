@@ -45,14 +45,14 @@ class Case:
         instances: int = 1,
         objective_ms: int = 50,
         merge: bool = True,
-        known: bool = True,
+        row: bool = True,
         shared: bool = False,
     ) -> None:
         self.line = Line()
         self.works = [IDLE] * instances
         self.objective_ns = objective_ms * MS
         self.latency_table = LatencyTable()
-        if known:
+        if row:
             self.latency_table.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
         self.planner = CostModel(self.latency_table, policy)
@@ -75,7 +75,7 @@ class Case:
         request = InferRequest(inputs={}, rows=rows, shape_key=None, received_ns=NOW, deadline_ns=deadline_ns)
         return Entry(request, ThreadCompletion(), 0, NOW, self.objective_ns)
 
-    def ask(self, *rows: int, deadline_ms: int = 0) -> float:
+    def predict_ms(self, *rows: int, deadline_ms: int = 0) -> float:
         """Return the predicted completion of a request, in ms from now."""
         entries = [self.entry(each, deadline_ms) for each in rows or (1,)]
         self.admission.admit(entries, NOW)
@@ -84,22 +84,22 @@ class Case:
 
 def test_running_and_queued_batches_delay_a_request() -> None:
     case = Case()
-    assert case.ask() == 10
+    assert case.predict_ms() == 10
     case.busy((-4, 8))
-    assert case.ask() == 16
+    assert case.predict_ms() == 16
     case.line.waiting_rows = 7
-    assert case.ask() == 16, "it fits into the next batch"
-    assert case.ask(2) == 26, "two rows do not"
+    assert case.predict_ms() == 16, "it fits into the next batch"
+    assert case.predict_ms(2) == 26, "two rows do not"
     case.line.waiting_rows = 8
-    assert case.ask() == 26
+    assert case.predict_ms() == 26
     case.busy((-4, 8), (-3, 8), (-1, 8))
-    assert case.ask() == 46, "batches in the air follow one another"
+    assert case.predict_ms() == 46, "batches in the air follow one another"
 
 
 def test_an_overdue_batch_is_expected_to_end_now() -> None:
     case = Case()
     case.busy((-15, 8), (-5, 8))
-    assert case.ask() == 20
+    assert case.predict_ms() == 20
     assert case.admission.wait_ns(0, NOW) == 10 * MS
     assert case.admission.wait_ns(0, NOW + 3 * MS) == 10 * MS, "it is looked at again although nothing has changed"
 
@@ -108,11 +108,11 @@ def test_several_instances_share_the_work() -> None:
     case = Case(instances=3)
     case.busy((-1, 8), instance=0)
     case.busy((-9, 8), instance=1)
-    assert case.ask() == 10, "one is idle"
+    assert case.predict_ms() == 10, "one is idle"
     case.busy((-5, 8), instance=2)
-    assert case.ask() == 11, "the next to be free takes it"
+    assert case.predict_ms() == 11, "the next to be free takes it"
     case.line.waiting_rows = 24
-    assert case.ask() == 21
+    assert case.predict_ms() == 21
 
 
 def test_a_late_request_is_rejected_with_a_retry_delay() -> None:
@@ -120,20 +120,20 @@ def test_a_late_request_is_rejected_with_a_retry_delay() -> None:
     case.busy((0, 8))
     case.busy((0, 8), instance=1)
     case.line.waiting_rows = 6 * 8
-    assert case.ask() == 50
+    assert case.predict_ms() == 50
     case.line.waiting_rows = 8 * 8
     with pytest.raises(WouldMiss, match="complete in 60 ms, due in 50 ms") as refused:
-        case.ask()
+        case.predict_ms()
     assert refused.value.retry_after_s == pytest.approx(0.05)
     with pytest.raises(WouldMiss, match="due in 20 ms"):
-        case.ask(deadline_ms=20)
+        case.predict_ms(deadline_ms=20)
     assert case.admission.drain_ns(NOW) == 50 * MS
 
 
 def test_a_standing_queue_has_a_lower_bound_than_a_burst() -> None:
     case = Case(objective_ms=100)
 
-    def ask_at(ms: int, waiting_rows: int) -> bool:
+    def is_admitted(ms: int, waiting_rows: int) -> bool:
         case.line.waiting_rows = waiting_rows
         case.busy((ms, 8))
         entry = case.entry()
@@ -144,42 +144,42 @@ def test_a_standing_queue_has_a_lower_bound_than_a_burst() -> None:
             return False
         return True
 
-    assert ask_at(0, 7), "all is well"
-    assert ask_at(10, 8 * 8), "a burst"
-    assert ask_at(99, 8 * 8), "it is served by and by"
-    assert not ask_at(101, 8 * 8), "it is not: more comes than can be served"
-    assert not ask_at(150, 4 * 8)
-    assert ask_at(150, 3 * 8), "half of the time"
-    assert not ask_at(290, 8 * 8)
-    assert ask_at(300, 3)
-    assert ask_at(301, 8 * 8)
+    assert is_admitted(0, 7), "all is well"
+    assert is_admitted(10, 8 * 8), "a burst"
+    assert is_admitted(99, 8 * 8), "it is served by and by"
+    assert not is_admitted(101, 8 * 8), "it is not: more comes than can be served"
+    assert not is_admitted(150, 4 * 8)
+    assert is_admitted(150, 3 * 8), "half of the time"
+    assert not is_admitted(290, 8 * 8)
+    assert is_admitted(300, 3)
+    assert is_admitted(301, 8 * 8)
 
 
 def test_the_last_part_of_a_split_request_counts_as_the_request() -> None:
     case = Case()
     case.busy((0, 8))
-    assert case.ask(8, 8, 3) == 40
+    assert case.predict_ms(8, 8, 3) == 40
     with pytest.raises(WouldMiss):
-        case.ask(8, 8, 8, 8, 1)
+        case.predict_ms(8, 8, 8, 8, 1)
 
 
 def test_requests_that_do_not_merge_are_counted_singly() -> None:
     case = Case(merge=False)
     case.busy((0, 1))
     case.line.waiting_rows = 3
-    assert case.ask() == 50
+    assert case.predict_ms() == 50
     case.ran(3, busy_ms=10, times=300)  # it turns out that each has three rows
-    assert case.ask() == 30
+    assert case.predict_ms() == 30
 
 
 def test_no_request_is_rejected_while_latencies_are_unmeasured() -> None:
-    unknown = Case(known=False)
+    unknown = Case(row=False)
     unknown.line.waiting_rows = 10_000
-    assert unknown.ask() == -NOW / MS, "and nothing is promised"
+    assert unknown.predict_ms() == -NOW / MS, "and nothing is promised"
     assert (unknown.admission.wait_ns(0, NOW), unknown.admission.drain_ns(NOW), unknown.admission.rows_hz) == (0, 0, 0)
     evicted = Case(instances=0)
     evicted.line.waiting_rows = 10_000
-    assert evicted.ask() == -NOW / MS
+    assert evicted.predict_ms() == -NOW / MS
     assert (evicted.admission.wait_ns(0, NOW), evicted.admission.drain_ns(NOW)) == (0, 0)
     assert [case.admission.retry_after_s(NOW) for case in (unknown, evicted)] == [1, 1], "for a queue may be full"
 
@@ -190,18 +190,18 @@ def test_a_request_for_an_idle_instance_is_always_admitted() -> None:
         case.latency_table.observe(1, 45 * MS)
         case.latency_table.observe(8, 70 * MS)
         case.planner.batch()
-    assert case.ask() > 44
+    assert case.predict_ms() > 44
     case.busy((0, 1))
     with pytest.raises(WouldMiss):
-        case.ask()
+        case.predict_ms()
 
 
 def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
     case = Case(objective_ms=0)
-    assert case.ask(deadline_ms=3) == 10
+    assert case.predict_ms(deadline_ms=3) == 10
     with pytest.raises(WouldMiss):
-        case.ask(deadline_ms=3)
-    assert case.ask(deadline_ms=11) == 10
+        case.predict_ms(deadline_ms=3)
+    assert case.predict_ms(deadline_ms=11) == 10
     case.busy((-1000, 8))  # it takes longer than predicted, and is not idle
     with pytest.raises(WouldMiss):
         case.admission.admit([case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
@@ -216,23 +216,23 @@ def test_an_objective_shorter_than_one_batch_rejects_no_request() -> None:
     case = Case(objective_ms=9)
     case.busy((0, 8))
     case.line.waiting_rows = 1000
-    assert case.ask() == -NOW / MS
+    assert case.predict_ms() == -NOW / MS
 
 
 def test_batch_overhead_is_averaged_and_one_outlier_is_ignored() -> None:
     case = Case()
     case.ran(8, busy_ms=12, times=500)
-    assert case.ask() == pytest.approx(12, abs=0.1)
+    assert case.predict_ms() == pytest.approx(12, abs=0.1)
     case.ran(8, busy_ms=1000)
     case.ran(8, busy_ms=12, times=32)
-    assert case.ask() < 12.6
+    assert case.predict_ms() < 12.6
 
 
 def test_the_safety_margin_follows_the_share_of_late_requests() -> None:
     case = Case()
     case.busy((0, 8))
     case.line.waiting_rows = 16
-    assert case.ask() == 40
+    assert case.predict_ms() == 40
 
     def answered(error_ms: int, times: int) -> None:
         for _ in range(times):
@@ -243,21 +243,21 @@ def test_the_safety_margin_follows_the_share_of_late_requests() -> None:
     answered(14, 12)
     assert case.admission.late == 12
     with pytest.raises(WouldMiss):
-        case.ask()
+        case.predict_ms()
     answered(0, 3000)
-    assert case.ask() == 40
+    assert case.predict_ms() == 40
     early = case.entry()
     early.predicted_ns, early.kind = NOW + 11 * MS, 10
     for _ in range(100):  # those with plenty of time do not matter
         case.admission.learn([early], NOW + 30 * MS)
-    assert case.ask() == 40
+    assert case.predict_ms() == 40
     case.admission.learn_dropped([early] * 8)
     case.admission.learn_dropped([case.entry()] * 8)
-    assert case.ask() == 40
+    assert case.predict_ms() == 40
     for _ in range(9):
         case.admission.learn_dropped([early])
     with pytest.raises(WouldMiss):
-        case.ask()
+        case.predict_ms()
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 100), min_size=1, max_size=6).map(sorted), st.integers(1, 40))
@@ -278,32 +278,32 @@ def test_more_work_is_never_done_earlier(works: list[list[tuple[int, int]]], wai
     for instance, batches in enumerate(works):
         case.busy(*sorted(batches), instance=instance)
     case.line.waiting_rows = waiting
-    first = case.ask()
+    first = case.predict_ms()
     drain_ns = case.admission.drain_ns(NOW)
     case.line.waiting_rows += more
-    assert case.ask() >= first >= 10
+    assert case.predict_ms() >= first >= 10
     assert case.admission.drain_ns(NOW) >= drain_ns
     case.busy(*sorted(works[0]), (0, 8))
-    assert case.ask() >= first
+    assert case.predict_ms() >= first
 
 
 def test_margins_are_separate_and_shrink_while_they_reject_every_request() -> None:
     case = Case()
     case.busy((0, 8))
-    assert case.ask() == 20
+    assert case.predict_ms() == 20
     late = case.entry()
     case.admission.admit([late], NOW)
     late.predicted_ns = NOW + 45 * MS
     for _ in range(20):
         case.admission.learn([late], NOW + 90 * MS)
     case.line.urgent = True
-    assert case.ask() == 20, "those in a hurry have not been late"
+    assert case.predict_ms() == 20, "those in a hurry have not been late"
     case.line.urgent = False
     case.line.waiting_rows = 16
     refused = 0
     while True:
         try:
-            case.ask()
+            case.predict_ms()
         except WouldMiss:
             refused += 1
         else:
@@ -315,12 +315,12 @@ def test_lower_priority_requests_wait_longer() -> None:
     case = Case(objective_ms=100)
     case.busy((0, 8))
     case.line.waiting_rows = 7
-    assert case.ask() == 20
+    assert case.predict_ms() == 20
     case.line.urgent = True
     for _ in range(300):  # 300 rows a second, where 800 can be served
-        assert case.ask() == 20, "no request overtakes those"
+        assert case.predict_ms() == 20, "no request overtakes those"
     case.line.urgent = False
-    assert case.ask() == 40, "nine or fewer of them come meanwhile"
+    assert case.predict_ms() == 40, "nine or fewer of them come meanwhile"
     case.busy((2000, 8))
     later = case.entry()
     later.due_ns += 2 * NS_PER_S
@@ -333,28 +333,28 @@ def test_under_fair_sharing_only_clients_below_their_share_go_first() -> None:
     case.busy((0, 8))
     case.line.waiting_rows, case.line.lag_ns = 7, 10
     for _ in range(300):
-        assert case.ask() == 20, "no overtaking request has arrived"
+        assert case.predict_ms() == 20, "no overtaking request has arrived"
     case.line.lag_ns = 1000
-    assert case.ask() == 20, "nor have those: they were of a client that is above its share"
+    assert case.predict_ms() == 20, "nor have those: they were of a client that is above its share"
     case.line.urgent = True
     for _ in range(300):
-        assert case.ask() == 20, "no request overtakes those"
+        assert case.predict_ms() == 20, "no request overtakes those"
     case.line.urgent = False
-    assert case.ask() == 40, "nine or fewer come meanwhile"
+    assert case.predict_ms() == 40, "nine or fewer come meanwhile"
     case.line.overtakers = 8
-    assert case.ask() == 30, "more than so many would be above their share themselves"
+    assert case.predict_ms() == 30, "more than so many would be above their share themselves"
     case.line.overtakers = 1000
     case.busy((-9, 8))
-    assert case.ask() == 21, "in a millisecond there come fewer"
+    assert case.predict_ms() == 21, "in a millisecond there come fewer"
 
 
 def test_observed_slow_batches_count_soon() -> None:
     case = Case()
-    assert case.ask() == 10
+    assert case.predict_ms() == 10
     for _ in range(9):
         case.latency_table.observe(1, 40 * MS)
-    assert case.ask() == 10, "tables are drawn now and then"
+    assert case.predict_ms() == 10, "tables are drawn now and then"
     case.planner.batch(40 * MS)
-    assert case.ask() == 10
+    assert case.predict_ms() == 10
     case.planner.batch(40 * MS)
-    assert case.ask() > 30, "it is 40 for one row, and still less for eight"
+    assert case.predict_ms() > 30, "it is 40 for one row, and still less for eight"

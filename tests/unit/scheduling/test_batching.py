@@ -161,13 +161,13 @@ def test_batches_by_due_times_are_as_promised(
     answer = decide(View(rows, 0, tuple(dues)), 0, policy, plan)
     if isinstance(answer, Skip):
         assert answer.positions
-        assert all(dues[place] < plan.promises_ns[max(plan.best[8], *rows)] for place in answer.positions)
+        assert all(dues[index] < plan.promises_ns[max(plan.best[8], *rows)] for index in answer.positions)
         return
     assert isinstance(answer, Take)
-    taken, size = dues[: answer.count], sum(rows[: answer.count])
+    used, size = dues[: answer.count], sum(rows[: answer.count])
     assert answer.count == 1 or size <= plan.best[8]
-    if ordered and min(taken) < plan.promises_ns[size]:
-        assert min(taken) >= plan.estimates_ns[size], "in doubt it is tried, beyond it is not"
+    if ordered and min(used) < plan.promises_ns[size]:
+        assert min(used) >= plan.estimates_ns[size], "in doubt it is tried, beyond it is not"
     fits = sum(rows) <= plan.best[8] and min(dues) >= plan.promises_ns[sum(rows)]
     assert not fits or answer.count == len(rows), "who can be served in time together is"
 

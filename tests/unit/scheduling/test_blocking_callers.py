@@ -22,7 +22,7 @@ from headrace.scheduling.pipeline import _SHORT_BYTES
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy
 
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
-from tests.support.fakes import SPEC, FakeModel, ask
+from tests.support.fakes import SPEC, FakeModel, infer_request
 
 
 class Watched(FakePipeline):
@@ -56,17 +56,17 @@ Make = Callable[..., ModelHandle]
 @pytest.fixture
 def handles() -> Iterator[Make]:
     """Handles without a running loop; closed at the end, which reports violations."""
-    made: list[tuple[ModelHandle, Any]] = []
+    created: list[tuple[ModelHandle, Any]] = []
     loop = asyncio.new_event_loop()
 
     def make(model: Any, batch: BatchPolicy | None = None, **policy: Any) -> ModelHandle:
         handle = ModelHandle(SPEC, HandlePolicy(batch or BatchPolicy(8), **policy), model, Mailbox(loop), Recorder())
         handle.start()
-        made.append((handle, model))
+        created.append((handle, model))
         return handle
 
     yield make
-    for handle, model in made:
+    for handle, model in created:
         for execution in getattr(model, "executions", [model]):
             if isinstance(execution, FakePipeline):
                 execution.let_go()
@@ -98,7 +98,7 @@ def first(handle: ModelHandle, request: InferRequest) -> float:
 
 
 def later(threads: ThreadPoolExecutor, handle: ModelHandle, value: float, **more: Any) -> Future[float]:
-    return threads.submit(first, handle, ask(value, **more))
+    return threads.submit(first, handle, infer_request(value, **more))
 
 
 def test_a_single_caller_runs_its_batch_and_wakes_no_thread(handles: Make) -> None:
@@ -107,7 +107,7 @@ def test_a_single_caller_runs_its_batch_and_wakes_no_thread(handles: Make) -> No
     asleep(handle)
     sleeper = handle._scheduler._sleepers[0]
     for value in range(20):
-        assert first(handle, ask(value)) == 2 * value
+        assert first(handle, infer_request(value)) == 2 * value
         assert handle._scheduler._sleepers == [sleeper]
     here = threading.current_thread()
     assert model.launchers == model.finishers == [here] * 20
@@ -120,7 +120,7 @@ def test_a_single_caller_runs_its_batch_and_wakes_no_thread(handles: Make) -> No
 @pytest.mark.parametrize("prompt", [True, False])
 def test_an_answer_has_its_stations(handles: Make, prompt: bool) -> None:
     handle = handles(Watched(prompt))
-    times = handle.infer_blocking(ask(1)).times
+    times = handle.infer_blocking(infer_request(1)).times
     assert times is not None
     assert list(times) == sorted(times)
 
@@ -139,7 +139,7 @@ def test_later_requests_are_launched_behind_it_and_finish_after_it(handles: Make
     assert [thread.name.endswith("finisher") for thread in model.finishers] == [False, True, True]
     assert [thread.name for thread in model.launchers[1:]] == ["fake/1#0"] * 2
     asleep(handle)
-    assert first(handle, ask(4)) == 8
+    assert first(handle, infer_request(4)) == 8
     assert model.finishers[-1] is model.launchers[-1] is threading.current_thread()
 
 
@@ -147,7 +147,7 @@ def test_a_large_request_is_copied_by_its_caller(handles: Make) -> None:
     model = Watched()
     handle = handles(model)
     asleep(handle)
-    assert first(handle, ask(1, 3, size_bytes=_SHORT_BYTES + 1)) == 2
+    assert first(handle, infer_request(1, 3, size_bytes=_SHORT_BYTES + 1)) == 2
     assert model.finishers == [threading.current_thread()]
 
 
@@ -158,15 +158,15 @@ def test_a_large_request_is_copied_by_its_caller(handles: Make) -> None:
 )
 def test_requests_that_may_not_run_inline_are_queued(handles: Make, model: Any, policy: dict[str, Any]) -> None:
     handle = handles(model, **policy)
-    assert [first(handle, ask(value)) for value in range(5)] == [0, 2, 4, 6, 8]
+    assert [first(handle, infer_request(value)) for value in range(5)] == [0, 2, 4, 6, 8]
     assert threading.current_thread() not in getattr(model, "finishers", [])
 
 
 def test_a_request_larger_than_a_batch_returns_all_rows(handles: Make) -> None:
     handle = handles(Watched())
-    assert handle.infer_blocking(ask(3, 20)).outputs["y"].tolist() == [[6, 6]] * 20
+    assert handle.infer_blocking(infer_request(3, 20)).outputs["y"].tolist() == [[6, 6]] * 20
     with pytest.raises(BadRequest):
-        handles(Watched(), split_oversized=False).infer_blocking(ask(3, 20))
+        handles(Watched(), split_oversized=False).infer_blocking(infer_request(3, 20))
 
 
 def test_responses_are_ordered_across_instances(handles: Make, threads: ThreadPoolExecutor) -> None:
@@ -189,8 +189,8 @@ def test_an_error_is_the_request_s_alone(handles: Make, call: str) -> None:
     handle = handles(Watched())
     asleep(handle)
     with pytest.raises(ModelFailed):
-        handle.infer_blocking(ask(RAISES[call]))
-    assert first(handle, ask(3)) == 6
+        handle.infer_blocking(infer_request(RAISES[call]))
+    assert first(handle, infer_request(3)) == 6
 
 
 @pytest.mark.parametrize("how", [DIES, LOST], ids=["dies", "lost"])
@@ -200,10 +200,10 @@ def test_a_fatal_error_in_the_caller_ends_the_instance(handles: Make, how: dict[
     handle = handles(model)
     asleep(handle)
     with pytest.raises(ModelFailed):
-        handle.infer_blocking(ask(how[call]))
+        handle.infer_blocking(infer_request(how[call]))
     assert handle.alive == 0, "the callback runs before the caller gets the error"
     with pytest.raises(Unavailable):
-        handle.infer_blocking(ask(1))
+        handle.infer_blocking(infer_request(1))
     model.wait_for("close")
 
 
@@ -235,7 +235,7 @@ def test_a_cancelled_caller_leaves_no_batch_in_flight(handles: Make, monkeypatch
 
         patch.setattr(model, "finish", called_off)
         with pytest.raises(KeyboardInterrupt):
-            handle.infer_blocking(ask(1))
+            handle.infer_blocking(infer_request(1))
         model.wait_for("close")
     assert handle.alive == 0
 
@@ -258,11 +258,11 @@ def test_the_end_waits_for_it(handles: Make, threads: ThreadPoolExecutor, end: s
 def test_a_caller_of_an_evicted_model_waits_for_the_restore(handles: Make, threads: ThreadPoolExecutor) -> None:
     handle = handles(Watched())
     assert handle.evict(10)
-    wanted: list[ModelHandle] = []
-    handle._on_wanted = wanted.append
+    requested: list[ModelHandle] = []
+    handle._on_wanted = requested.append
     own = later(threads, handle, 1)
     waiting(handle, 1)
-    while not wanted:
+    while not requested:
         threading.Event().wait(0.001)
     assert handle.restore(Watched())
     assert own.result(10) == 2
@@ -275,7 +275,7 @@ def test_a_deadline_applies_even_if_the_device_hangs(handles: Make, threads: Thr
     own = later(threads, handle, 1, deadline_ns=monotonic_ns() + NS_PER_S // 20)
     assert isinstance(own.exception(10), DeadlineExceeded)
     with pytest.raises(DeadlineExceeded):
-        handle.infer_blocking(ask(1, deadline_ns=1))
+        handle.infer_blocking(infer_request(1, deadline_ns=1))
     in_time = later(threads, handle, 2, deadline_ns=monotonic_ns() + 60 * NS_PER_S)
     model.let_go()
     assert in_time.result(10) == 4
@@ -313,9 +313,9 @@ def test_a_single_caller_uses_one_of_several_instances(handles: Make, blocking: 
     asleep(handle, 3)
     for value in range(12):
         if blocking:
-            assert first(handle, ask(value)) == 2 * value
+            assert first(handle, infer_request(value)) == 2 * value
         else:
-            handle.infer(ask(value))
+            handle.infer(infer_request(value))
             loop = handle._mailbox.loop
             while handle.recorder.totals().requests <= value:
                 loop.call_later(0.001, loop.stop)
@@ -333,7 +333,7 @@ def test_many_threads_get_their_own_results(handles: Make, threads: ThreadPoolEx
             value, rows = float(1000 * seed + step), chance.randint(1, 6)
             poison = chance.random() < 0.1
             try:
-                outputs = handle.infer_blocking(ask(RAISES["finish"] if poison else value, rows)).outputs
+                outputs = handle.infer_blocking(infer_request(RAISES["finish"] if poison else value, rows)).outputs
                 right += not poison and bool(np.array_equal(outputs["y"], np.full((rows, 2), 2 * value)))
             except HeadraceError as error:
                 right += poison and isinstance(error, ModelFailed)

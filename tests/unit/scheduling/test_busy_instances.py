@@ -28,8 +28,8 @@ def request() -> InferRequest:
 def seen(handle: ModelHandle) -> dict[int, int]:
     """Return batches by the number of busy instances, in the steps of the latency table (1, 2, up to 4)."""
     counts: Counter[int] = Counter()
-    for known in handle.latency_table.entries():
-        counts[known.instances] += known.observations
+    for entry in handle.latency_table.entries():
+        counts[entry.instances] += entry.observations
     return dict(counts)
 
 
@@ -69,7 +69,7 @@ class Pipelines:
 
 @pytest.mark.parametrize("model", [FakeModel(), Pipelines(False), Pipelines(True)])
 def test_one_after_the_other_is_one_at_a_time(model: FakeModel | Pipelines) -> None:
-    async def ask() -> dict[int, int]:
+    async def busy_counts() -> dict[int, int]:
         handle = ModelHandle(
             SPEC, HandlePolicy(BatchPolicy(8), instances=3), model, Mailbox(asyncio.get_running_loop()), Recorder()
         )
@@ -82,11 +82,11 @@ def test_one_after_the_other_is_one_at_a_time(model: FakeModel | Pipelines) -> N
         finally:
             await asyncio.to_thread(handle.close, 5.0)
 
-    assert asyncio.run(ask()) == {1: 60}
+    assert asyncio.run(busy_counts()) == {1: 60}
 
 
 def test_those_that_run_at_the_same_time_are_counted() -> None:
-    async def ask() -> dict[int, int]:
+    async def busy_counts() -> dict[int, int]:
         handle = ModelHandle(
             SPEC,
             HandlePolicy(BatchPolicy(merge=False), instances=3),
@@ -104,4 +104,4 @@ def test_those_that_run_at_the_same_time_are_counted() -> None:
         finally:
             await asyncio.to_thread(handle.close, 5.0)
 
-    assert asyncio.run(ask()) == {1: 5, 2: 5, 4: 5}
+    assert asyncio.run(busy_counts()) == {1: 5, 2: 5, 4: 5}

@@ -17,7 +17,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
-from tests.support.fakes import DEATH, SPEC, FakeModel, ask
+from tests.support.fakes import DEATH, SPEC, FakeModel, infer_request
 
 Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
@@ -71,7 +71,7 @@ async def error_of(waiting: Awaitable[object]) -> Exception:
     raise AssertionError("no error came")
 
 
-async def begun(model: FakeModel) -> None:
+async def wait_started(model: FakeModel) -> None:
     assert await asyncio.to_thread(model.started.acquire, timeout=5)
 
 
@@ -95,13 +95,13 @@ def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[
     async def scenario(mailbox: Mailbox) -> None:
         first, second = make(), make()
         served = Served(mailbox, first, instances=instances)
-        assert await answer(served.handle.infer(ask(1))) == 2
+        assert await answer(served.handle.infer(infer_request(1))) == 2
         assert await served.evict()
         assert first.closed
         assert threads() == []
         assert (served.handle.ready, served.handle.evicted, served.handle.alive) == (True, True, 0)
         assert served.restore_requests == [], "no request has arrived yet"
-        waiting = [served.handle.infer(ask(value)) for value in (3, 4, 5)]
+        waiting = [served.handle.infer(infer_request(value)) for value in (3, 4, 5)]
         served.handle.admit()
         assert served.handle.depth == 3
         assert served.restore_requests == [served.handle]
@@ -110,7 +110,7 @@ def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[
         assert (served.handle.evicted, served.handle.alive) == (False, instances)
         # And once more: the callback runs again.
         assert await served.evict()
-        again = served.handle.infer(ask(6))
+        again = served.handle.infer(infer_request(6))
         assert len(served.restore_requests) == 2
         assert await served.restore(make())
         assert await answer(again) == 12
@@ -125,9 +125,9 @@ def test_requests_wait_for_an_evicted_model_and_request_it_once(make: Callable[[
 async def evict_while_running(served: Served, model: FakeModel) -> tuple[Any, Any, asyncio.Task[bool]]:
     """Start an eviction behind a running and a queued request; return the two and the eviction."""
     model.gate.clear()
-    running = served.handle.infer(ask(1))
-    await begun(model)
-    waiting = served.handle.infer(ask(2))
+    running = served.handle.infer(infer_request(1))
+    await wait_started(model)
+    waiting = served.handle.infer(infer_request(2))
     eviction = asyncio.create_task(served.evict())
     await served.until_evicted()
     return running, waiting, eviction
@@ -138,7 +138,7 @@ def test_running_requests_finish_before_eviction_and_queued_ones_reload_the_mode
         model = FakeModel()
         served = Served(mailbox, model)
         running, waiting, eviction = await evict_while_running(served, model)
-        late = served.handle.infer(ask(3))
+        late = served.handle.infer(infer_request(3))
         model.gate.set()
         assert await eviction
         assert await answer(running) == 2
@@ -173,12 +173,12 @@ def test_a_model_that_cannot_be_evicted_in_time_serves_on_with_all_instances() -
         model = FakeModel()
         served = Served(mailbox, model, instances=2)
         model.gate.clear()
-        stuck = served.handle.infer(ask(1))
-        await begun(model)
+        stuck = served.handle.infer(infer_request(1))
+        await wait_started(model)
         assert not await served.evict(0.05)
         assert (served.handle.evicted, served.handle.alive, len(threads())) == (False, 2, 2)
-        other = served.handle.infer(ask(2))
-        await begun(model)  # the instance that had ended for the eviction runs again
+        other = served.handle.infer(infer_request(2))
+        await wait_started(model)  # the instance that had ended for the eviction runs again
         model.gate.set()
         assert [await answer(stuck), await answer(other)] == [2, 4]
         assert served.deaths == []
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_restored_stays_evicted_and_is_retried() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel(), instances=2)
         assert await served.evict()
-        served_meanwhile = served.handle.infer(ask(1))
+        served_meanwhile = served.handle.infer(infer_request(1))
         broken = Unopenable()
         with pytest.raises(ConfigError, match="could not be started: no room"):
             await served.restore(broken)
@@ -209,11 +209,11 @@ def test_a_model_that_cannot_be_restored_stays_evicted_and_is_retried() -> None:
         assert threads() == []
         assert await answer(served_meanwhile) == 2
         assert (served.handle.evicted, served.handle.ready) == (True, True)
-        waiting = served.handle.infer(ask(2))
+        waiting = served.handle.infer(infer_request(2))
         assert served.restore_requests == [served.handle] * 2
         served.handle.refuse(Unavailable("cannot be loaded"))
         assert str(await error_of(waiting)) == "cannot be loaded"
-        later = served.handle.infer(ask(3))
+        later = served.handle.infer(infer_request(3))
         assert served.restore_requests == [served.handle] * 3
         assert await served.restore(FakeModel())
         assert await answer(later) == 6
@@ -228,11 +228,11 @@ def test_deadlines_and_limits_hold_while_it_is_evicted() -> None:
         served = Served(mailbox, FakeModel())
         assert await served.evict()
         now = time.monotonic_ns()
-        waiting = served.handle.infer(ask(1, received_ns=now, deadline_ns=now + NS_PER_S // 50))
+        waiting = served.handle.infer(infer_request(1, received_ns=now, deadline_ns=now + NS_PER_S // 50))
         assert isinstance(await error_of(waiting), DeadlineExceeded)
         assert served.handle.depth == 0
-        gone = served.handle.infer(ask(2))
-        gone.abandon()
+        cancelled = served.handle.infer(infer_request(2))
+        cancelled.abandon()
         assert served.handle.depth == 0
         await served.close()
 
@@ -243,7 +243,7 @@ def test_an_evicted_model_is_closed() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
         assert await served.evict()
-        waiting = served.handle.infer(ask(1))
+        waiting = served.handle.infer(infer_request(1))
         await served.close()
         assert isinstance(await error_of(waiting), Unavailable)
         late = FakeModel()
@@ -251,7 +251,7 @@ def test_an_evicted_model_is_closed() -> None:
         assert late.closed
         assert not await served.evict()
         with pytest.raises(Unavailable):
-            served.handle.infer(ask(2))
+            served.handle.infer(infer_request(2))
 
     play(scenario)
 
@@ -261,7 +261,7 @@ def test_a_close_settles_the_requests_of_an_evicted_model() -> None:
         served = Served(mailbox, FakeModel())
         assert await served.evict()
         assert served.handle.lease()
-        waiting = served.handle.infer(ask(1))
+        waiting = served.handle.infer(infer_request(1))
         closing = asyncio.create_task(served.close())
         while served.handle.lease():
             served.handle.release()
@@ -279,7 +279,7 @@ def test_a_close_settles_the_requests_of_an_evicted_model() -> None:
 def test_dead_instances_are_not_evicted() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
-        assert isinstance(await error_of(served.handle.infer(ask(DEATH))), ModelFailed)
+        assert isinstance(await error_of(served.handle.infer(infer_request(DEATH))), ModelFailed)
         assert served.deaths == [0]
         assert not await served.evict()
         assert not served.handle.ready

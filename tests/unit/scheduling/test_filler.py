@@ -33,9 +33,9 @@ MIB = 1 << 20
 
 @pytest.fixture
 def filler() -> Iterator[Filler]:
-    made = Filler("m#0", threads=4)
-    yield made
-    made.close()
+    created = Filler("m#0", threads=4)
+    yield created
+    created.close()
     for thread in helpers():
         thread.join(10)
     assert not helpers()
@@ -100,11 +100,11 @@ def test_shares_are_the_whole_in_order(rows: list[int], width: int, number: int)
     shares = list(_shares(buffer, cut, number))
     assert len(shares) == number
     sizes = []
-    for target, taken in shares:
-        sizes.append(sum(part.size for part in taken))
+    for target, used in shares:
+        sizes.append(sum(part.size for part in used))
         assert target.size == sizes[-1]
-        if taken:
-            np.concatenate(taken, out=target)
+        if used:
+            np.concatenate(used, out=target)
     assert np.array_equal(buffer, np.concatenate(cut))
     assert max(sizes) - min(sizes) <= width
 
@@ -116,25 +116,25 @@ def rows_that_are_gone() -> ResidentRows:
     return ResidentRows(0, 5, np.dtype(np.uint8), (1, MIB), None, gone)
 
 
-@pytest.mark.parametrize("place", range(8))
-def test_an_error_of_one_thread_fails_the_fill_once_the_others_have_ended(filler: Filler, place: int) -> None:
+@pytest.mark.parametrize("position", range(8))
+def test_an_error_of_one_thread_fails_the_fill_once_the_others_have_ended(filler: Filler, position: int) -> None:
     arrays: list[Any] = parts([1] * 8, MIB)
     expected = np.concatenate(arrays)
-    arrays[place] = rows_that_are_gone()
+    arrays[position] = rows_that_are_gone()
     buffer: Array = np.zeros((8, MIB), np.uint8)
     with pytest.raises(BadRequest, match="gone"):
         filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=array) for array in arrays])
     # Two rows a share: the other three are complete, and no thread writes.
-    others = [row for row in range(8) if row // 2 != place // 2]
+    others = [row for row in range(8) if row // 2 != position // 2]
     assert np.array_equal(buffer[others], expected[others])
-    arrays[place] = expected[place : place + 1]
+    arrays[position] = expected[position : position + 1]
     filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=array) for array in arrays])
     assert np.array_equal(buffer, expected)
 
 
 def test_a_failure_releases_all_arrays(filler: Filler) -> None:
     arrays: list[Any] = [part.copy() for part in parts([1] * 8, MIB)]
-    kept = [weakref.ref(array) for array in arrays]
+    references = [weakref.ref(array) for array in arrays]
     arrays[5] = rows_that_are_gone()
     gc.collect()
     gc.disable()
@@ -142,7 +142,7 @@ def test_a_failure_releases_all_arrays(filler: Filler) -> None:
         with pytest.raises(BadRequest):
             filler.fill(InFlightBatch({"x": np.zeros((8, MIB), np.uint8)}, 8), [entry(x=array) for array in arrays])
         arrays.clear()
-        assert [ref() for ref in kept if ref() is not None] == []
+        assert [ref() for ref in references if ref() is not None] == []
     finally:
         gc.enable()
 

@@ -15,7 +15,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, DeadlineExceeded, ModelFailed, Overloaded, QueueTimeout, Unavailable
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 
-from tests.support.fakes import DEATH, POISON, FakeModel, ask, handle
+from tests.support.fakes import DEATH, POISON, FakeModel, handle, infer_request
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
 
@@ -31,7 +31,7 @@ def play(scenario: Scenario) -> FakeModel:
     return model
 
 
-async def begun(model: FakeModel) -> None:
+async def wait_started(model: FakeModel) -> None:
     """Wait until a batch is running."""
     assert await asyncio.to_thread(model.started.acquire, timeout=5)
 
@@ -48,9 +48,9 @@ def test_rows_return_to_their_callers_from_one_batch() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()
-        first = served.infer(ask(100))
-        await begun(model)
-        waiting = [served.infer(ask(value, rows=1 + value % 3)) for value in range(4)]
+        first = served.infer(infer_request(100))
+        await wait_started(model)
+        waiting = [served.infer(infer_request(value, rows=1 + value % 3)) for value in range(4)]
         model.gate.set()
         assert (await first).outputs["y"].tolist() == [[200, 200]]
         for value, completion in enumerate(waiting):
@@ -66,9 +66,9 @@ def test_one_poisoned_request_fails_alone() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()
-        first = served.infer(ask(9))
-        await begun(model)
-        waiting = [served.infer(ask(value)) for value in (1, POISON, 3)]
+        first = served.infer(infer_request(9))
+        await wait_started(model)
+        waiting = [served.infer(infer_request(value)) for value in (1, POISON, 3)]
         model.gate.set()
         await first
         assert (await waiting[0]).outputs["y"].tolist() == [[2, 2]]
@@ -89,9 +89,9 @@ def test_a_cancelled_request_is_dropped_at_any_queue_position(position: int) -> 
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()
-        first = served.infer(ask(9))
-        await begun(model)
-        waiting = [served.infer(ask(value)) for value in range(4)]
+        first = served.infer(infer_request(9))
+        await wait_started(model)
+        waiting = [served.infer(infer_request(value)) for value in range(4)]
         assert waiting[position].abandon()
         assert served.depth == 3
         model.gate.set()
@@ -110,12 +110,12 @@ def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(position: int
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()
-        first = served.infer(ask(9))
-        await begun(model)
-        waiting = [served.infer(ask(value)) for value in range(3)]
+        first = served.infer(infer_request(9))
+        await wait_started(model)
+        waiting = [served.infer(infer_request(value)) for value in range(3)]
         model.gate.set()
         model.gate.clear()
-        await begun(model)
+        await wait_started(model)
         waiting[position].abandon()
         model.gate.set()
         await first
@@ -130,7 +130,7 @@ def test_a_cancelled_request_in_a_batch_does_not_affect_the_others(position: int
 def test_oversized_requests_are_split_and_joined() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
-        big = ask(3, rows=20)
+        big = infer_request(3, rows=20)
         big.inputs["x"] = np.arange(40, dtype=np.float32).reshape(20, 2)
         result = (await served.infer(big)).outputs["y"]
         assert result.tolist() == (np.arange(40).reshape(20, 2) * 2).tolist()
@@ -143,10 +143,10 @@ def test_oversized_requests_are_split_and_joined() -> None:
 def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
-        big = ask(3, rows=20)
+        big = infer_request(3, rows=20)
         big.inputs["x"][12] = POISON
         assert isinstance(await error_of(served.infer(big)), ModelFailed)
-        assert (await served.infer(ask(4))).outputs["y"].tolist() == [[8, 8]]
+        assert (await served.infer(infer_request(4))).outputs["y"].tolist() == [[8, 8]]
         assert served.depth == 0
         served.close(5)
 
@@ -157,7 +157,7 @@ def test_oversized_requests_can_be_refused() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, split_oversized=False)
         with pytest.raises(BadRequest, match=r"20 rows.*at most 8"):
-            served.infer(ask(3, rows=20))
+            served.infer(infer_request(3, rows=20))
         served.close(5)
 
     play(scenario)
@@ -167,11 +167,11 @@ def test_a_full_queue_refuses_with_a_retry_time() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, limits=QueueLimits(max_count=2))
         model.gate.clear()
-        running = served.infer(ask(0))
-        await begun(model)
-        waiting = [served.infer(ask(1)), served.infer(ask(2))]
+        running = served.infer(infer_request(0))
+        await wait_started(model)
+        waiting = [served.infer(infer_request(1)), served.infer(infer_request(2))]
         with pytest.raises(Overloaded) as refused:
-            served.infer(ask(3))
+            served.infer(infer_request(3))
         assert refused.value.retry_after_s == 1, "nothing is known of the times of batches"
         model.gate.set()
         for completion in (running, *waiting):
@@ -186,14 +186,14 @@ def test_a_deadline_does_not_wait_for_a_stalled_backend() -> None:
         served = handle(mailbox, model)
         model.gate.clear()
         now_ns = time.monotonic_ns()
-        running = served.infer(ask(1, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
-        await begun(model)
-        queued = served.infer(ask(2, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
+        running = served.infer(infer_request(1, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
+        await wait_started(model)
+        queued = served.infer(infer_request(2, received_ns=now_ns, deadline_ns=now_ns + 30_000_000))
         assert isinstance(await error_of(running), DeadlineExceeded)
         assert isinstance(await error_of(queued), DeadlineExceeded)
         assert served.depth == 0, "the queued one gave its place back"
         model.gate.set()
-        assert (await served.infer(ask(3))).outputs["y"].tolist() == [[6, 6]]
+        assert (await served.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
         served.close(5)
 
     play(scenario)
@@ -203,9 +203,9 @@ def test_the_queue_policy_s_timeout_is_not_the_deadline() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, queue_policy=LevelPolicy(queue_timeout_ns=20_000_000))
         model.gate.clear()
-        running = served.infer(ask(1))
-        await begun(model)
-        queued = served.infer(ask(2))
+        running = served.infer(infer_request(1))
+        await wait_started(model)
+        queued = served.infer(infer_request(2))
         assert isinstance(await error_of(queued), QueueTimeout)
         model.gate.set()
         assert (await running).outputs["y"].tolist() == [[2, 2]], "what runs is not touched by it"
@@ -219,11 +219,11 @@ def test_requests_delayed_by_the_queue_policy_are_served_last() -> None:
         queue_policy = LevelPolicy(queue_timeout_ns=20_000_000, demote_on_timeout=True)
         served = handle(mailbox, model, batch=BatchPolicy(1), queue_policy=queue_policy)
         model.gate.clear()
-        running = served.infer(ask(1))
-        await begun(model)
-        late = served.infer(ask(2))
+        running = served.infer(infer_request(1))
+        await wait_started(model)
+        late = served.infer(infer_request(2))
         await asyncio.sleep(0.06)
-        fresh = served.infer(ask(3))
+        fresh = served.infer(infer_request(3))
         model.gate.set()
         for completion in (running, late, fresh):
             await completion
@@ -237,9 +237,11 @@ def test_higher_priorities_run_first() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(2), levels=3, default_level=2)
         model.gate.clear()
-        running = served.infer(ask(0))
-        await begun(model)
-        waiting = [served.infer(ask(value, priority=level)) for value, level in ((1, 3), (2, 0), (3, 1), (4, 99))]
+        running = served.infer(infer_request(0))
+        await wait_started(model)
+        waiting = [
+            served.infer(infer_request(value, priority=level)) for value, level in ((1, 3), (2, 0), (3, 1), (4, 99))
+        ]
         model.gate.set()
         for completion in (running, *waiting):
             await completion
@@ -255,14 +257,14 @@ def test_responses_have_arrival_order_over_several_instances() -> None:
         answered: list[int] = []
 
         async def wait(value: int) -> None:
-            await served.infer(ask(value))
+            await served.infer(infer_request(value))
             answered.append(value)
 
         model.gate.clear()
         waiters = [asyncio.ensure_future(wait(value)) for value in range(40)]
         await asyncio.sleep(0)
-        gone = served.infer(ask(99))
-        gone.abandon()
+        cancelled = served.infer(infer_request(99))
+        cancelled.abandon()
         model.gate.set()
         await asyncio.gather(*waiters)
         assert answered == sorted(answered)
@@ -275,13 +277,13 @@ def test_a_dying_instance_fails_its_batch_and_the_others_serve_on() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         died: list[int] = []
         served = handle(mailbox, model, instances=2, batch=BatchPolicy(1), on_dead=died.append)
-        assert isinstance(await error_of(served.infer(ask(DEATH))), ModelFailed)
-        assert (await served.infer(ask(1))).outputs["y"].tolist() == [[2, 2]]
+        assert isinstance(await error_of(served.infer(infer_request(DEATH))), ModelFailed)
+        assert (await served.infer(infer_request(1))).outputs["y"].tolist() == [[2, 2]]
         assert (served.alive, served.ready) == (1, True)
         model.gate.clear()
-        last = served.infer(ask(DEATH))
-        await begun(model)
-        queued = served.infer(ask(5))
+        last = served.infer(infer_request(DEATH))
+        await wait_started(model)
+        queued = served.infer(infer_request(5))
         model.gate.set()
         assert isinstance(await error_of(last), ModelFailed)
         assert isinstance(await error_of(queued), Unavailable), "no instance is left to serve it"
@@ -289,7 +291,7 @@ def test_a_dying_instance_fails_its_batch_and_the_others_serve_on() -> None:
         with pytest.raises(Unavailable, match="died"):
             served.admit()
         with pytest.raises(Unavailable, match="died"):
-            served.infer(ask(6))
+            served.infer(infer_request(6))
         assert died == [1, 0]
         assert served.close(5)
 
@@ -300,7 +302,7 @@ def test_closing_serves_queued_requests_and_waits_for_leases() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(4, (), 10_000_000_000))
         assert served.lease()
-        waiting = [served.infer(ask(value)) for value in range(2)]
+        waiting = [served.infer(infer_request(value)) for value in range(2)]
         closing = asyncio.create_task(asyncio.to_thread(served.close, 10))
         await asyncio.sleep(0.05)
         assert not closing.done(), "a leased version is not closed"
@@ -311,7 +313,7 @@ def test_closing_serves_queued_requests_and_waits_for_leases() -> None:
         assert await closing
         assert model.closed
         with pytest.raises(Unavailable):
-            served.infer(ask(1))
+            served.infer(infer_request(1))
 
     play(scenario)
 
@@ -320,9 +322,9 @@ def test_closing_times_out_on_a_hanging_backend() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, batch=BatchPolicy(1))
         model.gate.clear()
-        running = served.infer(ask(1))
-        await begun(model)
-        queued = served.infer(ask(2))
+        running = served.infer(infer_request(1))
+        await wait_started(model)
+        queued = served.infer(infer_request(2))
         assert not await asyncio.to_thread(served.close, 0.1)
         assert isinstance(await error_of(queued), Unavailable)
         assert isinstance(await error_of(running), Unavailable), "what hangs is given up, not waited for"
@@ -342,7 +344,7 @@ def test_many_callers_on_many_instances_get_their_own_results() -> None:
         async def caller(number: int) -> None:
             for turn in range(20):
                 value = number * 100 + turn
-                completion = served.infer(ask(value, rows=1 + turn % 9))
+                completion = served.infer(infer_request(value, rows=1 + turn % 9))
                 if turn % 7 == number % 7:
                     completion.abandon()
                     continue
@@ -360,12 +362,12 @@ def test_a_served_request_creates_no_reference_cycles() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, instances=2)
         for rows in (1, 3, 20):  # alone, and in parts
-            await served.infer(ask(1, rows=rows))
+            await served.infer(infer_request(1, rows=rows))
         gc.collect()
         gc.disable()
         try:
             for rows in (1, 3, 20):
-                await served.infer(ask(1, rows=rows))
+                await served.infer(infer_request(1, rows=rows))
             await asyncio.sleep(0.01)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()

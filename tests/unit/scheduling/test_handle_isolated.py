@@ -22,7 +22,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support import fragile_backend as fragile
-from tests.support.fakes import SPEC, ask
+from tests.support.fakes import SPEC, infer_request
 from tests.support.processes import eventually, isolated_children_of_this_process
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def y_of(answer: object) -> float:
 def test_only_the_request_that_kills_the_process_gets_the_error(tmp_path: Path, words: str, instances: int) -> None:
     async def scenario(handle: ModelHandle) -> None:
         values = [1, 2, fragile.ABORT, 4, 5, 6, fragile.EXIT, 8, 9, 10, 11, 12]
-        waiting = [handle.infer(ask(value)) for value in values]
+        waiting = [handle.infer(infer_request(value)) for value in values]
         (tmp_path / "go").touch()
         answers = dict(zip(values, await asyncio.gather(*waiting, return_exceptions=True), strict=True))
         for value in (fragile.ABORT, fragile.EXIT):
@@ -75,13 +75,13 @@ def test_only_the_request_that_kills_the_process_gets_the_error(tmp_path: Path, 
 
 def test_a_request_without_a_process_waits_for_the_next_one(tmp_path: Path) -> None:
     async def scenario(handle: ModelHandle) -> None:
-        assert y_of(await handle.infer(ask(1))) == 2
+        assert y_of(await handle.infer(infer_request(1))) == 2
         (child,) = isolated_children_of_this_process()
         os.kill(child, signal.SIGKILL)
         await asyncio.to_thread(eventually, lambda: handle.process_status is not None and not handle.process_status.up)
         handle.admit()
         assert handle.ready, "its instances live"
-        assert y_of(await handle.infer(ask(3))) == 6
+        assert y_of(await handle.infer(infer_request(3))) == 6
 
     play(tmp_path, "pipelined", scenario)
 
@@ -91,11 +91,11 @@ def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: p
 
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed):
-            await handle.infer(ask(fragile.EXIT))
+            await handle.infer(infer_request(fragile.EXIT))
         with pytest.raises(Unavailable, match="has died and is being started again"):
             handle.admit()
         with pytest.raises(Unavailable):
-            await handle.infer(ask(1))
+            await handle.infer(infer_request(1))
         _type, page = MetricsPage(lambda: [("fake", "1", handle)]).render()
         assert b'headrace_model_process_up{model="fake",version="1"} 0.0' in page
         assert b'headrace_model_process_restarts_total{model="fake",version="1"} 1.0' in page
@@ -106,8 +106,8 @@ def test_requests_are_rejected_during_long_pauses(tmp_path: Path, monkeypatch: p
 def test_a_hanging_model_does_not_affect_other_models(tmp_path: Path) -> None:
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed, match=r"it gave no answer within 0\.4 s"):
-            await handle.infer(ask(fragile.HANG))
-        assert y_of(await handle.infer(ask(2))) == 4
+            await handle.infer(infer_request(fragile.HANG))
+        assert y_of(await handle.infer(infer_request(2))) == 4
 
     play(tmp_path, "pipelined", scenario, limit_s=0.4)
 
@@ -119,6 +119,6 @@ def test_a_closed_handle_does_not_wait_for_a_slow_process_start(
 
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed):
-            await handle.infer(ask(fragile.EXIT))
+            await handle.infer(infer_request(fragile.EXIT))
 
     play(tmp_path, "", scenario)

@@ -16,7 +16,7 @@ from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import HandlePolicy
 
-from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, ask, handle
+from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, handle, infer_request
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
 
@@ -30,7 +30,7 @@ def play(scenario: Scenario) -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-async def begun(model: FakeModel) -> None:
+async def wait_started(model: FakeModel) -> None:
     """Wait until a batch is running."""
     assert await asyncio.to_thread(model.started.acquire, timeout=5)
 
@@ -115,15 +115,15 @@ def test_a_close_that_waits_for_ever_is_ended_by_another() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model)
         model.gate.clear()
-        running = served.infer(ask(1))
-        await begun(model)
-        waiting = served.infer(ask(2))
+        running = served.infer(infer_request(1))
+        await wait_started(model)
+        waiting = served.infer(infer_request(2))
         closing = asyncio.create_task(asyncio.to_thread(served.close, None))
         await asyncio.sleep(0.05)
         assert not closing.done()
         assert not await asyncio.to_thread(served.close, 0.0)
-        for gone in (running, waiting):
-            assert isinstance(await error_of(gone), Unavailable)
+        for cancelled in (running, waiting):
+            assert isinstance(await error_of(cancelled), Unavailable)
         assert not model.closed, "it still computes"
         model.gate.set()
         assert await closing
@@ -138,8 +138,8 @@ def test_an_instance_that_dies_during_close_is_not_reported() -> None:
         served = handle(mailbox, model, deaths.append)
         assert served.lease()
         model.gate.clear()
-        running = served.infer(ask(DEATH))
-        await begun(model)
+        running = served.infer(infer_request(DEATH))
+        await wait_started(model)
         closing = asyncio.create_task(asyncio.to_thread(served.close, 5))
         while served.lease():
             served.release()

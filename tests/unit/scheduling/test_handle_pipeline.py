@@ -21,7 +21,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
-from tests.support.fakes import SPEC, ask
+from tests.support.fakes import SPEC, infer_request
 
 Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
@@ -43,9 +43,11 @@ def served(
     batch: BatchPolicy | None = None,
     **policy: Any,
 ) -> ModelHandle:
-    made = ModelHandle(spec, HandlePolicy(batch=batch or BatchPolicy(8), **policy), model, mailbox, Recorder(), on_dead)
-    made.start()
-    return made
+    created = ModelHandle(
+        spec, HandlePolicy(batch=batch or BatchPolicy(8), **policy), model, mailbox, Recorder(), on_dead
+    )
+    created.start()
+    return created
 
 
 async def error_of(waiting: Awaitable[object]) -> Exception:
@@ -60,7 +62,7 @@ def test_batches_overlap_if_the_execution_supports_it() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         handle = served(mailbox, model, batch=BatchPolicy(1))
-        waiting = [handle.infer(ask(value)) for value in range(2)]
+        waiting = [handle.infer(infer_request(value)) for value in range(2)]
         await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
         assert "finish 0" not in model.log
         model.let_go()
@@ -85,7 +87,7 @@ def test_executions_without_overlap_run_plainly(spec: ModelSpec, depth: int) -> 
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(depth=depth)
         handle = served(mailbox, model, spec=spec)
-        assert (await handle.infer(ask(3))).outputs["y"].tolist() == [[6, 6]]
+        assert (await handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
         assert await asyncio.to_thread(handle.close, 10)
         assert model.log == ["run", "close", "close"], "of the execution and of the model"
 
@@ -100,8 +102,8 @@ def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int,
 
         class Model:
             def execution(self, index: int) -> Execution:
-                wanted = {"x": (*shape, 1)}, {"y": shape}
-                return ReshapingExecution(inner, *wanted, batched=False) if reshaped else inner
+                requested = {"x": (*shape, 1)}, {"y": shape}
+                return ReshapingExecution(inner, *requested, batched=False) if reshaped else inner
 
             def close(self) -> None:
                 pass
@@ -109,7 +111,7 @@ def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int,
         tensors = {"inputs": {"x": TensorSpec("x", FP32, shape)}, "outputs": {"y": TensorSpec("y", FP32, shape)}}
         spec = replace(SPEC, max_batch_size=0, **tensors)
         handle = served(mailbox, Model(), spec=spec, batch=BatchPolicy(1, merge=False))
-        requests = [ask(value) for value in (1, 2)]
+        requests = [infer_request(value) for value in (1, 2)]
         for value, request in enumerate(requests, 1):
             request.inputs["x"] = np.full(shape, value, np.float32)
         waiting = [handle.infer(request) for request in requests]
@@ -131,11 +133,14 @@ def test_requests_without_an_optional_input_run_plainly_between_pipelined_batche
         model = FakePipeline(manual=True)
         spec = replace(SPEC, inputs={**SPEC.inputs, "z": TensorSpec("z", FP32, (-1, 1), optional=True)})
         handle = served(mailbox, model, spec=spec, batch=BatchPolicy(2))
-        whole = [ask(1), ask(2), ask(6)]
+        whole = [infer_request(1), infer_request(2), infer_request(6)]
         for request in whole:
             request.inputs["z"] = np.zeros((1, 1), np.float32)
             request.shape_key = "xz"
-        waiting = [handle.infer(request) for request in (*whole[:2], ask(RAISES["finish"]), ask(5), whole[2])]
+        waiting = [
+            handle.infer(request)
+            for request in (*whole[:2], infer_request(RAISES["finish"]), infer_request(5), whole[2])
+        ]
         await asyncio.to_thread(model.wait_for, "finishing 0")
         model.let_go()
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -154,20 +159,20 @@ def test_the_death_of_the_last_instance_fails_all_requests_and_readiness(call: s
         model = FakePipeline(manual=True)
         deaths: list[int] = []
         handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
-        first = handle.infer(ask(DIES[call] if call == "finish" else 1))
+        first = handle.infer(infer_request(DIES[call] if call == "finish" else 1))
         await asyncio.to_thread(model.wait_for, "finishing 0")
         if call == "finish":
-            rest = [handle.infer(ask(value)) for value in (2, 3)]
+            rest = [handle.infer(infer_request(value)) for value in (2, 3)]
             await asyncio.to_thread(model.wait_for, "launch 1")
             model.land()
         else:
-            rest = [handle.infer(ask(DIES[call])), handle.infer(ask(3))]
+            rest = [handle.infer(infer_request(DIES[call])), handle.infer(infer_request(3))]
         errors = [await error_of(each) for each in (first, *rest)]
         assert [type(error) for error in errors] == [ModelFailed, ModelFailed, Unavailable]
         assert not handle.ready
         assert deaths == [0]
         with pytest.raises(Unavailable, match="died"):
-            handle.infer(ask(4))
+            handle.infer(infer_request(4))
         model.let_go()
         assert await asyncio.to_thread(handle.close, 10)
         assert model.log.count("close") == 2, "the execution's and the model's"
@@ -179,7 +184,7 @@ def test_closing_finishes_batches_in_flight_and_serves_the_queue() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         handle = served(mailbox, model, batch=BatchPolicy(1))
-        waiting = [handle.infer(ask(value)) for value in range(4)]
+        waiting = [handle.infer(infer_request(value)) for value in range(4)]
         await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
         closing = asyncio.create_task(asyncio.to_thread(handle.close, 10))
         while handle.lease():
@@ -202,10 +207,10 @@ def test_closing_times_out_on_a_hanging_backend(call: str) -> None:
         handle = served(mailbox, model, batch=BatchPolicy(1))
         waiting = []
         if call != "finish":
-            waiting.append(handle.infer(ask(0)))
+            waiting.append(handle.infer(infer_request(0)))
             await asyncio.to_thread(model.wait_for, "finishing 0")
         model.hanging = call
-        waiting += [handle.infer(ask(value)) for value in (1, 2, 3)]
+        waiting += [handle.infer(infer_request(value)) for value in (1, 2, 3)]
         await asyncio.to_thread(model.wait_for, f"{call} hangs")
         assert not await asyncio.to_thread(handle.close, 0.05)
         for each in waiting:
@@ -232,7 +237,7 @@ def test_responses_have_arrival_order_over_several_pipelines() -> None:
         answered: list[int] = []
 
         async def wait(value: int) -> None:
-            await handle.infer(ask(value))
+            await handle.infer(infer_request(value))
             answered.append(value)
 
         await asyncio.gather(*(wait(value) for value in range(100)))
@@ -256,7 +261,7 @@ def test_behind_reshape_rows_are_written_into_the_model_s_own_memory() -> None:
 
         spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 2, 1))})
         handle = served(mailbox, Model(), spec=spec)
-        requests = [ask(1), ask(2, rows=2)]
+        requests = [infer_request(1), infer_request(2, rows=2)]
         for request in requests:
             request.inputs["x"] = request.inputs["x"].reshape(request.rows, 1, 2)
         waiting = [handle.infer(request) for request in requests]
@@ -288,12 +293,12 @@ def test_a_served_request_creates_no_reference_cycles() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         handle = served(mailbox, FakePipeline())
         for rows in (1, 3, 20):  # alone, and in parts
-            await handle.infer(ask(1, rows=rows))
+            await handle.infer(infer_request(1, rows=rows))
         gc.collect()
         gc.disable()
         try:
             for rows in (1, 3, 20):
-                await handle.infer(ask(1, rows=rows))
+                await handle.infer(infer_request(1, rows=rows))
             await asyncio.to_thread(handle.close, 10)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()

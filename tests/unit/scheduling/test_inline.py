@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fake_pipeline import FakePipeline
-from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, ask
+from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, infer_request
 
 BOUND_NS = 200 * NS_PER_US
 
@@ -107,7 +107,7 @@ class Stage:
         await asyncio.sleep(0)
 
     def request(self, value: float, rows: int = 1, **more: Any) -> InferRequest:
-        return ask(value, rows, received_ns=self.clock.now_ns, **more)
+        return infer_request(value, rows, received_ns=self.clock.now_ns, **more)
 
     def infer(self, value: float, rows: int = 1, **more: Any) -> LoopCompletion:
         return self.handle.infer(self.request(value, rows, **more))
@@ -135,8 +135,8 @@ def play(scenario: Scenario, measured_ns: int = 20 * NS_PER_US, model: Any = Qui
 
     async def main() -> None:
         clock = Ticks()
-        made = model(clock) if model is Quick else model()
-        stages.append(stage := Stage(made, clock, measured_ns, **policy))
+        created = model(clock) if model is Quick else model()
+        stages.append(stage := Stage(created, clock, measured_ns, **policy))
         await scenario(stage)
         assert await asyncio.to_thread(stage.handle.close, 10)
 
@@ -206,8 +206,8 @@ def test_inline_and_queued_requests_are_answered_and_counted_alike(script: list[
         totals = stage.recorder.totals()
         sizes = {rows: size.count for rows, size in totals.sizes.items()}
         counts = (totals.requests, totals.rows, totals.executions, dict(totals.reasons), sizes, totals.shape_changes)
-        known = [(entry.rows, entry.observations) for entry in stage.handle.latency_table.entries()]
-        outcomes.append((seen, counts, known, {phase: each.count for phase, each in totals.phases.items()}))
+        row = [(entry.rows, entry.observations) for entry in stage.handle.latency_table.entries()]
+        outcomes.append((seen, counts, row, {phase: each.count for phase, each in totals.phases.items()}))
         assert totals.inline_runs == (len(script) if bound_ns else 0)
     assert outcomes[0] == outcomes[1]
 
@@ -523,7 +523,7 @@ def test_reloads_under_lone_requests_lose_none() -> None:
                 answered += 1
                 await asyncio.sleep(0)
 
-        asking = asyncio.create_task(client())
+        pending = asyncio.create_task(client())
         while len(closings) < 20:
             goal = answered + 5
             while answered < goal:  # noqa: ASYNC110
@@ -531,7 +531,7 @@ def test_reloads_under_lone_requests_lose_none() -> None:
             before, serving = serving, Stage(Quick(stage.clock), stage.clock, 20 * NS_PER_US)
             models.append(serving.model)
             closings.append(asyncio.create_task(asyncio.to_thread(before.handle.close, 10)))
-        await asking
+        await pending
         assert all(await asyncio.gather(*closings))
         assert await asyncio.to_thread(serving.handle.close, 10)
         assert all(model.closed for model in models)

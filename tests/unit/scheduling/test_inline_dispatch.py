@@ -38,16 +38,16 @@ Make = Callable[..., Bench]
 
 @pytest.fixture
 def benches() -> Iterator[Make]:
-    made: list[Bench] = []
+    created: list[Bench] = []
 
     def make(model: FakePipeline, batch: BatchPolicy | None = None, pace: LaunchPacing | None = None) -> Bench:
         bench = Bench(model, batch, pace=pace)
-        made.append(bench)
+        created.append(bench)
         asleep(bench)
         return bench
 
     yield make
-    for bench in made:
+    for bench in created:
         bench.close()
 
 
@@ -68,7 +68,7 @@ def rows_of(caller: Caller) -> list[list[float]]:
 
 
 def one(bench: Bench, value: float) -> Caller:
-    (caller,) = bench.ask(value)
+    (caller,) = bench.submit(value)
     return caller
 
 
@@ -171,7 +171,7 @@ def test_a_fatal_error_in_the_caller_ends_the_instance(benches: Make, how: dict[
         "the callback gets the cause at once"
     )
     with pytest.raises(Unavailable):
-        bench.ask(1)
+        bench.submit(1)
     assert bench.instance.join(10), "the thread wakes up and ends"
 
 

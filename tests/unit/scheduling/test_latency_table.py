@@ -30,7 +30,7 @@ def around(seed: int, middle_ns: int, count: int) -> list[int]:
 def in_turn(seed: int, count: int) -> list[int]:
     """Times of a millisecond, short and long in turn: no two in a row are beyond the same quartile."""
     rng = random.Random(seed)
-    return [rng.randrange(910_000, 990_000) + 100_000 * (place % 2) for place in range(count)]
+    return [rng.randrange(910_000, 990_000) + 100_000 * (index % 2) for index in range(count)]
 
 
 def test_a_new_model_has_no_latencies() -> None:
@@ -44,10 +44,10 @@ def test_median_and_percentile_of_observed_times() -> None:
     times = list(range(1000, 1000 + WINDOW))
     random.Random(3).shuffle(times)
     observe_all(profile, 4, times)
-    (known,) = profile.entries()
-    assert (known.rows, known.observations) == (4, WINDOW)
-    assert known.median_ns == int(statistics.median(times))
-    assert known.p95_ns == sorted(times)[60]
+    (entry,) = profile.entries()
+    assert (entry.rows, entry.observations) == (4, WINDOW)
+    assert entry.median_ns == int(statistics.median(times))
+    assert entry.p95_ns == sorted(times)[60]
     assert profile.estimate_ns(4) <= profile.promise_ns(4)
 
 
@@ -78,7 +78,7 @@ def test_the_curve_interpolates_measured_sizes(seen: list[tuple[int, int]]) -> N
         read_once.observe(rows, time_ns)
         assert read_often.estimate_ns(rows) > 0
     assert read_often.entries() == read_once.entries()
-    assert sum(known.observations for known in read_often.entries()) == len(seen)
+    assert sum(entry.observations for entry in read_often.entries()) == len(seen)
 
 
 @given(st.integers(0, 2**32), st.integers(10, 1000))
@@ -88,11 +88,11 @@ def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, fact
     times = in_turn(seed, WINDOW)  # no run of eight: three outliers make one of seven at most
     observe_all(profile, 8, times)
     outliers = rng.sample(range(WINDOW), 3)
-    observe_all(profile, 8, [time_ns * (factor if place in outliers else 1) for place, time_ns in enumerate(times)])
+    observe_all(profile, 8, [time_ns * (factor if index in outliers else 1) for index, time_ns in enumerate(times)])
     assert 800_000 <= profile.estimate_ns(8) <= 1_100_000
     assert profile.promise_ns(8) <= 1_100_000
     # A third of the next times are outliers: the median stands. The first is short, which ends a run of the times before.
-    observe_all(profile, 8, [time_ns * (factor if place % 3 == 1 else 1) for place, time_ns in enumerate(times[:40])])
+    observe_all(profile, 8, [time_ns * (factor if index % 3 == 1 else 1) for index, time_ns in enumerate(times[:40])])
     assert profile.estimate_ns(8) <= 1_100_000
 
 
@@ -133,7 +133,7 @@ def test_larger_batches_are_never_estimated_faster() -> None:
     observe_all(profile, 4, [1000] * 3)
     profile.seed({8: [600]})
     assert profile.estimate_ns(4) == profile.estimate_ns(8) == 900
-    assert [known.median_ns for known in profile.entries()] == [1000, 600]
+    assert [entry.median_ns for entry in profile.entries()] == [1000, 600]
 
 
 def test_observed_batches_replace_seeds_and_not_the_reverse() -> None:
@@ -178,7 +178,7 @@ def test_many_threads_may_observe_and_read() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert sum(known.observations for known in profile.entries()) == 12_000
+    assert sum(entry.observations for entry in profile.entries()) == 12_000
 
 
 def test_times_are_separate_for_each_number_of_busy_instances() -> None:
@@ -214,14 +214,14 @@ def test_measurements_of_a_few_sizes_scale_the_others() -> None:
     profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
     profile.seed({1: [200_000], 8: [800_000]}, 2)
     assert profile.estimate_ns(16, 2) == 1_400_000
-    assert [known.rows for known in profile.entries() if known.instances == 2] == [1, 8], "16 rows are unmeasured"
+    assert [entry.rows for entry in profile.entries() if entry.instances == 2] == [1, 8], "16 rows are unmeasured"
 
 
 def test_a_new_instance_count_converges_within_eight_batches() -> None:
     profile = LatencyTable()
     profile.seed({rows: [100_000 * rows] * 4 for rows in (1, 2, 4, 8, 16)})
-    for place in range(RUN):
-        rows = (2, 4, 8)[place % 3]
+    for index in range(RUN):
+        rows = (2, 4, 8)[index % 3]
         profile.observe(rows, 250_000 * rows, 3)
     for rows in (1, 2, 4, 8, 16):
         assert profile.estimate_ns(rows, 4) == 250_000 * rows
@@ -245,13 +245,13 @@ def test_estimates_are_monotonic_for_any_instance_count(seen: list[tuple[int, in
         promises = [profile.promise_ns(rows, instances) for rows in range(1, 260, 7)]
         assert estimates == sorted(estimates)
         assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
-    assert sum(known.observations for known in profile.entries()) == len(seen)
+    assert sum(entry.observations for entry in profile.entries()) == len(seen)
     again = LatencyTable()
     for instances, times_ns in profile.times().items():
         again.seed(times_ns, instances, "stored")
     assert again.times() == profile.times()
-    assert {(known.instances, known.rows) for known in again.entries()} == {
-        (known.instances, known.rows) for known in profile.entries()
+    assert {(entry.instances, entry.rows) for entry in again.entries()} == {
+        (entry.instances, entry.rows) for entry in profile.entries()
     }
 
 

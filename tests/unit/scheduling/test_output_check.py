@@ -22,7 +22,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
-from tests.support.fakes import SPEC, FakeModel, ask
+from tests.support.fakes import SPEC, FakeModel, infer_request
 
 Change = Callable[[Array], Array]
 
@@ -106,14 +106,14 @@ def test_members_of_a_merged_batch_get_their_own_response_or_an_error(make: Call
     """One row of output for the whole batch: right for a request of one row, wrong for the batch."""
 
     async def scenario(handle: ModelHandle) -> None:
-        found = await asyncio.gather(
-            *[outcome(handle.infer(ask(value, rows))) for value, rows in ((1, 1), (2, 2), (3, 1))]
+        result = await asyncio.gather(
+            *[outcome(handle.infer(infer_request(value, rows))) for value, rows in ((1, 1), (2, 2), (3, 1))]
         )
-        assert isinstance(found[0], InferResponse)
-        assert found[0].outputs["y"].tolist() == [[2, 2]]
-        assert isinstance(found[1], OutputMismatch)
-        assert isinstance(found[2], InferResponse)
-        assert found[2].outputs["y"].tolist() == [[6, 6]]
+        assert isinstance(result[0], InferResponse)
+        assert result[0].outputs["y"].tolist() == [[2, 2]]
+        assert isinstance(result[1], OutputMismatch)
+        assert isinstance(result[2], InferResponse)
+        assert result[2].outputs["y"].tolist() == [[6, 6]]
 
     play(make(ONE_FOR_ALL), scenario)
 
@@ -122,7 +122,7 @@ def test_members_of_a_merged_batch_get_their_own_response_or_an_error(make: Call
 @pytest.mark.parametrize("change", [DROPPED, ONE_FOR_ALL, WIDER, FLAT, SCALAR])
 def test_a_single_request_gets_an_error_that_blames_the_model(make: Callable[[Change], Any], change: Change) -> None:
     async def scenario(handle: ModelHandle) -> None:
-        error = await outcome(handle.infer(ask(1, rows=3)))
+        error = await outcome(handle.infer(infer_request(1, rows=3)))
         assert isinstance(error, ModelFailed)
         text = str(error)
         assert "model 'fake' returned output 'y' with the shape" in text
@@ -136,16 +136,16 @@ def test_a_single_request_gets_an_error_that_blames_the_model(make: Callable[[Ch
 def test_nothing_is_merged_or_split_after_a_mismatch(make: Callable[[Change], Any]) -> None:
     async def scenario(handle: ModelHandle) -> None:
         assert handle.policy.batch.merge
-        assert isinstance(await outcome(handle.infer(ask(1, rows=3))), OutputMismatch)
+        assert isinstance(await outcome(handle.infer(infer_request(1, rows=3))), OutputMismatch)
         assert not handle.policy.batch.merge
         before = len(model.batches)
-        found = await asyncio.gather(*[outcome(handle.infer(ask(value))) for value in range(5)])
-        assert all(isinstance(each, InferResponse) for each in found)
+        result = await asyncio.gather(*[outcome(handle.infer(infer_request(value))) for value in range(5)])
+        assert all(isinstance(each, InferResponse) for each in result)
         assert [len(batch) for batch in model.batches[before:]] == [1] * 5
         with pytest.raises(
             ModelFailed, match=r"has 9 rows, model 'fake' runs at most 8 in one execution.*no longer split"
         ):
-            handle.infer(ask(1, rows=9))
+            handle.infer(infer_request(1, rows=9))
 
     model = make(DROPPED)
     play(model, scenario)
@@ -157,9 +157,9 @@ def test_parts_that_were_queued_before_a_mismatch_are_not_joined() -> None:
 
     async def scenario(handle: ModelHandle) -> None:
         model.gate.clear()
-        first = handle.infer(ask(100, rows=8))
+        first = handle.infer(infer_request(100, rows=8))
         assert await asyncio.to_thread(model.started.acquire, timeout=5)
-        large = handle.infer(ask(1, rows=16))
+        large = handle.infer(infer_request(1, rows=16))
         model.gate.set()
         assert isinstance(await outcome(first), OutputMismatch)
         error = await outcome(large)
@@ -171,7 +171,7 @@ def test_parts_that_were_queued_before_a_mismatch_are_not_joined() -> None:
 
 def test_a_part_with_too_few_rows_fails_its_request() -> None:
     async def scenario(handle: ModelHandle) -> None:
-        assert isinstance(await outcome(handle.infer(ask(1, rows=17))), OutputMismatch)
+        assert isinstance(await outcome(handle.infer(infer_request(1, rows=17))), OutputMismatch)
 
     play(WrongModel(DROPPED), scenario)
 
@@ -181,15 +181,15 @@ def test_callers_on_threads_get_the_error_too(make: Callable[[Change], Any]) -> 
     async def scenario(handle: ModelHandle) -> None:
         def call(rows: int) -> InferResponse | Exception:
             try:
-                return handle.infer_blocking(ask(1, rows=rows))
+                return handle.infer_blocking(infer_request(1, rows=rows))
             except Exception as error:
                 return error
 
         with ThreadPoolExecutor(3) as pool:
-            found = await asyncio.gather(
+            result = await asyncio.gather(
                 *[asyncio.get_running_loop().run_in_executor(pool, call, rows) for rows in (2, 3, 2)]
             )
-        assert all(isinstance(each, OutputMismatch) for each in found)
+        assert all(isinstance(each, OutputMismatch) for each in result)
 
     play(make(ONE_FOR_ALL), scenario)
 
@@ -212,10 +212,10 @@ def test_without_a_batch_dimension_the_declared_dims_hold(
     make: Callable[[Change], Any], shape: tuple[int, ...], right: bool
 ) -> None:
     async def scenario(handle: ModelHandle) -> None:
-        request = ask(1, rows=3)
+        request = infer_request(1, rows=3)
         request.rows = 1
-        found = await outcome(handle.infer(request))
-        assert isinstance(found, InferResponse if right else OutputMismatch)
+        result = await outcome(handle.infer(request))
+        assert isinstance(result, InferResponse if right else OutputMismatch)
 
     play(make(lambda y: y), scenario, unbatched(shape), rows=1)
 
@@ -232,8 +232,8 @@ def test_outputs_that_are_not_declared_need_no_rows() -> None:
             return {**super().run(inputs), "loss": np.zeros((), np.float32)}
 
     async def scenario(handle: ModelHandle) -> None:
-        found = await asyncio.gather(*[handle.infer(ask(value)) for value in (1, 2)])
-        assert [each.outputs["y"].tolist() for each in found] == [[[2, 2]], [[4, 4]]]
+        result = await asyncio.gather(*[handle.infer(infer_request(value)) for value in (1, 2)])
+        assert [each.outputs["y"].tolist() for each in result] == [[[2, 2]], [[4, 4]]]
 
     play(More(), scenario)
 

@@ -18,14 +18,14 @@ from tests.support.pipeline_bench import Bench, Caller
 
 @pytest.fixture
 def benches() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+    created: list[Bench] = []
 
     def make(model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True) -> Bench:
-        made.append(Bench(model, batch, last))
-        return made[-1]
+        created.append(Bench(model, batch, last))
+        return created[-1]
 
     yield make
-    for bench in made:
+    for bench in created:
         bench.close()
 
 
@@ -48,7 +48,7 @@ def doubled(value: float, rows: int = 1) -> list[list[float]]:
 def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
-    first, second = bench.ask(1, 2)
+    first, second = bench.submit(1, 2)
     model.wait_for("finishing 0", "launch 1")
     assert "finish 0" not in model.log
     assert not first.is_settled
@@ -60,7 +60,7 @@ def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: 
 def test_batches_respect_the_depth_and_finish_in_order(benches: Make, depth: int) -> None:
     model = FakePipeline(depth=depth, manual=True)
     bench = benches(model, BatchPolicy(1))
-    callers = bench.ask(*range(12))
+    callers = bench.submit(*range(12))
     for number in range(12):
         model.wait_for(f"launch {min(number + depth, 12) - 1}")
         assert number == 11 or not callers[number].is_settled
@@ -76,12 +76,12 @@ def test_batches_respect_the_depth_and_finish_in_order(benches: Make, depth: int
 def test_the_next_batch_grows_while_batches_are_in_flight(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model)
-    callers = bench.ask(0)
+    callers = bench.submit(0)
     model.wait_for("launch 0")
-    callers += bench.ask(1)
+    callers += bench.submit(1)
     model.wait_for("launch 1")
     for value in range(2, 8):
-        callers += bench.ask(value)
+        callers += bench.submit(value)
     assert bench.scheduler.depth == 6, "back-pressure: what cannot be launched waits in the queue"
     model.land(3)
     assert [rows_of(caller) for caller in callers] == [doubled(value) for value in range(8)]
@@ -92,11 +92,11 @@ def test_pulls_report_whether_batches_are_in_flight(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model)
     bench.log_pulls()
-    (first,) = bench.ask(1)
+    (first,) = bench.submit(1)
     model.wait_for("pull busy")
     model.land()
     first.answer()
-    bench.ask(2)
+    bench.submit(2)
     bench.close()
     assert "pull" in model.log, "the last time, with nothing open"
 
@@ -130,12 +130,12 @@ def test_a_batch_that_does_not_fit_its_buffers_fails_without_a_leak(benches: Mak
 def test_one_bad_request_in_a_batch_fails_alone(benches: Make, call: str) -> None:
     model = FakePipeline()
     bench = benches(model)
-    bad, good, fine = bench.ask(RAISES[call], 1, 2)
+    bad, good, fine = bench.submit(RAISES[call], 1, 2)
     assert (rows_of(good), rows_of(fine)) == (doubled(1), doubled(2))
     error = bad.answer()
     assert isinstance(error, ModelFailed)
     assert "secret" not in str(error)
-    assert rows_of(bench.ask(3)[0]) == doubled(3), "the instance serves on"
+    assert rows_of(bench.submit(3)[0]) == doubled(3), "the instance serves on"
     totals = bench.recorder.totals()
     assert (totals.requests, totals.executions) == (3, 5)
 
@@ -143,11 +143,11 @@ def test_one_bad_request_in_a_batch_fails_alone(benches: Make, call: str) -> Non
 def test_members_of_a_failed_batch_rerun_before_the_queue_and_after_batches_in_flight(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(3))
-    spoilt = bench.ask(1, RAISES["finish"], 3)
+    spoilt = bench.submit(1, RAISES["finish"], 3)
     model.wait_for("launch 0")
-    later = bench.ask(4, 5, 6)
+    later = bench.submit(4, 5, 6)
     model.wait_for("launch 1")
-    waiting = bench.ask(7)
+    waiting = bench.submit(7)
     model.land()
     model.wait_for("launch 2")
     assert not later[0].is_settled
@@ -160,16 +160,16 @@ def test_members_of_a_failed_batch_rerun_before_the_queue_and_after_batches_in_f
 def test_a_member_cancelled_before_its_retry_is_not_run_again(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(3))
-    spoilt = bench.ask(1, RAISES["finish"], 3)
+    spoilt = bench.submit(1, RAISES["finish"], 3)
     model.wait_for("launch 0")
-    bench.ask(4, 5, 6)
+    bench.submit(4, 5, 6)
     model.wait_for("launch 1")
     model.land()
     model.wait_for("launch 2")
     assert spoilt[2].abandon()
     model.land(3)
     assert isinstance(spoilt[1].answer(), ModelFailed)
-    last = bench.ask(7)
+    last = bench.submit(7)
     model.land()
     assert rows_of(last[0]) == doubled(7)
     assert [3.0] not in model.batches
@@ -191,11 +191,11 @@ def test_a_batch_of_cancelled_requests_is_not_launched(benches: Make) -> None:
 
     model.during_fill = leave
     bench = benches(model)
-    callers += bench.ask(1, 2)
+    callers += bench.submit(1, 2)
     ready.set()
     model.wait_for("discard 0")
     callers.clear()
-    assert rows_of(bench.ask(3)[0]) == doubled(3)
+    assert rows_of(bench.submit(3)[0]) == doubled(3)
     assert model.batches == [[3]]
 
 
@@ -203,7 +203,7 @@ def test_a_batch_of_cancelled_requests_is_not_launched(benches: Make) -> None:
 def test_a_request_cancelled_in_flight_does_not_affect_the_others(benches: Make, position: int) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model)
-    callers = bench.ask(0, 1, 2)
+    callers = bench.submit(0, 1, 2)
     model.wait_for("finishing 0")
     assert callers[position].abandon()
     model.land()
@@ -225,9 +225,9 @@ def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
 ) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
-    in_the_air = bench.ask(1)
+    in_the_air = bench.submit(1)
     model.wait_for("finishing 0")
-    deadly = bench.ask(how[call])
+    deadly = bench.submit(how[call])
     for caller in (*in_the_air, *deadly):
         assert isinstance(caller.answer(), ModelFailed)
     assert len(bench.exits) == 1, (
@@ -244,9 +244,9 @@ def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
 def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, float]) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
-    deadly = bench.ask(how["finish"])
+    deadly = bench.submit(how["finish"])
     model.wait_for("finishing 0")
-    in_the_air = bench.ask(1)
+    in_the_air = bench.submit(1)
     model.wait_for("launch 1")
     model.land()
     for caller in (*deadly, *in_the_air):
@@ -259,12 +259,12 @@ def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, fl
 def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, last=False)
-    (deadly,) = bench.ask(DIES["finish"])
+    (deadly,) = bench.submit(DIES["finish"])
     model.wait_for("finishing 0")
     model.land()
     assert isinstance(deadly.answer(), ModelFailed)
     assert bench.instance.join(10)
-    (waits,) = bench.ask(1)
+    (waits,) = bench.submit(1)
     assert bench.scheduler.depth == 1
     assert not waits.is_settled
 
@@ -272,10 +272,10 @@ def test_a_sleeping_thread_ends_with_its_finisher_and_others_serve_the_queue(ben
 def test_the_finisher_s_death_is_reported_while_the_other_thread_hangs(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
-    deadly = bench.ask(DIES["finish"])
+    deadly = bench.submit(DIES["finish"])
     model.wait_for("finishing 0")
     model.hanging = "launch"
-    hangs = bench.ask(1)
+    hangs = bench.submit(1)
     model.wait_for("launch hangs")
     model.land()
     for caller in (*deadly, *hangs):
@@ -286,9 +286,9 @@ def test_the_finisher_s_death_is_reported_while_the_other_thread_hangs(benches: 
 def test_giving_up_answers_everything_that_was_pulled(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(3))
-    spoilt = bench.ask(1, RAISES["finish"], 3)
+    spoilt = bench.submit(1, RAISES["finish"], 3)
     model.wait_for("launch 0")
-    later = bench.ask(4, 5, 6)
+    later = bench.submit(4, 5, 6)
     model.wait_for("launch 1")
     model.land()
     model.wait_for("launch 2")  # in the air: 4, 5, 6 and 1; to be run again: the two others
@@ -302,7 +302,7 @@ def test_giving_up_answers_everything_that_was_pulled(benches: Make) -> None:
 def test_close_waits_for_batches_in_flight_and_retries(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(2))
-    spoilt = bench.ask(1, RAISES["finish"])
+    spoilt = bench.submit(1, RAISES["finish"])
     model.wait_for("launch 0")
     bench.scheduler.close()
     assert not bench.instance.join(0)
@@ -319,7 +319,7 @@ def test_close_waits_for_batches_in_flight_and_retries(benches: Make) -> None:
 
 def test_stage_times_are_those_of_the_batch(benches: Make) -> None:
     bench = benches(FakePipeline())
-    (caller,) = bench.ask(1, rows=3)
+    (caller,) = bench.submit(1, rows=3)
     answer = caller.answer()
     assert isinstance(answer, InferResponse)
     times = answer.times
@@ -334,7 +334,7 @@ def test_stage_times_are_those_of_the_batch(benches: Make) -> None:
 def test_an_instance_is_busy_for_the_time_that_does_not_overlap(benches: Make) -> None:
     model = FakePipeline(manual=True)
     bench = benches(model, BatchPolicy(1))
-    first, second = bench.ask(1, 2)
+    first, second = bench.submit(1, 2)
     model.wait_for("launch 1")
     model.land(2)
     answers = [first.answer(), second.answer()]

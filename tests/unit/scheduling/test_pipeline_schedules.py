@@ -34,7 +34,7 @@ class Leave:
 class Land:
     """So many flights come back."""
 
-    flights: int
+    batches: int
 
 
 BAD = [*RAISES.values()]
@@ -82,8 +82,8 @@ def play(
                 case Leave(number):
                     if requests_sent:
                         requests_sent[number % len(requests_sent)][3].abandon()
-                case Land(flights):
-                    model.land(flights)
+                case Land(batches):
+                    model.land(batches)
     finally:
         bench.close()
     assert model.most_open <= depth

@@ -79,8 +79,8 @@ def test_counts_stay_exact(steps: list[tuple[str, int]]) -> None:
             lanes = [lane for lane in queue.shape_queues if lane.count]
             if lanes:
                 lane = lanes[number % len(lanes)]
-                for taken in queue.take(lane, min(number + 1, lane.count)):
-                    model.remove(taken)
+                for used in queue.take(lane, min(number + 1, lane.count)):
+                    model.remove(used)
         elif model:
             chosen = model[number % len(model)]
             if step == "discard":
@@ -121,7 +121,7 @@ def test_a_lane_is_served_in_the_order_of_its_keys_and_loses_nothing(steps: list
                 assert queue.take(lane, count) == expected
             elif line:
                 places = list(range(number % 2, len(line), number % 3 + 1))[:count]
-                expected = [line[place] for place in places]
+                expected = [line[index] for index in places]
                 if places:
                     assert queue.skip(lane, places) == expected
                     line = [each for each in line if each not in expected]

@@ -16,7 +16,7 @@ from headrace.core.request import InferRequest
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, Quota, RateLimits
 
-from tests.support.fakes import FakeModel, ask, handle
+from tests.support.fakes import FakeModel, handle, infer_request
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
 SLOW = {rows: [50 * MS] for rows in (1, 2, 4, 8)}
@@ -32,7 +32,7 @@ def play(scenario: Scenario) -> FakeModel:
     return model
 
 
-async def begun(model: FakeModel) -> None:
+async def wait_started(model: FakeModel) -> None:
     assert await asyncio.to_thread(model.started.acquire, timeout=5)
 
 
@@ -45,14 +45,14 @@ def slow(mailbox: Mailbox, model: FakeModel, objective_ms: int = 120, **policy: 
 
 
 def now(value: float, **more: Any) -> InferRequest:
-    return ask(value, received_ns=monotonic_ns(), **more)
+    return infer_request(value, received_ns=monotonic_ns(), **more)
 
 
 def test_requests_that_would_miss_the_objective_are_refused_before_queueing() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = slow(mailbox, model)
         first = served.infer(now(1))
-        await begun(model)
+        await wait_started(model)
         waiting = [served.infer(now(value)) for value in range(8)]
         with pytest.raises(WouldMiss, match="due in 120 ms") as refused:
             served.infer(now(99))
@@ -78,7 +78,7 @@ def test_the_retry_time_of_a_full_queue_is_its_drain_time() -> None:
         served.latency_table.seed(SLOW)
         model.gate.clear()
         first = served.infer(now(1))
-        await begun(model)
+        await wait_started(model)
         waiting = [served.infer(now(value)) for value in range(16)]
         with pytest.raises(Overloaded, match="16 requests") as full:
             served.infer(now(99))
@@ -95,7 +95,7 @@ def test_rejections_do_not_delay_ordered_responses() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = slow(mailbox, model, preserve_ordering=True)
         first = served.infer(now(1))
-        await begun(model)
+        await wait_started(model)
         waiting = [served.infer(now(value)) for value in range(8)]
         with pytest.raises(WouldMiss):
             served.infer(now(99))
@@ -112,7 +112,7 @@ def test_a_request_deadline_is_enforced_without_an_objective() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = slow(mailbox, model, objective_ms=0)
         first = served.infer(now(1))
-        await begun(model)
+        await wait_started(model)
         with pytest.raises(WouldMiss, match="due in"):
             served.infer(now(2, deadline_ns=monotonic_ns() + 60 * MS))
         patient = served.infer(now(3, deadline_ns=monotonic_ns() + NS_PER_S))
@@ -173,7 +173,7 @@ def test_levels_have_separate_timeouts_and_bounds() -> None:
         served = handle(mailbox, model, batch=BatchPolicy(1), levels=3, level_policies=policies)
         model.gate.clear()
         first = served.infer(now(0))
-        await begun(model)
+        await wait_started(model)
         urgent = served.infer(now(1, priority=1))
         demoted = [served.infer(now(value, priority=2)) for value in (20, 21)]
         with pytest.raises(Overloaded, match="level 2"):
@@ -243,7 +243,7 @@ def test_a_blocking_caller_heeds_the_timeout_of_its_level() -> None:
         served = handle(mailbox, model, batch=BatchPolicy(1), levels=2, level_policies=policies)
         model.gate.clear()
         first = served.infer(now(0))
-        await begun(model)
+        await wait_started(model)
         with pytest.raises(QueueTimeout):
             await asyncio.to_thread(served.infer_blocking, now(1, priority=2))
         patient = asyncio.create_task(asyncio.to_thread(served.infer_blocking, now(2, priority=1)))

@@ -19,7 +19,7 @@ from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import RAISES, FakePipeline
-from tests.support.fakes import FakeModel, ask
+from tests.support.fakes import FakeModel, infer_request
 from tests.support.resident_rows import HostOwner, resident
 from tests.unit.scheduling.test_handle_pipeline import error_of, play, served
 
@@ -44,9 +44,9 @@ def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themsel
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(device=3, manual=True)
         handle = served(mailbox, model)
-        first = handle.infer(ask(1))
+        first = handle.infer(infer_request(1))
         await asyncio.to_thread(model.wait_for, "finishing 0")
-        sent = [located(2), ask(3, 2), located(4, 2, device=3), located(5, device=1)]
+        sent = [located(2), infer_request(3, 2), located(4, 2, device=3), located(5, device=1)]
         waiting = [handle.infer(each) for each in sent]
         model.let_go()
         await first
@@ -112,10 +112,10 @@ def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other() -> None
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline(manual=True)
         handle = served(mailbox, model)
-        first = handle.infer(ask(1))
+        first = handle.infer(infer_request(1))
         await asyncio.to_thread(model.wait_for, "finishing 0")
         rows = ResidentRows(1, PINNED, np.dtype(np.float32), (1, 2), None, gone)
-        waiting = [handle.infer(each) for each in (ask(2), request(rows), ask(3))]
+        waiting = [handle.infer(each) for each in (infer_request(2), request(rows), infer_request(3))]
         model.let_go()
         await first
         assert (await waiting[0]).outputs["y"].tolist() == [[4, 4]]
@@ -149,7 +149,7 @@ def test_the_memory_is_referenced_until_the_batch_ends_and_no_longer(
         model.let_go()
         await asyncio.wait([asyncio.ensure_future(error_of_or_none(waiting))])
         del waiting
-        await handle.infer(ask(5))  # whose flight has taken the place of the other
+        await handle.infer(infer_request(5))  # whose flight has taken the place of the other
         await asyncio.to_thread(handle.close, 10)
         gc.collect()
         assert owner() is None

@@ -20,7 +20,7 @@ from headrace.scheduling.instance import LONGEST_PAUSE_S, RestartTimers
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import DIES, FakePipeline
-from tests.support.fakes import DEATH, SPEC, FakeModel, ask
+from tests.support.fakes import DEATH, SPEC, FakeModel, infer_request
 
 LOST = -7.0
 Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
@@ -82,10 +82,10 @@ class Served:
 
     async def kill(self, value: float = DEATH) -> None:
         with pytest.raises(ModelFailed):
-            await self.handle.infer(ask(value))
+            await self.handle.infer(infer_request(value))
 
     async def answers(self) -> bool:
-        return (await self.handle.infer(ask(3))).outputs["y"].tolist() == [[6, 6]]
+        return (await self.handle.infer(infer_request(3))).outputs["y"].tolist() == [[6, 6]]
 
     async def close(self) -> None:
         assert await asyncio.to_thread(self.handle.close, 10)
@@ -111,13 +111,13 @@ def waiting_timers() -> list[threading.Timer]:
 @contextmanager
 def hearing(words: str) -> Iterator[threading.Semaphore]:
     """Yield a semaphore that is released for each log line with these words."""
-    heard = threading.Semaphore(0)
+    messages = threading.Semaphore(0)
     handler = logging.Handler()
-    handler.emit = lambda record: heard.release() if words in record.getMessage() else None  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.release() if words in record.getMessage() else None  # type: ignore[method-assign]
     logger = logging.getLogger("headrace.model")
     logger.addHandler(handler)
     try:
-        yield heard
+        yield messages
     finally:
         logger.removeHandler(handler)
 
@@ -156,7 +156,7 @@ def test_while_it_is_away_requests_are_refused_and_readiness_is_off(monkeypatch:
         with pytest.raises(Unavailable, match="died"):
             served.handle.admit()
         with pytest.raises(Unavailable, match="died"):
-            served.handle.infer(ask(1))
+            served.handle.infer(infer_request(1))
         await served.close()
         assert served.model.opened == 1, "nothing comes back to a version that is closed"
 
@@ -195,14 +195,14 @@ def test_no_restart_on_a_device_that_has_failed_permanently(monkeypatch: pytest.
         served = Served(mailbox)
         if opening:
             served.model.refused = [ExecutionLost("the GPU is gone")]
-        with hearing("is not restarted") as heard:
+        with hearing("is not restarted") as messages:
             await served.kill(DEATH if opening else LOST)
-            assert await asyncio.to_thread(heard.acquire, timeout=10)
+            assert await asyncio.to_thread(messages.acquire, timeout=10)
         assert not waiting_timers()
         assert served.model.opened == (2 if opening else 1)
         assert not served.handle.ready
         with pytest.raises(Unavailable, match="died"):
-            served.handle.infer(ask(1))
+            served.handle.infer(infer_request(1))
         await served.close()
 
     play(monkeypatch, scenario)
@@ -218,15 +218,15 @@ def test_no_restart_before_the_old_instance_has_ended(monkeypatch: pytest.Monkey
                 return first if self.opened == 1 else then
 
         served = Served(mailbox, model=Two())
-        waiting = served.handle.infer(ask(1))
+        waiting = served.handle.infer(infer_request(1))
         await asyncio.to_thread(first.wait_for, "finishing 0")
-        with hearing("restarts in") as heard:
+        with hearing("restarts in") as messages:
             await served.kill(DIES["launch"])
             assert served.deaths == [0]
             with pytest.raises(ModelFailed):
                 await waiting
             for _ in range(3):  # when it died, and each time that its timer came too early
-                assert await asyncio.to_thread(heard.acquire, timeout=10)
+                assert await asyncio.to_thread(messages.acquire, timeout=10)
         assert served.model.opened == 1, "the GPU still writes into its memory"
         first.let_go()
         assert await served.back.get() == 1
@@ -240,9 +240,9 @@ def test_no_restart_before_the_old_instance_has_ended(monkeypatch: pytest.Monkey
 def test_a_restore_starts_every_instance_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, instances=2)
-        with hearing("restarts in") as heard:
+        with hearing("restarts in") as messages:
             await served.kill()
-            assert await asyncio.to_thread(heard.acquire, timeout=10)
+            assert await asyncio.to_thread(messages.acquire, timeout=10)
         (timer,) = waiting_timers()
         assert await asyncio.to_thread(served.handle.evict, 10)
         await asyncio.to_thread(timer.function, *timer.args)  # its time is up

@@ -81,12 +81,12 @@ def test_a_spurious_interrupt_sleeps_again() -> None:
 def test_an_interrupted_sleeper_passes_its_wake_up_on() -> None:
     now_ns = 0
     scheduler = Scheduler(BatchPolicy(8, (), 3_600_000_000_000), clock=lambda: now_ns)
-    other, keeper = Puller(scheduler), Puller(scheduler)
+    other, timed = Puller(scheduler), Puller(scheduler)
     scheduler.enqueue([entry()])
-    keeper.asleep()  # now with an alarm, which the other need not set
+    timed.asleep()  # now with an alarm, which the other need not set
     assert scheduler._timed_sleepers == 1
-    keeper.interrupt()
-    assert keeper.result() is None
+    timed.interrupt()
+    assert timed.result() is None
     other.asleep()  # polled again: it was woken to keep the timeout
     assert scheduler._timed_sleepers == 1
     now_ns = 3_600_000_000_000

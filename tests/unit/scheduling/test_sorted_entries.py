@@ -43,35 +43,35 @@ def keyed(key: int) -> Entry:
 @settings(max_examples=examples(300))
 @given(STEPS)
 def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
-    found, line = SortedEntries(), []
+    result, line = SortedEntries(), []
     for step, number in steps:
         if step == "add":
             new = keyed(number)
             before = sum(each.key <= number for each in line)
-            assert found.add(new) == (before < len(line))
+            assert result.add(new) == (before < len(line))
             line.insert(before, new)
         elif step == "take":
-            assert found.take(number) == line[:number]
+            assert result.take(number) == line[:number]
             del line[:number]
         elif step == "remove" and line:
-            found.remove(line.pop(number % len(line)))
+            result.remove(line.pop(number % len(line)))
         elif step == "put back":
-            found.put_back(found.take(number))
+            result.put_back(result.take(number))
         elif step == "refill":
-            found.refill(list(found))
-        assert list(found) == line
-        assert list(reversed(found)) == line[::-1]
-        assert list(found.head(4)) == line[:4]
-        assert (bool(found), len(found)) == (bool(line), len(line))
-        assert not line or found.first is line[0]
+            result.refill(list(result))
+        assert list(result) == line
+        assert list(reversed(result)) == line[::-1]
+        assert list(result.head(4)) == line[:4]
+        assert (bool(result), len(result)) == (bool(line), len(line))
+        assert not line or result.first is line[0]
 
 
 @given(st.lists(KEYS, max_size=40), KEYS)
 def test_the_rank_of_an_entry(keys: list[int], key: int) -> None:
-    found = SortedEntries()
+    result = SortedEntries()
     for each in keys:
-        found.add(keyed(each))
+        result.add(keyed(each))
     count = sum(each <= key for each in keys)
-    assert found.is_at_end(key) == (count == len(keys))
+    assert result.is_at_end(key) == (count == len(keys))
     if count < len(keys):
-        assert found.before(key) == count
+        assert result.before(key) == count

@@ -17,11 +17,11 @@ def test_a_line_costs_so_much_a_batch_and_so_much_a_row() -> None:
 
 
 def test_between_two_sizes_the_time_is_interpolated_or_that_of_the_larger_one() -> None:
-    known = {"1": 100, "4": 400, "8": 480}
-    assert profile_of(known).compute.table(10)[1:] == tuple(
+    entry = {"1": 100, "4": 400, "8": 480}
+    assert profile_of(entry).compute.table(10)[1:] == tuple(
         round(us * 1000) for us in (100, 200, 300, 400, 420, 440, 460, 480, 480 + 380 / 7, 480 + 2 * 380 / 7)
     )
-    padded = profile_of({"compute": known, "padded": True}).compute.table(8)
+    padded = profile_of({"compute": entry, "padded": True}).compute.table(8)
     assert padded[1:] == (100_000, 400_000, 400_000, 400_000, 480_000, 480_000, 480_000, 480_000)
 
 
@@ -34,9 +34,9 @@ def test_a_file_has_steps(tmp_path: Path) -> None:
 
 
 def test_a_saved_profile_of_a_server_is_used() -> None:
-    known = dataplane.LatencyTable()
-    known.seed({1: [100_000, 120_000, 110_000], 8: [400_000]})
-    profile = profile_of({"name": "m", "version": "1", "profile": known.table()})
+    entry = dataplane.LatencyTable()
+    entry.seed({1: [100_000, 120_000, 110_000], 8: [400_000]})
+    profile = profile_of({"name": "m", "version": "1", "profile": entry.table()})
     assert profile.compute.table(8)[1::7] == (110_000, 400_000)
 
 

@@ -12,8 +12,8 @@ def made(load: Workload, models: int = 1, seed: int = 1) -> Trace:
 
 
 def counts(trace: Trace, slices: int) -> np.ndarray:
-    found, _ = np.histogram(trace.times_ns, slices, (0, trace.duration_ns))
-    return found
+    result, _ = np.histogram(trace.times_ns, slices, (0, trace.duration_ns))
+    return result
 
 
 @pytest.mark.parametrize("kind", ["poisson", "bursty", "diurnal"])
@@ -32,18 +32,18 @@ def test_only_bursts_are_burstier_than_poisson() -> None:
 
 def test_calm_and_bursts_have_their_rates_and_lengths() -> None:
     shape = ArrivalPattern("bursty", burst_factor=8, burst_s=1, calm_s=3)
-    found = counts(made(Workload(1000, 800, shape)), 8000)
+    result = counts(made(Workload(1000, 800, shape)), 8000)
     calm_hz = 1000 / (1 + 0.25 * 7)
-    assert np.median(found) == pytest.approx(calm_hz / 10, rel=0.1)
-    assert (found > 2 * calm_hz / 10).mean() == pytest.approx(0.25, abs=0.05)
-    assert np.percentile(found, 95) == pytest.approx(8 * calm_hz / 10, rel=0.15)
+    assert np.median(result) == pytest.approx(calm_hz / 10, rel=0.1)
+    assert (result > 2 * calm_hz / 10).mean() == pytest.approx(0.25, abs=0.05)
+    assert np.percentile(result, 95) == pytest.approx(8 * calm_hz / 10, rel=0.15)
 
 
 def test_a_day_swings_about_its_mean() -> None:
-    found = counts(made(Workload(1000, 100, ArrivalPattern("diurnal", period_s=50, swing=0.5))), 20)
-    assert found[:10].argmin() in (0, 9)
-    assert found[:10].argmax() in (4, 5)
-    assert found.max() / found.min() == pytest.approx(1.5 / 0.5, rel=0.15)
+    result = counts(made(Workload(1000, 100, ArrivalPattern("diurnal", period_s=50, swing=0.5))), 20)
+    assert result[:10].argmin() in (0, 9)
+    assert result[:10].argmax() in (4, 5)
+    assert result.max() / result.min() == pytest.approx(1.5 / 0.5, rel=0.15)
 
 
 def test_skew_and_rows_follow_their_weights() -> None:

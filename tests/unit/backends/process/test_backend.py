@@ -50,8 +50,8 @@ def test_tensors_there_and_back(load: Load, x: Array) -> None:
 def test_all_instances_run_in_one_child_process(load: Load) -> None:
     model = load(instances=3)
     executions = [model.execution(index) for index in range(3)]
-    found = {pid(execution.run(x_of(1))) for execution in executions}
-    assert found == set(isolated_children_of_this_process())
+    result = {pid(execution.run(x_of(1))) for execution in executions}
+    assert result == set(isolated_children_of_this_process())
     assert find_inner(model, "process_status") is model
     assert model.process_status == (True, "", 0)
     assert not is_pipelined(executions[0])
@@ -82,8 +82,8 @@ def test_batches_overlap_and_finish_in_order(load: Load) -> None:
     assert is_pipelined(execution)
     assert execution.depth == 2
     for _ in range(5):
-        flights = [fly(execution, 1, 2), fly(execution, 3)]
-        assert [values(execution.finish(flight)) for flight in flights] == [[2, 4], [6]]
+        batches = [fly(execution, 1, 2), fly(execution, 3)]
+        assert [values(execution.finish(batch)) for batch in batches] == [[2, 4], [6]]
     refused, launched, good = fly(execution, fragile.REFUSE), fly(execution, fragile.RAISE - 0.5), 7
     with pytest.raises(InputRefused):
         execution.finish(refused)
@@ -96,7 +96,7 @@ def test_batches_overlap_and_finish_in_order(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "prefix"),
     [
         ("refuse", "model:3: error: is refused (write another)"),
         (
@@ -107,12 +107,12 @@ def test_batches_overlap_and_finish_in_order(load: Load) -> None:
         ("hang", "m: error: its process died while it loaded the model: it did not load the model within 0.5 s"),
     ],
 )
-def test_a_model_that_cannot_be_loaded(load: Load, monkeypatch: pytest.MonkeyPatch, words: str, told: str) -> None:
+def test_a_model_that_cannot_be_loaded(load: Load, monkeypatch: pytest.MonkeyPatch, words: str, prefix: str) -> None:
     if words == "hang":
         monkeypatch.setattr(supervisor, "_LOAD_LIMIT_S", 0.5)
     with pytest.raises(ConfigError) as caught:
         load(words)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(prefix)
 
 
 def test_logs_of_the_process_appear_in_the_server_log(load: Load, caplog: pytest.LogCaptureFixture) -> None:

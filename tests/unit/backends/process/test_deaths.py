@@ -52,20 +52,20 @@ def test_a_batch_that_kills_its_process_fails_and_the_next_one_runs(
     assert pid(after) != before
     assert not alive(before)
     assert model.process_status == (True, "", 1)
-    (told,) = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
-    assert f"the process of m has died: {cause}, with 1 batches inside; the next in 0 s" in told
-    assert "printed by the child" in told, "its last words"
+    (message,) = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
+    assert f"the process of m has died: {cause}, with 1 batches inside; the next in 0 s" in message
+    assert "printed by the child" in message, "its last words"
 
 
 def test_only_the_batch_that_kills_the_process_fails(load: Load, tmp_path: Path) -> None:
     model = load("pipelined wait")
     execution = model.execution(0)
-    flights = [fly(execution, 1, fragile.ABORT), fly(execution, 4, 5)]
+    batches = [fly(execution, 1, fragile.ABORT), fly(execution, 4, 5)]
     (tmp_path / "go").touch()
     with pytest.raises(ModelFailed, match="SIGABRT"):
-        execution.finish(flights[0])
+        execution.finish(batches[0])
     third = fly(execution, 6)
-    assert values(execution.finish(flights[1])) == [8, 10]
+    assert values(execution.finish(batches[1])) == [8, 10]
     assert values(execution.finish(third)) == [12]
     assert model.process_status.restarts == 2, "together, then alone"
 
@@ -76,11 +76,11 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     (child,) = isolated_children_of_this_process()
     os.kill(child, signal.SIGSTOP)
     answers: list[list[float]] = []
-    asking = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
-    asking.start()
+    pending = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
+    pending.start()
     eventually(lambda: model._process.admission._inside)
     os.kill(child, signal.SIGKILL)
-    asking.join(20)
+    pending.join(20)
     assert answers == [[6]]
     eventually(lambda: model.process_status.restarts == 1)
 
@@ -88,21 +88,21 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
 def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Load, tmp_path: Path) -> None:
     model = load("pipelined")
     execution = model.execution(0)
-    flight = fly(execution, fragile.EXIT)
+    batch = fly(execution, fragile.EXIT)
     eventually(lambda: model.process_status.restarts == 1)
     waiting = fly(execution, 2)
     with pytest.raises(ModelFailed):
-        execution.finish(flight)
-    flights = [waiting, fly(execution, 2)]
+        execution.finish(batch)
+    batches = [waiting, fly(execution, 2)]
     overlapped = []
     for _ in range(40):
-        assert values(execution.finish(flights.pop(0))) == [4]
-        flights.append(fly(execution, 2))
-        overlapped.append(flights[0].handle.child is not None and flights[1].handle.child is not None)  # type: ignore[attr-defined]
+        assert values(execution.finish(batches.pop(0))) == [4]
+        batches.append(fly(execution, 2))
+        overlapped.append(batches[0].handle.child is not None and batches[1].handle.child is not None)  # type: ignore[attr-defined]
     assert not any(overlapped[:30]), "one at a time, for a while"
     assert all(overlapped[-5:])
-    for flight in flights:
-        assert values(execution.finish(flight)) == [4]
+    for batch in batches:
+        assert values(execution.finish(batch)) == [4]
 
 
 def test_the_other_instances_lose_nothing(load: Load, tmp_path: Path) -> None:
@@ -199,15 +199,15 @@ def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.M
 
 def test_unfinished_batches_do_not_block_others(load: Load, tmp_path: Path) -> None:
     model = load("pipelined wait", instances=2)
-    left, other = model.execution(0), model.execution(1)
-    flight, lost = fly(other, 7), fly(left, fragile.ABORT)
+    first_execution, other = model.execution(0), model.execution(1)
+    batch, lost = fly(other, 7), fly(first_execution, fragile.ABORT)
     assert lost.handle is not None
     (tmp_path / "go").touch()
-    closing = threading.Thread(target=left.close)
+    closing = threading.Thread(target=first_execution.close)
     closing.start()
     closing.join(20)
     assert not closing.is_alive()
-    assert values(other.finish(flight)) == [14]
+    assert values(other.finish(batch)) == [14]
     assert values(other.run(x_of(1))) == [2]
 
 

@@ -18,17 +18,17 @@ from tests.support.examples import examples
 
 
 def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
+    result: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(act())
+            result.append(act())
         except Exception as error:
-            found.append(error)
+            result.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    return thread, found
+    return thread, result
 
 
 def opened() -> BatchAdmission[str]:
@@ -48,10 +48,10 @@ def test_batches_are_inside_together() -> None:
 def test_batches_wait_for_a_process_and_enter_the_next_one() -> None:
     gate: BatchAdmission[str] = BatchAdmission()
     assert gate.enter("a", wait=False) is None
-    thread, found = in_thread(lambda: gate.enter("a", wait=True))
+    thread, result = in_thread(lambda: gate.enter("a", wait=True))
     gate.open("second")
     thread.join(10)
-    assert found == ["second"]
+    assert result == ["second"]
 
 
 def test_suspected_batches_run_alone_and_first() -> None:
@@ -65,14 +65,14 @@ def test_suspected_batches_run_alone_and_first() -> None:
     assert gate.enter("c", wait=False) is None, "while there are suspects"
     assert gate.enter("a", wait=False) == "second"
     assert gate.enter("b", wait=False) is None, "alone means alone"
-    thread, found = in_thread(lambda: gate.enter("b", wait=True))
+    thread, result = in_thread(lambda: gate.enter("b", wait=True))
     gate.leave("a")
     thread.join(10)
-    assert found == ["second"]
-    thread, found = in_thread(lambda: gate.enter("c", wait=True))
+    assert result == ["second"]
+    thread, result = in_thread(lambda: gate.enter("c", wait=True))
     gate.leave("b")
     thread.join(10)
-    assert found == ["second"]
+    assert result == ["second"]
     gate.leave("c")
 
 
@@ -133,9 +133,9 @@ def test_a_suspect_waits_until_the_process_is_empty() -> None:
 
 def test_refusals_end_with_the_next_process() -> None:
     gate = opened()
-    thread, found = in_thread(lambda: (gate.shut("gone for long"), gate.enter("a", wait=True)))
+    thread, result = in_thread(lambda: (gate.shut("gone for long"), gate.enter("a", wait=True)))
     thread.join(10)
-    assert isinstance(found[0], Unavailable)
+    assert isinstance(result[0], Unavailable)
     assert gate.refusal == "gone for long"
     with pytest.raises(Unavailable, match="gone for long"):
         gate.enter("a", wait=False)
@@ -147,13 +147,13 @@ def test_waiting_batches_get_refusals_and_the_shutdown() -> None:
     gate: BatchAdmission[str] = BatchAdmission()
     waiting = [in_thread(lambda name=name: gate.enter(name, wait=True)) for name in "ab"]  # type: ignore[misc]
     gate.shut("not soon")
-    for thread, found in waiting:
+    for thread, result in waiting:
         thread.join(10)
-        assert isinstance(found[0], Unavailable)
-    thread, found = in_thread(lambda: (gate.shut(""), gate.enter("c", wait=True)))
+        assert isinstance(result[0], Unavailable)
+    thread, result = in_thread(lambda: (gate.shut(""), gate.enter("c", wait=True)))
     gate.fail("never more")
     thread.join(10)
-    assert isinstance(found[0], ExecutionLost)
+    assert isinstance(result[0], ExecutionLost)
 
 
 @settings(max_examples=examples(200))

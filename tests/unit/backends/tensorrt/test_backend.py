@@ -50,11 +50,11 @@ def right(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
     """Begin, fill and launch."""
-    flight = execution.begin({"x": x[:1]}, len(x))
-    assert flight.inputs["x"].shape == x.shape
-    flight.inputs["x"][:] = x
-    execution.launch(flight)
-    return flight
+    batch = execution.begin({"x": x[:1]}, len(x))
+    assert batch.inputs["x"].shape == x.shape
+    batch.inputs["x"][:] = x
+    execution.launch(batch)
+    return batch
 
 
 def test_nothing_is_allocated_for_a_batch(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
@@ -101,23 +101,23 @@ def test_a_discarded_batch_does_not_affect_others(trt: Any, tmp_path: Path) -> N
 
 def test_a_gpu_that_has_failed_ends_the_execution(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
     with opened(build(tmp_path)) as execution:
-        flight = fly(execution, rows(3))
+        batch = fly(execution, rows(3))
         cuda.broken = True
         with pytest.raises(ExecutionLost, match=r"GPU 0 has failed, model\.plan runs there no more"):
-            execution.finish(flight)
+            execution.finish(batch)
         cuda.broken = False
 
 
 def test_instances_share_the_engine(cuda: LateCuda, trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.devices = 2
-    made = []
+    created = []
     real = trt.Runtime
-    monkeypatch.setattr(trt, "Runtime", lambda logger: made.append(logger) or real(logger))
+    monkeypatch.setattr(trt, "Runtime", lambda logger: created.append(logger) or real(logger))
     with opened(build(tmp_path), {**BATCHED, GPUS: "0,0,1"}, instances=3) as executions:
-        assert len(made) == 2, "one engine a GPU"
-        flights = [(execution, fly(execution, rows(n))) for n, execution in enumerate(executions, 1)]
-        for n, (execution, flight) in enumerate(flights, 1):
-            np.testing.assert_array_equal(execution.finish(flight)["y"], right(rows(n)))
+        assert len(created) == 2, "one engine a GPU"
+        batches = [(execution, fly(execution, rows(n))) for n, execution in enumerate(executions, 1)]
+        for n, (execution, batch) in enumerate(batches, 1):
+            np.testing.assert_array_equal(execution.finish(batch)["y"], right(rows(n)))
     with pytest.raises(ConfigError, match="GPU 5"), opened(tmp_path / "model.plan", {GPUS: "5"}):
         pass
 

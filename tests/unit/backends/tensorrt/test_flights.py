@@ -49,16 +49,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, compiled: Path) -> 
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 
 
-def parameters_of(one_graph_rows: str = "auto", most: int = 8, **parameters: str) -> dict[str, str]:
-    return {MAX_BATCH_SIZE: str(most), "one_graph_rows": one_graph_rows, **parameters}
+def parameters_of(one_graph_rows: str = "auto", max_rows: int = 8, **parameters: str) -> dict[str, str]:
+    return {MAX_BATCH_SIZE: str(max_rows), "one_graph_rows": one_graph_rows, **parameters}
 
 
 def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.nan) -> tuple[Any, list[HostOwner]]:
     """A flight some of whose rows are resident, in ones and in pairs; not launched yet."""
     rng = np.random.default_rng(seed)
-    flight = execution.begin({"x": x[:1]}, len(x))
-    assert flight.device == 0
-    flight.inputs["x"][:] = blank
+    batch = execution.begin({"x": x[:1]}, len(x))
+    assert batch.device == 0
+    batch.inputs["x"][:] = blank
     owners = []
     at = 0
     while at < len(x):
@@ -66,12 +66,12 @@ def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.
         if rng.random() < 0.7:
             values = resident(x[at : at + count], int(rng.choice([PINNED, 0])))
             owners.append(values.owner)
-            flight.resident_inputs.append(("x", at, values))
+            batch.resident_inputs.append(("x", at, values))
         else:
-            flight.inputs["x"][at : at + count] = x[at : at + count]
+            batch.inputs["x"][at : at + count] = x[at : at + count]
         at += count
-    rng.shuffle(flight.resident_inputs)
-    return flight, owners
+    rng.shuffle(batch.resident_inputs)
+    return batch, owners
 
 
 @pytest.mark.usefixtures("trt", "kernels")
@@ -82,13 +82,13 @@ def test_rows_are_read_in_place(tmp_path: Path, one_graph_rows: str, parameters:
         under_way: list[tuple[Any, Any, list[HostOwner]]] = []
         for number in range(40):
             x = rows(1 + number % 8, number)
-            flight, owners = mixed(execution, x, number)
-            execution.launch(flight)
-            under_way.append((flight, x, owners))
+            batch, owners = mixed(execution, x, number)
+            execution.launch(batch)
+            under_way.append((batch, x, owners))
             if len(under_way) == execution.depth or number == 39:
                 while under_way:
-                    flight, x, owners = under_way.pop(0)
-                    np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+                    batch, x, owners = under_way.pop(0)
+                    np.testing.assert_array_equal(execution.finish(batch)["y"], right(x))
                     assert not any(owner.copies for owner in owners), NO_OWNER
 
 
@@ -96,16 +96,16 @@ def test_rows_are_read_in_place(tmp_path: Path, one_graph_rows: str, parameters:
 def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path) -> None:
     def launched(execution: Any) -> tuple[Any, weakref.ref[HostOwner]]:
         x = rows(3)
-        flight = execution.begin({"x": x}, 3)
-        flight.resident_inputs.append(("x", 0, resident(x)))
-        owner = weakref.ref(flight.resident_inputs[0][2].owner)
-        execution.launch(flight)
-        return flight, owner
+        batch = execution.begin({"x": x}, 3)
+        batch.resident_inputs.append(("x", 0, resident(x)))
+        owner = weakref.ref(batch.resident_inputs[0][2].owner)
+        execution.launch(batch)
+        return batch, owner
 
     with opened(build(tmp_path), parameters_of()) as execution:
-        flight, owner = launched(execution)
-        execution.finish(flight)
-        del flight
+        batch, owner = launched(execution)
+        execution.finish(batch)
+        del batch
         assert owner() is None, "it is let go of when the flight has landed"
         owner = launched(execution)[1]  # whoever launched it dies
         gc.collect()
@@ -127,11 +127,11 @@ def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> N
     with opened(build(tmp_path, sums(), order), parameters_of(one_graph_rows)) as execution:
         for count in (1, 3, 8):
             a, b = np.random.default_rng(count).random((2, count, 5), np.float32)
-            flight = execution.begin({"a": a, "b": b}, count)
-            flight.inputs["a"][:] = a
-            flight.resident_inputs.append(("b", 0, resident(b, 0)))
-            execution.launch(flight)
-            np.testing.assert_array_equal(execution.finish(flight)["z"], a + b)
+            batch = execution.begin({"a": a, "b": b}, count)
+            batch.inputs["a"][:] = a
+            batch.resident_inputs.append(("b", 0, resident(b, 0)))
+            execution.launch(batch)
+            np.testing.assert_array_equal(execution.finish(batch)["z"], a + b)
 
 
 @pytest.mark.usefixtures("trt")
@@ -139,9 +139,9 @@ def test_without_the_kernel_batches_have_no_resident_rows(tmp_path: Path) -> Non
     with closing(TensorRtBackend().load(build(tmp_path), 1, parameters_of())) as model:
         assert model.resident_devices == frozenset()
         with closing(model.execution(0)) as execution:
-            flight = execution.begin({"x": rows(1)}, 1)
-            assert flight.device is None
-            execution.discard(flight)
+            batch = execution.begin({"x": rows(1)}, 1)
+            assert batch.device is None
+            execution.discard(batch)
 
 
 @pytest.mark.usefixtures("trt", "kernels")
@@ -172,16 +172,16 @@ def test_a_small_batch_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch: 
 )
 def test_waits_spin_or_sleep(tmp_path: Path, wait: str, spins: list[bool]) -> None:
     with opened(build(tmp_path), parameters_of("2", wait=wait)) as execution:
-        found = []
+        result = []
         for count in (2, 8):
             x = rows(count)
-            flight = execution.begin({"x": x}, count)
-            flight.inputs["x"][:] = x
-            execution.launch(flight)
-            berth = flight.handle.slot
-            found.append(berth.finished is berth.copied_out[True])
-            np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
-        assert found == spins
+            batch = execution.begin({"x": x}, count)
+            batch.inputs["x"][:] = x
+            execution.launch(batch)
+            buffer_slot = batch.handle.slot
+            result.append(buffer_slot.finished is buffer_slot.copied_out[True])
+            np.testing.assert_array_equal(execution.finish(batch)["y"], right(x))
+        assert result == spins
 
 
 # The table
@@ -211,9 +211,9 @@ def test_batches_that_are_faster_as_they_are(cuda: LateCuda, trt: Any, tmp_path:
         assert execution._resources.tuning_result.exact == {3, 5, 6, 7}
         contexts, live, graphs = trt.state.contexts, set(cuda.live), set(cuda.graphs)
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 5, 3):
-            flight = execution.begin({"x": rows(count)}, count)
-            assert flight.handle.context.rows == count
-            execution.discard(flight)
+            batch = execution.begin({"x": rows(count)}, count)
+            assert batch.handle.context.rows == count
+            execution.discard(batch)
             np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
         assert (trt.state.contexts, cuda.live, cuda.graphs) == (contexts, live, graphs), (
             "all of it is there from the start"
@@ -222,11 +222,11 @@ def test_batches_that_are_faster_as_they_are(cuda: LateCuda, trt: Any, tmp_path:
 
 @pytest.mark.usefixtures("trt")
 def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    probes: list[int] = []
 
     def fair(whole_us: float, staged_us: float) -> bool:
-        asked.append(1)
-        return len(asked) < 3
+        probes.append(1)
+        return len(probes) < 3
 
     monkeypatch.setattr(tensorrt_tuning, "costs_little_more", fair)
     with opened(build(tmp_path), parameters_of(), instances=2) as executions:
@@ -234,7 +234,7 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
             assert execution._resources.tuning_result.one_graph == {1, 2}
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
-    assert len(asked) == 3, "the second instance is told what the first has found"
+    assert len(probes) == 3, "the second instance is told what the first has found"
 
 
 PICTURES = ImageRecipe(by="server", crop=(5, 7), mean=(120.0, 110.0, 100.0), std=(60.0, 50.0, 40.0))
@@ -281,15 +281,15 @@ def test_few_images_are_prepared_in_place(
             fetched.clear()
             for number, count in enumerate((1, 2, 3, 4, 5, 8, 1)):
                 sent = np.random.default_rng(number).integers(0, 256, (count, 5, 7, 3), dtype=np.uint8)
-                flight, owners = mixed(execution, sent, number, 0xA5)
-                execution.launch(flight)
-                found = execution.finish(flight)
+                batch, owners = mixed(execution, sent, number, 0xA5)
+                execution.launch(batch)
+                result = execution.finish(batch)
                 assert not any(owner.copies for owner in owners), NO_OWNER
                 tensor = reference.prepare(sent, PICTURES, FLOAT).reshape(count, -1)
                 best, numbers = reference.rank(tensor, 3, False)
-                np.testing.assert_array_equal(found["numbers"], numbers)
-                np.testing.assert_array_equal(found["best"], best)
-                np.testing.assert_array_equal(found["z"], 2 * tensor)
+                np.testing.assert_array_equal(result["numbers"], numbers)
+                np.testing.assert_array_equal(result["best"], best)
+                np.testing.assert_array_equal(result["z"], 2 * tensor)
             assert not fetched
 
 
@@ -297,9 +297,9 @@ def test_few_images_are_prepared_in_place(
 @pytest.mark.parametrize("refused", [False, True])
 def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     monkeypatch.setattr(tensorrt_tuning, "costs_little_more", lambda whole_us, staged_us: False)
-    asked: list[float] = []
+    probes: list[float] = []
     monkeypatch.setattr(
-        tensorrt_tuning, "is_faster", lambda whole_us, staged_us: asked.append(whole_us) or len(asked) < 3
+        tensorrt_tuning, "is_faster", lambda whole_us, staged_us: probes.append(whole_us) or len(probes) < 3
     )
     flown: list[int] = []
     fly = PreparedContext.launch_batch_graph
@@ -312,27 +312,27 @@ def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.
             execution._resources.tuning_result.one_graph_when_idle,
         ) == (frozenset(), {1, 2})
         assert execution.prompt
-        assert min(asked) > 0
+        assert min(probes) > 0
         if refused:
             for lane in execution._resources._contexts.values():
                 lane.drop_batch_graphs()
         for seed, order in enumerate(np.random.default_rng(3).integers(1, 9, (40, 3))):
             flown.clear()
-            flights = []
+            batches = []
             for number, count in enumerate(map(int, order)):
                 x = rows(count, seed + number)
-                flight, owners = mixed(execution, x, seed) if seed % 2 else (execution.begin({"x": x}, count), [])
+                batch, owners = mixed(execution, x, seed) if seed % 2 else (execution.begin({"x": x}, count), [])
                 if not owners:
-                    flight.inputs["x"][:] = x
-                execution.launch(flight)
-                flights.append((flight, x, owners))
+                    batch.inputs["x"][:] = x
+                execution.launch(batch)
+                batches.append((batch, x, owners))
                 expected = [] if order[0] > 2 or refused else [order[0]]
                 assert flown == expected, "only the first of them has nobody beside it"
-                assert (flight.handle.slot.finished is flight.handle.slot.copied_out[True]) == (
+                assert (batch.handle.slot.finished is batch.handle.slot.copied_out[True]) == (
                     not number and bool(expected)
                 )
-            for flight, x, _ in flights:
-                np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+            for batch, x, _ in batches:
+                np.testing.assert_array_equal(execution.finish(batch)["y"], right(x))
 
 
 @pytest.mark.usefixtures("trt")

@@ -70,7 +70,7 @@ def test_a_reloaded_plan_books_its_earlier_size_whatever_else_uses_the_gpu(
     other.mkdir()
     plans = [plan, plan, (other / "same.plan").resolve()]
     plans[2].write_bytes(plan.read_bytes())
-    taken, choices = [], []
+    used, choices = [], []
     noise = itertools.count()
 
     def measured(*_: object) -> float:
@@ -87,11 +87,11 @@ def test_a_reloaded_plan_books_its_earlier_size_whatever_else_uses_the_gpu(
         ):
             resources = execution._resources
             booked = {(h.gpu, h.kind): h.size_bytes for h in ledger.holdings()}
-            taken.append(
+            used.append(
                 (len(resources._contexts), len(resources._shared_contexts), len(cuda.graphs), len(cuda.live), booked)
             )
             choices.append(resources.tuning_result)
-    assert taken[1:] == taken[:1] * 2
+    assert used[1:] == used[:1] * 2
     assert choices[1:] == choices[:1] * 2
 
 
@@ -143,11 +143,11 @@ def test_no_more_is_remembered_than_a_bounded_number(
 ) -> None:
     monkeypatch.setattr(tensorrt_plan, "_MAX_TUNING_RESULTS", 2)
     plan = build(tmp_path)
-    for most in "12345":
+    for max_batch in "12345":
         with (
-            closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: most})) as model,
+            closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: max_batch})) as model,
             closing(model.execution(0)),
         ):
             pass
-    kept = list(load().tuning_results)
-    assert [how[0].max_rows for _, _, how in kept] == [4, 5]  # type: ignore[index, misc]
+    names = list(load().tuning_results)
+    assert [how[0].max_rows for _, _, how in names] == [4, 5]  # type: ignore[index, misc]

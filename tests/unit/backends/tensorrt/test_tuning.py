@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 
 def test_the_latency_of_a_batch_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
-    for took_us, flights, middle in (
+    for took_us, batches, middle in (
         ([5.0, 9.0, 1.0, 7.0, 2.0, 3.0, 4.0, 8.0, 6.0], 9, 5.0),
         ([9_000.0, 1.0], 2, 9_000.0),
     ):
-        now_us, made = [0.0], list[int]()
+        now_us, created = [0.0], list[int]()
 
-        def fly(took_us: list[float] = took_us, made: list[int] = made, now_us: list[float] = now_us) -> None:
-            now_us[0] += 1e6 if not made else took_us[len(made) - 1]
-            made.append(1)
+        def fly(took_us: list[float] = took_us, created: list[int] = created, now_us: list[float] = now_us) -> None:
+            now_us[0] += 1e6 if not created else took_us[len(created) - 1]
+            created.append(1)
 
         monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda now_us=now_us: round(now_us[0] * 1000))
         assert latency_us(fly) == pytest.approx(middle)
-        assert len(made) == 1 + flights
+        assert len(created) == 1 + batches
 
 
 def test_sizes_that_get_a_bucket() -> None:
@@ -37,14 +37,14 @@ def test_sizes_that_get_a_bucket() -> None:
 @given(st.lists(st.integers(1, 300), min_size=1, unique=True), st.randoms(use_true_random=False))
 def test_every_batch_size_has_a_bucket(found: list[int], random: Any) -> None:
     timings = {rows: BucketTiming(random.uniform(1, 100), random.uniform(1, 100)) for rows in found}
-    kept = useful_buckets(timings)
-    exact = exact_rows(kept, timings)
-    choice = TuningResult(kept, frozenset(), timings, exact)
-    assert kept[-1] == max(found)
-    assert not exact & set(kept)
+    useful = useful_buckets(timings)
+    exact = exact_rows(useful, timings)
+    choice = TuningResult(useful, frozenset(), timings, exact)
+    assert useful[-1] == max(found)
+    assert not exact & set(useful)
     for count in range(1, max(found) + 1):
         run = choice.padded(count)
-        assert run == count if count in exact else run in kept and run >= count
+        assert run == count if count in exact else run in useful and run >= count
 
 
 def test_rows_between_buckets_are_interpolated() -> None:
@@ -62,12 +62,12 @@ def test_finer_buckets_are_within_the_profiles() -> None:
 
 @pytest.mark.parametrize(("batch_us", "calls"), [(10.0, 1 + 1 + 4 * 8), (9_000.0, 1 + 1 + 2), (50_000.0, 1 + 1 + 1)])
 def test_slow_batches_are_measured_less_often(monkeypatch: pytest.MonkeyPatch, batch_us: float, calls: int) -> None:
-    now_us, made = [0.0], []
+    now_us, created = [0.0], []
 
     def queue() -> None:
-        made.append(1)
+        created.append(1)
         now_us[0] += batch_us
 
     monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda: int(now_us[0] * 1000))
     assert measured_us(queue, lambda: None) == batch_us
-    assert len(made) == calls
+    assert len(created) == calls

@@ -89,31 +89,31 @@ def test_an_engine_that_would_not_be_served_is_refused_with_the_change(
     file: str, text: str, target: Any, refusal: str, tmp_path: Path
 ) -> None:
     project = project_of(tmp_path, text, file)
-    found = forecast(project, target, with_gpu(), None)
-    assert refusal in found.refusal
-    assert bool(found.refusal) == bool(refusal)
+    result = forecast(project, target, with_gpu(), None)
+    assert refusal in result.refusal
+    assert bool(result.refusal) == bool(refusal)
     assert [path.name for path in (project.folder.path / "1").iterdir()] == ["model.onnx"], "nothing is left behind"
 
 
 def test_without_a_gpu_the_cpu_serves_and_its_engines_too(tmp_path: Path) -> None:
     project = project_of(tmp_path, "optimization: {precision: int8, calibration: {data: a.npz}}\n")
-    found = forecast(project, ONNXRUNTIME, without_gpu(), None)
-    assert (found.refusal, found.not_served) == ("", "")
-    assert found.current is not None
-    assert current_serving_text(found.current) == "model.onnx, ONNX Runtime on the CPU"
+    result = forecast(project, ONNXRUNTIME, without_gpu(), None)
+    assert (result.refusal, result.not_served) == ("", "")
+    assert result.current is not None
+    assert current_serving_text(result.current) == "model.onnx, ONNX Runtime on the CPU"
 
 
 def test_a_model_that_waits_for_its_engine_is_served_by_nothing_now(tmp_path: Path) -> None:
     project = project_of(tmp_path, "instance_group: [{kind: KIND_GPU}]\nmax_batch_size: 8\n")
-    found = forecast(project, TENSORRT, with_gpu(), None)
-    assert found.current is None
+    result = forecast(project, TENSORRT, with_gpu(), None)
+    assert result.current is None
 
 
 def test_a_version_excluded_by_the_policy_is_not_reported_as_served(tmp_path: Path) -> None:
     project = project_of(tmp_path, "max_batch_size: 8\n", versions=2)
-    found = forecast(project, TENSORRT, with_gpu(), None)
-    assert found.refusal == ""
-    assert found.not_served == (
+    result = forecast(project, TENSORRT, with_gpu(), None)
+    assert result.refusal == ""
+    assert result.not_served == (
         "version 1 is not served: version_policy serves 2: write version_policy: {specific: {versions: [1]}} in config.yaml"
     )
 
@@ -133,9 +133,9 @@ def test_an_engine_of_a_read_only_folder_goes_to_the_state_folder(
     state = tmp_path / "state"
     words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime")
     assert main([*words, "--state-dir", str(state)]) == 0
-    place = engine_folder(state, project.folder.path, 1)
-    assert f"m: published in {place}: the model's folder cannot be written" in capsys.readouterr().out
+    index = engine_folder(state, project.folder.path, 1)
+    assert f"m: published in {index}: the model's folder cannot be written" in capsys.readouterr().out
     assert [path.name for path in (project.folder.path / "1").iterdir()] == ["model.onnx"]
-    plan = serving_plan(project.folder, 1, without_gpu(), place)
+    plan = serving_plan(project.folder, 1, without_gpu(), index)
     assert plan.artefact is not None
-    assert plan.artefact.parent == place
+    assert plan.artefact.parent == index

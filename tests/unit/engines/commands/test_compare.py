@@ -127,8 +127,8 @@ def test_layers_that_fp8_leaves_in_fp16_are_noted(tmp_path: Path) -> None:
         model = networks.network(text, networks.weights(w=(4, 4, 1, 1)), ("N", 4, 8, 8))
         project = write_project(folder, model, networks.inputs_of(model, 16))
         target, store = _NoFp8Convolutions(), Store(folder / "store")
-        found = compare(project, target, store, ("fp32", "fp8"), (1,), 0.02, {}, build_directly)
-        return [row.remark for row in found.rows]
+        result = compare(project, target, store, ("fp32", "fp8"), (1,), 0.02, {}, build_directly)
+        return [row.remark for row in result.rows]
 
     assert remarks("y = Conv(x, w)", tmp_path / "a") == ["", "convolutions run in fp16: TensorRT 10.6.0 is too old"]
     assert remarks("y = Add(x, x)", tmp_path / "b") == ["", ""]

@@ -135,12 +135,12 @@ def test_entries_and_what_is_published_are_listed(place: _Place) -> None:
     (place.repository / "broken" / "1" / STAMP_FILE).write_text("{")
     unused = place.add_entry("unused")
     document = place.json("ls")
-    found = {one["model"]: (one["state"], one["problem"]) for one in document["published"]}
-    assert found["here"] == ("used", None)
-    assert found["there"] == ("foreign", f"for {ELSEWHERE}")
-    assert found["stale"] == ("stale", "built for another configuration (precision int8)")
-    assert found["other"] == ("stale", "built from another model.onnx")
-    assert found["broken"][0] == "damaged"
+    result = {one["model"]: (one["state"], one["problem"]) for one in document["published"]}
+    assert result["here"] == ("used", None)
+    assert result["there"] == ("foreign", f"for {ELSEWHERE}")
+    assert result["stale"] == ("stale", "built for another configuration (precision int8)")
+    assert result["other"] == ("stale", "built from another model.onnx")
+    assert result["broken"][0] == "damaged"
     published = {one["facts"]["model"]: one["published"] for one in document["store"]["entries"]}
     assert published["here"] == ["here/1"]
     assert published["unused"] == []
@@ -170,9 +170,9 @@ def test_a_model_whose_configuration_is_wrong_is_stale_for_that_reason(place: _P
     place.add_model("m")
     place.publish("m")
     (place.repository / "m" / "config.yaml").write_text("max_batch_sise: 32\n")
-    (found,) = place.json("ls")["published"]
-    assert found["state"] == "stale"
-    assert "max_batch_sise" in found["problem"]
+    (result,) = place.json("ls")["published"]
+    assert result["state"] == "stale"
+    assert "max_batch_sise" in result["problem"]
 
 
 def test_tensorrt_is_loaded_only_for_its_engines(place: _Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,10 @@ def test_models_of_pictures_have_pictures(demo_repository, name):
 
 @pytest.mark.slow
 def test_no_picture_is_there_twice_and_all_are_the_same_every_time():
-    made = samples.build_photographs()
-    assert len(set(made.values())) == len(made) == 112
-    assert samples.build_photographs() == made
-    assert sum(map(len, made.values())) < 4 << 20
+    created = samples.build_photographs()
+    assert len(set(created.values())) == len(created) == 112
+    assert samples.build_photographs() == created
+    assert sum(map(len, created.values())) < 4 << 20
 
 
 def test_sample_code_is_not_part_of_the_model_digest():

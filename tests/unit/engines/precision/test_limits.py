@@ -49,10 +49,10 @@ def test_a_layer_that_overflows_stays_fp32_and_answers_finite() -> None:
     ).any()
     keep = kept(model, x=x)
     assert keep == {"large", "squashed"}
-    found = OnnxRunner(cast_model(model, "fp16", keep), ["large_out", "last_out"], optimize=False).run({"x": x})
-    assert found["large_out"].dtype == np.float32
-    assert float(found["large_out"].max()) == pytest.approx(1e5)
-    np.testing.assert_allclose(found["last_out"], x * 2.5, rtol=2e-3)
+    result = OnnxRunner(cast_model(model, "fp16", keep), ["large_out", "last_out"], optimize=False).run({"x": x})
+    assert result["large_out"].dtype == np.float32
+    assert float(result["large_out"].max()) == pytest.approx(1e5)
+    np.testing.assert_allclose(result["last_out"], x * 2.5, rtol=2e-3)
     assert kept(model, "bf16", x=x) == set()
 
 
@@ -157,10 +157,10 @@ def test_angles_of_rotary_positions_stay() -> None:
 
 
 def test_long_softmax_stays() -> None:
-    for size, found in ((4096, set()), (4097, {"softmax"})):
+    for size, result in ((4096, set()), (4097, {"softmax"})):
         net = Network()
         model = net.model(net.node("Softmax", net.input("x", ["N", size]), axis=-1, name="softmax"))
-        assert kept(model) == found
+        assert kept(model) == result
 
 
 def test_nodes_without_names_are_refused() -> None:

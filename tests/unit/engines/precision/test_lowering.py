@@ -37,8 +37,8 @@ def lowered(
 
 def quantized(model: onnx.ModelProto) -> set[str]:
     """Names of the nodes that read what a DequantizeLinear makes at both of their first inputs."""
-    made = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-    return {node.name for node in model.graph.node if len(node.input) > 1 and made.issuperset(node.input[:2])}
+    created = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    return {node.name for node in model.graph.node if len(node.input) > 1 and created.issuperset(node.input[:2])}
 
 
 def upsampler() -> onnx.ModelProto:
@@ -95,9 +95,9 @@ def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) ->
     names = quantizable(simplify(model))
     assert quantizable(simplify(model), "tensorrt", "fp8") == ["gemm0", "gemm1"]
     assert len(names) == 4
-    made = lowered(model, tmp_path, "tensorrt", "fp8", min_cosine=1.0).model
-    assert made.opset_import[0].version >= FP8_OPSET
-    assert quantized(made)
+    created = lowered(model, tmp_path, "tensorrt", "fp8", min_cosine=1.0).model
+    assert created.opset_import[0].version >= FP8_OPSET
+    assert quantized(created)
 
 
 @pytest.mark.parametrize("settings", [{"min_cosine": 0.0, "min_top1_agreement": 0.0}, {"min_cosine": 1.0}])
@@ -111,10 +111,10 @@ def test_convolutions_are_fp16_without_pairs_if_the_target_has_no_fp8_kernel(
     assert one.without is not None
     again = one.without(["node_c1"])
     assert again is not None
-    for made, element_type in ((one, TensorProto.FLOAT16), (again, TensorProto.FLOAT)):
-        assert quantized(made.model) == {"node_y"}
-        assert made.float_nodes == ()
-        graph = OnnxGraph(copy_model(made.model))
+    for created, element_type in ((one, TensorProto.FLOAT16), (again, TensorProto.FLOAT)):
+        assert quantized(created.model) == {"node_y"}
+        assert created.float_nodes == ()
+        graph = OnnxGraph(copy_model(created.model))
         convolutions = [node for node in graph.nodes if node.op_type == "Conv"]
         assert {graph.element_type(name) for node in convolutions for name in node.input} == {element_type}
         pairs = {node.op_type: node.input[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
@@ -134,14 +134,14 @@ def test_a_model_without_products_is_rejected_if_the_target_has_no_fp8_convoluti
 
 def test_other_layers_are_fp16_if_they_have_a_kernel(tmp_path: Path) -> None:
     model = networks.residual()
-    made = lowered(model, tmp_path, "tensorrt", "fp8", min_top1_agreement=0.0, min_cosine=0.0)
+    created = lowered(model, tmp_path, "tensorrt", "fp8", min_top1_agreement=0.0, min_cosine=0.0)
     x = networks.inputs_of(model)
     plain = OnnxRunner(model).run(x)["y"]
-    assert made.without is not None
-    other = made.without(["node_c1"])
+    assert created.without is not None
+    other = created.without(["node_c1"])
     assert other is not None
-    assert (made.float_nodes, other.float_nodes) == ((), ())
-    for one, element_type in ((made, TensorProto.FLOAT16), (other, TensorProto.FLOAT)):
+    assert (created.float_nodes, other.float_nodes) == ((), ())
+    for one, element_type in ((created, TensorProto.FLOAT16), (other, TensorProto.FLOAT)):
         onnx.checker.check_model(one.model, full_check=True)
         graph = OnnxGraph(copy_model(one.model))
         pairs = [node for node in graph.nodes if node.op_type == "DequantizeLinear"]
@@ -180,7 +180,7 @@ def test_constants_that_two_layers_share_are_corrected_for_each(target: str, tmp
     weights = np.random.default_rng(3).uniform(0.0, 0.02, (4, 4, 3, 3))
     weights[:, 0, 0, 0] = 2.0
     model = networks.network(text, {"w": weights, "b": np.full(4, 0.1)}, ("N", 4, 8, 8))
-    made = lowered(model, tmp_path, target, min_cosine=0.0, min_top1_agreement=0.0).model
+    created = lowered(model, tmp_path, target, min_cosine=0.0, min_top1_agreement=0.0).model
     names = {"node_a", "node_c", "node_y"}
-    assert quantized(made) == names
-    assert len({node.input[2] for node in made.graph.node if node.name in names}) == 3
+    assert quantized(created) == names
+    assert len({node.input[2] for node in created.graph.node if node.name in names}) == 3

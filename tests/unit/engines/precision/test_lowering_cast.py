@@ -144,8 +144,8 @@ def test_subgraphs_read_fp32_by_the_old_names() -> None:
     product = net.node("MatMul", x, net.weight(4, 4), name="product")
     branches = []
     for operator in ("Neg", "Abs"):
-        made = helper.make_tensor_value_info(operator, TensorProto.FLOAT, None)
-        branches.append(helper.make_graph([helper.make_node(operator, [product], [operator])], operator, [], [made]))
+        created = helper.make_tensor_value_info(operator, TensorProto.FLOAT, None)
+        branches.append(helper.make_graph([helper.make_node(operator, [product], [operator])], operator, [], [created]))
     positive = net.node("Greater", net.node("ReduceSum", product, keepdims=0), net.constant(0.0), name="positive")
     chosen = net.node("If", positive, then_branch=branches[0], else_branch=branches[1], name="choice")
     model = net.model(net.node("MatMul", chosen, net.weight(4, 4), name="last"))
@@ -188,9 +188,9 @@ def test_constants_beyond_the_format_saturate() -> None:
     clipped = net.node("Clip", x, net.constant(0.0), net.constant(3e38), name="clip")
     masked = net.node("Add", clipped, net.constant([0.0, -1e9, 0.0, -np.inf]), name="mask")
     written = cast_model(net.model(net.node("Softmax", masked, name="softmax")), "fp16")
-    found = {t.name: onnx.numpy_helper.to_array(t) for t in written.graph.initializer}
-    assert found["constant1/fp16"] == 65504
-    np.testing.assert_array_equal(found["constant2/fp16"], [0, -32752, 0, -np.inf])
+    result = {t.name: onnx.numpy_helper.to_array(t) for t in written.graph.initializer}
+    assert result["constant1/fp16"] == 65504
+    np.testing.assert_array_equal(result["constant2/fp16"], [0, -32752, 0, -np.inf])
 
 
 @pytest.mark.parametrize("written_out", [False, True])

@@ -71,11 +71,11 @@ def test_the_sensitive_layer_ranks_first_and_only_it_is_excluded(target: str) ->
 
 def test_a_layer_that_produces_nan_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(model: onnx.ModelProto, ranges: object, target: str, precision: str, keep: list[str]) -> onnx.ModelProto:
-        made = quantize(model, ranges, target, precision, keep)  # type: ignore[arg-type]
-        for tensor in [] if "conv2" in keep else made.graph.initializer:
+        created = quantize(model, ranges, target, precision, keep)  # type: ignore[arg-type]
+        for tensor in [] if "conv2" in keep else created.graph.initializer:
             if tensor.data_type == onnx.TensorProto.FLOAT:
                 tensor.CopyFrom(numpy_helper.from_array(np.full(tensor.dims, np.nan, np.float32), tensor.name))
-        return made
+        return created
 
     monkeypatch.setattr("headrace_engines.precision.lowering.quantize", broken)
     model = chain(3, harmed=1)

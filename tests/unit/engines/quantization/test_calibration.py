@@ -44,12 +44,12 @@ def test_ranges_are_those_of_the_tensors():
 
 def test_methods_differ():
     model = models.affine()
-    found = {
+    result = {
         method: _found(model, ["XWB"], _samples(4000), Calibration(method=method, percentile=99.0))["XWB"]
         for method in ("minmax", "percentile", "entropy", "mse")
     }
-    assert found["percentile"][1] < found["minmax"][1]
-    assert found["mse"] != found["minmax"]
+    assert result["percentile"][1] < result["minmax"][1]
+    assert result["mse"] != result["minmax"]
 
 
 def test_a_table_serves_again_until_something_changes(tmp_path, monkeypatch):

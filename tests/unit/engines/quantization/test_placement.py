@@ -29,10 +29,10 @@ def placed(model: onnx.ModelProto, target: str, precision: str = "int8", keep: t
 def edges(model: onnx.ModelProto, precision: str = "int8", keep: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """By operator, for TensorRT: what is read through pairs, as "node:tensor"."""
     nodes = {node.name: node for node in model.graph.node}
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name, index in placed(model, "tensorrt", precision, keep).edges:
-        found.setdefault(nodes[name].op_type, []).append(f"{name}:{nodes[name].input[index]}")
-    return found
+        result.setdefault(nodes[name].op_type, []).append(f"{name}:{nodes[name].input[index]}")
+    return result
 
 
 def small(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
@@ -41,14 +41,14 @@ def small(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
 
 
 def test_tensorrt_quantises_the_stem_every_product_and_the_shortcuts() -> None:
-    found = edges(simple("residual"))
-    assert found["Conv"][0] == "node_stem:x"
-    assert len(found["Conv"]) == 6
-    assert found["Gemm"] == ["node_y:flat"]
+    result = edges(simple("residual"))
+    assert result["Conv"][0] == "node_stem:x"
+    assert len(result["Conv"]) == 6
+    assert result["Gemm"] == ["node_y:flat"]
     # Of two convolutions the deeper is fused with the addition, wherever it stands; else the shortcut is what is no convolution.
-    assert found["Add"] == ["node_a:down", "node_c:ar"]
-    assert found["GlobalAveragePool"] == ["node_mean:cr"]
-    assert "MaxPool" not in found
+    assert result["Add"] == ["node_a:down", "node_c:ar"]
+    assert result["GlobalAveragePool"] == ["node_mean:cr"]
+    assert "MaxPool" not in result
 
 
 def test_tensorrt_adds_no_pair_to_an_addition_without_quantised_readers() -> None:
@@ -73,25 +73,25 @@ def test_tensorrt_adds_no_pair_to_a_residual_branch_with_an_excluded_side() -> N
 
 
 def test_tensorrt_quantises_gates_and_averages_but_not_activations() -> None:
-    found = edges(simple("squeeze_excite"))
-    assert found["GlobalAveragePool"] == ["node_m:dr"]
-    assert found["Mul"] == ["node_gated:dr", "node_gated:gate"]
-    assert found["Add"] == ["node_r:er"]
+    result = edges(simple("squeeze_excite"))
+    assert result["GlobalAveragePool"] == ["node_m:dr"]
+    assert result["Mul"] == ["node_gated:dr", "node_gated:gate"]
+    assert result["Add"] == ["node_r:er"]
 
 
 def test_tensorrt_quantises_batch_norms_between_quantised_operators() -> None:
-    found = edges(simple("densenet121"))
-    assert len(found["Conv"]) == 121
-    assert len(found["BatchNormalization"]) == 62
-    assert "Concat" not in found
-    assert "MaxPool" not in found
+    result = edges(simple("densenet121"))
+    assert len(result["Conv"]) == 121
+    assert len(result["BatchNormalization"]) == 62
+    assert "Concat" not in result
+    assert "MaxPool" not in result
 
 
 def test_tensorrt_quantises_both_sides_of_attention_and_no_residual_stream() -> None:
-    found = edges(simple("transformer"))
-    assert set(found) == {"MatMul"}
-    assert {"node_s0:q", "node_s0:k", "node_c0:s", "node_c0:v"} <= set(found["MatMul"])
-    assert len(found["MatMul"]) == 10
+    result = edges(simple("transformer"))
+    assert set(result) == {"MatMul"}
+    assert {"node_s0:q", "node_s0:k", "node_c0:s", "node_c0:v"} <= set(result["MatMul"])
+    assert len(result["MatMul"]) == 10
     assert placed(simple("transformer"), "onnxruntime").edges == placed(simple("transformer"), "tensorrt").edges
 
 
@@ -188,9 +188,9 @@ def test_fp16_models_and_integers_are_not_quantised() -> None:
 
 def test_excluded_nodes_are_omitted_with_their_own_tensors() -> None:
     model = simple("residual")
-    found = placed(model, "tensorrt", keep=("node_c1",))
-    assert "node_c1" not in found.weighted
-    assert ("node_c1", 0) not in found.edges
+    result = placed(model, "tensorrt", keep=("node_c1",))
+    assert "node_c1" not in result.weighted
+    assert ("node_c1", 0) not in result.edges
     everything = tuple(node.name for node in model.graph.node)
     for target in ("tensorrt", "onnxruntime"):
         none = placed(model, target, keep=everything)
@@ -201,20 +201,20 @@ def test_excluded_nodes_are_omitted_with_their_own_tensors() -> None:
 @pytest.mark.parametrize("name", ["residual", "squeeze_excite", "transformer", "squeezenet", *networks.DEEP])
 def test_ranges_of_the_whole_model_suffice_for_any_exclusion(name: str) -> None:
     model = simple(name)
-    known = set(tensors_to_calibrate(model))
+    entry = set(tensors_to_calibrate(model))
     names = [node.name for node in model.graph.node]
     for step in (2, 3, 5):
         for target, precision in (("tensorrt", "int8"), ("tensorrt", "fp8"), ("onnxruntime", "int8")):
-            found = placed(model, target, precision, tuple(names[::step]))
-            assert {source for sources in found.sources.values() for source in sources} <= known
+            result = placed(model, target, precision, tuple(names[::step]))
+            assert {source for sources in result.sources.values() for source in sources} <= entry
 
 
 def test_fp8_covers_products_and_convolutions_of_many_channels_with_small_filters() -> None:
-    found = edges(simple("residual"), "fp8")
-    assert [edge for edge in found["Conv"] if edge.startswith("node_stem")] == []
-    assert len(found["Conv"]) == 5
-    assert found["Add"] == ["node_a:down", "node_c:ar"]
-    assert "GlobalAveragePool" not in found
+    result = edges(simple("residual"), "fp8")
+    assert [edge for edge in result["Conv"] if edge.startswith("node_stem")] == []
+    assert len(result["Conv"]) == 5
+    assert result["Add"] == ["node_a:down", "node_c:ar"]
+    assert "GlobalAveragePool" not in result
     depthwise = edges(simple("squeeze_excite"), "fp8")
     assert "node_d:er" not in depthwise["Conv"]
     assert "Mul" not in depthwise
@@ -244,6 +244,6 @@ def test_precisions_without_a_target_are_refused(target: str, precision: str) ->
 def test_calibration_tensors_come_in_order_without_constants() -> None:
     model = simple("squeezenet")
     tensors = tensors_to_calibrate(model)
-    made = [*(v.name for v in model.graph.input), *(name for node in model.graph.node for name in node.output)]
-    assert tensors == [name for name in made if name in set(tensors)]
+    created = [*(v.name for v in model.graph.input), *(name for node in model.graph.node for name in node.output)]
+    assert tensors == [name for name in created if name in set(tensors)]
     assert tensors[0] == "data_0"

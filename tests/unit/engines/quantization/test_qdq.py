@@ -43,8 +43,8 @@ def check_structure(model: onnx.ModelProto, quantized: onnx.ModelProto, target: 
     graph = OnnxGraph(copy_model(quantized))
 
     def maker(tensor: str) -> str:
-        found = graph.producer(tensor)
-        return found.op_type if found is not None else ""
+        result = graph.producer(tensor)
+        return result.op_type if result is not None else ""
 
     quantizers = [node for node in graph.nodes if node.op_type == "QuantizeLinear"]
     assert len({node.input[0] for node in quantizers}) == len(quantizers)
@@ -52,15 +52,15 @@ def check_structure(model: onnx.ModelProto, quantized: onnx.ModelProto, target: 
         assert maker(node.input[0]) not in ("DequantizeLinear", "QuantizeLinear")
         assert graph.shape(node.input[1]) == graph.shape(node.input[2]) == ()
         assert graph.constant(node.input[1]) > 0
-    found = set()
+    result = set()
     for node in graph.nodes:
         if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             sides = [maker(name) == "DequantizeLinear" for name in node.input[:2]]
             assert sides in ([True, True], [False, False]) or target == "onnxruntime", node.name
-            found |= {node.name} if all(sides) else set()
+            result |= {node.name} if all(sides) else set()
         if node.op_type == "MaxPool" and target == "tensorrt":
             assert maker(node.input[0]) != "DequantizeLinear"
-    assert found == expected
+    assert result == expected
 
 
 def check_constants(quantized: onnx.ModelProto, target: str) -> None:
@@ -103,17 +103,17 @@ def test_every_family_is_quantised_and_close(name: str, target: str) -> None:
 def test_onnxruntime_runs_integer_kernels_alone(name: str) -> None:
     model, ranges = prepared(name)
     before = networks.operators(model)
-    found = networks.operators(networks.as_optimised(quantize(model, ranges, "onnxruntime")))
-    assert found["QLinearConv"] == before["Conv"]
-    assert found["QGemm"] == before["Gemm"]
-    assert found["MatMulIntegerToFloat"] + found["QLinearMatMul"] == before["MatMul"]
-    assert not {"Conv", "Gemm", "MatMul"} & set(found)
+    result = networks.operators(networks.as_optimised(quantize(model, ranges, "onnxruntime")))
+    assert result["QLinearConv"] == before["Conv"]
+    assert result["QGemm"] == before["Gemm"]
+    assert result["MatMulIntegerToFloat"] + result["QLinearMatMul"] == before["MatMul"]
+    assert not {"Conv", "Gemm", "MatMul"} & set(result)
     if name in ("residual", "squeeze_excite", "squeezenet", "shufflenet", "inception_v2"):
-        joins = found["QLinearAdd"] + found["QLinearMul"] + found["QLinearConcat"]
+        joins = result["QLinearAdd"] + result["QLinearMul"] + result["QLinearConcat"]
         assert joins == before["Add"] + before["Mul"] + before["Concat"]
-        assert found["QuantizeLinear"] == 1
-        assert found["DequantizeLinear"] <= 1
-        assert not {"Relu", "Clip"} & set(found)
+        assert result["QuantizeLinear"] == 1
+        assert result["DequantizeLinear"] <= 1
+        assert not {"Relu", "Clip"} & set(result)
 
 
 def test_efficientnet_with_its_own_weights() -> None:
@@ -128,8 +128,8 @@ def test_efficientnet_with_its_own_weights() -> None:
         quantized = quantize(model, ranges, target)
         check_structure(model, quantized, target, set(quantizable(model)))
         assert networks.cosine(expected, OnnxRunner(quantized).run(x)["probabilities"]) > 0.95
-    found = networks.operators(networks.as_optimised(quantized))
-    assert (found["QLinearConv"], found["QLinearAdd"], found["Clip"], found["DequantizeLinear"]) == (49, 9, 0, 0)
+    result = networks.operators(networks.as_optimised(quantized))
+    assert (result["QLinearConv"], result["QLinearAdd"], result["Clip"], result["DequantizeLinear"]) == (49, 9, 0, 0)
 
 
 def test_onnxruntime_matches_the_quantised_graph() -> None:
@@ -190,10 +190,10 @@ def test_shared_tensors_share_one_pair_and_shared_weights_one_copy() -> None:
     text = "a = Conv(x, w)  b1 = Relu(x)  c = Conv(b1, w)  d = Conv(x, w2)  s = Sum(a, c, d)  y = Conv(s, w)"
     model = simplify(networks.network(text, networks.weights(w=(4, 4, 1, 1), w2=(4, 4, 1, 1)), ("N", 4, 3, 3)))
     ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
-    found = quantize(model, ranges, "tensorrt")
-    assert networks.operators(found)["QuantizeLinear"] == 3
+    result = quantize(model, ranges, "tensorrt")
+    assert networks.operators(result)["QuantizeLinear"] == 3
     assert (
-        sum(tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4 for tensor in found.graph.initializer) == 2
+        sum(tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4 for tensor in result.graph.initializer) == 2
     )
 
 
@@ -240,9 +240,9 @@ def test_dead_channels_and_large_biases_survive() -> None:
     x = networks.inputs_of(model)
     expected = OnnxRunner(model, ["r"]).run(x)["r"]
     for target in ("tensorrt", "onnxruntime"):
-        found = OnnxRunner(quantize(model, ranges, target), ["r"], optimize=False).run(x)["r"]
-        np.testing.assert_allclose(found[:, 1], expected[:, 1], atol=0.01)
-        np.testing.assert_allclose(found[:, 2], expected[:, 2], rtol=0.01)
+        result = OnnxRunner(quantize(model, ranges, target), ["r"], optimize=False).run(x)["r"]
+        np.testing.assert_allclose(result[:, 1], expected[:, 1], atol=0.01)
+        np.testing.assert_allclose(result[:, 2], expected[:, 2], rtol=0.01)
 
 
 @pytest.mark.parametrize("least", [0.0, -3.0])
@@ -299,9 +299,9 @@ def test_product_with_an_addition_behind_it_runs_on_integers(text: str, shape: t
     constants = networks.weights(w=(8, 8), b=(8,))
     model = simplify(networks.network(f"h = Sigmoid(x)  {text}", constants, shape))
     quantized = quantize(model, networks.measured_ranges(model, tensors_to_calibrate(model)), "onnxruntime")
-    found = networks.operators(networks.as_optimised(quantized))
-    assert found["QGemm"] + found["MatMulIntegerToFloat"] == 1
-    assert not {"Gemm", "MatMul", "DequantizeLinear"} & set(found)
+    result = networks.operators(networks.as_optimised(quantized))
+    assert result["QGemm"] + result["MatMulIntegerToFloat"] == 1
+    assert not {"Gemm", "MatMul", "DequantizeLinear"} & set(result)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])

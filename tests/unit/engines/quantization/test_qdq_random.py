@@ -64,25 +64,25 @@ class _Network:
     def step(self, kind: str, first: str, second: str) -> None:
         by_channel = [self._random.uniform(0.5, 1.5, CHANNELS) for _ in range(4)]
         if kind == "Conv":
-            made = self._conv(first, CHANNELS, 3)
+            created = self._conv(first, CHANNELS, 3)
         elif kind == "Depthwise":
-            made = self._conv(first, CHANNELS, 3, CHANNELS)
+            created = self._conv(first, CHANNELS, 3, CHANNELS)
         elif kind == "Clip":
-            made = self._node("Clip", first, self._constant(np.float32(0)), self._constant(np.float32(2)))
+            created = self._node("Clip", first, self._constant(np.float32(0)), self._constant(np.float32(2)))
         elif kind in ("Add", "Mul"):
-            made = self._node(kind, first, second)
+            created = self._node(kind, first, second)
         elif kind == "Concat":
-            made = self._conv(self._node("Concat", first, second, axis=1), 2 * CHANNELS, 1)
+            created = self._conv(self._node("Concat", first, second, axis=1), 2 * CHANNELS, 1)
         elif kind in ("MaxPool", "AveragePool"):
-            made = self._node(kind, first, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+            created = self._node(kind, first, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
         elif kind == "Norm":
-            made = self._node("BatchNormalization", first, *map(self._constant, by_channel))
+            created = self._node("BatchNormalization", first, *map(self._constant, by_channel))
         elif kind == "Gate":
             gate = self._node("Sigmoid", self._conv(self._node("GlobalAveragePool", first), CHANNELS, 1))
-            made = self._node("Mul", second, gate)
+            created = self._node("Mul", second, gate)
         else:
-            made = self._node(kind, first)
-        self.tensors.append(made)
+            created = self._node(kind, first)
+        self.tensors.append(created)
 
     def model(self) -> onnx.ModelProto:
         shape = ["N", CHANNELS, SIDE, SIDE]
@@ -98,11 +98,11 @@ _PLANS = st.lists(st.tuples(st.sampled_from(_STEPS), st.integers(0, 99), st.inte
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(_PLANS, st.integers(0, 2**16), st.integers(1, 4))
 def test_random_graphs(plan: list[tuple[str, int, int]], seed: int, every: int) -> None:
-    made = _Network(seed)
+    created = _Network(seed)
     for kind, first, second in plan:
-        recent = made.tensors[-4:]
-        made.step(kind, recent[first % len(recent)], recent[second % len(recent)])
-    model = made.model()
+        recent = created.tensors[-4:]
+        created.step(kind, recent[first % len(recent)], recent[second % len(recent)])
+    model = created.model()
     simple = simplify(model)
     x = networks.inputs_of(simple)
     expected = OnnxRunner(model).run(x)["y"]
@@ -113,10 +113,10 @@ def test_random_graphs(plan: list[tuple[str, int, int]], seed: int, every: int) 
         for keep in ([], quantizable(simple)[::every]):
             quantized = quantize(simple, ranges, target, precision, keep)
             onnx.checker.check_model(quantized, full_check=True)
-            found = OnnxRunner(quantized, optimize=precision == "int8").run(x)["y"]
-            assert found.shape == expected.shape
+            result = OnnxRunner(quantized, optimize=precision == "int8").run(x)["y"]
+            assert result.shape == expected.shape
             # Of the whole output: where a random graph subtracts nearly equal values, single ones are all noise.
-            assert np.linalg.norm(found - expected) <= 0.25 * np.linalg.norm(expected)
+            assert np.linalg.norm(result - expected) <= 0.25 * np.linalg.norm(expected)
         if target == "onnxruntime":
             fused = networks.operators(networks.as_optimised(quantize(simple, ranges, target)))
             assert not fused["Conv"]

@@ -48,10 +48,10 @@ def test_images_go_through_the_preprocessing_of_the_model(tmp_path):
     samples = _open(tmp_path)
     assert samples.origin == "calibration/ (5 pictures)"
     assert samples.labels is None
-    found = np.concatenate([batch["image"] for batch in samples.batches(2)])
-    assert found.dtype == np.float32
+    result = np.concatenate([batch["image"] for batch in samples.batches(2)])
+    assert result.dtype == np.float32
     expected = {prepare(decode(_picture(n)), ImageRecipe(**RECIPE)).tobytes() for n in range(5)}
-    assert {row.tobytes() for row in found} == expected
+    assert {row.tobytes() for row in result} == expected
 
 
 @pytest.mark.parametrize(("data_type", "layout", "dims", "batch", "shape"), [

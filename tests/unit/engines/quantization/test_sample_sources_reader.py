@@ -34,9 +34,9 @@ def test_arrays_are_read_once_and_returned_repeatedly(tmp_path):
     """)  # fmt: skip
     assert samples.origin == "reader.py:samples (6 samples)"
     for _ in range(3):
-        found = np.concatenate([batch["X"] for batch in samples.batches(4)])
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found[:, 0, 0], range(6))
+        result = np.concatenate([batch["X"] for batch in samples.batches(4)])
+        assert result.dtype == np.float32
+        np.testing.assert_array_equal(result[:, 0, 0], range(6))
     assert (tmp_path / "reader.py.log").read_text() == "x" * 6
     kept, held_out = samples.split(0.34)
     assert (len(kept), next(held_out.batches(9))["X"][0, 0, 0]) == (4, 4)

@@ -84,11 +84,11 @@ def test_arrays_are_matched_by_name_with_labels(tmp_path):
     config = _config(_input("A"), _input("B", "int32", (1,)), _input("C", optional=True))
     source = _npz(tmp_path, A=a, B=np.arange(5)[:, None], labels=np.arange(5), note=np.zeros(3))
     samples = open_samples(source, tmp_path, config, 100)
-    found = _all(samples)
-    assert found["B"].dtype == np.int32
-    assert set(found) == {"A", "B"}
-    np.testing.assert_array_equal(found["B"][:, 0], samples.labels)
-    np.testing.assert_array_equal(found["A"], a[samples.labels])
+    result = _all(samples)
+    assert result["B"].dtype == np.int32
+    assert set(result) == {"A", "B"}
+    np.testing.assert_array_equal(result["B"][:, 0], samples.labels)
+    np.testing.assert_array_equal(result["A"], a[samples.labels])
     assert sorted(samples.labels) == list(range(5))
     assert samples.origin == "data.npz (5 samples)"
 

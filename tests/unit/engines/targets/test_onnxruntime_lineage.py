@@ -65,13 +65,13 @@ def test_every_node_of_a_residual_block_is_done_by_one_kernel(tmp_path: Path) ->
         )
     )
     final, lineage = in_two_steps(original, tmp_path)
-    done = [name for found in lineage.values() for name in found]
+    done = [name for result in lineage.values() for name in result]
     assert sorted(done) == sorted(node.name for node in original.graph.node)
-    groups = [found for found in lineage.values() if found]
+    groups = [result for result in lineage.values() if result]
     assert ("stem", "bn", "stem_relu") in groups
     assert ("a", "a_relu") in groups
     # With NCHWc kernels the addition is done inside of the convolution, else by one of its own.
-    assert any({"add", "out"} <= set(found) for found in groups) or ("add",) in groups
+    assert any({"add", "out"} <= set(result) for result in groups) or ("add",) in groups
     assert len(final.graph.node) < len(original.graph.node) + 3
 
 
@@ -99,10 +99,10 @@ def quantized_pair() -> onnx.ModelProto:
 
 def test_integer_kernels_do_the_nodes_between_their_pairs(tmp_path: Path) -> None:
     _, lineage = in_two_steps(quantized_pair(), tmp_path)
-    with_nodes = [set(found) for found in lineage.values() if found]
+    with_nodes = [set(result) for result in lineage.values() if result]
     assert {"xdq", "conv1", "relu1", "r1q"} in with_nodes
     assert {"pdq", "conv2", "yq"} in with_nodes
-    assert any("pool" in found and "conv1" not in found and "conv2" not in found for found in with_nodes)
+    assert any("pool" in result and "conv1" not in result and "conv2" not in result for result in with_nodes)
 
 
 def test_the_steps_lead_from_kernels_to_the_model_before_quantisation(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_steps_lead_from_kernels_to_the_model_before_quantisation(tmp_path: 
     )
     _, lineage = in_two_steps(quantized, tmp_path)
     to_source = compose_lineages(lineage, trace_nodes(quantized, before))
-    assert sorted(found for found in to_source.values() if found) == [("conv1", "relu1"), ("conv2",), ("pool",)]
+    assert sorted(result for result in to_source.values() if result) == [("conv1", "relu1"), ("conv2",), ("pool",)]
 
 
 def test_a_removed_node_is_listed_with_the_node_before_it(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_removed_node_is_listed_with_the_node_before_it(tmp_path: Path) -> Non
     )
     optimised = optimise(original, LEVELS.ORT_ENABLE_ALL, tmp_path)
     lineage = trace_nodes(optimised, original)
-    assert sorted(name for found in lineage.values() for name in found) == ["exp", "neg", "same"]
+    assert sorted(name for result in lineage.values() for name in result) == ["exp", "neg", "same"]
 
 
 def test_normalisations_fused_into_convolutions_are_traced(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_normalisations_fused_into_convolutions_are_traced(tmp_path: Path) -> No
         )
     )
     final, lineage = in_two_steps(original, tmp_path)
-    done = [name for found in lineage.values() for name in found]
+    done = [name for result in lineage.values() for name in result]
     assert sorted(done) == sorted(node.name for node in original.graph.node)
-    strays = [name for name, found in lineage.items() if not found and not name.startswith("Reorder")]
+    strays = [name for name, result in lineage.items() if not result and not name.startswith("Reorder")]
     assert strays == [], final.graph.node
 
 

@@ -232,10 +232,10 @@ def handlers() -> Iterator[tuple[Any, Any]]:
     numbers = signal.SIGINT, signal.SIGTERM
     inherited = [signal.signal(number, handler) for number, handler in zip(numbers, raising, strict=True)]
     yield raising
-    found = tuple(signal.getsignal(number) for number in numbers)
+    actual = tuple(signal.getsignal(number) for number in numbers)
     for number, handler in zip(numbers, inherited, strict=True):
         signal.signal(number, handler)
-    assert found == raising
+    assert actual == raising
 
 
 @SIGNALS
@@ -310,9 +310,9 @@ def test_a_foreign_timing_cache_is_replaced(trt: Any, tmp_path: Path, content: s
     cache = tmp_path / "timing.cache"
     cache.write_text(content)
     build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache))
-    found = json.loads(cache.read_bytes())
-    assert found["gpu"] == "Fake H1"
-    assert {"Add", "MatMul", "Relu"} <= set(found["kernels"])
+    actual = json.loads(cache.read_bytes())
+    assert actual["gpu"] == "Fake H1"
+    assert {"Add", "MatMul", "Relu"} <= set(actual["kernels"])
 
 
 def test_a_timing_cache_that_cannot_be_written_costs_nothing(trt: Any, tmp_path: Path) -> None:

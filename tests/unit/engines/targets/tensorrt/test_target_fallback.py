@@ -26,8 +26,8 @@ NO_KERNEL = "Error Code 10: Internal Error (Could not find any implementation fo
 
 def dequantized(model: onnx.ModelProto, name: str) -> bool:
     """True if a node reads what a DequantizeLinear makes."""
-    made = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-    return any(node.name == name and not made.isdisjoint(node.input) for node in model.graph.node)
+    created = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    return any(node.name == name and not created.isdisjoint(node.input) for node in model.graph.node)
 
 
 def element_types(model: onnx.ModelProto) -> set[int]:
