@@ -661,7 +661,7 @@ class Scheduler:
         Args:
             error: error of later requests.
         """
-        with self._lock:
+        with self._lock:  # for all steps: no request may be queued after `clear`
             self._closed, self._failure = True, error
             self._release_sleepers()
             return self._queue.clear()

@@ -242,7 +242,7 @@ class IsolatedExecution:
                 if child is not None:
                     self._answer(transfer, child)
             except (EOFError, OSError):
-                # End the process: this batch may be what it hangs on.
+                # `leave` comes after the death of the process: the batch must count as inside then, it may be the cause.
                 if child is not None:
                     child.kill("")
                     child.ended.wait()
