@@ -23,7 +23,7 @@ def serve(app: Any, port: int, *, server_headers: bool = True) -> None:
     Args:
         app: the application.
         port: on the loopback address.
-        server_headers: whether answers carry `server` and `date`, as they do unless somebody turns it off.
+        server_headers: whether answers carry `server` and `date`, as they do by default in uvicorn.
     """
     # uvicorn raises the signal again after its shutdown; without a handler of ours the exit status would be -15.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

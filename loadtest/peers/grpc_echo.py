@@ -2,7 +2,7 @@
 
     python -m loadtest.peers.grpc_echo --port 8001 --answer-bytes 120
 
-It knows no protobuf: a generic handler without serializers, on uvloop as Headrace is. `/loadtest.Echo/Count` tells how many
+It parses no protobuf: a generic handler without serializers, on uvloop like Headrace. `/loadtest.Echo/Count` returns how many
 messages it has answered, in decimal: a load client that never looks at `grpc-status` can be held against it.
 """
 
@@ -33,7 +33,7 @@ class GrpcEcho:
         self._answered = 0
 
     async def infer(self, request: bytes, context: Context) -> bytes:
-        """ModelInfer, whatever it asks."""
+        """Answer ModelInfer with the fixed bytes, for any request."""
         self._answered += 1
         return self._answer
 
@@ -44,7 +44,7 @@ class GrpcEcho:
             yield self._answer
 
     async def count(self, request: bytes, context: Context) -> bytes:
-        """How many messages were answered so far, in decimal."""
+        """Return the number of messages answered so far, in decimal."""
         return b"%d" % self._answered
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:

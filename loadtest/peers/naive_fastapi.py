@@ -1,8 +1,8 @@
-"""What most people write by hand: a pydantic body with nested lists, `session.run` in the handler, lists back.
+"""A FastAPI server as usually written by hand: a pydantic body with nested lists, `session.run` in the handler, lists back.
 
     python -m loadtest.peers.naive_fastapi --port 8002 --model model_repository/tiny/1/model.onnx --handler def
 
-`--handler def` is what FastAPI's documentation tells people to write around a call that blocks: it runs on a thread of
+`--handler def` is the form that FastAPI's documentation recommends for a blocking call: it runs on a thread of
 FastAPI's pool. `--handler async` runs the model on the event loop: faster for a model as small as `tiny`, but no other request
 is answered while a model runs. `--handler raw` runs it there too, on the bytes of one float32 row, without pydantic: the fastest
 handler that FastAPI allows. One session thread in all, which is the faster setting here.

@@ -12,7 +12,7 @@ from tests.support.waiting import until
 
 
 def nothing_held(server: Attacked) -> None:
-    """Whatever was done to it, no byte of a body counts any more."""
+    """Check that all body memory is released after each test."""
     until(lambda: server.samples("headrace_body_bytes") == [0.0])
 
 

@@ -258,7 +258,7 @@ def test_header_lengths_that_are_none(fast: Attacked, value: str) -> None:
 
 
 def test_two_header_lengths(fast: Attacked) -> None:
-    """Whoever stands in front may have believed the other one."""
+    """A proxy in front may have used the other header."""
     body = http_body()
     head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     lengths = f"Inference-Header-Content-Length: {len(body)}\r\nInference-Header-Content-Length: 5\r\n\r\n"

@@ -153,7 +153,7 @@ def test_versions_in_calls(attacked: Attacked) -> None:
 
 
 def test_folders_that_cannot_be_models(fast: Attacked) -> None:
-    """The index tells them; no request reaches them, and none is made by loading it."""
+    """The index lists them; no request reaches them, and loading creates none."""
     for name in ("$(touch pwned)", "a b", "x\ny"):
         (fast.repository / name).mkdir(exist_ok=True)
     for name in ("..", "$(touch pwned)", "../models/affine", str(fast.repository / "affine")):
@@ -185,7 +185,7 @@ HOSTILE = f"\n[01/01/30 00:00:00] {FORGED}\r\n\x1b[31m{FORGED}\x1b[0m\u202e{FORG
 
 
 def load_failures(attacked: Attacked) -> None:
-    """A configuration whose names are hostile: what is wrong with it is told, and logged."""
+    """A configuration whose names are hostile: its errors are returned and logged."""
     config = json.dumps({"name": "affine", "backend": HOSTILE})
     body = json.dumps({"parameters": {"config": config}}).encode()
     assert attacked.post("/v2/repository/models/affine/load", body)[0] == 400
@@ -200,7 +200,7 @@ def hostile_requests(attacked: Attacked) -> None:
         send(attacked, method, path.format(quoted), b"{}" if method == "POST" else None)
     attacked.infer(http_body(id=HOSTILE))
     attacked.infer(http_body(id=HOSTILE, parameters={HOSTILE: HOSTILE}))
-    # The model itself refuses the value: that is logged, or told, with the request's id.
+    # The model itself refuses the value: that is logged, or returned, with the request's id.
     row = {"name": "X", "datatype": "INT64", "shape": [1, 1], "data": [99]}
     attacked.infer(http_body(row, id=HOSTILE), "table_lookup")
     latin = HOSTILE.encode("utf-8").decode("latin-1").replace("\n", "").replace("\r", "")
@@ -231,11 +231,11 @@ def test_no_client_forges_a_line_of_the_log(attacked: Attacked) -> None:
     assert not re.search(r"^\[01/01/30", written, re.MULTILINE)
 
 
-# --- 14: what errors tell ------------------------------------------------------------------------------------------------
+# --- 14: text of errors --------------------------------------------------------------------------------------------------
 
 
 def errors(attacked: Attacked) -> list[str]:
-    """What the server answers to everything that goes wrong."""
+    """Responses of the server to every kind of error."""
     texts = []
     for path, body in (
         ("/v2/models/broken/infer", http_body()),
@@ -297,7 +297,7 @@ def test_errors_contain_no_secrets(attacked: Attacked) -> None:
 
 
 def test_missing_keys_and_foreign_keys_get_the_same_error(attacked: Attacked) -> None:
-    """What other clients have must not be found out by guessing."""
+    """Names of other clients' objects cannot be guessed from errors."""
     link = "/dev/shm/test_of_headrace_link"
     os.symlink("/etc/passwd", link)
     try:

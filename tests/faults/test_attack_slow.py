@@ -168,7 +168,7 @@ def many_columns(columns: int) -> tuple[bytes, bytes]:
 
 
 def test_unread_responses_are_bounded_and_dropped(strict: Attacked) -> None:
-    """Twenty clients ask for 8 MB each, ten times, and read nothing: what is held is bounded, and then given up."""
+    """Twenty clients request 8 MB each, ten times, and read nothing: the held bytes are bounded, and then dropped."""
     start, body = many_columns(2 << 20)
     strict.still_serves()
     with ExitStack() as stack, strict.flat_memory(20 * 40 << 20):
@@ -200,7 +200,7 @@ def flood(sock: socket.socket, content: bytes) -> None:
 
 
 def test_a_slow_reader_gets_all_of_it(strict: Attacked) -> None:
-    """Who reads a little now and then is no attacker."""
+    """A client that reads a little now and then is no attacker."""
     start, body = many_columns(2 << 20)
     with http_socket(strict) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
@@ -208,7 +208,7 @@ def test_a_slow_reader_gets_all_of_it(strict: Attacked) -> None:
         size, end_s = 0, time.monotonic() + 2.5 * STALL_S
         while time.monotonic() < end_s and size < 8 << 20:
             size += len(sock.recv(65536))
-            time.sleep(0.03)  # far slower than the server writes; fast enough for the system's buffers to tell
+            time.sleep(0.03)  # far slower than the server writes; fast enough to drain the system's buffers
         while size < 8 << 20:
             more = sock.recv(1 << 20)
             assert more, "the server gave up on a client that reads"
@@ -311,7 +311,7 @@ def test_grpc_connections_beyond_the_limit(impatient: Attacked) -> None:
 
 
 def test_streams_beyond_the_limit(impatient: Attacked) -> None:
-    """Clients are told the limit; who opens more has them refused, and the others are answered."""
+    """SETTINGS carry the limit; streams beyond it are refused, and the others are answered."""
     with RawPeer(impatient.server.grpc_port) as peer:
         settings = dict(frames.read_settings(peer.until(frames.SETTINGS).payload))
         assert settings[frames.Setting.MAX_CONCURRENT_STREAMS] == 8

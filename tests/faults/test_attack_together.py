@@ -130,7 +130,7 @@ def test_the_rest_of_a_refused_body_is_not_stored(small: Attacked) -> None:
 
 
 def test_pipelined_requests_of_a_disconnecting_client(small: Attacked) -> None:
-    """One computes, the others wait behind it on the same connection: nobody will ever serve them."""
+    """One computes, the others wait behind it on the same connection: none will ever be served."""
     first = http_body({"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [20 * NAP_STEPS]})
     second = http_body()
     row = [head("/v2/models/busy/infer", f"Content-Length: {len(first)}") + first]

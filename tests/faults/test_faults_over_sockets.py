@@ -1,4 +1,4 @@
-"""What goes wrong in production, done to a real server over real sockets; its neighbours must not notice."""
+"""Faults of production on a real server over real sockets; other requests must not be affected."""
 
 from __future__ import annotations
 

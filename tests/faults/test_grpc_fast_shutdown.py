@@ -16,7 +16,7 @@ from tests.support.grpc_echo import HOST, echo_server, wait_for
 
 
 def test_a_restart_under_load_fails_no_call() -> None:
-    """Whoever waits for a server that is ready notices nothing: what runs is finished, what is new comes again."""
+    """Clients with wait_for_ready see no error: running calls finish, new calls are retried."""
 
     async def echo(message: bytes, _call: object) -> list[bytes]:
         await asyncio.sleep(0.002)

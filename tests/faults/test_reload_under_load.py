@@ -80,7 +80,7 @@ def seed_of(x: np.ndarray, y: np.ndarray) -> int:
 
 
 class Hammer:
-    """Clients on threads of their own that ask without pause.
+    """Client threads that send requests without pause.
 
     Attributes:
         answers: how many answers each seed has given; 0 counts wrong ones.
@@ -129,7 +129,7 @@ def resources(server: Server) -> tuple[int, int]:
 
 
 def settled_threads(server: Server, expected: int) -> int:
-    """How many threads there are once old versions have ended."""
+    """Return the number of threads once old versions have ended."""
     deadline = time.monotonic() + 10
     while (threads := resources(server)[0]) > expected and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A GPU is often borrowed for minutes: what fails is printed when it fails, so that a run cut short has told it."""
+"""A GPU is often borrowed for minutes: failures are printed at once, so that an interrupted run has reported them."""
 
 from __future__ import annotations
 

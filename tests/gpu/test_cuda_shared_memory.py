@@ -81,7 +81,7 @@ def _finished(memory: Any) -> None:
 
 @contextlib.contextmanager
 def _stderr() -> Iterator[list[str]]:
-    """What is written to the descriptor of standard error meanwhile, by C++ too, as the one element of a list."""
+    """Capture writes to the descriptor of standard error, by C++ too, as the only element of a list."""
     message: list[str] = []
     with tempfile.TemporaryFile("w+") as file:
         saved = os.dup(2)

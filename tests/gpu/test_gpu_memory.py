@@ -65,7 +65,7 @@ def test_no_model_answers_for_another() -> None:
 
 @pytest.fixture(scope="module")
 def needs(repository: Path) -> dict[str, int]:
-    """What each of the models books on the GPU: not the same, as TensorRT chooses their kernels by time."""
+    """GPU memory booked by each model: it varies, as TensorRT selects kernels by time."""
     result: dict[str, int] = {}
     for name in "abc":
         gpu_model_cache = GpuModelCache()

@@ -52,7 +52,7 @@ def right(result: dict[str, Any], x: np.ndarray[Any, Any]) -> bool:
 
 
 def free_bytes() -> int:
-    """Of the GPU, which must be the test's alone: what processes leave that have ended is nobody's."""
+    """Of the GPU, which must be the test's alone: memory of ended processes has no owner."""
     with current(0):
         return int(loaded().mem_get_info()[0])
 

@@ -78,7 +78,7 @@ print(json.dumps(latencies), flush=True)
 
 @dataclass
 class Job:
-    """What one walk along the road has shown.
+    """Measurements of one run of the main job.
 
     Attributes:
         first, last: metadata of the model at the server's start and after the swap.
@@ -107,7 +107,7 @@ def parameters(server: Server) -> dict[str, object]:
 
 
 def index_reason(server: Server) -> str:
-    """What the repository index says of the model beside its state."""
+    """Return the reason that the repository index gives for the model's state."""
     (row,) = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
     return str(row["reason"])
 
@@ -256,7 +256,7 @@ def test_the_engine_is_swapped_in_without_a_lost_request(job: Job) -> None:
 def test_the_engine_answers_as_the_model_does(job: Job) -> None:
     before, after = (answer.ravel() for answer in job.answers)
     cosine = float(before @ after / (np.linalg.norm(before) * np.linalg.norm(after)))
-    # Of the demo's random weights the largest logits lie closer together than FP16 tells apart.
+    # Of the demo's random weights the largest logits are closer together than the resolution of FP16.
     assert cosine > 0.999
 
 

@@ -40,7 +40,7 @@ ROWS = 8
 
 
 def project_of(folder: Path, model: onnx.ModelProto, **fields: Any) -> Project:
-    """Its answers to noise are compared: close ones are asked for, not the same first place."""
+    """Outputs for noise are compared: they must be close, not have the same top-1 class."""
     fields.setdefault("accuracy", {"min_top1_agreement": 0.0, "min_cosine": 0.97})
     return write_project(folder / "repository", model, inputs_of(model, 32), rows=ROWS, **fields)
 
@@ -146,7 +146,7 @@ def test_an_inaccurate_layer_is_detected_and_excluded(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_is_missing_costs_its_layer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What TensorRT has no kernel for changes with its version, so the refusal is made up; the build after it is real."""
+    """Missing kernels vary with the TensorRT version, so the refusal is simulated; the build after it is real."""
     project = project_of(tmp_path, residual(), precision="int8")
     real, refused = TensorRtTarget.build, ["node_c1"]
 

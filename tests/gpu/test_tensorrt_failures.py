@@ -165,7 +165,7 @@ def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     TARGET.build(convolutions(), ORDER, path, silent)
     whole = path.read_bytes()
     damaged = []
-    # What tells a plan, and the version of its format.
+    # Magic number of a plan, and the version of its format.
     for offset in range(8):
         damaged.append(tmp_path / f"{offset}.plan")
         damaged[-1].write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])

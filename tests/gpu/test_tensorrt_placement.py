@@ -135,7 +135,7 @@ def family(name: str) -> onnx.ModelProto:
 
 
 def table(layers: list[MeasuredLayer]) -> str:
-    """What the engine consists of, for people."""
+    """Readable list of the engine's layers."""
     return "\n".join(f"{one.precision:5} {one.kind:12} {' + '.join(one.nodes) or one.name[:60]}" for one in layers)
 
 

@@ -61,7 +61,7 @@ def run(*words: str | Path, timeout_s: float = 60.0) -> str:
 
 
 def podman(*words: str | Path, timeout_s: float = 60.0) -> str:
-    # crun of Debian 12 knows no machines whose control groups are of both versions; runc does.
+    # crun of Debian 12 does not support machines with control groups of both versions; runc does.
     return run(tool("podman"), "--runtime", tool("runc"), *words, timeout_s=timeout_s).strip()
 
 
@@ -131,7 +131,7 @@ class Container:
         self.id = podman("run", "-d", "--network=host", *locked, *limits, *port_options, *options, image)
 
     def healthy(self) -> bool:
-        """What the image's own health check says."""
+        """Return the result of the image's own health check."""
         words = [tool("podman"), "--runtime", tool("runc"), "healthcheck", "run", self.id]
         return subprocess.run(words, capture_output=True, timeout=60).returncode == 0
 
@@ -154,7 +154,7 @@ class Container:
         return response.status, response.read().decode()
 
     def log(self) -> str:
-        """What the server has logged, on standard error."""
+        """Return the server's log from standard error."""
         words = [tool("podman"), "--runtime", tool("runc"), "logs", self.id]
         return subprocess.run(words, capture_output=True, text=True, timeout=60).stderr
 
@@ -377,7 +377,7 @@ def test_composes_prometheus_finds_composes_server(
 ) -> None:
     services = composed()
     shutil.copy(tool("prometheus"), tmp_path / "prometheus")
-    # As the image of Prometheus is made: its program is the entry point, nobody runs it, /prometheus is nobody's.
+    # As the image of Prometheus is made: its program is the entry point and runs as an unprivileged user that owns /prometheus.
     (tmp_path / "Dockerfile").write_text(
         f"FROM {base}\nCOPY prometheus /bin/prometheus\nRUN mkdir /prometheus && chown 65534 /prometheus\n"
         'USER 65534\nENTRYPOINT ["/bin/prometheus"]\n'

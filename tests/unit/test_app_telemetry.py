@@ -1,4 +1,4 @@
-"""What the operator's options become, and what he is told if they cannot."""
+"""Telemetry options of the operator, and errors of invalid ones."""
 
 from __future__ import annotations
 

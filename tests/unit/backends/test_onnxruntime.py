@@ -1,4 +1,4 @@
-"""ONNX Runtime behind our contract: every datatype, threads that do not fight, refusals told from failures."""
+"""The ONNX Runtime backend: every datatype, thread counts, and refused inputs against failures."""
 
 from __future__ import annotations
 

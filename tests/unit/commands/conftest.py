@@ -28,7 +28,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @dataclass
 class ScriptedServer:
-    """Answers "METHOD /path" as `say` or `do` told it, everything else by 404."""
+    """Answers "METHOD /path" as set by `say` or `do`, everything else by 404."""
 
     url: str = ""
     received: list[Received] = field(default_factory=list)
@@ -84,7 +84,7 @@ class ScriptedGrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         infer: by model, makes the response of a request; it may raise an `Abort`.
         successes: returns number of requests and their ns for the statistics; None: UNIMPLEMENTED.
         requests: of ModelInfer.
-        versions: asked for in any call.
+        versions: requested in any call.
         live_error: status and text of ServerLive, None for success.
     """
 

@@ -1,4 +1,4 @@
-"""`headrace explain` against a server that answers as it is told."""
+"""`headrace explain` against a server with fixed responses."""
 
 from __future__ import annotations
 

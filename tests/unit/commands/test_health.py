@@ -22,7 +22,7 @@ NOWHERE = ListenAddress(port=1)
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers each path as told."""
+    """Answers each path by `responses`."""
 
     responses: ClassVar[dict[str, tuple[int, bytes]]] = {}
 
@@ -38,7 +38,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 class Peer(ThreadingHTTPServer):
-    """A server that answers by `told`."""
+    """A server that answers by `responses`."""
 
     daemon_threads = True
 
@@ -100,7 +100,7 @@ def test_an_unsupported_url_is_an_error(url: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as silent:  # listens, and nobody serves
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as silent:  # listens, and no thread serves
         assert health(["--timeout", "0.05"], ListenAddress(port=silent.server_port)) == 1
     assert "timed out" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def test_the_examples_of_the_page_are_valid_and_equivalent() -> None:
 
 
 def accepts(part: Any, value: Any, root: Any) -> bool:
-    """A validator for the keywords that the schema uses; asserts that it knows them all."""
+    """A validator for the keywords that the schema uses; asserts that it supports them all."""
     entry = {"$ref", "anyOf", "enum", "type", "properties", "additionalProperties", "required", "items", "prefixItems"}
     entry |= {"minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "propertyNames"}
     entry |= {"title", "description", "default", "const", "$schema", "$defs"}

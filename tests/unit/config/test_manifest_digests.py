@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 def _save(path: Path, locations: dict[str, str]) -> None:
-    """A model whose weights, by name, lie in the files told, "" for the model itself."""
+    """A model whose weights, by name, are stored in the given files, "" for the model itself."""
     weights = []
     for name, location in locations.items():
         tensor = numpy_helper.from_array(np.full(4, 2.0, np.float32), name)

@@ -51,7 +51,7 @@ def file() -> Iterator[int]:
 
 
 def finished(memory: ClientMemory) -> None:
-    """Until the driver's thread has done all that it was told so far."""
+    """Wait until the driver's thread has run all its queued work."""
     gc.collect()
     done = threading.Event()
     memory._thread.start()

@@ -46,7 +46,7 @@ def requirements(name: str) -> dict[str, str]:
 
 
 def environment(path: Path) -> dict[str, str]:
-    """What a Dockerfile sets for the server."""
+    """Return the environment that a Dockerfile sets for the server."""
     return dict(
         re.findall(r"(HEADRACE_\w+)=(\S+)", " ".join(rest for word, rest in instructions(path) if word == "ENV"))
     )
@@ -75,7 +75,7 @@ def services(**variables: str) -> dict[str, Any]:
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
-    """What is mounted, by where; Compose tells it in one of two forms."""
+    """Return mounts by target path; Compose writes them in one of two forms."""
     result = {}
     for volume in service["volumes"]:
         if isinstance(volume, dict):

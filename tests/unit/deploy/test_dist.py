@@ -142,6 +142,6 @@ def test_the_changelog_has_the_version_and_unreleased_changes() -> None:
     headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert headings[0] == ("Unreleased", "")
     assert dist.project()["version"] in [version for version, date in headings if date]
-    # Other headings than Keep a Changelog's would be found by nobody.
+    # Readers look only for the headings of Keep a Changelog.
     kinds = set(re.findall(r"^### (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

@@ -109,7 +109,7 @@ class Machine:
         return done.stdout
 
     def imports(self, code: str) -> str:
-        """What the environment prints."""
+        """Return the output of the environment."""
         done = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, timeout=60)
         return (done.stdout + done.stderr).strip()
 

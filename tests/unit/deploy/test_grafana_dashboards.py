@@ -13,7 +13,7 @@ from headrace.observability.metrics_table import families
 
 from deploy.grafana.dashboards import FOLDER, files
 
-# The data source's own, of which the schema of dashboards knows nothing.
+# Fields of the data source, which the schema of dashboards does not contain.
 OF_PROMETHEUS = re.compile(r"annotations\.list\.\d+\.(titleFormat|textFormat|target\.(refId|expr))$")
 DASHBOARDS = {name: json.loads(content) for name, content in files().items()}
 # Named in no panel: Triton's names, and what a panel shows under another one.
@@ -68,7 +68,7 @@ def test_annotations_have_queries_for_every_grafana_version(dashboard: dict[str,
 
 
 def lost(written: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Where the second lacks something that the first has."""
+    """Return paths of the first that the second lacks."""
     if isinstance(written, dict) and isinstance(read, dict):
         for name, value in written.items():
             yield from lost(value, read[name], f"{path}.{name}") if name in read else [f"{path}.{name}"]
@@ -80,7 +80,7 @@ def lost(written: Any, read: Any, path: str = "") -> Iterator[str]:
 
 
 def through_grafana(dashboard: dict[str, Any]) -> Any:
-    """What is left of a dashboard once Grafana's own classes have read and written it."""
+    """Return a dashboard after a round trip through Grafana's own classes."""
     needed = "`make test` installs it"
     schema = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=needed)
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=needed)

@@ -57,7 +57,7 @@ def anchors(text: str) -> set[str]:
 
 
 def faults(page: str, text: str, folder: Path) -> list[str]:
-    """What is wrong with the links of a page, whose path is relative to a folder."""
+    """Return problems of the links of a page, whose path is relative to a folder."""
     result = []
     for link in links(text):
         address = urllib.parse.urlsplit(link)

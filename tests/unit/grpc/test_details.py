@@ -1,4 +1,4 @@
-"""What a failed call says besides its code and text, read as gRPC's clients read it."""
+"""Error details of a failed call besides code and text, read like gRPC's clients do."""
 
 from __future__ import annotations
 

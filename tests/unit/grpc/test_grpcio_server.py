@@ -1,4 +1,4 @@
-"""What grpcio logs of clients that leave is no error of the server; what else it logs is."""
+"""Log lines of grpcio: disconnects of clients are no server errors, all others are."""
 
 from __future__ import annotations
 

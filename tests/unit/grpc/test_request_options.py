@@ -1,4 +1,4 @@
-"""What the metadata of a gRPC call ask besides, and the parameters that answer them."""
+"""Request options in the metadata of a gRPC call, and the response parameters for them."""
 
 from __future__ import annotations
 

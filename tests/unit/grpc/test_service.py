@@ -333,7 +333,7 @@ def test_a_stream_that_ends_early_abandons_all(how: str) -> None:
             await serving
         assert all(completion.is_settled for completion in waiting)
         assert model.leases == 0
-        await asyncio.sleep(0.02)  # the late call-backs find nobody, and raise nothing
+        await asyncio.sleep(0.02)  # the late call-backs have no caller, and raise nothing
         assert len([error for error in model.failures if isinstance(error, Cancelled)]) >= 4
 
     run(test)

@@ -1,4 +1,4 @@
-"""What the requests of one stream hold of the room for bodies, and in which order they are answered."""
+"""Body memory reserved by the requests of one stream, and the order of their responses."""
 
 from __future__ import annotations
 

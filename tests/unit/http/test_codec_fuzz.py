@@ -157,7 +157,7 @@ Good = tuple[dict[str, Array], dict[str, Any], bytes]
 
 @st.composite
 def good_requests(draw: st.DrawFn) -> Good:
-    """Tensors, the header that tells of them, and what follows it: some in JSON where it can hold them, some in binary."""
+    """Tensors, their header, and the bytes after it: some in JSON where it can hold them, some in binary."""
     inputs = draw(good_inputs())
     entries, tail = [], b""
     for name, array in inputs.items():

@@ -1,4 +1,4 @@
-"""Tensors in shared memory, over both protocols, as Triton's clients ask for them; the memory itself is a fake."""
+"""Tensors in shared memory, over both protocols, as Triton's clients send them; the memory itself is a fake."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Handle:
 
 
 class Models:
-    """Knows one model."""
+    """A model source with one model."""
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
@@ -375,5 +375,5 @@ def test_header_lengths_that_are_none(value: bytes) -> None:
 @pytest.mark.parametrize("kind", [DeadlineExceeded, Cancelled, ModelFailed])
 def test_the_body_of_a_failed_request_is_freed_at_once(kind: type[HeadraceError]) -> None:
     with leaked_frames() as left:
-        call(Handle(kind("broken")), request())  # nobody else holds the error
+        call(Handle(kind("broken")), request())  # no other object references the error
     assert not [name for name in left if name.startswith(("InferEndpoint", "_wait"))]

@@ -1,4 +1,4 @@
-"""What is seen of a JSON text before it is parsed."""
+"""Checks of a JSON text before it is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the headers of an inference request over HTTP ask besides, and what they cannot."""
+"""Request options in the headers of an HTTP inference request, and refused values."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _Log(logging.Handler):
 
 @pytest.fixture(scope="module")
 def errors() -> list[str]:
-    """What the server and asyncio log as errors."""
+    """Collect errors logged by the server and asyncio."""
     log = _Log()
     for name in ("server", "asyncio"):
         logging.getLogger(name).addHandler(log)

@@ -110,7 +110,7 @@ def _refused(block: str) -> None:
         "8220",  # a change of the table's size behind a field
         "40",  # literal that ends at once
         "4003616263",  # no value
-        "40036162630a61",  # value shorter than told
+        "40036162630a61",  # value shorter than its declared length
         "0082ffff00",  # Huffman padding longer than 7 bits
     ],
 )

@@ -1,4 +1,4 @@
-"""The one table from errors to statuses and codes, held against the tree of errors."""
+"""Statuses and codes of errors: the table against the tree of errors."""
 
 from __future__ import annotations
 

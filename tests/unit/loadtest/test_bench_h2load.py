@@ -1,4 +1,4 @@
-"""What is read from h2load, and what is not believed."""
+"""Parsing of h2load's output, and refused results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shared memory case is built of: its models, its requests, its copies."""
+"""Parts of the shared memory case: its models, its requests, its copies."""
 
 from __future__ import annotations
 

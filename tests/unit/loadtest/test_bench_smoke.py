@@ -118,7 +118,7 @@ def test_quick_bench_measures_shared_memory_in_copies(tmp_path: Path) -> None:
 
 
 def quick_results(*cases: str, folder: Path) -> list[dict[str, Any]]:
-    """What `--quick` finds for these cases; a case that fails makes the exit status 2."""
+    """Results of `--quick` for these cases; a failed case makes the exit status 2."""
     results = folder / "results.json"
     command = [sys.executable, "-m", "loadtest.bench", "--quick", "--json", str(results), "--only", *cases]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)

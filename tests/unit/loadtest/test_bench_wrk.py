@@ -1,4 +1,4 @@
-"""What is told to wrk, and what is read from it."""
+"""Arguments of wrk, and parsing of its output."""
 
 from __future__ import annotations
 

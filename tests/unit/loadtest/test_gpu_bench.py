@@ -190,7 +190,7 @@ def test_a_failed_contender_is_omitted() -> None:
 
 
 class VirtualTime:
-    """Stands for the module `time`: passes only where somebody sleeps or waits, so that figures are exact on a busy machine."""
+    """Replaces the module `time`: it advances only in sleeps and waits, so that figures are exact on a busy machine."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

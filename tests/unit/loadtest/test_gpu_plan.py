@@ -1,4 +1,4 @@
-"""What the GPU bench does in which order, how long each part may take, and what it writes."""
+"""Order of the GPU bench's parts, their time limits, and its output files."""
 
 from __future__ import annotations
 

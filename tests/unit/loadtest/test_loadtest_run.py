@@ -1,4 +1,4 @@
-"""What `make load` reads from locust and how it judges."""
+"""Parsing of locust's results by `make load`, and its verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that builds: one builder at a time, called off when it is not wanted, its failure told in words."""
+"""The thread that builds: one builder at a time, cancelled when it is not needed, its failure reported in words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Ends = queue.Queue[tuple[BuildOrder, str]]
 
 @contextmanager
 def building(words: tuple[str, ...]) -> Iterator[tuple[EngineBuilds, Ends]]:
-    """A started `EngineBuilds` and what it tells; stopped at the end, when nothing of it may be left."""
+    """A started `EngineBuilds` and its reports; stopped at the end, without left-over threads or processes."""
     ends: Ends = queue.Queue()
     engine_builds = EngineBuilds(words, lambda order, failure: ends.put((order, failure)))
     engine_builds.start()

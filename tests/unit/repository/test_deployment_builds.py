@@ -209,7 +209,7 @@ def test_the_end_of_a_build_loads_no_other_changed_files(workshop: Workshop) -> 
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await until(lambda: workshop.calls() == ["started"])
-        # Somebody is at work in the folder; the watcher, or a load request, is to say when it is done.
+        # The folder is being changed; the watcher, or a load request, signals the end of the change.
         put(workshop.repository, 3)
         workshop.let_go()
         await until(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))

@@ -1,4 +1,4 @@
-"""What a load request may bring with it."""
+"""Configurations and files in a load request."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_unreadable_folders_are_skipped_and_read_only_models_serve(
         assert control_thread.index(registry) == {("m", "1"): ("READY", "")}
         assert control_thread.same(await control_thread.infer_values(registry), 3)
 
-    # Whoever may not read the interpreter's folder can import nothing new.
+    # A user that may not read the interpreter's folder can import nothing new.
     add_model(volume / "private", "m", affine(seed=3))
     control_thread.run(volume / "private", check, ControlPolicy("none"))
     shutil.rmtree(volume / "private" / "m")

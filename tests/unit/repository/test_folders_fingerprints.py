@@ -1,4 +1,4 @@
-"""What a look at a model's folder sees, and what it passes over."""
+"""Fingerprints of a model's folder: included and skipped files."""
 
 from __future__ import annotations
 

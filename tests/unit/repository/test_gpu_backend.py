@@ -53,7 +53,7 @@ def serves(repository: Path, seed: int) -> tuple[str, int]:
 
 
 def refused(repository: Path) -> str:
-    """Why the model is not served."""
+    """Return the reason why the model is not served."""
     reasons: list[str] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:

@@ -120,7 +120,7 @@ def put(folder: Path, rows: int = 6, top_k: int = 2, labels: bool = True, tail: 
 
 
 def answers(repository: Path, sent: np.ndarray) -> dict[str, Array]:
-    """What the model answers to one request."""
+    """Return the response of the model to one request."""
     result: list[dict[str, Array]] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:

@@ -32,7 +32,7 @@ ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One here too, which the control plane asks for its name and size; no model of these tests may use it."""
+    """A GPU in this process too, whose name and size the control plane reads; no model of these tests may use it."""
     cuda = install_gpu(monkeypatch)
     factories = {**loader_module.FACTORIES, "tensorrt": fake_tensorrt_child.FACTORY}
     isolated = lambda runtime, config: IsolatedBackend(config.name, factories[runtime], 60.0)  # noqa: E731

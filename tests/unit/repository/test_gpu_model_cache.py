@@ -1,4 +1,4 @@
-"""Who makes room and who comes back when, in virtual time: versions that only pretend to be loaded."""
+"""Evictions and reloads of the GPU model cache, in virtual time, with fake versions."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
 
 @pytest.mark.parametrize(("overridden", "option"), [(True, " --precision int8"), (False, "")])
 def test_the_remedy_names_the_requested_precision(tmp_path: Path, overridden: bool, option: str) -> None:
-    """Where the configuration says nothing, `headrace build m` alone would build FP32."""
+    """Without a configured precision, `headrace build m` alone would build FP32."""
     repository = tmp_path / "repository"
     put(repository, 1)
     publish(repository / "m", 1, ENGINE, overridden=overridden)
@@ -193,7 +193,7 @@ def external_data(location: str) -> bytes:
 
 
 def poisoned() -> bytes:
-    """Loads by its looks, but has an operator that nobody knows."""
+    """A valid file with an unknown operator."""
     model = affine(seed=2)
     model.graph.node[0].op_type = "NoSuchOperator"
     return model.SerializeToString()

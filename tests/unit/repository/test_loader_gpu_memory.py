@@ -89,7 +89,7 @@ def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path)
 
 
 def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
-    """Three models for whom there is room for one take turns; nobody starves, no answer is another model's."""
+    """Three models share room for one; none starves, no response is another model's."""
     size = need(repository)
     gpu_model_cache = GpuModelCache()
 
@@ -175,7 +175,7 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
             await reconciler.load(name, None, {})
         assert index(registry)["b", "1"] == EVICTED
         await reconciler.unload("c", False)
-        await reconciler.load("b", None, {})  # as it was: it is loaded once it is asked
+        await reconciler.load("b", None, {})  # as it was: it is loaded by its next request
         await infer_value(registry, "b", 2)
         await until(lambda: index(registry)["b", "1"] == READY)
         await reconciler.unload("b", False)
@@ -251,7 +251,7 @@ def test_deadlines_apply_to_waiting_requests_and_shutdown_answers_them(repositor
 
 
 def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) -> None:
-    """The driver finds less memory than the ledger: somebody else uses the GPU."""
+    """The driver has less memory than the ledger: another process uses the GPU."""
     need(repository)
     allocated: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What a configuration says of promises, levels and clients, as the data plane takes it."""
+"""Objectives, priority levels and clients of a configuration, as a policy of the data plane."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class GpuWorkshop:
 
 
 def facts(registry: Registry) -> dict[str, object]:
-    """Where "m" runs, as its metadata say."""
+    """Return the platform of "m" from its metadata."""
     handle = registry.lease("m", "")
     result = {name.removeprefix("headrace."): value for name, value in handle.spec.parameters.items()}
     handle.release()

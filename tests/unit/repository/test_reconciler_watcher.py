@@ -1,4 +1,4 @@
-"""When a watched model is acted on: after two equal looks and the settle time, once for every way it looks."""
+"""The watcher reports a changed model once, after two equal scans and the settle time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What limits a model is explained without naming its clients."""
+"""Bottlenecks of a model are explained without naming its clients."""
 
 from __future__ import annotations
 

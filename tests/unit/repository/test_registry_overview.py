@@ -1,4 +1,4 @@
-"""What the server tells who watches it: counts of what serves, and no more work for many who watch than for one."""
+"""Counts and gauges of the server's page: one refresh serves any number of viewers."""
 
 from __future__ import annotations
 

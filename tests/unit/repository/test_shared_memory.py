@@ -78,7 +78,7 @@ def test_reads_and_writes_are_visible_to_another_process(regions: SharedMemoryRe
         assert copy.dtype == np.uint8
         assert copy.shape == (4000,)
         np.testing.assert_array_equal(copy.view(np.float32), tensor)
-        # A copy: what the client writes later is not in it, and it belongs to whoever asked.
+        # A copy: what the client writes later is not in it, and it belongs to the caller.
         memory.buf[256] = 77
         assert copy[0] == 0
         assert copy.flags.writeable

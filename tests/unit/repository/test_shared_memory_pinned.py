@@ -38,7 +38,7 @@ class Copied:
 
 @dataclass
 class Pinning:
-    """Pins when it is told, on no thread of its own.
+    """Pins on the test's command, without a thread.
 
     Attributes:
         attempts: (start, size_bytes, device) of every attempt.

@@ -1,4 +1,4 @@
-"""Profiles in a folder: what goes in comes out, what is broken counts as none, and a folder that is read-only hurts nobody."""
+"""Latency tables in a folder: round trips, damaged files, and a read-only folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run of a model before it serves, for its profile: which sizes, for how long, and of which models nothing."""
+"""Runs before a model serves, for its latency table: sizes, time limits, and models that are not measured."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class SharedExecution:
 
 
 def all_at_once(measuring: LatencyMeasurement, model: Shared, count: int) -> list[BaseException | None]:
-    """What each instance's thread ended with."""
+    """Return the result of each instance's thread."""
     ends: list[BaseException | None] = [None] * count
 
     def measure(index: int) -> None:

@@ -12,7 +12,7 @@ from tests.support.mutants import MUTANTS, ROOT, Mutant, killers, places, source
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_can_be_applied(mutant: Mutant) -> None:
-    """Where a rename or a move has changed the text or a test's name, change it in `tests/support/mutants.py` too."""
+    """Follow renames and moves of texts and tests in `tests/support/mutants.py`."""
     files = places(mutant, ROOT)
     assert len(files) == 1, (
         f"the text of the mutant is in {[str(path.relative_to(ROOT)) for path in files]}:\n{mutant.old}"

@@ -1,4 +1,4 @@
-"""A model whose process crashes, hangs or is killed: who is told, who is to blame, and who takes its place."""
+"""A model whose process crashes, hangs or is killed: error messages, blamed batches and restarts."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_suspect_waits_until_the_process_is_empty() -> None:
     gate.shut("")
     gate.open("second")
     gate.enter("a", wait=False)
-    gate.leave("b")  # nobody wants it any more
+    gate.leave("b")  # no batch needs it any more
     gate.leave("a")
     assert gate.enter("c", wait=False) == "second"
 

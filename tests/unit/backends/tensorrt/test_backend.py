@@ -44,7 +44,7 @@ def rows(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def right(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What `affine` gives."""
+    """Return the expected output of `affine`."""
     return np.maximum(x @ np.array([[1, 2], [3, 4], [5, 6]], np.float32) + np.array([1, -1], np.float32), 0)
 
 

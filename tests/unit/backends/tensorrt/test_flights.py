@@ -107,7 +107,7 @@ def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path) -
         execution.finish(batch)
         del batch
         assert owner() is None, "it is let go of when the flight has landed"
-        owner = launched(execution)[1]  # whoever launched it dies
+        owner = launched(execution)[1]  # its execution ends
         gc.collect()
         assert owner() is not None, "the GPU may still read it"
     assert owner() is None

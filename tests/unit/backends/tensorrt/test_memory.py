@@ -74,7 +74,7 @@ def test_a_reloaded_plan_books_its_earlier_size_whatever_else_uses_the_gpu(
     noise = itertools.count()
 
     def measured(*_: object) -> float:
-        """Whatever is asked, each time it takes another time."""
+        """Return a different duration at each call."""
         return 1.0 + 7919 * next(noise) % 97
 
     for name in ("measured_us", "latency_us"):
