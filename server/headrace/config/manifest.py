@@ -629,7 +629,7 @@ def _preserve_recipe(path: Path) -> None:
 
 
 def _content(path: Path, name: str, max_bytes: int = MAX_STAMP_BYTES, cure: str = _REBUILD) -> bytes | None:
-    """Return the content of a file, None if there is none; reads at most `max_bytes` and does not block on a pipe."""
+    """Return the content of a file, at most `max_bytes`; None if there is none. Follows no link and does not block on a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
