@@ -16,30 +16,15 @@ from headrace.core.command_line import Parser
 
 from headrace_engines.errors import BuildError, CallError
 
-# Words of the command line -> module of the command, help text.
+# Words of the command line -> module of the command in this package, help text.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("build",): (
-        "headrace_engines.commands.build",
-        "build engines for this machine, compare them with FP32, publish them",
-    ),
-    ("inspect",): (
-        "headrace_engines.commands.inspect",
-        "list the layers of a built engine with precision, kernel and time",
-    ),
-    ("compare",): (
-        "headrace_engines.commands.compare",
-        "compare a model in several precisions: accuracy, speed, size",
-    ),
-    ("engines", "ls"): (
-        "headrace_engines.commands.engines",
-        "list stored and published engines",
-    ),
-    ("engines", "gc"): ("headrace_engines.commands.engines", "remove stored engines that no model publishes"),
-    ("engines", "verify"): (
-        "headrace_engines.commands.engines",
-        "check stored and published engines against their stamps",
-    ),
-    ("models", "build"): ("headrace_engines.demo.command", "build missing and outdated demo models"),
+    ("build",): ("commands.build", "build engines for this machine, compare them with FP32, publish them"),
+    ("inspect",): ("commands.inspect", "list the layers of a built engine with precision, kernel and time"),
+    ("compare",): ("commands.compare", "compare a model in several precisions: accuracy, speed, size"),
+    ("engines", "ls"): ("commands.engines", "list stored and published engines"),
+    ("engines", "gc"): ("commands.engines", "remove stored engines that no model publishes"),
+    ("engines", "verify"): ("commands.engines", "check stored and published engines against their stamps"),
+    ("models", "build"): ("demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
 
@@ -62,14 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from headrace.core.command_line import open_console
 
-    run: Any = command.run
     try:
-        status: int = run(options, open_console())
+        return int(command.run(options, open_console()))
     except BuildError as error:
         errors = open_console(stderr=True, highlight=False)
         errors.print(f"{parser.prog} {' '.join(options.words)}: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, CallError) or options.words[0] == "models" else 1
-    return status
 
 
 def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
@@ -80,16 +63,15 @@ def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
         name: commands.add_parser(name, help=text).add_subparsers(dest="action", required=True, metavar="COMMAND")
         for name, text in _GROUPS.items()
     }
-    called = None
+    called: Any = None
     for words, (module_name, text) in COMMANDS.items():
         group = groups[words[0]] if len(words) > 1 else commands
         child = group.add_parser(words[-1], help=text, description=text)
         child.set_defaults(words=words)
         if tuple(arguments[: len(words)]) == words:
-            module: Any = import_module(module_name)
+            called = import_module(f"headrace_engines.{module_name}")
             # One module has three commands, which differ in their options.
-            module.add_arguments(child, *(words[1:] if module_name == "headrace_engines.commands.engines" else ()))
-            called = module
+            called.add_arguments(child, *(words[1:] if words[0] == "engines" else ()))
     return parser, called
 
 

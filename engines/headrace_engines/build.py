@@ -224,8 +224,7 @@ class _Builder:
         held_out, output = self.data.held_out, self.data.output
         if not self.project.config.max_batch_size:
             return measure(reference, engine, held_out, 1, report, output=output)
-        shapes = [next(iter(profile.shapes.values())) for profile in self.spec.profiles]
-        min_rows, max_rows = min((smallest[0], max_rows[0]) for smallest, _, max_rows in shapes)
+        min_rows, max_rows = min((profile.rows[0], profile.rows[2]) for profile in self.spec.profiles)
         rows = max(min(ROWS, max_rows), min_rows)
         return measure(reference, _PaddedEngine(engine, min_rows), held_out, rows, report, output=output)
 
@@ -304,8 +303,7 @@ def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
     """Return the smallest, tuned and largest number of rows of the first profile, ascending; [1] without a batch dimension."""
     if not project.config.max_batch_size:
         return [1]
-    smallest, tuned, largest = next(iter(spec.profiles[0].shapes.values()))
-    return sorted({smallest[0], tuned[0], largest[0]})
+    return sorted(set(spec.profiles[0].rows))
 
 
 def sample_batch(data: BuildData, rows: int, project: Project) -> dict[str, Array]:

@@ -128,12 +128,12 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     with tempfile.TemporaryDirectory(prefix="headrace-") as name:
         folder = Path(name)
         try:
-            write_onnx(model, folder / "given.onnx")
+            write_onnx(model, folder / "source.onnx")
             options.optimized_model_filepath = str(folder / "simple.onnx")
             if model.ByteSize() > _LARGE_BYTES:
                 external = "session.optimized_model_external_initializers_file_name"
                 options.add_session_config_entry(external, "simple.data")
-            source = str(folder / "given.onnx")
+            source = str(folder / "source.onnx")
             ort.InferenceSession(
                 source, options, providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED_FUSIONS
             )

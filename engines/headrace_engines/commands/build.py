@@ -101,7 +101,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise CallError("no model is given: name the models to build, or use --all")
     if options.all and options.version is not None:
         raise CallError("both --version and --all are given: name one model in place of --all")
-    projects = _projects(options)
+    repository = options.model_repository
+    projects: list[Project | BuildError] = all_projects(repository) if options.all else []
+    projects += [open_project(name, repository, options.version) for name in options.models]
     with ThreadPoolExecutor(1) as pool:
         # Reading a large model takes as long as initialising a GPU; both run at the same time.
         digests = [pool.submit(project.digest) for project in projects if isinstance(project, Project)]
@@ -234,12 +236,6 @@ def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store
         return fp32.rows_per_s
     baseline = built.baseline if target.name == "onnxruntime" else None
     return 0.0 if baseline is None else baseline.rows_per_s
-
-
-def _projects(options: argparse.Namespace) -> list[Project | BuildError]:
-    if options.all:
-        return all_projects(options.model_repository)
-    return [open_project(name, options.model_repository, options.version) for name in options.models]
 
 
 _RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}

@@ -330,10 +330,10 @@ def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
     """Return batch sizes from the smallest to the largest of the first profile, in factors of four, or of two up to 16."""
     if not project.config.max_batch_size:
         return [1]
-    smallest, _, largest = next(iter(spec.profiles[0].shapes.values()))
-    factor = 2 if largest[0] <= 16 * smallest[0] else 4
-    sizes, size = {smallest[0], largest[0]}, smallest[0]
-    while size < largest[0]:
+    smallest, _, largest = spec.profiles[0].rows
+    factor = 2 if largest <= 16 * smallest else 4
+    sizes, size = {smallest, largest}, smallest
+    while size < largest:
         sizes.add(size)
         size *= factor
     return sorted(sizes)
@@ -589,10 +589,8 @@ def _sizes(option: str | None, project: Project) -> list[int]:
         if sizes != [1]:
             raise CallError(f"{project.name} has no batch dimension: leave --batch out")
         return sizes
-    smallest, _, largest = next(iter(spec.profiles[0].shapes.values()))
-    if sizes[0] < smallest[0] or sizes[-1] > largest[0]:
-        cure = "raise max_batch_size or the profile's batch" if sizes[-1] > largest[0] else "lower the profile's batch"
-        raise CallError(
-            f"--batch is {option}, engines of {project.name} take {smallest[0]} to {largest[0]} rows: {cure}"
-        )
+    smallest, _, largest = spec.profiles[0].rows
+    if sizes[0] < smallest or sizes[-1] > largest:
+        cure = "raise max_batch_size or the profile's batch" if sizes[-1] > largest else "lower the profile's batch"
+        raise CallError(f"--batch is {option}, engines of {project.name} take {smallest} to {largest} rows: {cure}")
     return sizes

@@ -121,12 +121,6 @@ def list_published(repositories: Sequence[Path], check: bool = False) -> list[Pu
     return published
 
 
-def orphans(folder: Path, stamps: Sequence[Stamp]) -> list[Path]:
-    """Return the artefacts in a version's folder that no stamp names, sorted."""
-    named = {stamp.artefact for stamp in stamps}
-    return sorted(path for path in folder.iterdir() if is_artefact_name(path.name) and path.name not in named)
-
-
 class _Machines:
     """Machine descriptions of this host. TensorRT's takes seconds and is read only if an artefact is built for it."""
 
@@ -182,8 +176,9 @@ def _list_version(
     except ConfigError as error:
         yield PublishedEngine(model, version, folder, None, DAMAGED, f"{STAMP_FILE} {error.findings[0].message}")
         return
-    for path in orphans(folder, stamps):
-        yield PublishedEngine(model, version, folder, None, STALE, f"no stamp names {path.name}")
+    artefacts = {path.name for path in folder.iterdir() if is_artefact_name(path.name)}
+    for name in sorted(artefacts - {stamp.artefact for stamp in stamps}):
+        yield PublishedEngine(model, version, folder, None, STALE, f"no stamp names {name}")
     if not stamps:
         return
     project: Project | None = None

@@ -104,14 +104,12 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
         if rows not in (None, 1):
             raise CallError(f"--batch is {rows}, but {project.name} has no batch dimension: leave --batch out")
         return next(iter(random_samples(config, 1, tuned).batches(1)))
-    smallest, tuned_rows, largest = (
-        next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
-    )
+    smallest, tuned_rows, largest = profile.rows if profile else (1, 1, config.max_batch_size)
     if rows is None:
-        rows = max(smallest[0], min(tuned_rows[0], _CPU_ROWS)) if target.name == "onnxruntime" else tuned_rows[0]
-    if not smallest[0] <= rows <= largest[0]:
+        rows = max(smallest, min(tuned_rows, _CPU_ROWS)) if target.name == "onnxruntime" else tuned_rows
+    if not smallest <= rows <= largest:
         raise CallError(
-            f"--batch is {rows}, {project.name} takes {smallest[0]} to {largest[0]} rows: choose a number in this range"
+            f"--batch is {rows}, {project.name} takes {smallest} to {largest} rows: choose a number in this range"
         )
     samples = random_samples(config, min(rows, _NOISE_ROWS), {name: shape[1:] for name, shape in tuned.items()})
     batch = next(iter(samples.batches(_NOISE_ROWS)))

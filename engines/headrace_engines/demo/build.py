@@ -172,31 +172,19 @@ def _load(recipe: str) -> Any:
 
 
 _PICTURES = ("calibration", "accuracy")
-_SMALL_RECIPES = ("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",)
 # Slow builds are last, so that a new repository has models early.
 CATALOGUE: dict[str, DemoModel] = {
     model.name: model
     for model in (
-        DemoModel(
-            "tiny",
-            "networks:build_tiny",
-            ("networks",),
-            {"config.pbtxt": "tiny/config.pbtxt"},
-            equal_recipes=_SMALL_RECIPES,
-        ),
-        DemoModel(
-            "add_sub",
-            "networks:build_add_sub_int32",
-            ("networks",),
-            {"config.pbtxt": "add_sub/config.pbtxt"},
-            equal_recipes=_SMALL_RECIPES,
-        ),
-        DemoModel(
-            "add_sub_fp32",
-            "networks:build_add_sub_fp32",
-            ("networks",),
-            {"config.pbtxt": "add_sub_fp32/config.pbtxt"},
-            equal_recipes=_SMALL_RECIPES,
+        *(
+            DemoModel(
+                name,
+                f"networks:build_{name}",
+                ("networks",),
+                {"config.pbtxt": f"{name}/config.pbtxt"},
+                equal_recipes=("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",),
+            )
+            for name in ("tiny", "add_sub", "add_sub_fp32")
         ),
         DemoModel(
             "efficientnet_lite0",
@@ -282,8 +270,8 @@ def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[Dem
         raise BuildError(f"no demo model is called {', '.join(unknown)}, expected some of {', '.join(CATALOGUE)}")
     models = [model for model in CATALOGUE.values() if not names or model.name in names]
     if fetched and not any(model.fetched_recipe for model in models):
-        takers = ", ".join(model.name for model in CATALOGUE.values() if model.fetched_recipe)
-        raise BuildError(f"published weights were requested, and only {takers} takes them: name it with --only")
+        users = ", ".join(model.name for model in CATALOGUE.values() if model.fetched_recipe)
+        raise BuildError(f"published weights were requested, and only {users} uses them: name it with --only")
     return models
 
 

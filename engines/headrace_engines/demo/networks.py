@@ -198,7 +198,7 @@ def _build_add_sub(name: str, element_type: int, report: Report) -> Artefact:
     return Artefact(model, "none")
 
 
-build_add_sub_int32 = partial(_build_add_sub, "add_sub", TensorProto.INT32)
+build_add_sub = partial(_build_add_sub, "add_sub", TensorProto.INT32)
 build_add_sub_fp32 = partial(_build_add_sub, "add_sub_fp32", TensorProto.FLOAT)
 
 

@@ -38,6 +38,8 @@ ACTIVATIONS = frozenset(
         *("Selu", "Sigmoid", "Softplus", "Tanh"),
     )
 )
+# Operators with FP8 kernels on every target that has FP8.
+PRODUCTS = ("Gemm", "MatMul")
 # Operators of two or more tensors.
 JOINS = frozenset(("Add", "Mul", "Concat"))
 
@@ -80,26 +82,22 @@ def weighted_layer(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | No
 
 
 def _weighted(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | None:
-    constants = [graph.is_constant(name) for name in node.input[:2]]
-    shape = graph.shape(node.input[1]) or ()
+    axis: int | None
     match node.op_type:
-        case "Conv" if constants[1]:
-            return WeightedLayer(node.name, "Conv", (0,), 1, 0)
-        case "ConvTranspose" if constants[1]:
+        case "Conv":
+            axis = 0
+        case "ConvTranspose":
             # The weight is [in, out / groups, ...]: with groups, an index of axis 1 belongs to several channels.
             axis = 1 if graph.attribute(node, "group", 1) == 1 else None
-            return WeightedLayer(node.name, "ConvTranspose", (0,), 1, axis)
-        case "Gemm" if not constants[0] and not graph.attribute(node, "transA", 0):
+        case "Gemm" if not graph.attribute(node, "transA", 0):
             axis = 0 if graph.attribute(node, "transB", 0) else 1
-            return WeightedLayer(node.name, "Gemm", (0,), 1, axis) if constants[1] else _product(node)
-        case "MatMul" if not constants[0]:
-            axis = 1 if len(shape) == 2 else None
-            return WeightedLayer(node.name, "MatMul", (0,), 1, axis) if constants[1] else _product(node)
-    return None
-
-
-def _product(node: onnx.NodeProto) -> WeightedLayer:
-    return WeightedLayer(node.name, node.op_type, (0, 1), None, None)
+        case "MatMul":
+            axis = 1 if len(graph.shape(node.input[1]) or ()) == 2 else None
+        case _:
+            return None
+    if graph.is_constant(node.input[1]):
+        return WeightedLayer(node.name, node.op_type, (0,), 1, axis)
+    return WeightedLayer(node.name, node.op_type, (0, 1), None, None) if node.op_type in PRODUCTS else None
 
 
 def weighted_layers(graph: OnnxGraph, keep: Collection[str] = ()) -> dict[str, WeightedLayer]:
@@ -221,8 +219,6 @@ def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[s
     return overlaps
 
 
-# Operators with FP8 kernels on every target that has FP8.
-PRODUCTS = ("Gemm", "MatMul")
 # Limits of TensorRT's FP8 convolutions: largest filter, smallest number of channels, no groups. Others run in slow kernels. The
 # target has the versions with FP8 convolutions.
 _MAX_FILTER_ELEMENTS = 32

@@ -48,10 +48,6 @@ class InputLayout:
         """Shape of one sample in the model, 1 for free dimensions."""
         return tuple(max(size, 1) for size in self.model_dims)
 
-    def sized(self, shape: Sequence[int] | None) -> InputLayout:
-        """Return the layout with `shape` in place of `model_dims`; the same layout for None."""
-        return self if shape is None else replace(self, model_dims=tuple(shape))
-
     def keeps_row(self, rank: int) -> bool:
         """Return whether an array of this rank has its samples along the first dimension of the model's shape.
 
@@ -326,7 +322,9 @@ def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequenc
         count: number of samples.
         shapes: shapes of inputs with free dimensions, by name, without the batch dimension; 1 for missing ones.
     """
-    layouts = {name: layout.sized((shapes or {}).get(name)) for name, layout in input_layouts(config).items()}
+    layouts = input_layouts(config)
+    for name in layouts.keys() & (shapes or {}).keys():
+        layouts[name] = replace(layouts[name], model_dims=tuple((shapes or {})[name]))
     picture = config.preprocess
     mean, deviation = 0.0, 1.0
     if picture is not None:

@@ -40,6 +40,12 @@ class ShapeRange:
 
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Smallest, tuned and largest first dimension of the first input."""
+        smallest, tuned, largest = next(iter(self.shapes.values()))
+        return smallest[0], tuned[0], largest[0]
+
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:

@@ -35,7 +35,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from headrace.config.manifest import Machine, onnxruntime_machine
-from onnx import TensorProto, helper
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, copy_model, drop_unused_domains, read_onnx, write_onnx
@@ -97,13 +96,12 @@ class _Trace:
         self._graph = OnnxGraph(_skeleton(original))
         self._by_name = {node.name: node for node in self._graph.nodes}
         self._order = {node.name: index for index, node in enumerate(self._graph.nodes)}
-        self._anchors: dict[
-            str, str
-        ] = {}  # node of the original -> node of the optimised graph with its name or output
-        self._ends: dict[
-            str, tuple[str, bool]
-        ] = {}  # optimised node -> tensor of the original, True if it is its output
-        self._owner: dict[str, str] = {}  # node of the original -> the only optimised node that executes it
+        # Node of the original -> node of the optimised graph with its name or output.
+        self._anchors: dict[str, str] = {}
+        # Optimised node -> tensor of the original, True if it is its output.
+        self._ends: dict[str, tuple[str, bool]] = {}
+        # Node of the original -> the only optimised node that executes it.
+        self._owner: dict[str, str] = {}
         self._alias: dict[str, str] = {name: name for name in self._graph.inputs}
         self._known_tensors = set(self._graph.inputs)  # values of `_alias`
         self._folded: set[str] = set()  # tensors computed from constants alone
@@ -442,7 +440,8 @@ def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[s
             write_onnx(artefact, named)
             events = _events(named, folder, inputs)
             optimised = onnx.load_model(folder / "all.onnx", load_external_data=False)
-            fused = name_nodes(_fused(named, folder))
+            _optimize(named, folder / "fused.onnx", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED)
+            fused = name_nodes(onnx.load_model(folder / "fused.onnx", load_external_data=False))
     except OSError as error:
         raise BuildError(f"the profile of {path.name} cannot be written: {error.strerror or error}") from error
     lineage = compose_lineages(trace_nodes(name_nodes(optimised), fused), trace_nodes(fused, artefact))
@@ -472,12 +471,12 @@ def _events(named: Path, folder: Path, inputs: Mapping[str, Array]) -> list[dict
     return events
 
 
-def _fused(named: Path, folder: Path) -> onnx.ModelProto:
+def _optimize(model: Path | bytes, file: Path, level: ort.GraphOptimizationLevel) -> None:
+    """Write the graph that ONNX Runtime loads at an optimisation level."""
     options = session_options()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = str(folder / "fused.onnx")
-    open_session(named, options)
-    return onnx.load_model(folder / "fused.onnx", load_external_data=False)
+    options.graph_optimization_level = level
+    options.optimized_model_filepath = str(file)
+    open_session(model, options)
 
 
 def _kernels(events: list[dict[str, Any]], optimised: onnx.ModelProto) -> dict[str, _Kernel]:
@@ -626,11 +625,8 @@ def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     """Apply ONNX Runtime's optimisations that do not depend on the hardware: fold constants, remove dead nodes."""
     if model.ByteSize() > _MAX_REWRITTEN_BYTES:
         return model
-    options = session_options()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     file = folder / "optimised.onnx"
-    options.optimized_model_filepath = str(file)
-    open_session(model.SerializeToString(), options)
+    _optimize(model.SerializeToString(), file, ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
     optimised = read_onnx(file)
     file.unlink()
     drop_unused_domains(optimised)
@@ -639,12 +635,11 @@ def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
 
 def _missing_bf16() -> str:
     """Return the first common operator without a BF16 kernel on this CPU; "" if all have one."""
-    for operator in ("MatMul", "Add", "Relu"):
-        tensor = helper.make_tensor_value_info("x", TensorProto.BFLOAT16, [4, 4])
-        out = helper.make_tensor_value_info("y", TensorProto.BFLOAT16, [4, 4])
-        inputs = ["x"] if operator == "Relu" else ["x", "x"]
-        graph = helper.make_graph([helper.make_node(operator, inputs, ["y"])], "probe", [tensor], [out])
-        probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    for operator, inputs in (("MatMul", "x, x"), ("Add", "x, x"), ("Relu", "x")):
+        probe = onnx.parser.parse_model(
+            f"""<ir_version: 8, opset_import: ["" : 17]>
+            probe (bfloat16[4, 4] x) => (bfloat16[4, 4] y) {{ y = {operator}({inputs}) }}"""
+        )
         try:
             open_session(probe.SerializeToString(), session_options())
         except BuildError:

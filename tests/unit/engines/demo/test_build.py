@@ -160,7 +160,7 @@ def test_up_to_date_models_print_one_line_and_import_nothing_heavy(tmp_path):
         (["--weights-url", "x.pth"], "belong together"),
         (["--weights-sha256", "ab" * 32], "belong together"),
         (["--weights-url", "x.pth", "--weights-sha256", "12"], "64 hex digits"),
-        (["--only", "tiny", "--pretrained"], "only resnet50 takes them"),
+        (["--only", "tiny", "--pretrained"], "only resnet50 uses them"),
     ],
 )
 def test_invalid_options_are_reported(arguments, expected, capsys):
