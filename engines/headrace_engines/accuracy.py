@@ -142,21 +142,14 @@ def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) ->
 
 
 @dataclass(slots=True)
-class _Output:
-    """Running sums of one floating-point output."""
-
-    cosines: float = 0.0
-    count: int = 0
-
-
-@dataclass(slots=True)
 class _Comparison:
     """Running sums over the compared samples."""
 
     labels: Array | None
     chosen: str | None = None
     samples: int = 0
-    outputs: dict[str, _Output] = field(default_factory=dict)
+    # By floating-point output the sum of its cosines, and their number.
+    outputs: dict[str, tuple[float, int]] = field(default_factory=dict)
     same: int = 0
     compared: int = 0
     right: int = 0
@@ -199,9 +192,8 @@ class _Comparison:
         a = np.where(finite, expected, 0).reshape(len(expected), -1).astype(np.float64)
         b = np.where(finite, actual, 0).reshape(len(actual), -1).astype(np.float64)
         self.max_abs = max(self.max_abs, float(np.abs(a - b).max(initial=0.0)))
-        sums = self.outputs.setdefault(name, _Output())
-        sums.cosines += float(_cosines(a, b).sum())
-        sums.count += len(a)
+        cosines, count = self.outputs.get(name, (0.0, 0))
+        self.outputs[name] = cosines + float(_cosines(a, b).sum()), count + len(a)
 
     def _add_classes(self, expected: Array, actual: Array, first: int) -> None:
         if expected.dtype.kind != "f":
@@ -219,7 +211,7 @@ class _Comparison:
 
     def accuracy(self, data: str) -> Accuracy:
         """Return the accuracy over all added samples."""
-        cosine = min((sums.cosines / sums.count for sums in self.outputs.values()), default=1.0)
+        cosine = min((cosines / count for cosines, count in self.outputs.values()), default=1.0)
         agreement = self.same / self.compared if self.compared else None
         labelled = bool(self.labelled) and not self.problem
         return Accuracy(

@@ -13,11 +13,19 @@ import onnx
 import onnxruntime as ort
 import pytest
 from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.quantization.samples import Samples, content_digest
 from onnx import TensorProto, helper, numpy_helper
 
 _LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 # Names for `light` of networks of hundreds of nodes: seconds for each test.
 DEEP = [pytest.param(name, marks=pytest.mark.slow) for name in ("inception_v2", "densenet121")]
+
+
+def samples_of(arrays: dict[str, Any], labels: Any = None) -> Samples:
+    """Samples from arrays by input name; the first dimension counts samples."""
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    rows = [dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True)]
+    return Samples(rows.__getitem__, [content_digest(row) for row in rows], "arrays", labels=labels)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.commands import add_cache, add_model
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
-from headrace_engines.progress import Report, part, silent
+from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildSpec, Project, open_data, open_project, read_spec
 from headrace_engines.report import (
     BuildDisplay,
@@ -64,7 +64,6 @@ FORMAT = 1
 ROUNDS = 5
 # Precisions that are compared by default; FP8 only if the target supports it.
 DEFAULT_PRECISIONS = ("fp32", "fp16", "int8", "fp8")
-Maker = Callable[[Project, BuildSpec, Target, Store, Report], BuildResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +170,7 @@ def compare(
     precisions: Sequence[str],
     sizes: Sequence[int],
     seconds: float,
-    reports: Mapping[str, Report],
-    maker: Maker = build_engine,
+    reports: Callable[[str], Report],
 ) -> Comparison:
     """Build a model in several precisions or find them in the store, then time them in turns in this process.
 
@@ -185,8 +183,7 @@ def compare(
         precisions: precisions, in order.
         sizes: batch sizes, ascending, within the profiles.
         seconds: timing duration of each precision at each batch size.
-        reports: progress callback of each build by precision; "timing" for the timing.
-        maker: function that builds one precision.
+        reports: returns the progress callback of a build by its precision, and of the timing by "timing".
 
     Raises:
         BuildError: the samples cannot be read.
@@ -198,7 +195,7 @@ def compare(
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for precision in precisions:
-            row = _build(project, spec.at(precision), target, store, reports.get(precision, silent), maker, source)
+            row = _build(project, spec.at(precision), target, store, reports(precision), source)
             if row.built is not None:
                 try:
                     engine = target.open(row.built.path, source)
@@ -215,20 +212,14 @@ def compare(
 
 
 def _build(
-    project: Project,
-    spec: BuildSpec,
-    target: Target,
-    store: Store,
-    report: Report,
-    maker: Maker,
-    source: onnx.ModelProto,
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, source: onnx.ModelProto
 ) -> ComparisonRow:
     refused = target.refuses(spec.precision)
     if refused:
         report(1.0, "refused")
         return ComparisonRow(spec.precision, refused)
     try:
-        built = maker(project, spec, target, store, report)
+        built = build_engine(project, spec, target, store, report)
     except (MemoryError, OSError, BuildError) as error:
         report(1.0, "failed")
         return ComparisonRow(spec.precision, _reason(error))
@@ -258,10 +249,10 @@ def _measure(
     batches: Mapping[int, dict[str, Array]],
     batched: bool,
     seconds: float,
-    reports: Mapping[str, Report],
+    reports: Callable[[str], Report],
 ) -> list[ComparisonRow]:
     """Return the rows with times and memory; an engine that fails becomes a row with a reason."""
-    timing = reports.get("timing", silent)
+    timing = reports("timing")
     by_precision: dict[str, list[BatchTiming]] = {precision: [] for precision in engines}
     failed: dict[str, str] = {}
     for number, (batch_size, inputs) in enumerate(batches.items()):
@@ -275,9 +266,11 @@ def _measure(
         if row.precision in failed:
             measured.append(ComparisonRow(row.precision, failed[row.precision]))
         elif row.precision in engines:
-            memory_bytes, remark = _memory(engines[row.precision], row.remark)
-            timings = tuple(by_precision[row.precision])
-            measured.append(replace(row, timings=timings, memory_bytes=memory_bytes, remark=remark))
+            row = replace(row, timings=tuple(by_precision[row.precision]))
+            try:
+                measured.append(replace(row, memory_bytes=engines[row.precision].memory_bytes))
+            except BuildError as error:
+                measured.append(replace(row, remark="; ".join(filter(None, (row.remark, str(error))))))
         else:
             measured.append(row)
     return measured
@@ -317,13 +310,6 @@ def _median_timing(rounds: list[BatchTiming], size: int, batched: bool) -> Batch
         p99_us=median(timing.p99_us for timing in rounds),
         rows_per_s=median(timing.rows_per_s for timing in rounds) / per_row,
     )
-
-
-def _memory(engine: Engine, remark: str) -> tuple[int | None, str]:
-    try:
-        return engine.memory_bytes, remark
-    except BuildError as error:
-        return None, "; ".join(filter(None, (remark, str(error))))
 
 
 def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
@@ -505,8 +491,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         # A measurement takes minutes: check the output folder before it.
         make_folder(options.output)
     with BuildDisplay(console, [*precisions, "timing"]) as display:
-        reports = {name: _lazy_report(display, name) for name in (*precisions, "timing")}
-        comparison = compare(project, target, Store(options.cache), precisions, sizes, options.seconds, reports)
+        store = Store(options.cache)
+        comparison = compare(project, target, store, precisions, sizes, options.seconds, display.report)
     show(console, comparison)
     if options.output is not None:
         write(comparison, options.output)
@@ -549,18 +535,6 @@ def show(console: Console, comparison: Comparison) -> None:
         console.print(speed)
     for row, remark in _remarks(comparison):
         print_text(console, f"{row.precision}: {printable(remark)}")
-
-
-def _lazy_report(display: BuildDisplay, name: str) -> Report:
-    """Return a callback whose bar starts its clock with the first report."""
-    started: list[Report] = []
-
-    def report(done: float, note: str) -> None:
-        if not started:
-            started.append(display.report(name))
-        started[0](done, note)
-
-    return report
 
 
 def _precisions(option: str | None, target: Target) -> list[str]:

@@ -66,11 +66,10 @@ from headrace_engines.quantization.qdq import SAMPLES, correct_biases, quantizab
 from headrace_engines.quantization.samples import Samples
 
 # Nodes to cast in a model with Q/DQ.
-#   "regions": nodes that are not connected to a Q or DQ, directly or through other FP32 nodes.
-#   "layers":  also layers in floating point among quantised ones, with the nodes after them. Readers of a DQ stay FP32, with the
+#   "layers":  layers in floating point, also among quantised ones, with the nodes after them. Readers of a DQ stay FP32, with the
 #              nodes after them up to the next such layer: they are fused with the quantised layer.
 #   "scales":  all nodes, with FP16 scales. TensorRT 10.6 finds no kernel for Conv + Relu then.
-Quantized = Literal["regions", "layers", "scales"]
+Quantized = Literal["layers", "scales"]
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 # First opset of Q and DQ with scales of 16 bits.
 _SCALES_OPSET = 19
@@ -177,10 +176,6 @@ def _near_quantized(graph: OnnxGraph, quantized: Quantized) -> set[str]:
     stay = {_key(node) for node in graph.nodes if node.op_type in _QDQ}
     if not stay:
         return stay
-    if quantized == "regions":
-        return stay | _regions(
-            graph, {name for node in graph.nodes if node.op_type in _QDQ for name in _floats(graph, node)}
-        )
     fused = {node.output[0] for node in graph.nodes if node.op_type == "DequantizeLinear"}
     for node in graph.nodes:
         if node.op_type in _QDQ or fused.isdisjoint(node.input):
@@ -199,20 +194,6 @@ def _floats(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
         for name in (*node.input, *node.output)
         if graph.element_type(name) == TensorProto.FLOAT and not graph.is_constant(name)
     }
-
-
-def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
-    """Return the keys of nodes that FP32 tensors connect with given ones, without a Q or DQ between."""
-    reached: set[str] = set()
-    waiting = list(tensors)
-    while waiting:
-        name = waiting.pop()
-        producer = graph.producer(name)
-        for node in (*graph.consumers(name), *([producer] if producer is not None else [])):
-            if node.op_type not in _QDQ and _key(node) not in reached:
-                reached.add(_key(node))
-                waiting.extend(_floats(graph, node))
-    return reached
 
 
 def _without_islands(graph: OnnxGraph, chosen: dict[str, Signature]) -> dict[str, Signature]:

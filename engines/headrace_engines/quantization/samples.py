@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -228,17 +228,6 @@ class Samples:
     noun: str = "samples"
     labels: Array | None = None
     batched: bool = True
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, Array], labels: Array | None = None) -> Self:
-        """Return samples from arrays by input name; the first dimension counts samples."""
-        by_name = {key: np.asarray(array) for key, array in arrays.items()}
-        count = len(next(iter(by_name.values())))
-
-        def read(number: int) -> Sample:
-            return {key: array[number] for key, array in by_name.items()}
-
-        return cls(read, [content_digest(read(n)) for n in range(count)], "arrays", labels=labels)
 
     def __len__(self) -> int:
         return len(self.digests)

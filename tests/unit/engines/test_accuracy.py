@@ -14,6 +14,8 @@ from headrace_engines.progress import silent
 from headrace_engines.project import AccuracyLimits
 from headrace_engines.quantization.samples import Samples
 
+from tests.support.networks import samples_of
+
 Array = np.ndarray[Any, Any]
 LOGITS = np.float32([[3, 1, 0], [0, 2, 1], [1, 0, 4], [5, 4, 0]])
 
@@ -31,7 +33,7 @@ class Recorded:
 
 
 def indexes(count: int = 4, labels: list[int] | None = None) -> Samples:
-    return Samples.of({"index": np.arange(count)}, None if labels is None else np.int64(labels))
+    return samples_of({"index": np.arange(count)}, None if labels is None else np.int64(labels))
 
 
 def compare(expected: Any, given: Any, samples: Samples | None = None, rows: int = 3) -> Accuracy:

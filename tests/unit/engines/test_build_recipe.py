@@ -14,11 +14,11 @@ from headrace_engines.precision.lowering import lower_model
 from headrace_engines.progress import silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization import calibration as ranges
-from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto, numpy_helper
 
 from tests.support import networks
+from tests.support.networks import samples_of
 
 # What these recipes make of two networks. Another value here needs another number there: ranges.RECIPE where the same samples
 # give other ranges, else spec.RECIPE.
@@ -62,7 +62,7 @@ def test_the_same_specification_makes_the_same(
     # Whatever processor this is.
     monkeypatch.setattr(lowering, "has_vnni", lambda _capability: True)
     model = simplify(networks.residual() if family == "residual" else networks.transformer())
-    rows = Samples.of(networks.inputs_of(model, 16))
+    rows = samples_of(networks.inputs_of(model, 16))
     bar = AccuracyBar(min_top1_agreement=0.0, min_cosine=0.0)
     requested = BuildSpec(precision, (), None, Calibration(method="minmax"), bar)
     created = lower_model(model, requested, target, BuildData(rows, rows), tmp_path, silent)

@@ -1,4 +1,4 @@
-"""`headrace compare`: real engines of a tiny model, a maker that builds them directly, and engines that fail."""
+"""`headrace compare`: real engines of a tiny model, a function that builds them directly, and engines that fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from headrace_engines.commands.compare import (
     ROUNDS,
     Comparison,
     add_arguments,
-    compare,
     comparison_page,
     comparison_picture,
     default_sizes,
@@ -30,7 +29,7 @@ from headrace_engines.commands.compare import (
 )
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
-from headrace_engines.progress import Report
+from headrace_engines.progress import Report, silent
 from headrace_engines.project import BuildSpec, Project, open_project, read_spec
 from headrace_engines.store import Store
 from headrace_engines.targets.base import BatchTiming, Engine, MeasuredLayer, Target, TargetSpec
@@ -86,8 +85,19 @@ def fails_on_int8(project: Project, spec: BuildSpec, target: Target, store: Stor
     return build_directly(project, spec, target, store, report)
 
 
-def compared(project: Project, tmp_path: Path, precisions: tuple[str, ...], maker: Any = build_directly) -> Comparison:
-    return compare(project, OnnxRuntimeTarget(), Store(tmp_path / "store"), precisions, (1, 8), 0.02, {}, maker)
+def quiet(_name: str) -> Report:
+    return silent
+
+
+def compare(*arguments: Any, build: Any = build_directly) -> Comparison:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headrace_engines.commands.compare, "build_engine", build)
+        return headrace_engines.commands.compare.compare(*arguments)
+
+
+def compared(project: Project, tmp_path: Path, precisions: tuple[str, ...], build: Any = build_directly) -> Comparison:
+    store = Store(tmp_path / "store")
+    return compare(project, OnnxRuntimeTarget(), store, precisions, (1, 8), 0.02, quiet, build=build)
 
 
 def test_every_precision_is_timed_at_every_size(project: Project, tmp_path: Path) -> None:
@@ -127,7 +137,7 @@ def test_layers_that_fp8_leaves_in_fp16_are_noted(tmp_path: Path) -> None:
         model = networks.network(text, networks.weights(w=(4, 4, 1, 1)), ("N", 4, 8, 8))
         project = write_project(folder, model, networks.inputs_of(model, 16))
         target, store = _NoFp8Convolutions(), Store(folder / "store")
-        result = compare(project, target, store, ("fp32", "fp8"), (1,), 0.02, {}, build_directly)
+        result = compare(project, target, store, ("fp32", "fp8"), (1,), 0.02, quiet)
         return [row.remark for row in result.rows]
 
     assert remarks("y = Conv(x, w)", tmp_path / "a") == ["", "convolutions run in fp16: TensorRT 10.6.0 is too old"]
@@ -219,7 +229,7 @@ class ClockedTarget(OnnxRuntimeTarget):
 
 def test_precisions_alternate_and_each_is_first_once(project: Project, tmp_path: Path) -> None:
     target = ClockedTarget({})
-    comparison = compare(project, target, Store(tmp_path), ("fp32", "fp16", "int8"), (1, 8), 1.0, {}, build_directly)
+    comparison = compare(project, target, Store(tmp_path), ("fp32", "fp16", "int8"), (1, 8), 1.0, quiet)
     first_size = [name for name, rows in target.calls if rows == 1]
     rounds = [first_size[i : i + 3] for i in range(0, len(first_size), 3)]
     assert len(rounds) == ROUNDS
@@ -233,7 +243,7 @@ def test_precisions_alternate_and_each_is_first_once(project: Project, tmp_path:
 
 def test_an_engine_that_fails_while_it_is_timed_is_a_row_with_the_reason(project: Project, tmp_path: Path) -> None:
     target = ClockedTarget({"int8": 8, "fp16": -1})
-    comparison = compare(project, target, Store(tmp_path), ("fp32", "fp16", "int8"), (1, 8), 1.0, {}, build_directly)
+    comparison = compare(project, target, Store(tmp_path), ("fp32", "fp16", "int8"), (1, 8), 1.0, quiet)
     reasons = {row.precision: row.reason for row in comparison.rows}
     assert reasons["fp32"] == ""
     assert reasons["fp16"] == "cannot be opened"
@@ -273,7 +283,7 @@ def call(project: Project, tmp_path: Path, *words: str | Path) -> tuple[int, str
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headrace_engines.commands.compare.compare, "__defaults__", (fails_on_int8,))
+    monkeypatch.setattr(headrace_engines.commands.compare, "build_engine", fails_on_int8)
 
 
 @pytest.mark.usefixtures("direct")
@@ -297,8 +307,11 @@ def test_a_read_only_output_folder_is_reported_before_a_build(project: Project, 
 
 def test_the_bar_of_the_timing_ends(project: Project, tmp_path: Path) -> None:
     progress: list[tuple[float, str]] = []
-    reports = {"timing": lambda done, note: progress.append((done, note))}
-    compare(project, OnnxRuntimeTarget(), Store(tmp_path), ["fp32"], [1, 2], 0.02, reports, fails_on_int8)
+
+    def reports(name: str) -> Report:
+        return silent if name != "timing" else lambda done, note: progress.append((done, note))
+
+    compare(project, OnnxRuntimeTarget(), Store(tmp_path), ["fp32"], [1, 2], 0.02, reports, build=fails_on_int8)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert progress[0] == (0.0, "fp32, 1 row")
     assert progress[-1][0] == 1.0

@@ -9,16 +9,16 @@ from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.precision.lowering import cast_model, must_stay_fp32
 from headrace_engines.progress import silent
-from headrace_engines.quantization.samples import Samples
 from onnx import TensorProto
 
+from tests.support.networks import samples_of
 from tests.support.onnx_blocks import Network, small_cnn
 
 PRECISIONS = ("fp16", "bf16")
 
 
 def kept(model: onnx.ModelProto, precision: str = "fp16", **arrays: np.ndarray) -> set[str]:
-    return must_stay_fp32(model, Samples.of(arrays) if arrays else None, precision, silent)
+    return must_stay_fp32(model, samples_of(arrays) if arrays else None, precision, silent)
 
 
 def rows(*shape: int, scale: float = 1.0) -> np.ndarray:
@@ -27,7 +27,7 @@ def rows(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 def test_nothing_of_a_plain_cnn_stays_fp32() -> None:
     shares: list[float] = []
-    samples = Samples.of({"picture": rows(4, 3, 16, 16)})
+    samples = samples_of({"picture": rows(4, 3, 16, 16)})
     assert must_stay_fp32(small_cnn(), samples, "fp16", lambda done, _note: shares.append(done)) == set()
     assert shares == [0.25, 0.5, 0.75, 1.0]
     assert kept(small_cnn(), "bf16", picture=rows(4, 3, 16, 16)) == set()

@@ -16,11 +16,11 @@ from headrace_engines.precision.lowering import LoweredModel, lower_model
 from headrace_engines.progress import silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization.qdq import FP8_OPSET, quantizable
-from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
 from tests.support import networks
+from tests.support.networks import samples_of
 from tests.support.onnx_blocks import Network
 
 
@@ -31,7 +31,7 @@ def lowered(
     refused = settings.pop("no_fp8_convolutions", "")
     spec = BuildSpec(precision, (), None, calibration, AccuracyBar(**settings))
     model = simplify(model)
-    rows = Samples.of(networks.inputs_of(model, 16))
+    rows = samples_of(networks.inputs_of(model, 16))
     return lower_model(model, spec, target, BuildData(rows, rows), folder, silent, refused)
 
 

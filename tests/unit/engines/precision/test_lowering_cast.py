@@ -14,11 +14,11 @@ from headrace_engines.precision.lowering import cast_model, must_stay_fp32
 from headrace_engines.progress import silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
-from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
+from tests.support.networks import samples_of
 from tests.support.onnx_blocks import Network, small_cnn, transformer_block
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
@@ -200,7 +200,7 @@ def test_a_transformer_block_is_cast_and_answers_as_before(written_out: bool) ->
     tokens = random.standard_normal((6, 8, 16), np.float32)
     # The last row sees nothing at all. What it answers means nothing, but a mask of minus infinity would make it NaN.
     mask = (np.arange(8) < np.array([[8], [5], [3], [1], [8], [0]])).astype(np.int64)
-    samples = Samples.of({"tokens": tokens, "mask": mask})
+    samples = samples_of({"tokens": tokens, "mask": mask})
     keep = must_stay_fp32(model, samples, "fp16", silent)
     written = cast_model(model, "fp16", keep)
     onnx.checker.check_model(written, full_check=True)
@@ -298,7 +298,6 @@ def _pair(net: Network, tensor: str, name: str) -> str:
 @pytest.mark.parametrize(
     ("quantized", "low"),
     [
-        ("regions", {"apart"}),
         ("layers", {"apart", "conv2", "relu2"}),
         ("scales", {"apart", "conv1", "relu1", "conv2", "relu2", "conv3", "relu3"}),
     ],
@@ -323,7 +322,7 @@ def test_layers_left_in_floating_point_by_quantize_are_cast() -> None:
     picture = np.random.default_rng(1).standard_normal((4, 3, 16, 16), np.float32)
     ranges = dict.fromkeys(tensors_to_calibrate(model), (-4.0, 4.0))
     quantized = quantize(model, ranges, "tensorrt", "int8", ["conv2"])
-    written = cast_model(quantized, "fp16", must_stay_fp32(model, Samples.of({"picture": picture}), "fp16", silent))
+    written = cast_model(quantized, "fp16", must_stay_fp32(model, samples_of({"picture": picture}), "fp16", silent))
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
     assert kinds["conv2"] == {TensorProto.FLOAT16}

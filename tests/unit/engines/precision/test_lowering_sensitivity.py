@@ -18,6 +18,7 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import numpy_helper
 
+from tests.support.networks import samples_of
 from tests.support.onnx_blocks import Network
 
 TARGETS = ("tensorrt", "onnxruntime")
@@ -39,7 +40,7 @@ def chain(layers: int, harmed: int, channels: int = 8) -> onnx.ModelProto:
 
 
 def pictures(count: int = 12) -> Samples:
-    return Samples.of({"x": np.random.default_rng(5).standard_normal((count, 8, 8, 8)).astype(np.float32)})
+    return samples_of({"x": np.random.default_rng(5).standard_normal((count, 8, 8, 8)).astype(np.float32)})
 
 
 def ranges_of(model: onnx.ModelProto) -> dict[str, tuple[float, float]]:

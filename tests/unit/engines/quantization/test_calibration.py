@@ -11,12 +11,13 @@ from headrace_engines.quantization.samples import Samples
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.support import models
+from tests.support.networks import samples_of
 
 MINMAX = Calibration(method="minmax")
 
 
 def _samples(count=40, seed=0):
-    return Samples.of({"X": np.random.default_rng(seed).standard_normal((count, 16)).astype(np.float32)})
+    return samples_of({"X": np.random.default_rng(seed).standard_normal((count, 16)).astype(np.float32)})
 
 
 def _found(model, tensors, samples=None, calibration=MINMAX, cache=None, report=silent):
@@ -105,7 +106,7 @@ def test_an_unknown_tensor_is_reported():
 
 
 def test_rejected_samples_are_reported():
-    samples = Samples.of({"X": np.zeros((3, 17), np.float32)})
+    samples = samples_of({"X": np.zeros((3, 17), np.float32)})
     with pytest.raises(BuildError, match=r"fails on samples of X \[1, 17\]"):
         _found(models.affine(), ["Y"], samples)
 
@@ -117,7 +118,7 @@ def test_infinity_inside_of_the_model_names_its_tensor():
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(model)
     with pytest.raises(BuildError, match="tensor 'L' has NaN or infinite values"):
-        _found(model, ["L"], Samples.of({"X": np.zeros((2, 4), np.float32)}))
+        _found(model, ["L"], samples_of({"X": np.zeros((2, 4), np.float32)}))
 
 
 def test_a_model_without_a_batch_dimension_runs_sample_by_sample():

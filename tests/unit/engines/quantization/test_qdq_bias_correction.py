@@ -16,6 +16,8 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.support.networks import samples_of
+
 CHANNELS = 8
 
 
@@ -50,7 +52,7 @@ def network(bias: bool, groups: int = 1) -> onnx.ModelProto:
 
 
 def samples() -> Samples:
-    return Samples.of({"x": np.random.default_rng(4).uniform(0, 1, (32, CHANNELS, 8, 8)).astype(np.float32)})
+    return samples_of({"x": np.random.default_rng(4).uniform(0, 1, (32, CHANNELS, 8, 8)).astype(np.float32)})
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
@@ -90,10 +92,10 @@ def test_every_sample_counts_alike_also_in_a_batch_of_its_own() -> None:
     rows[4] = 1.0
     ranges = dict.fromkeys(tensors_to_calibrate(model), (0.0, 50.0))
     plain = quantize(model, ranges, "tensorrt")
-    corrected = correct_biases(model, plain, ["conv0"], Samples.of({"x": rows}), silent)
+    corrected = correct_biases(model, plain, ["conv0"], samples_of({"x": rows}), silent)
     node = next(node for node in corrected.graph.node if node.name == "conv0")
     bias = numpy_helper.to_array(next(t for t in corrected.graph.initializer if t.name == node.input[2]))
-    whole = correct_biases(model, plain, ["conv0"], Samples.of({"x": np.full_like(rows[:4], 0.2)}), silent)
+    whole = correct_biases(model, plain, ["conv0"], samples_of({"x": np.full_like(rows[:4], 0.2)}), silent)
     node = next(node for node in whole.graph.node if node.name == "conv0")
     same = numpy_helper.to_array(next(t for t in whole.graph.initializer if t.name == node.input[2]))
     np.testing.assert_allclose(bias, same, rtol=1e-4)

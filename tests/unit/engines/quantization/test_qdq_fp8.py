@@ -18,11 +18,11 @@ from headrace_engines.quantization.qdq import (
     next_fp8_scale,
     quantize,
 )
-from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
 from tests.support import networks
+from tests.support.networks import samples_of
 
 
 def test_numbers_round_to_the_nearest_and_saturate() -> None:
@@ -108,7 +108,7 @@ def test_weights_of_convolutions_and_their_scales_have_one_type_before_they_are_
 def test_biases_make_up_for_weights_that_the_target_is_to_round() -> None:
     model, quantized = one_convolution()
     ones = np.ones((2, 16, 4, 4), np.float32)
-    corrected = correct_biases(model, quantized, ["node_y"], Samples.of({"x": ones}), silent)
+    corrected = correct_biases(model, quantized, ["node_y"], samples_of({"x": ones}), silent)
     error = OnnxRunner(quantized, ["w_dequantized"]).run({"x": ones})["w_dequantized"] - OnnxGraph(model).constant("w")
     bias = OnnxGraph(corrected).constant("node_y.bias")
     np.testing.assert_allclose(bias, -error.sum(axis=(1, 2, 3)), rtol=1e-4, atol=1e-6)

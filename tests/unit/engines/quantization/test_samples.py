@@ -8,6 +8,8 @@ from headrace_engines.quantization.samples import Samples, random_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.networks import samples_of
+
 OUTPUT = ModelOutput(name="P", data_type="fp32", dims=(10,), label_filename="")
 
 
@@ -36,7 +38,7 @@ def _npz(folder, **arrays):
 @given(st.integers(1, 30), st.integers(1, 12), st.floats(0, 1))
 def test_batches_parts_and_labels_belong_together(count, rows, share):
     values = np.arange(count, dtype=np.float32)
-    samples = Samples.of({"X": values[:, None], "Z": -values[:, None]}, labels=np.arange(count) + 100)
+    samples = samples_of({"X": values[:, None], "Z": -values[:, None]}, labels=np.arange(count) + 100)
     batches = list(samples.batches(rows))
     assert [len(batch["X"]) for batch in batches[:-1]] == [rows] * (len(batches) - 1)
     np.testing.assert_array_equal(_all(samples, rows)["X"][:, 0], values)
@@ -56,17 +58,17 @@ def test_batches_parts_and_labels_belong_together(count, rows, share):
 
 def test_a_single_sample_cannot_be_split():
     with pytest.raises(BuildError, match="cannot be divided"):
-        Samples.of({"X": np.zeros((1, 2))}).split(0.25)
+        samples_of({"X": np.zeros((1, 2))}).split(0.25)
 
 
 def test_the_digest_depends_on_content_order_type_and_labels():
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
-    digest = Samples.of({"X": values}).digest
+    digest = samples_of({"X": values}).digest
     assert len(digest) == 64
-    assert Samples.of({"X": values.copy()}).digest == digest
-    assert Samples.of({"X": np.vstack([values, values])}).head(3).digest == digest
+    assert samples_of({"X": values.copy()}).digest == digest
+    assert samples_of({"X": np.vstack([values, values])}).head(3).digest == digest
     others = [{"Y": values}, {"X": values[::-1]}, {"X": values.astype(np.float16)}, {"X": values[..., None]}]
-    digests = {digest, Samples.of({"X": values}, np.arange(3)).digest, *(Samples.of(other).digest for other in others)}
+    digests = {digest, samples_of({"X": values}, np.arange(3)).digest, *(samples_of(other).digest for other in others)}
     assert len(digests) == 6
 
 
