@@ -9,6 +9,7 @@ Subgraphs (If, Loop, Scan) are preserved but not analysed: their reads of the ou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +179,21 @@ class OnnxGraph:
         """
         nodes = list(self.model.graph.node)
         index_of = {name: i for i, node in enumerate(nodes) for name in node.output if name}
-        waits = [{index_of[name] for name in self._reads(node) if name in index_of} for node in nodes]
-        readers: dict[int, list[int]] = {}
-        for i, needs in enumerate(waits):
-            for need in needs:
-                readers.setdefault(need, []).append(i)
-        ready = [i for i, needs in enumerate(waits) if not needs]
+        # All nodes first: nodes that are ready at the same time have a fixed order.
+        sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(nodes)), ()))
+        for i, node in enumerate(nodes):
+            sorter.add(i, *(index_of[name] for name in self._reads(node) if name in index_of))
+        try:
+            sorter.prepare()
+        except CycleError:
+            raise BuildError("the ONNX graph has a cycle: check it with onnx.checker") from None
+        ready: list[int] = []
         order: list[int] = []
-        while ready:
-            i = ready.pop()
-            order.append(i)
-            for reader in readers.get(i, ()):
-                waits[reader].discard(i)
-                if not waits[reader]:
-                    ready.append(reader)
-        if len(order) != len(nodes):
-            raise BuildError("the ONNX graph has a cycle: check it with onnx.checker")
-        # Copies: protobuf's repeated fields own their messages.
-        ordered = [onnx.NodeProto.FromString(nodes[i].SerializeToString()) for i in order]
-        del self.model.graph.node[:]
-        self.model.graph.node.extend(ordered)
+        while sorter.is_active():
+            ready += sorter.get_ready()
+            order.append(ready.pop())
+            sorter.done(order[-1])
+        replace_items(self.model.graph.node, [nodes[i] for i in order])
         self._index()
 
     def finish(self) -> onnx.ModelProto:
@@ -205,8 +201,10 @@ class OnnxGraph:
         self.sort()
         used = {name for node in self.nodes for name in self._reads(node)} | set(self.outputs)
         graph = self.model.graph
-        _keep(graph.initializer, used)
-        _keep(graph.value_info, used)
+        for field in (graph.initializer, graph.value_info):
+            remaining = [item for item in field if item.name in used]
+            if len(remaining) < len(field):
+                replace_items(field, remaining)
         self._index()
         return self.model
 
@@ -264,11 +262,11 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return bare
 
 
-def _keep(field: Any, used: set[str]) -> None:
-    remaining = [type(item).FromString(item.SerializeToString()) for item in field if item.name in used]
-    if len(remaining) != len(field):
-        del field[:]
-        field.extend(remaining)
+def replace_items(field: Any, items: Iterable[Any]) -> None:
+    """Replace the messages of a repeated field, by copies: protobuf's repeated fields own their messages."""
+    copies = [type(item).FromString(item.SerializeToString()) for item in items]
+    del field[:]
+    field.extend(copies)
 
 
 def drop_unused_domains(model: onnx.ModelProto) -> None:
@@ -276,11 +274,8 @@ def drop_unused_domains(model: onnx.ModelProto) -> None:
     used = {"", "ai.onnx", *_domains(model.graph.node)}
     for _ in model.functions:  # a function may call functions of other domains
         used.update(*(_domains(function.node) for function in model.functions if function.domain in used))
-    functions = [function for function in model.functions if function.domain in used]
-    opsets = [opset for opset in model.opset_import if opset.domain in used]
-    del model.opset_import[:], model.functions[:]
-    model.opset_import.extend(opsets)
-    model.functions.extend(functions)
+    replace_items(model.functions, [function for function in model.functions if function.domain in used])
+    replace_items(model.opset_import, [opset for opset in model.opset_import if opset.domain in used])
 
 
 def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:

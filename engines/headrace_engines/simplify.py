@@ -17,7 +17,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, drop_unused_domains, write_onnx
+from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, drop_unused_domains, replace_items, write_onnx
 
 # LayerNormalization is one operator since opset 17; TensorRT 10 and 11 read this opset and later ones.
 OPSET = 17
@@ -54,12 +54,10 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     _biased_products_to_gemm(graph)
     _plain_gemm(graph)
     simple = graph.finish()
-    for field in ("input", "output"):
-        original = [v for v in getattr(model.graph, field) if v.name not in {t.name for t in model.graph.initializer}]
-        del getattr(simple.graph, field)[:]
-        getattr(simple.graph, field).extend(original)
-    del simple.metadata_props[:]
-    simple.metadata_props.extend(model.metadata_props)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    replace_items(simple.graph.input, [value for value in model.graph.input if value.name not in constants])
+    replace_items(simple.graph.output, [value for value in model.graph.output if value.name not in constants])
+    replace_items(simple.metadata_props, model.metadata_props)
     simple.doc_string, simple.graph.name = model.doc_string, model.graph.name or "graph"
     _name_nodes(simple)
     drop_unused_domains(simple)
@@ -97,9 +95,7 @@ def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with a name for every node and no constants among its inputs."""
     copied = copy_model(model)
     constants = {tensor.name for tensor in copied.graph.initializer}
-    inputs = [value for value in copied.graph.input if value.name not in constants]
-    del copied.graph.input[:]
-    copied.graph.input.extend(inputs)
+    replace_items(copied.graph.input, [value for value in copied.graph.input if value.name not in constants])
     copied.ir_version = max(copied.ir_version, _IR_VERSION)
     _name_nodes(copied)
     return copied
@@ -194,12 +190,11 @@ def _constants_to_initializers(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
         if value is None:
-            remaining.append(onnx.NodeProto.FromString(node.SerializeToString()))
+            remaining.append(node)
         else:
             model.graph.initializer.add().CopyFrom(value)
             model.graph.initializer[-1].name = node.output[0]
-    del model.graph.node[:]
-    model.graph.node.extend(remaining)
+    replace_items(model.graph.node, remaining)
 
 
 def _fold_casts(graph: OnnxGraph) -> None:
@@ -242,9 +237,7 @@ def _merge_affine(graph: OnnxGraph) -> None:
 def _drop(graph: OnnxGraph, names: set[str]) -> None:
     """Remove nodes whose outputs other nodes produce now."""
     if names:
-        remaining = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
-        del graph.model.graph.node[:]
-        graph.model.graph.node.extend(remaining)
+        replace_items(graph.model.graph.node, [node for node in graph.nodes if node.name not in names])
         graph.sort()
 
 
@@ -305,6 +298,5 @@ def _plain_gemm(graph: OnnxGraph) -> None:
 
 
 def _set_float(node: onnx.NodeProto, name: str, value: float) -> None:
-    remaining = [attribute for attribute in node.attribute if attribute.name != name]
-    del node.attribute[:]
-    node.attribute.extend([*remaining, helper.make_attribute(name, value)])
+    others = [attribute for attribute in node.attribute if attribute.name != name]
+    replace_items(node.attribute, [*others, helper.make_attribute(name, value)])

@@ -575,26 +575,27 @@ def _samples_of(
         raise BuildError(f"{location}: a value cannot become an array ({error}): yield arrays") from error
     first = next(iter(values))
     layout = layouts[first]
-    if values[first].ndim == len(layout.dims) + 1 or layout.keeps_row(values[first].ndim):
-        yield from _several(values, label, layouts, config, location)
-        return
-    labels = None if label is None else check_labels(np.asarray(label).reshape(1), config, location)
-    sample = {name: layouts[name].sample(array, location) for name, array in values.items()}
-    yield sample, None if labels is None else int(labels[0])
+    several = values[first].ndim == len(layout.dims) + 1 or layout.keeps_row(values[first].ndim)
+    labels = None
+    if label is not None:
+        flat = np.atleast_1d(np.asarray(label)) if several else np.asarray(label).reshape(1)
+        labels = check_labels(flat, config, location)
+    for number, row in enumerate(_rows(values, labels, layouts, location) if several else [values]):
+        sample = {name: layouts[name].sample(array, location) for name, array in row.items()}
+        yield sample, None if labels is None else int(labels[number])
 
 
-def _several(
-    values: Mapping[str, Array], label: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, location: str
-) -> Iterator[tuple[Sample, int | None]]:
+def _rows(
+    values: Mapping[str, Array], labels: Array | None, layouts: Mapping[str, InputLayout], location: str
+) -> Iterator[dict[str, Array]]:
+    """Yield the arrays of each sample of an item with several."""
     counts = {name: layouts[name].count(array.dtype, array.shape, location) for name, array in values.items()}
-    labels = None if label is None else check_labels(np.atleast_1d(np.asarray(label)), config, location)
     if len(set(counts.values())) != 1 or (labels is not None and len(labels) not in counts.values()):
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         labelled = "" if labels is None else f", labels {len(labels)}"
         raise BuildError(f"{location}: different numbers of samples ({counts_text}{labelled}): yield as many of each")
     for row in range(next(iter(counts.values()))):
-        sample = {}
-        for name, array in values.items():
-            row_values = array[row : row + 1] if layouts[name].keeps_row(array.ndim) else array[row]
-            sample[name] = layouts[name].sample(row_values, location)
-        yield sample, None if labels is None else int(labels[row])
+        yield {
+            name: array[row : row + 1] if layouts[name].keeps_row(array.ndim) else array[row]
+            for name, array in values.items()
+        }

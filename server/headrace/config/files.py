@@ -92,7 +92,7 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Replace a file atomically and wait until it is on disk; readers see the old content or the new one.
 
     Raises:

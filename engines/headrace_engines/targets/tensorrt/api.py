@@ -15,10 +15,8 @@ import contextlib
 import errno
 import functools
 import logging
-import os
 import re
 import signal
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from headrace.config.files import write_durably
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.cuda import tensorrt
 
@@ -478,28 +477,17 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a temporary file and rename it, so that readers never see a part of it.
+    """Replace a file at once, so that readers never see a part of it.
 
     Raises:
         BuildError: the disk is full, or the folder cannot be written.
     """
-    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        write_durably(path, data)
     except OSError as error:
         cure = "free some space" if error.errno == errno.ENOSPC else "check the folder's owner and permissions"
         raise BuildError(f"{path} cannot be written ({error.strerror or error}): {cure}") from error
-    finally:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
 
 
 class TimingCache:
