@@ -236,11 +236,10 @@ def _build(
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "there is not enough memory: close other programs, or use fewer samples"
-    return (
-        f"{error.strerror or error}: make room, or check the permissions" if isinstance(error, OSError) else str(error)
-    )
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: make room, or check the permissions"
+    no_memory = "there is not enough memory: close other programs, or use fewer samples"
+    return no_memory if isinstance(error, MemoryError) else str(error)
 
 
 def _measure(

@@ -36,6 +36,8 @@ Floats = npt.NDArray[np.float32]
 OPSET = 17
 IR_VERSION = 8
 BATCH = "batch"
+# ONNX element type and shape without the batch dimension, by name.
+Tensors = Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 class GraphBuilder:
@@ -101,13 +103,7 @@ class GraphBuilder:
         inputs = (x, self.constant(f"{name}.weight", weight), self.constant(f"{name}.bias", bias))
         return self.node("Gemm", *inputs, output=output, transB=1)
 
-    def model(
-        self,
-        inputs: Mapping[str, tuple[int, tuple[int, ...]]],
-        outputs: Mapping[str, tuple[int, tuple[int, ...]]],
-        description: str,
-        properties: Mapping[str, str],
-    ) -> onnx.ModelProto:
+    def model(self, inputs: Tensors, outputs: Tensors, description: str, properties: dict[str, str]) -> onnx.ModelProto:
         """Return the finished model.
 
         Args:
@@ -124,11 +120,11 @@ class GraphBuilder:
             producer_name="headrace",
             doc_string=description,
         )
-        helper.set_model_props(model, dict(properties))
+        helper.set_model_props(model, properties)
         return model
 
 
-def _values(tensors: Mapping[str, tuple[int, tuple[int, ...]]]) -> list[onnx.ValueInfoProto]:
+def _values(tensors: Tensors) -> list[onnx.ValueInfoProto]:
     return [
         helper.make_tensor_value_info(name, element_type, [BATCH, *shape])
         for name, (element_type, shape) in tensors.items()
