@@ -4,8 +4,8 @@
     python -m locust -f loadtest/locustfile.py --host http://127.0.0.1:8000     by hand, in the browser
     python -m locust -f loadtest/locustfile.py,loadtest/shapes.py --shape ramp  the number of users changes by itself
 
-Which users make a mix stands in `loadtest/mixes.py`. Every answer is checked: its status, the shapes of its tensors, and what is
-seen on the photographs.
+`loadtest/mixes.py` has the mixes of users. Every answer is checked: its status, the shapes of its tensors, and the classes of the
+photographs.
 
 The gRPC users are tritonclient's, on a channel of their own each. Locust runs its users on gevent's greenlets, where a blocking
 call of grpcio would stop all of them; grpcio's own gevent support (experimental by name) lets the others run meanwhile.
@@ -17,8 +17,9 @@ import random
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import grpc.experimental.gevent
 import numpy as np
@@ -35,7 +36,7 @@ class Question:
     """A request and the checks of its answer.
 
     Attributes:
-        name: how the statistics call it.
+        name: in the statistics.
         model: name of the model.
         inputs: tensors sent over gRPC.
         request: HTTP request; created once, sent many times.
@@ -134,7 +135,7 @@ _failed = False
 
 @events.request.add_listener
 def _print_first_error(request_type: str, name: str, exception: BaseException | None, **_more: object) -> None:
-    """Print the first error as it happens: the summary comes at the end, when it is too late to stop."""
+    """Print the first error as it happens, not only in the summary at the end."""
     global _failed
     if exception is not None and not _failed:
         _failed = True
@@ -144,9 +145,9 @@ def _print_first_error(request_type: str, name: str, exception: BaseException | 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--grpc-address", default="127.0.0.1:8001", help="HOST:PORT that the gRPC users talk to")
+    parser.add_argument("--grpc-address", default="127.0.0.1:8001", help="HOST:PORT of gRPC")
     parser.add_argument(
-        "--think-s", type=float, default=0.0, help="pause between an answer and the next question, on average"
+        "--think-s", type=float, default=0.0, help="pause between an answer and the next request, on average"
     )
 
 
@@ -156,17 +157,29 @@ def _pause_s(user: User) -> float:
     return random.uniform(0.5, 1.5) * think_s
 
 
-class _AskingUser(FastHttpUser):
+def _mostly(often: list[Question], rarely: list[Question]) -> list[Question]:
+    """Twenty of the first for each of the second, in an order of its own."""
+    questions = often * (20 * len(rarely)) + rarely * len(often)
+    random.shuffle(questions)
+    return questions
+
+
+class _HttpUser(FastHttpUser):
     """A user that sends the next request after the answer."""
 
     abstract = True
     wait_time = _pause_s
-    _turn = 0
+    questions: ClassVar[Sequence[Question]] = ()
 
-    def ask(self, questions: list[Question]) -> None:
-        """Send the next of some questions and check the answer."""
+    def on_start(self) -> None:
+        """Begin anywhere, so that users do not send the same at the same time."""
+        self._turn = random.randrange(len(self.questions))
+
+    @task
+    def ask(self) -> None:
+        """Send the next question and check the answer."""
         self._turn += 1
-        question = questions[self._turn % len(questions)]
+        question = self.questions[self._turn % len(self.questions)]
         request = question.request
         # Bytes are sent as they are, whatever the annotation of `data` says.
         with self.client.post(
@@ -187,86 +200,69 @@ class _AskingUser(FastHttpUser):
                 response.failure(wrong)
 
 
-class JsonUser(_AskingUser):
+class JsonUser(_HttpUser):
     """Small models, tensors as JSON."""
 
-    @task
-    def infer(self) -> None:
-        """One of the small models."""
-        self.ask(JSON)
+    questions = JSON
 
 
-class BinaryUser(_AskingUser):
+class BinaryUser(_HttpUser):
     """Small models, tensors as raw bytes."""
 
-    @task
-    def infer(self) -> None:
-        """One of the small models."""
-        self.ask(BINARY)
+    questions = BINARY
 
 
-class MixedUser(_AskingUser):
+class MixedUser(_HttpUser):
     """All models and both encodings, now and then a photograph."""
 
-    @task(20)
-    def infer(self) -> None:
-        """One of the small models."""
-        self.ask(JSON + BINARY)
-
-    @task(1)
-    def look_at_photograph(self) -> None:
-        """A palace or a daisy."""
-        self.ask(PHOTOGRAPHS)
+    questions = _mostly(JSON + BINARY, PHOTOGRAPHS)
 
 
-class GalleryUser(_AskingUser):
+class GalleryUser(_HttpUser):
     """Photographs, one or several at a time."""
 
-    @task
-    def infer(self) -> None:
-        """Some pictures."""
-        self.ask(ALBUM)
+    questions = ALBUM
 
 
-class BatchUser(_AskingUser):
+class BatchUser(_HttpUser):
     """Full batches of small models."""
 
-    @task
-    def infer(self) -> None:
-        """64 rows."""
-        self.ask(BATCHES)
+    questions = BATCHES
 
 
-class OnlookerUser(_AskingUser):
+class OnlookerUser(FastHttpUser):
     """Monitoring of a server: probes, metrics, statistics."""
+
+    wait_time = _pause_s
 
     @task
     def look(self) -> None:
         """One of the pages."""
-        self._turn += 1
-        self.client.get(PAGES[self._turn % len(PAGES)])
+        self.client.get(random.choice(PAGES))
 
 
-class _CallingUser(User):
-    """A user of gRPC who calls again once the answer is there, by tritonclient."""
+class _GrpcUser(User):
+    """A user of gRPC that calls again after the answer, by tritonclient."""
 
     abstract = True
     wait_time = _pause_s
-    _turn = 0
+    questions: ClassVar[Sequence[Question]] = ()
 
     def on_start(self) -> None:
         """Open a connection that no other user shares."""
         address = self.environment.parsed_options.grpc_address
         self._client = triton.InferenceServerClient(address, channel_args=[("grpc.use_local_subchannel_pool", 1)])
+        self._turn = random.randrange(len(self.questions))
 
     def on_stop(self) -> None:
         """Close it."""
         self._client.close()
 
-    def ask(self, questions: list[Question]) -> None:
-        """Send the next request, check the answer, and report it to locust."""
+    @task
+    def ask(self) -> None:
+        """Send the next question, check the answer, and report it to locust."""
         self._turn += 1
-        question = questions[self._turn % len(questions)]
+        question = self.questions[self._turn % len(self.questions)]
         tensors = []
         for name, array in question.inputs.items():
             tensors.append(triton.InferInput(name, list(array.shape), NAMES[array.dtype]))
@@ -292,24 +288,13 @@ class _CallingUser(User):
         )
 
 
-class GrpcUser(_CallingUser):
+class GrpcUser(_GrpcUser):
     """Small models, now and then a photograph."""
 
-    @task(20)
-    def infer(self) -> None:
-        """One of the small models."""
-        self.ask(GRPC)
-
-    @task(1)
-    def look_at_photograph(self) -> None:
-        """A palace or a daisy."""
-        self.ask(GRPC_PHOTOGRAPHS)
+    questions = _mostly(GRPC, GRPC_PHOTOGRAPHS)
 
 
-class GrpcGalleryUser(_CallingUser):
+class GrpcGalleryUser(_GrpcUser):
     """Photographs, one or several at a time."""
 
-    @task
-    def infer(self) -> None:
-        """Some pictures."""
-        self.ask(GRPC_ALBUM)
+    questions = GRPC_ALBUM

@@ -40,6 +40,13 @@ class HttpRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+def wire_bytes(request: HttpRequest, port: int) -> bytes:
+    """A request as it goes over a connection."""
+    headers = {"Host": f"127.0.0.1:{port}", "Content-Length": str(len(request.body)), **request.headers}
+    lines = [f"POST {request.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + request.body
+
+
 def binary_request(model: str, inputs: Mapping[str, Array]) -> HttpRequest:
     """An infer request whose tensors travel as raw bytes behind the JSON header, as those of the answer shall."""
     described, blobs = [], []

@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from loadtest.grpc_protocol import MODEL_INFER
-from loadtest.protocol import HttpRequest
+from loadtest.protocol import HttpRequest, wire_bytes
 from loadtest.servers import HOST
 
 _CHUNK = 1 << 16
@@ -67,7 +67,7 @@ class HttpLines:
     def __init__(self, port: int, requests: Sequence[HttpRequest]) -> None:
         self.slots = len(requests)
         wires = {
-            id(request): _wire(port, request) for request in requests
+            id(request): wire_bytes(request, port) for request in requests
         }  # slots with the same request share its bytes
         self._requests = [wires[id(request)] for request in requests]
         self._buffers = [bytearray() for _ in requests]
@@ -223,12 +223,6 @@ class GrpcLines:
         """See `Lines`."""
         for channel in self._channels:
             channel.close()
-
-
-def _wire(port: int, request: HttpRequest) -> bytes:
-    headers = {"Host": f"{HOST}:{port}", "Content-Length": str(len(request.body)), **request.headers}
-    lines = [f"POST {request.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-    return "\r\n".join(lines).encode() + _HEAD_END + request.body
 
 
 def _error_text(error: BaseException) -> str:

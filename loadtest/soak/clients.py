@@ -1,4 +1,4 @@
-"""Well-behaved clients on threads of their own: over HTTP, by gRPC calls, by a gRPC stream."""
+"""Well-behaved clients on threads of their own: over HTTP, by gRPC calls, by gRPC streams; base classes of the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -35,13 +36,15 @@ class Client(ABC):
         server: the server under test.
         ledger: record of all requests.
         per_s: turns a second, if the server keeps up.
-        seed: of all that is random.
+        seed: of the random numbers.
+        cases: requests and their answers.
     """
 
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int) -> None:
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case] = ()) -> None:
         self.server = server
         self.ledger = ledger
         self.random = random.Random(seed)
+        self.cases = cases
         self._pause_s = 1.0 / per_s
 
     def run(self, stop: threading.Event) -> None:
@@ -49,10 +52,10 @@ class Client(ABC):
         due_s = time.monotonic() + self.random.uniform(0, self._pause_s)
         try:
             while not stop.wait(max(due_s - time.monotonic(), 0.0)):
-                # Evenly, so that phases can be compared; who is late does not catch up.
+                # Evenly, so that phases can be compared; a late client does not catch up.
                 due_s = max(due_s + self._pause_s, time.monotonic())
                 self.turn()
-        except Exception as error:  # a client that dies must not pass for one who had nothing to say
+        except Exception as error:  # a client that died must not look like one without requests
             self.ledger.note(type(self).__name__, "", Outcome.FAILED, 0.0, f"the client itself: {error!r}")
         finally:
             self.close()
@@ -62,15 +65,36 @@ class Client(ABC):
         """Send one request."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         return
+
+
+class ChannelClient(Client):
+    """A client with a gRPC channel of its own, which shares its connection with no other."""
+
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case] = ()) -> None:
+        super().__init__(server, ledger, per_s, seed, cases)
+        self.channel = grpc.insecure_channel(f"{HOST}:{server.grpc_port}", options=CHANNEL_OPTIONS)
+        self.infer: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(MODEL_INFER)
+
+    def stream(self, cases: Mapping[str, Case]) -> tuple[Any, queue.SimpleQueue[bytes | None]]:
+        """Open a stream with a request of each case, by id; return the answers and the queue, which ends the stream by None."""
+        sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for name, case in cases.items():
+            sent.put(named_message(case, name))
+        open_stream: grpc.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(MODEL_STREAM_INFER)
+        return open_stream(iter(sent.get, None), timeout=TIMEOUT_S), sent
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.channel.close()
 
 
 class HttpClient(Client):
     """Requests on one connection that stays open, half of them JSON, half of them binary."""
 
     def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
-        super().__init__(server, ledger, per_s, seed)
+        super().__init__(server, ledger, per_s, seed, cases)
         large = 1 << 14
         self._requests = [(case, binary_request(case.model, case.inputs)) for case in cases]
         self._requests += [
@@ -81,7 +105,7 @@ class HttpClient(Client):
         self._connection = connect(server)
 
     def turn(self) -> None:
-        """One request, and a look at every value of its answer."""
+        """One request; every value of its answer is compared."""
         case, request = self.random.choice(self._requests)
         start_s = time.perf_counter()
         try:
@@ -100,21 +124,16 @@ class HttpClient(Client):
         self._connection.close()
 
 
-class GrpcClient(Client):
+class GrpcClient(ChannelClient):
     """Calls on one channel."""
 
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
-        super().__init__(server, ledger, per_s, seed)
-        self._requests = [(case, infer_message(case.model, case.inputs)) for case in cases]
-        self._channel = channel(server)
-        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(MODEL_INFER)
-
     def turn(self) -> None:
-        """One call, and a look at every value of its answer."""
-        case, message = self.random.choice(self._requests)
+        """One call; every value of its answer is compared."""
+        case = self.random.choice(self.cases)
+        message = infer_message(case.model, case.inputs)
         start_s = time.perf_counter()
         try:
-            answer = self._call(message, timeout=TIMEOUT_S)
+            answer = self.infer(message, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             self.ledger.note("gRPC", case.model, *read_failure(case, error))
             return
@@ -122,35 +141,22 @@ class GrpcClient(Client):
         outcome, detail = read_grpc(case, answer)
         self.ledger.note("gRPC", case.model, outcome, took_s, detail)
 
-    def close(self) -> None:
-        """See `Client`."""
-        self._channel.close()
 
-
-class StreamClient(Client):
-    """Bursts of requests in one stream, answered in whatever order."""
-
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
-        super().__init__(server, ledger, per_s, seed)
-        self._cases = cases
-        self._channel = channel(server)
+class StreamClient(ChannelClient):
+    """Bursts of requests in one stream, answered in any order."""
 
     def turn(self) -> None:
         """A stream with its burst: every id must come back once, with its own answer."""
-        waiting = {str(number): self.random.choice(self._cases) for number in range(_BURST)}
-        sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        waiting = {str(number): self.random.choice(self.cases) for number in range(_BURST)}
         start_s = time.perf_counter()
-        for number, case in waiting.items():
-            sent.put(named_message(case, number))
-        open_stream: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(MODEL_STREAM_INFER)
-        answers = open_stream(until_none(sent), timeout=TIMEOUT_S)
+        answers, sent = self.stream(waiting)
         last: Case | None = None
         try:
             while waiting:
                 answer = service_pb2.ModelStreamInferResponse.FromString(next(answers))
                 last = waiting.pop(answer.infer_response.id, None)
                 if last is None:
-                    self.ledger.note("stream", "", Outcome.WRONG, 0.0, f"an answer nobody asked for: {answer}"[:300])
+                    self.ledger.note("stream", "", Outcome.WRONG, 0.0, f"an answer without a request: {answer}"[:300])
                     continue
                 took_s = time.perf_counter() - start_s
                 self.ledger.note("stream", last.model, *_read_streamed(last, answer, took_s))
@@ -163,10 +169,6 @@ class StreamClient(Client):
         finally:
             sent.put(None)
             answers.cancel()
-
-    def close(self) -> None:
-        """See `Client`."""
-        self._channel.close()
 
 
 class Onlooker(Client):
@@ -203,11 +205,6 @@ class Onlooker(Client):
 def connect(server: Running) -> http.client.HTTPConnection:
     """A connection that opens with its first request."""
     return http.client.HTTPConnection(HOST, server.port, timeout=TIMEOUT_S)
-
-
-def channel(server: Running) -> grpc.Channel:
-    """A channel that shares its connection with no other."""
-    return grpc.insecure_channel(f"{HOST}:{server.grpc_port}", options=CHANNEL_OPTIONS)
 
 
 def post(
@@ -275,9 +272,3 @@ def _read_streamed(
         return read_error(case, answer.error_message), took_s, answer.error_message
     outcome, detail = read_grpc(case, answer.infer_response.SerializeToString())
     return outcome, took_s, detail
-
-
-def until_none(messages: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
-    """Messages as they come, to the end of a stream."""
-    while (message := messages.get()) is not None:
-        yield message

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import http.client
-import queue
 import socket
 import struct
 import time
-from collections.abc import Sequence
 
 import grpc
 
-from loadtest.grpc_protocol import MODEL_INFER, MODEL_STREAM_INFER, infer_message
-from loadtest.protocol import HttpRequest, binary_request
-from loadtest.servers import HOST, Running
-from loadtest.soak.clients import (
-    TIMEOUT_S,
-    Client,
-    channel,
-    connect,
-    named_message,
-    post,
-    read_grpc,
-    read_http,
-    until_none,
-)
-from loadtest.soak.ledger import Ledger, Outcome
+from loadtest.grpc_protocol import infer_message
+from loadtest.protocol import HttpRequest, binary_request, wire_bytes
+from loadtest.servers import HOST
+from loadtest.soak.clients import TIMEOUT_S, ChannelClient, Client, connect, post, read_grpc, read_http
+from loadtest.soak.ledger import Outcome
 from loadtest.soak.models import Case
 
 _MAX_WAIT_S = 0.015
@@ -35,17 +23,14 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the connection is reset, not clos
 class HttpLeaver(Client):
     """Closes or resets its connection in the middle of a request, of the wait, or lets a deadline pass."""
 
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
-        super().__init__(server, ledger, per_s, seed)
-        self._requests = [(case, binary_request(case.model, case.inputs)) for case in cases]
-
     def turn(self) -> None:
         """One of the ways to leave."""
-        case, request = self.random.choice(self._requests)
+        case = self.random.choice(self.cases)
+        request = binary_request(case.model, case.inputs)
         self.random.choice((self._leave, self._leave, self._expire))(case, request)
 
     def _leave(self, case: Case, request: HttpRequest) -> None:
-        content = wire(request)
+        content = wire_bytes(request, self.server.port)
         part = len(content) if self.random.random() < 0.7 else self.random.randrange(1, len(content))
         try:
             with socket.create_connection((HOST, self.server.port), timeout=TIMEOUT_S) as connection:
@@ -54,7 +39,9 @@ class HttpLeaver(Client):
                 if self.random.random() < 0.5:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         except OSError as error:
-            self.ledger.note("HTTP, leaving", case.model, Outcome.FAILED, 0.0, f"could not even ask: {error!r}")
+            self.ledger.note(
+                "HTTP, leaving", case.model, Outcome.FAILED, 0.0, f"the request could not be sent: {error!r}"
+            )
             return
         self.ledger.note("HTTP, leaving", case.model, Outcome.LEFT)
 
@@ -77,27 +64,17 @@ class HttpLeaver(Client):
         self.ledger.note("HTTP, deadline", case.model, outcome, time.perf_counter() - start_s, detail)
 
 
-class GrpcLeaver(Client):
+class GrpcLeaver(ChannelClient):
     """Cancels its call, lets its deadline pass, or drops a stream with requests in flight."""
-
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
-        super().__init__(server, ledger, per_s, seed)
-        self._cases = cases
-        self._channel = channel(server)
-        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(MODEL_INFER)
 
     def turn(self) -> None:
         """One of the ways to leave."""
-        case = self.random.choice(self._cases)
+        case = self.random.choice(self.cases)
         self.random.choice((self._cancel, self._cancel, self._expire, self._drop))(case)
-
-    def close(self) -> None:
-        """See `Client`."""
-        self._channel.close()
 
     def _cancel(self, case: Case) -> None:
         start_s = time.perf_counter()
-        call = self._call.future(infer_message(case.model, case.inputs), timeout=TIMEOUT_S)
+        call = self.infer.future(infer_message(case.model, case.inputs), timeout=TIMEOUT_S)
         time.sleep(self.random.uniform(0, _MAX_WAIT_S))
         call.cancel()
         try:
@@ -110,22 +87,18 @@ class GrpcLeaver(Client):
     def _expire(self, case: Case) -> None:
         start_s = time.perf_counter()
         try:
-            answer = self._call(infer_message(case.model, case.inputs), timeout=self.random.uniform(0.001, 0.008))
+            answer = self.infer(infer_message(case.model, case.inputs), timeout=self.random.uniform(0.001, 0.008))
         except grpc.RpcError as error:
             late = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-            # Whether the server had answered when the client gave up cannot be known here.
+            # The server may have answered when the client gave up.
             outcome = Outcome.LEFT if error.code() in late else Outcome.FAILED
             self.ledger.note("gRPC, deadline", case.model, outcome, 0.0, f"{error.code()}: {error.details()}")
             return
         self._read("gRPC, deadline", case, answer, time.perf_counter() - start_s)
 
     def _drop(self, case: Case) -> None:
-        sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         count = self.random.randint(1, 6)
-        for number in range(count):
-            sent.put(named_message(case, str(number)))
-        open_stream: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(MODEL_STREAM_INFER)
-        answers = open_stream(until_none(sent), timeout=TIMEOUT_S)
+        answers, sent = self.stream(dict.fromkeys(map(str, range(count)), case))
         time.sleep(self.random.uniform(0, _MAX_WAIT_S))
         answers.cancel()
         sent.put(None)
@@ -135,10 +108,3 @@ class GrpcLeaver(Client):
     def _read(self, way: str, case: Case, answer: bytes, took_s: float) -> None:
         outcome, detail = read_grpc(case, answer)
         self.ledger.note(way, case.model, outcome, took_s, detail)
-
-
-def wire(request: HttpRequest) -> bytes:
-    """A request as it goes over a connection."""
-    lines = [f"POST {request.path} HTTP/1.1", f"Host: {HOST}", f"Content-Length: {len(request.body)}"]
-    lines += [f"{name}: {value}" for name, value in request.headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + request.body

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from loadtest.protocol import HttpRequest, binary_request
 from loadtest.servers import Running
-from loadtest.soak.clients import TIMEOUT_S, Client, channel, connect, post, read_http
+from loadtest.soak.clients import TIMEOUT_S, ChannelClient, connect, post, read_http
 from loadtest.soak.ledger import Ledger, Outcome
 from loadtest.soak.models import GUEST, SEEDS, SWAPPED, Repository
 
@@ -23,7 +23,7 @@ _LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 _CHILD = b"headrace.backends.process.child"
 
 
-class Operator(Client):
+class Operator(ChannelClient):
     """One thing after the other, so that each phase has seen all of them.
 
     Args:
@@ -39,7 +39,6 @@ class Operator(Client):
         self._seeds = cycle(reversed(SEEDS))
         self._seed = SEEDS[0]
         self._steps = iter(self.STEPS)
-        self._channel = channel(server)
 
     def turn(self) -> None:
         """The next step; nothing once all are done."""
@@ -58,7 +57,7 @@ class Operator(Client):
         """Run the remaining steps, then close: a phase ends as it began, with everything loaded."""
         for _ in range(len(self.STEPS)):
             self.turn()
-        self._channel.close()
+        super().close()
 
     def _do(self, step: str) -> str:
         """Run a step; return the error, "" on success."""
@@ -107,7 +106,7 @@ class Operator(Client):
 
     def _call_load(self) -> str:
         message = service_pb2.RepositoryModelLoadRequest(model_name=SWAPPED).SerializeToString()
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_LOAD)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(_LOAD)
         try:
             call(message, timeout=TIMEOUT_S)
         except grpc.RpcError as error:

@@ -7,16 +7,17 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
 
 from loadtest.grpc_protocol import MODEL_INFER
-from loadtest.protocol import HEADER_LENGTH
-from loadtest.servers import HOST, Running
-from loadtest.soak.clients import TIMEOUT_S, Client, channel
-from loadtest.soak.ledger import Ledger, Outcome
+from loadtest.protocol import HEADER_LENGTH, HttpRequest, wire_bytes
+from loadtest.servers import HOST
+from loadtest.soak.clients import TIMEOUT_S, ChannelClient, Client
+from loadtest.soak.ledger import Outcome
 from loadtest.soak.models import STEADY
 
 _X: dict[str, Any] = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [0.5] * 16}
@@ -29,7 +30,7 @@ class Bad:
     """A request over HTTP.
 
     Attributes:
-        name: what is bad about it.
+        name: the error.
         statuses: one of these must come.
         content: as it goes over the connection.
     """
@@ -41,7 +42,7 @@ class Bad:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """A gRPC call: what is bad about it, its code, the method, the message."""
+    """A gRPC call: the error, its status code, the method, the message."""
 
     name: str
     codes: tuple[str, ...]
@@ -50,15 +51,11 @@ class BadCall:
 
 
 class HttpSpoiler(Client):
-    """Sends what is bad, each on a connection of its own."""
-
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int) -> None:
-        super().__init__(server, ledger, per_s, seed)
-        self._bad = http_requests()
+    """Sends invalid requests, each on a connection of its own."""
 
     def turn(self) -> None:
         """One of them."""
-        bad = self.random.choice(self._bad)
+        bad = self.random.choice(http_requests())
         try:
             with socket.create_connection((HOST, self.server.port), timeout=TIMEOUT_S) as connection:
                 connection.sendall(bad.content)
@@ -70,22 +67,16 @@ class HttpSpoiler(Client):
         self.ledger.note("HTTP, bad", bad.name, outcome, 0.0, f"status {status}, expected one of {bad.statuses}")
 
 
-class GrpcSpoiler(Client):
-    """Calls with what is bad, and sometimes with what is no HTTP/2 at all."""
-
-    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int) -> None:
-        super().__init__(server, ledger, per_s, seed)
-        self._bad = grpc_calls()
-        self._channel = channel(server)
+class GrpcSpoiler(ChannelClient):
+    """Sends invalid calls, and sometimes bytes that are not HTTP/2."""
 
     def turn(self) -> None:
         """One of them."""
-        number = self.random.randrange(len(self._bad) + 1)
-        if number == len(self._bad):
+        bad = self.random.choice([*grpc_calls(), None])
+        if bad is None:
             self._garbage()
             return
-        bad = self._bad[number]
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(bad.method)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(bad.method)
         try:
             call(bad.message, timeout=TIMEOUT_S)
             code = "OK"
@@ -93,10 +84,6 @@ class GrpcSpoiler(Client):
             code = error.code().name
         outcome = Outcome.REFUSED if code in bad.codes else Outcome.FAILED
         self.ledger.note("gRPC, bad", bad.name, outcome, 0.0, f"{code}, expected one of {bad.codes}")
-
-    def close(self) -> None:
-        """See `Client`."""
-        self._channel.close()
 
     def _garbage(self) -> None:
         """The server must close the connection by itself."""
@@ -113,6 +100,7 @@ class GrpcSpoiler(Client):
         self.ledger.note("gRPC, bad", "no HTTP/2", Outcome.REFUSED)
 
 
+@cache
 def http_requests() -> Sequence[Bad]:
     """All of them."""
     good = json.dumps({"inputs": [_X]}).encode()
@@ -142,6 +130,7 @@ def http_requests() -> Sequence[Bad]:
     ]  # fmt: skip
 
 
+@cache
 def grpc_calls() -> Sequence[BadCall]:
     """All of them."""
     invalid = ("INVALID_ARGUMENT",)
@@ -162,9 +151,7 @@ def _inputs(more: Mapping[str, object] | None = None, **changed: object) -> byte
 
 
 def _post(body: bytes, path: str = _PATH, **headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: h", f"Content-Length: {len(body)}"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    return wire_bytes(HttpRequest(path, body, {name.replace("_", "-"): value for name, value in headers.items()}), 0)
 
 
 def _message(
