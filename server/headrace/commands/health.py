@@ -97,9 +97,9 @@ def main(arguments: Sequence[str], address: ListenAddress) -> int:
     parser = argparse.ArgumentParser(prog="headrace health", description=text)
     add = parser.add_argument
     add("--url", default=address.url, help="the server's address (%(default)s)")
-    add("--live", action="store_true", help="only that it answers, ready or not")
-    add("--timeout", type=float, default=3.0, metavar="S", help="for the answer (%(default)s)")
-    add("--client-cert", default="", metavar="FILE", help="to show to a server with --tls-client-ca (PEM)")
+    add("--live", action="store_true", help="check only that the server is live")
+    add("--timeout", type=float, default=3.0, metavar="S", help="timeout of the check in seconds (%(default)s)")
+    add("--client-cert", default="", metavar="FILE", help="client certificate for a server with --tls-client-ca (PEM)")
     add("--client-key", default=None, metavar="FILE", help="private key of --client-cert (PEM)")
     args = parser.parse_args(arguments)
     certificate = address.certificate if args.url == address.url else ""

@@ -12,7 +12,6 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -116,9 +115,8 @@ def _from_json(data: Any, datatype: Datatype, shape: tuple[int, ...], name: str 
     if len(flat) != math.prod(shape):
         raise BadRequest(f"tensor '{name}' has {len(flat)} elements, shape {list(shape)} needs {math.prod(shape)}")
     array = np.empty(len(flat), dtype=datatype.dtype)
-    kinds: tuple[type, ...] = (
-        (str,) if datatype is BYTES else {"b": (bool,), "f": (int, float)}.get(array.dtype.kind, (int,))
-    )
+    by_kind: dict[str, tuple[type, ...]] = {"O": (str,), "b": (bool,), "f": (int, float)}
+    kinds = by_kind.get(array.dtype.kind, (int,))
     for element in flat:
         if not isinstance(element, kinds) or (isinstance(element, bool) and bool not in kinds):
             raise BadRequest(f"tensor '{name}' holds {element!r}, which is not of datatype {datatype}")
@@ -184,9 +182,7 @@ class InferClient:
         self._is_connected = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._triton.close()
 
     def metadata(self, model: str, version: str = "") -> dict[str, Any]:
@@ -247,9 +243,8 @@ class InferClient:
         status, message = (error.status() or "").removeprefix("StatusCode."), error.message()
         if not status:  # from tritonclient itself, e.g. a request over gRPC's 2 GiB
             return BadRequest(f"the request cannot be sent: {message}")
-        if (
-            status == "DEADLINE_EXCEEDED" and message == "Deadline Exceeded"
-        ):  # set by the gRPC client itself: the server has not responded
+        # Set by the gRPC client itself: the server has not responded.
+        if (status, message) == ("DEADLINE_EXCEEDED", "Deadline Exceeded"):
             return Unavailable(
                 f"no response from {self._address} within {self._timeout_s:g} s: the server may be busy or stopped; "
                 f"read its log, or wait longer with --timeout"

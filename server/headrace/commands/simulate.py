@@ -65,18 +65,15 @@ def main(args: argparse.Namespace) -> int:
         elapsed_ns = monotonic_ns() - start_ns
         if args.plot:
             plot_panels = panels(replays, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
-            args.plot.write_text(
-                curve_picture(plot_panels, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8"
-            )
+            title = f"{len(trace):,} requests to {len(names)} models"
+            args.plot.write_text(curve_picture(plot_panels, title), encoding="utf-8")
     except (ValueError, OSError, ConfigError, NotFound) as error:
         errors.print(Text(f"headrace simulate: {error}", style="red"))
         return 2
     if args.json:
         document = [{"setting": label, **each.as_json()} for label, each in reports]
-        seconds = trace.duration_ns / NS_PER_S
-        console.print_json(
-            json.dumps({"requests": len(trace), "seconds": seconds, "seed": args.seed, "settings": document})
-        )
+        totals = {"requests": len(trace), "seconds": trace.duration_ns / NS_PER_S, "seed": args.seed}
+        console.print_json(json.dumps({**totals, "settings": document}))
         return 0
     print_reports(reports, console)
     count = len(trace) * len(reports)
@@ -102,13 +99,12 @@ def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
         if not args.arrivals.endswith(".csv"):
             raise ValueError(f"--arrivals {args.arrivals}: write {', '.join(KINDS)}, or the name of a .csv file")
         return read_trace(Path(args.arrivals), names, timeout_ns)
-    shape = ArrivalPattern(
-        args.arrivals, args.burst_factor, args.burst_seconds, args.calm_seconds, args.period, args.swing
-    )
-    load = Workload(args.rate, args.seconds, shape, args.rows, args.skew, timeout_ns, args.clients)
+    bursts = (args.burst_factor, args.burst_seconds, args.calm_seconds)
+    pattern = ArrivalPattern(args.arrivals, *bursts, args.period, args.swing)
+    load = Workload(args.rate, args.seconds, pattern, args.rows, args.skew, timeout_ns, args.clients)
     trace = make_trace(load, names, np.random.default_rng(args.seed))
     if not len(trace):
-        raise ValueError(f"no request comes in {args.seconds:g} seconds at a rate of {args.rate:g}")
+        raise ValueError(f"the trace has no requests in {args.seconds:g} seconds at a rate of {args.rate:g}")
     return trace
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", type=Path, metavar="FILE.npz", help="an array for each input (model_warmup's, else random values)")
     add("--seconds", type=_positive, default=0.2, metavar="S", help="for each run (%(default)s)")
     add("--repeats", type=_count, default=5, metavar="N", help="runs of each pair of settings (%(default)s)")
-    add("--slo-ms", type=_positive, default=0.0, metavar="MS", help="what answers may take (the configuration's slo)")
+    add("--slo-ms", type=_positive, default=0.0, metavar="MS", help="latency objective (the configuration's slo)")
     add("--apply", action="store_true", help="write the recommended change into the model's configuration")
     add("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command with the options of `add_arguments`; return the exit status."""
-    from headrace.config.model_folder import (
-        find_model_folder,
-        read_model_folder,  # here, since every command declares its options
-    )
+    # Imported here, since every command declares its options.
+    from headrace.config.model_folder import find_model_folder, read_model_folder
     from headrace.repository.tuning import Options, default_counts
     from headrace.repository.warmup import cores
 
@@ -151,7 +149,7 @@ def _print(console: Console, name: str, result: Sweep, slo_ms: float) -> None:
     console.print(Text(legend, "dim"))
     best = result.best
     if best is None:
-        console.print(f"Nothing keeps to {slo_ms:g} ms: {result.advice.reason}.")
+        console.print(f"No setting meets {slo_ms:g} ms: {result.advice.reason}.")
         return
     within = f" within {slo_ms:g} ms" if slo_ms else ""
     setting = f"{best.instances} x {best.rows} rows, {best.rows_hz:,.0f} rows/s"
@@ -180,7 +178,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
     if text == file.text:
         return
     # Check that the changed configuration can be served before it is written.
-    read_model_folder(folder.path, folder.path.parent, file.with_text(text).document)
+    read_model_folder(folder.path, folder.path.parent, replace(file, text=text).document)
     output.print(Text(file.diff(text)), soft_wrap=True)
     if not args.apply:
         output.print("--apply writes it.", markup=False)
@@ -188,9 +186,8 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
     file.write(text)
     output.print(f"Written to {file.path}.", markup=False, soft_wrap=True)
     if folder.config.optimization.profiles or result.runtime.startswith("tensorrt"):
-        output.print(
-            f"Then: headrace build {folder.name} (an engine is for one max_batch_size).", markup=False, soft_wrap=True
-        )
+        build = f"Then: headrace build {folder.name} (an engine is for one max_batch_size)."
+        output.print(build, markup=False, soft_wrap=True)
     output.print(pickup_text(folder.name, str(folder.path.parent)), markup=False, soft_wrap=True)
 
 
@@ -202,9 +199,8 @@ def _changes(folder: ModelFolder, result: Sweep) -> Changes:
     assert best is not None
     rows = best.rows if config.max_batch_size and (current is None or best.rows != current.rows) else None
     # A GPU may need larger batches than this CPU: max_batch_size stays if the CPU has a limit of its own.
-    keeps_cpu_limit = (
-        rows is not None and config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
-    )
+    has_cpu_limit = config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
+    keeps_cpu_limit = rows is not None and has_cpu_limit
     return Changes(
         instances=best.instances if current is None or best.instances != current.instances else None,
         max_batch_size=rows if not keeps_cpu_limit or (rows or 0) > config.max_batch_size else None,

@@ -85,7 +85,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.priority": "all models are equal",
     "optimization.cuda": "engines of TensorRT use CUDA graphs anyway, which the parameter `cuda_graphs` turns off",
     "optimization.execution_accelerators.gpu_execution_accelerator.*": "the model runs without this accelerator",
-    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` does not know it",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` ignores it",
     "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
 }

@@ -28,7 +28,7 @@ _INFORMATIVE = {
     "optimization.output_pinned_memory": "on GPUs only",
     "optimization.gather_kernel_buffer_threshold": "on GPUs only",
     "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters": "`precision_mode` and "
-    "`max_workspace_size_bytes`, when an engine is built; of any other: `headrace build` does not know it",
+    "`max_workspace_size_bytes`, when an engine is built; of any other: `headrace build` ignores it",
     "optimization.execution_accelerators.gpu_execution_accelerator": "`tensorrt`, when an engine is built; with any other: "
     "the model runs without this accelerator",
 }

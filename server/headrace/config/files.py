@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +198,6 @@ class ConfigFile:
         if CONFIG_FILES[self.path.name](text, self.path.name).data != expected:
             raise refuse(self.path.name, None, "cannot be changed without touching other fields", _BY_HAND)
         return text
-
-    def with_text(self, text: str) -> ConfigFile:
-        """Return the same file with other content; nothing is written."""
-        return replace(self, text=text)
 
     def diff(self, text: str) -> str:
         """Return a unified diff from the file to `text`."""

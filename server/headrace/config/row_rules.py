@@ -282,11 +282,11 @@ def _batch_norm(call: Call) -> list[Rows | None]:
     return _leading(call)
 
 
-def _along(call: Call, axes: Sequence[int], result: Rows | None = None) -> list[Rows | None]:
+def _along(call: Call, axes: Sequence[int]) -> list[Rows | None]:
     _, shape, rows = call.first
     if any(axis % len(shape) == rows.axis for axis in axes):
         raise across_rows()
-    return [result or rows] * len(call.shapes)
+    return [rows] * len(call.shapes)
 
 
 def _axis_of(default: int) -> Rule:
@@ -305,16 +305,12 @@ def _softmax(call: Call) -> list[Rows | None]:
     return _along(call, range(axis, len(shape)))
 
 
-def _from_axis(default: int) -> Rule:
+def _layer_norm(call: Call) -> list[Rows | None]:
     """Normalisation over all axes from one on."""
-
-    def rule(call: Call) -> list[Rows | None]:
-        call.require_constant()
-        _, shape, _ = call.first
-        axis = int(call.attributes.get("axis", default)) % len(shape)
-        return _along(call, range(axis, len(shape)))
-
-    return rule
+    call.require_constant()
+    _, shape, _ = call.first
+    axis = int(call.attributes.get("axis", -1)) % len(shape)
+    return _along(call, range(axis, len(shape)))
 
 
 def _cumsum(call: Call) -> list[Rows | None]:
@@ -374,11 +370,6 @@ def _concat(call: Call) -> list[Rows | None]:
     if len(all_rows) > 1:
         raise RowsUnproven("combines the batch dimension with another dimension")
     return [rows]
-
-
-def _split(call: Call) -> list[Rows | None]:
-    call.require_constant()
-    return _along(call, [int(call.attributes.get("axis", 0))])
 
 
 def _slice(call: Call) -> list[Rows | None]:
@@ -599,7 +590,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCE.split(), _reduce),
     **dict.fromkeys(("Reshape", "Flatten", "Unsqueeze"), _reshape),
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _from_axis(-1)),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _layer_norm),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
     **dict.fromkeys(("GatherElements", "ScatterElements"), _together_along),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantize),
@@ -624,7 +615,7 @@ RULES: dict[str, Rule] = {
     "QLinearMatMul": partial(_matmul, right=3),
     "Resize": _resize,
     "Slice": _slice,
-    "Split": _split,
+    "Split": _axis_of(0),
     "Tile": _tile,
     "Squeeze": _squeeze,
     "TopK": _axis_of(-1),

@@ -454,24 +454,9 @@ class ModelConfig(ConfigPart):
                     yield Problem(loc, f'warm-up names "{name}", which is not an input')
 
 
-HEADRACE_FIELDS: tuple[str, ...] = (
-    "oversize",
-    "preprocess",
-    "postprocess",
-    "labels",
-    "slo",
-    "rate_limits",
-    "fair_sharing",
-    "priority_aging_microseconds",
-    "fallback",
-    "runtime",
-    "build_on_load",
-    "cpu_max_batch_size",
-    "gpu_memory_budget",
-    "keep_loaded",
-    "isolation",
-    "isolation_timeout_s",
-)
+_FIELDS = tuple(ModelConfig.model_fields)
+# Fields that Triton's message does not have.
+HEADRACE_FIELDS: tuple[str, ...] = _FIELDS[_FIELDS.index("metric_tags") + 1 :]
 # Every field that is Headrace's: top-level fields, and those inside Triton's `optimization`.
 HEADRACE_FIELD_PATHS: tuple[Location, ...] = (
     *((name,) for name in HEADRACE_FIELDS),

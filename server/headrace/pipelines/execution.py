@@ -154,18 +154,15 @@ class Steps:
         """
         remaining = self.ranking
         if remaining is not None and ranking:
-            remaining = (
-                replace(remaining, ranked=True)
-                if remaining.postprocess.top_k and remaining.labels is not None
-                else None
-            )
+            adds_labels = remaining.postprocess.top_k and remaining.labels is not None
+            remaining = replace(remaining, ranked=True) if adds_labels else None
         return Steps(None if pixels else self.pixels, remaining, self.batched)
 
     def around(self, execution: Execution) -> Execution:
         """Wrap an execution, with its `reshape` applied, in the steps; return it unchanged if there are none."""
         if self.pixels is None and self.ranking is None:
             return execution
-        return PictureExecution(execution, self.pixels, self.ranking, self.batched)
+        return PictureExecution(execution, self)
 
 
 class PictureExecution(WrappedExecution):
@@ -175,35 +172,33 @@ class PictureExecution(WrappedExecution):
 
     Args:
         inner: the model's own execution.
-        pixels: preprocessing of its image input, None without one.
-        ranking: postprocessing of its scores, None without it.
-        batched: True if the tensors have a batch dimension.
+        steps: preprocessing and postprocessing.
 
     Attributes:
         depth: the inner execution's depth; 1 if it is not pipelined.
         prompt: True if the inner execution never blocks and no image is preprocessed here.
     """
 
-    def __init__(self, inner: Execution, pixels: Pixels | None, ranking: Ranking | None, batched: bool) -> None:
+    def __init__(self, inner: Execution, steps: Steps) -> None:
         super().__init__(inner)
-        self._pixels = pixels
-        self._ranking = ranking
+        self._pixels = pixels = steps.pixels
+        self._ranking = steps.ranking
         self._free: list[Array] = []
-        if not batched:
+        if not steps.batched:
             self.depth = 1
         if pixels is not None:
             self.prompt = self.any_thread = False  # preprocessing an image takes CPU time
             # Imported here, so that servers without image models do not load Pillow.
             from headrace.pipelines.image import PixelSteps
 
-            self._steps = PixelSteps(pixels.recipe, pixels.dtype)
+            self._pixel_steps = PixelSteps(pixels.recipe, pixels.dtype)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch: inputs as clients send them, outputs as clients receive them."""
         pixels = self._pixels
         if pixels is not None and pixels.name in inputs:
             sent = inputs[pixels.name]
-            tensor = self._steps.apply(sent.reshape(-1, *pixels.recipe.pixels))
+            tensor = self._pixel_steps.apply(sent.reshape(-1, *pixels.recipe.pixels))
             inputs = {**inputs, pixels.name: tensor if len(pixels.shape) == tensor.ndim else tensor[0]}
         return self._client_outputs(self._inner.run(inputs))
 
@@ -225,7 +220,7 @@ class PictureExecution(WrappedExecution):
         inner, pixels = self._release_pixels(batch), self._pixels
         if pixels is not None and inner is not batch.handle:
             try:
-                self._steps.apply(batch.inputs[pixels.name], inner.inputs[pixels.name])
+                self._pixel_steps.apply(batch.inputs[pixels.name], inner.inputs[pixels.name])
             except BaseException:
                 self._pipelined().discard(inner)
                 raise
@@ -273,9 +268,8 @@ def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
     if index_of_scores is not None and config.postprocess is not None:
         output = config.output[index_of_scores]
         names = labels.get(output.name) if output.label_filename else None
-        ranking = Ranking(
-            output.name, config.postprocess, None if names is None else _class_names(names, output.dims[-1])
-        )
+        class_names = None if names is None else _class_names(names, output.dims[-1])
+        ranking = Ranking(output.name, config.postprocess, class_names)
     return Steps(pixels, ranking, config.max_batch_size > 0)
 
 

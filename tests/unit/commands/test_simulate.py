@@ -114,7 +114,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "other=5"], "no model 'other' is simulated, only model0"),
         (["--arrivals", "tidal"], "--arrivals tidal: write poisson, bursty, diurnal"),
         (["--arrivals", "none.csv"], "none.csv"),
-        (["--rate", "0.0001"], "no request comes"),
+        (["--rate", "0.0001"], "the trace has no requests"),
         (["--warm-up", "2"], "--warm-up 2 leaves nothing of 2 seconds"),
         (["--compare", "instances=none"], '--compare "instances=none": argument --instances'),
         (["--compare", "rate=5"], '--compare "rate=5": '),

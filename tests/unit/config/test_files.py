@@ -63,7 +63,9 @@ def test_a_folder_is_locked_without_a_trace(tmp_path: Path) -> None:
     assert entered.is_set()
 
 
-def test_a_file_stands_in_where_folders_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_stands_in_where_folders_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = files.fcntl.flock
 
     def as_nfs(descriptor: int, operation: int) -> None:

@@ -37,7 +37,7 @@ def _save(path: Path, locations: dict[str, str]) -> None:
 def test_a_file_that_stands_alone_has_its_own_digest(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     _save(path, {"location": ""})
-    (tmp_path / "model.onnx.data").write_bytes(b"nobody names this one")
+    (tmp_path / "model.onnx.data").write_bytes(b"no tensor names this file")
     assert onnx_digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
     plan = tmp_path / "model.plan"
     plan.write_bytes(b"location")

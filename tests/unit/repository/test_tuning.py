@@ -296,7 +296,7 @@ def test_the_command_shows_the_spread_and_the_suggested_fields(
     assert "the configuration stays as it is" in printed
     assert (path / "config.pbtxt").read_text() == before
     assert main(["tune", str(path), *CALL, "--slo-ms", "0.000001"]) == 0
-    assert "Nothing keeps to 1e-06 ms" in capsys.readouterr().out
+    assert "No setting meets 1e-06 ms" in capsys.readouterr().out
 
 
 def test_apply_writes_the_change_and_nothing_else(

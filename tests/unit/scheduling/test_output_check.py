@@ -16,7 +16,7 @@ from headrace.core.errors import ModelFailed
 from headrace.core.request import InferResponse
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.observability.counters import Recorder
-from headrace.pipelines.execution import PictureExecution
+from headrace.pipelines.execution import PictureExecution, Steps
 from headrace.scheduling.executor import OutputCheck, OutputMismatch, ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
@@ -71,7 +71,7 @@ class Pictured(WrongPipeline):
     """Behind the steps for pictures, as the server prepares them."""
 
     def execution(self, index: int) -> Any:
-        return PictureExecution(self, None, None, True)
+        return PictureExecution(self, Steps(None, None, True))
 
 
 def pictured(change: Change) -> Pictured:
