@@ -265,7 +265,7 @@ def test_every_field_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("path", ALL)
-def test_a_field_is_parsed_as_promised(path: str) -> None:
+def test_a_field_is_parsed_as_documented(path: str) -> None:
     promise = FIELDS[path].split(":")[0]
     result = findings_of(configuration(path))
     levels = {"error" if finding.fatal else "warning" for finding in result}

@@ -69,7 +69,7 @@ def test_an_objective_refuses_requests_that_fixed_sizes_answer_too_late(capsys: 
     assert set(promise["all"]["errors"]) == {"would_miss"}
 
 
-def test_promises_are_made_by_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_objectives_are_read_by_model(capsys: pytest.CaptureFixture[str]) -> None:
     (setting,) = simulated(capsys, "--models", "3", "--slo-ms", "model1=5,8")["settings"]
     assert [each["slo_ms"] for each in setting["models"]] == [8, 5, 8]
 

@@ -39,7 +39,7 @@ MODEL_TENSORS = ([("IMAGE", "TYPE_FP32", [3, 224, 224])], [("LOGITS", "TYPE_FP32
         "max_batch_size: 8\noutput: [{name: LOGITS, label_filename: labels.txt}]",
     ],
 )
-def test_however_it_is_written_the_model_and_its_callers_have_their_own_view(tmp_path: Path, more: str) -> None:
+def test_model_and_served_tensors_are_the_same_in_both_forms(tmp_path: Path, more: str) -> None:
     config = read(tmp_path, WHOLE + more).config
     assert (shapes(config.input), shapes(config.output)) == MODEL_TENSORS
     assert shapes(config.served_input) == [("IMAGE", "TYPE_UINT8", [224, 224, 3])]

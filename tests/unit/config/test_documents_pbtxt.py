@@ -92,5 +92,5 @@ def test_an_empty_list_is_distinguished_from_an_absent_one() -> None:
     assert document.line_of(("input", 0, "dims")) == 2
 
 
-def test_an_enumeration_by_an_unknown_number_is_kept_for_the_schema_to_refuse() -> None:
+def test_an_unknown_number_of_an_enumeration_is_refused_by_the_schema() -> None:
     assert read_pbtxt("instance_group { kind: 9 }", "p").data == {"instance_group": [{"kind": "9"}]}

@@ -40,7 +40,7 @@ def as_pbtxt(config: ModelConfig) -> str:
 
 @quick
 @given(config_data())
-def test_both_formats_of_one_content_give_equal_configurations(data: dict[str, Any]) -> None:
+def test_both_formats_with_one_content_are_equal_configurations(data: dict[str, Any]) -> None:
     config = ModelConfig.model_validate(data)
     from_yaml, yaml_findings = bind(read_yaml(yaml.dump(data, Dumper=Dumper), "config.yaml"))
     from_pbtxt, pbtxt_findings = bind(read_pbtxt(as_pbtxt(config), "config.pbtxt"))
@@ -159,7 +159,7 @@ json_values = st.recursive(
 
 @quick
 @given(fields=st.dictionaries(st.sampled_from(sorted(ModelConfig.model_fields)), json_values, max_size=4))
-def test_known_fields_with_any_values_give_findings_and_nothing_else(fields: dict[str, Any]) -> None:
+def test_valid_fields_with_any_values_raise_only_findings(fields: dict[str, Any]) -> None:
     only_findings(yaml.safe_dump(fields, allow_unicode=True), read_yaml)
 
 
@@ -182,7 +182,7 @@ def test_known_fields_with_any_values_give_findings_and_nothing_else(fields: dic
     ),
     value=st.one_of(st.text(max_size=20), json_values.map(json.dumps)),
 )
-def test_parameters_of_ours_with_any_values_give_findings_and_nothing_else(key: str, value: str) -> None:
+def test_headrace_parameters_with_any_values_raise_only_findings(key: str, value: str) -> None:
     message = model_config_pb2.ModelConfig()
     try:
         message.parameters["headrace." + key].string_value = value

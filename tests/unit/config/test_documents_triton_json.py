@@ -33,7 +33,7 @@ def test_the_json_is_what_tritons_clients_expect() -> None:
     assert "dynamic_batching" not in shown
 
 
-def test_our_own_fields_are_parameters() -> None:
+def test_headrace_fields_are_parameters() -> None:
     config = ModelConfig.model_validate(
         {
             "oversize": "reject",

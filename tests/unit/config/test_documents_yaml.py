@@ -72,7 +72,7 @@ def test_errors_carry_their_line(text: str, line: int, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['a: "\\UFFFFFFFF"', "%YAML 111111111111\n---\na: 1"])
-def test_errors_that_pyyaml_does_not_call_its_own(text: str) -> None:
+def test_errors_of_int_and_chr_are_findings(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         read_yaml(text, "p")
 

@@ -63,7 +63,7 @@ def test_a_folder_is_locked_without_a_trace(tmp_path: Path) -> None:
     assert entered.is_set()
 
 
-def test_a_file_stands_in_where_folders_cannot_be_locked(
+def test_a_lock_file_replaces_the_folder_where_folders_cannot_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = files.fcntl.flock

@@ -34,7 +34,7 @@ def _save(path: Path, locations: dict[str, str]) -> None:
     path.write_bytes(helper.make_model(graph).SerializeToString())
 
 
-def test_a_file_that_stands_alone_has_its_own_digest(tmp_path: Path) -> None:
+def test_a_file_without_external_tensors_has_its_plain_digest(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     _save(path, {"location": ""})
     (tmp_path / "model.onnx.data").write_bytes(b"no tensor names this file")

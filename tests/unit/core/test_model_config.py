@@ -236,7 +236,7 @@ def test_a_size_is_a_number_or_has_a_unit(size: object, size_bytes: int) -> None
 
 
 @pytest.mark.parametrize(("limit", "most"), [({}, 2), ({"burst": 7}, 7), ({"requests_per_s": 0.1}, 1)])
-def test_as_many_at_once_as_in_a_second(limit: dict[str, Any], most: int) -> None:
+def test_the_default_burst_is_one_second_of_requests(limit: dict[str, Any], most: int) -> None:
     config = ModelConfig.model_validate({"rate_limits": {"default": {"requests_per_s": 2.5, **limit}}})
     assert config.rate_limits is not None
     assert config.rate_limits.default is not None

@@ -93,6 +93,6 @@ def test_every_error_is_reported_at_once() -> None:
     assert len(caught.value.findings) == 3
 
 
-def test_a_recipe_made_in_code_is_checked_too() -> None:
+def test_a_recipe_from_code_is_checked() -> None:
     with pytest.raises(ConfigError, match="std divides"):
         ImageRecipe(std=(0.0,))
