@@ -239,7 +239,7 @@ class Settings:
 
 def names(option: str) -> list[str]:
     """Return an option with tritonserver's names for it."""
-    return [option, *(flag for flag, ours in TRITON_ALIASES.items() if ours == option)]
+    return [option, *(flag for flag, name in TRITON_ALIASES.items() if name == option)]
 
 
 _size = number_parser(int, lambda number: True, "is not a whole number")

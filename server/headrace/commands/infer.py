@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import number_parser, open_console, printable
+from headrace.core.command_line import number_parser, open_console, plural, printable
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
 from headrace.pipelines.recipe import ImageRecipe, parameter_value
 
@@ -281,10 +281,10 @@ def print_times(console: Console, pictures: int, requests: int, total_ns: int, s
         total_ns: time from the first request to the last response, preprocessing included.
         server_ns: part of it that the server needed; None if unknown.
     """
-    count = f"{_plural(pictures, 'picture')} in " if pictures else ""
+    count = f"{plural(pictures, 'picture')} in " if pictures else ""
     server = "" if server_ns is None else f", {server_ns / NS_PER_MS:.1f} ms of it in the server"
     console.print(
-        Text(f"{count}{_plural(requests, 'request')}: {total_ns / NS_PER_MS:.1f} ms{server}", style="dim"),
+        Text(f"{count}{plural(requests, 'request')}: {total_ns / NS_PER_MS:.1f} ms{server}", style="dim"),
         soft_wrap=True,
     )
 
@@ -375,10 +375,6 @@ def _value(value: object) -> str:
     if isinstance(value, bytes):
         return repr(value.decode("utf-8", "replace"))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 _count = number_parser(int, lambda number: number >= 1, "is not a whole number of at least 1")

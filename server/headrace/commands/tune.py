@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import fit_title, is_pipe, number_parser, open_console, pickup_text
+from headrace.core.command_line import fit_title, is_pipe, number_parser, open_console, pickup_text, plural
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _point(point: MeasuredSetting) -> dict[str, Any]:
 
 def _print(console: Console, name: str, result: Sweep, slo_ms: float) -> None:
     counts = sorted({point.instances for point in result.points})
-    table = Table("rows", *(f"{count} instance{'s' if count > 1 else ''}" for count in counts), title=name)
+    table = Table("rows", *(plural(count, "instance") for count in counts), title=name)
     by_setting = {(point.instances, point.rows): point for point in result.points}
     for rows in sorted({point.rows for point in result.points}):
         cells = []

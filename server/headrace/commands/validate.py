@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
-from headrace.core.command_line import did_you_mean
+from headrace.core.command_line import did_you_mean, plural
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
@@ -213,12 +213,9 @@ def main(paths: Sequence[Path], console: Console, load: bool = True, strict: boo
                 counts["model"] += 1
                 _print_model(inspection.model, inspection, console)
             _print_states(inspection.model, inspection, console)
-    summary = [
-        _count_text(counts["model"], "good model"),
-        _count_text(counts["error"], "error"),
-        _count_text(counts["warning"], "warning"),
-    ]
-    console.print(Text(", ".join(summary), style="bold red" if counts["error"] else "bold green"))
+    nouns = {"model": "good model", "error": "error", "warning": "warning"}
+    summary = ", ".join(plural(counts[kind], noun) for kind, noun in nouns.items())
+    console.print(Text(summary, style="bold red" if counts["error"] else "bold green"))
     return 1 if counts["error"] else 0
 
 
@@ -280,10 +277,6 @@ def signature_line(config: ModelConfig) -> str:
 def _tensor(tensor: ModelInput | ModelOutput, batched: bool) -> str:
     shape = ",".join(map(str, (-1, *tensor.dims) if batched else tensor.dims))
     return f"{tensor.name} {tensor.data_type.removeprefix('TYPE_')}[{shape}]"
-
-
-def _count_text(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 _CLOSE_TIMEOUT_S = 30.0

@@ -6,10 +6,8 @@ lines. Completion: values in the file count, and missing values come from the mo
 
 `max_batch_size` is 4, with dynamic batching, only if merging requests is safe: the first dimension of every input and output
 has the same name, and each row is computed from itself only (docs/decisions/0001-batching-without-configuration.md).
-Otherwise it
-is 0. It is also 0 if the file has no `max_batch_size` and `dims` as long as the model's own shape. If rows are independent,
-dynamic
-batching is also on if the file has a `max_batch_size` above 1 but no inputs or no outputs, as in Triton.
+Otherwise it is 0. It is also 0 if the file has no `max_batch_size` and `dims` as long as the model's own shape. If rows are
+independent, dynamic batching is also on if the file has a `max_batch_size` above 1 but no inputs or no outputs, as in Triton.
 """
 
 from __future__ import annotations
@@ -221,8 +219,8 @@ def _is_read_by_build(data: dict[str, object], loc: Location) -> bool:
     if loc[2:3] != ("gpu_execution_accelerator",):
         return False
     accelerator: Any = _parent(data, (*loc[:4], ""))
-    ours = isinstance(accelerator, dict) and str(accelerator.get("name")).lower() in TENSORRT_ACCELERATORS
-    return ours if len(loc) == 4 else not ours or loc[-1] in TENSORRT_PARAMETERS
+    is_tensorrt = isinstance(accelerator, dict) and str(accelerator.get("name")).lower() in TENSORRT_ACCELERATORS
+    return is_tensorrt if len(loc) == 4 else not is_tensorrt or loc[-1] in TENSORRT_PARAMETERS
 
 
 def _dotted(loc: Location) -> str:
@@ -460,11 +458,8 @@ def complete_from_model(
         fatal.extend(unreadable)
     update["input"] = tuple(_complete_tensor(tensor, signature.inputs, batched) for tensor in inputs)
     update["output"] = tuple(_complete_tensor(tensor, signature.outputs, batched) for tensor in outputs)
-    values = {name: getattr(config, name) for name in config.model_fields_set} | update
-    values |= {
-        name: getattr(config, name)
-        for name in ("name", "backend", "platform", "default_model_filename", "instance_group")
-    }
+    fields = config.model_fields_set | {"name", "backend", "platform", "default_model_filename", "instance_group"}
+    values = {name: getattr(config, name) for name in fields} | update
     try:
         completed = ModelConfig.model_validate(values)
     except ValidationError as error:

@@ -62,8 +62,7 @@ def config_digest(config: ModelConfig) -> str:
     """Return the SHA-256, in hex, of the configuration fields that decide the content of an artefact.
 
     These are `optimization` as far as it concerns engines, accelerators included; `max_batch_size`; the inputs as in the
-    model; and
-    `preprocess`, which turns images into calibration samples. Fields at their defaults do not count.
+    model; and `preprocess`, which turns images into calibration samples. Fields at their defaults do not count.
 
     Args:
         config: complete configuration.
@@ -88,8 +87,8 @@ def fits_config(stored_digest: str, requested: str, config: ModelConfig) -> bool
     """True if an artefact was built for a configuration, or for its present precision.
 
     `headrace build --precision int8` stores the digest of the configuration at the time of the build. If `precision: int8` is
-    written
-    into the file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was built.
+    written into the file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was
+    built.
 
     Args:
         stored_digest: `config_digest` of the configuration at the time of the build.

@@ -174,6 +174,11 @@ def pickup_text(model: str, repository: str) -> str:
     )
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, e.g. "1 request", "2 requests"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def printable(text: str) -> str:
     """Text from a server or a file name with control characters, which could drive the terminal, replaced."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -195,7 +195,7 @@ class RateLimit(ConfigPart):
     burst: PositiveCount | None = option(None, "Maximum requests in a burst; if absent, one second's requests.")
 
     @property
-    def most_at_once(self) -> int:
+    def burst_size(self) -> int:
         """`burst`, or its default."""
         return self.burst or max(1, int(self.requests_per_s))
 
@@ -303,8 +303,8 @@ def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput,
 def _not_here(field: str, name: str) -> Problem:
     """Return the problem of a backend or platform that only Triton has."""
     feature, cure = OTHER_BACKENDS.get(name, ("", f"{_TO_ONNX}; served here: {', '.join(BACKENDS)}"))
-    what = f": it is {feature}" if feature else ""
-    return Problem((field,), f'{field} "{name[:80]}" is not served here{what}', cure)
+    reason = f": it is {feature}" if feature else ""
+    return Problem((field,), f'{field} "{name[:80]}" is not served here{reason}', cure)
 
 
 class ModelConfig(ConfigPart):

@@ -68,14 +68,14 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLarge(
-            f"the picture is too large: {error}; at most {max_pixels} pixels are taken: send a smaller one"
+            f"the picture is too large: {error}; at most {max_pixels} pixels are accepted: send a smaller one"
         ) from None
     except Exception as error:  # any error that a parser raises for untrusted bytes is the client's error
         raise BadRequest(f"the picture's header is damaged ({_reason(error)}): {_SAVE_ANEW}") from error
     width, height = image.size
     if width * height > max_pixels:
         raise TooLarge(
-            f"the picture has {width} x {height} = {width * height} pixels, at most {max_pixels} are taken: send a smaller one"
+            f"the picture has {width} x {height} = {width * height} pixels, at most {max_pixels} are accepted: send a smaller one"
         )
     try:
         image.load()

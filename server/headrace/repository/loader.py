@@ -448,9 +448,9 @@ def _level_policy(queue: QueuePolicy) -> LevelPolicy:
 def _rate_limits(config: ConfiguredLimits | None) -> RateLimits | None:
     if config is None:
         return None
-    quotas = {client: Quota(limit.requests_per_s, limit.most_at_once) for client, limit in config.clients.items()}
+    quotas = {client: Quota(limit.requests_per_s, limit.burst_size) for client, limit in config.clients.items()}
     default = config.default
-    return RateLimits(quotas, None if default is None else Quota(default.requests_per_s, default.most_at_once))
+    return RateLimits(quotas, None if default is None else Quota(default.requests_per_s, default.burst_size))
 
 
 def _instances(config: ModelConfig) -> int:

@@ -240,4 +240,4 @@ def test_the_default_burst_is_one_second_of_requests(limit: dict[str, Any], most
     config = ModelConfig.model_validate({"rate_limits": {"default": {"requests_per_s": 2.5, **limit}}})
     assert config.rate_limits is not None
     assert config.rate_limits.default is not None
-    assert config.rate_limits.default.most_at_once == most
+    assert config.rate_limits.default.burst_size == most
