@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -95,7 +94,7 @@ class Server:
         """
         self._check_new()
         loop = self._loop = asyncio.new_event_loop()
-        self._loop_thread = threading.Thread(target=_run, args=(loop,), name=_THREAD, daemon=True)
+        self._loop_thread = threading.Thread(target=loop.run_forever, name=_THREAD, daemon=True)
         self._loop_thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._open(loop), loop).result()
@@ -104,9 +103,7 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Complete the queued requests, end the instances and close the models."""
         try:
             self._close()
@@ -124,9 +121,7 @@ class Server:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Close the models; see `__exit__`."""
         try:
             await asyncio.to_thread(self._close)
@@ -460,8 +455,3 @@ def _output_names(spec: ModelSpec, names: Sequence[str]) -> Sequence[str]:
 
 def _select_outputs(response: InferResponse, names: Sequence[str]) -> dict[str, Array]:
     return {name: np.asarray(response.outputs[name]) for name in names}
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()

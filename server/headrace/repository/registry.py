@@ -229,10 +229,7 @@ class Registry:
 
     def config(self, model: str, version: str = "") -> Mapping[str, object]:
         """Return the configuration in force, in Triton's JSON; raises the errors of `lease`."""
-        serving = self._serving.get(model)
-        if serving is None or serving.by_name.get(version) is None:
-            raise self._missing(model, version)
-        return serving.config
+        return self._find(model, version)[0].config
 
     def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
         """Return statistics in Triton's JSON, of all models if `name` is "", of all versions if `version` is "".
@@ -240,16 +237,13 @@ class Registry:
         Raises:
             NotFound, BadRequest, Unavailable: see `lease`.
         """
-        serving = self._serving
         if not name:
-            return [_statistics(model, number, handle) for model, number, handle in self.sources()]
-        if name not in serving or serving[name].by_name.get(version) is None:
-            raise self._missing(name, version)
-        handle_of_version = serving[name].by_name[version] if version else None
+            return [_statistics(*source) for source in self.sources()]
+        serving, handle = self._find(name, version)
         return [
-            _statistics(name, number, handle)
-            for number, handle in serving[name].handles.items()
-            if handle_of_version is None or handle is handle_of_version
+            _statistics(name, number, other)
+            for number, other in serving.handles.items()
+            if not version or other is handle
         ]
 
     def index(self) -> Sequence[Mapping[str, object]]:
@@ -431,6 +425,13 @@ class Registry:
                 for (name, version), record in sorted(self._records.items())
                 if record.state is State.UNAVAILABLE
             ]
+
+    def _find(self, name: str, version: str) -> tuple[Serving, ModelHandle]:
+        serving = self._serving.get(name)
+        handle = serving.by_name.get(version) if serving is not None else None
+        if serving is None or handle is None:
+            raise self._missing(name, version)
+        return serving, handle
 
     def _missing(self, name: str, version: str) -> HeadraceError:
         quoted = f"{name[:128]!r}" + (f" version {version[:64]!r}" if version else "")

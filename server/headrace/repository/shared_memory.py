@@ -66,17 +66,6 @@ class SystemRegion:
         pin: pins it for GPUs; None without GPUs.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_descriptor",
-        "_is_pinning",
-        "_pin",
-        "_pin_requests",
-        "_pinned",
-        "_size_bytes",
-        "_start",
-    )
-
     def __init__(self, descriptor: int, start: int, size_bytes: int, pin: Pin | None = None) -> None:
         self._descriptor = descriptor
         self._start = start

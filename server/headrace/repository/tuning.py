@@ -32,7 +32,7 @@ from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput
 from headrace.repository.loader import Loader, handle_policy
-from headrace.repository.warmup import MAX_RANDOM_BYTES, make_warmups, one_row, sizes, unmeasurable
+from headrace.repository.warmup import MAX_RANDOM_BYTES, feeds, make_warmups, sizes, unmeasurable
 from headrace.scheduling.handle import ModelHandle
 
 
@@ -83,8 +83,7 @@ def tuning_inputs(folder: ModelFolder, file: Path | None = None) -> TuningInputs
     if problem:
         cure = "write --input FILE.npz with an array for each input, or model_warmup in the configuration"
         raise refuse(folder.name, None, f"no random inputs can be generated: {problem}", cure)
-    rows = {tensor.name: one_row(tensor) for tensor in config.served_input}
-    return TuningInputs("random values", rows if batched else {name: row[0] for name, row in rows.items()}, batched)
+    return TuningInputs("random values", feeds(config)(1), batched)
 
 
 def _from_file(file: Path, tensors: tuple[ModelInput, ...], batched: bool) -> dict[str, Array]:

@@ -55,29 +55,27 @@ class Warmup:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
 class WarmupRunner:
     """Runs warm-ups; called by each instance on its own thread with its own execution.
 
-    Args:
+    Attributes:
         model: name of the model, for the log.
         warmups: requests to run.
         on_done: called with the execution afterwards.
     """
 
-    def __init__(
-        self, model: str, warmups: list[Warmup], on_done: Callable[[Execution], None] = lambda _execution: None
-    ) -> None:
-        self._model = model
-        self._warmups = warmups
-        self._on_done = on_done
+    model: str
+    warmups: list[Warmup]
+    on_done: Callable[[Execution], None] = lambda _execution: None
 
     def __call__(self, execution: Execution) -> None:
         """Run all warm-ups; an error of the execution is raised and fails the load."""
-        for warmup in self._warmups:
-            logger.debug("model %s runs the warm-up request %s", self._model, warmup.name)
+        for warmup in self.warmups:
+            logger.debug("model %s runs the warm-up request %s", self.model, warmup.name)
             for _ in range(warmup.count):
                 execution.run(dict(warmup.inputs))
-        self._on_done(execution)
+        self.on_done(execution)
 
 
 def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
@@ -97,11 +95,6 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
         inputs = {name: _data(feed, tensors[name], rows, folder) for name, feed in warmup.inputs.items()}
         warmups.append(Warmup(warmup.name or str(index), inputs, max(warmup.count, 1)))
     return warmups
-
-
-def one_row(tensor: ModelInput) -> Array:
-    """Return random values for an input without free dimensions: (1, *dims)."""
-    return _random(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims))
 
 
 def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Array:
@@ -684,7 +677,9 @@ def _warm(times_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[i
 
 def feeds(config: ModelConfig) -> Feed:
     """Return a function that creates random inputs for a model that is not `unmeasurable`: one random row, repeated."""
-    rows_of = {tensor.name: one_row(tensor) for tensor in config.served_input}
+    rows_of = {
+        tensor.name: _random(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims)) for tensor in config.served_input
+    }
 
     def feed(rows: int) -> dict[str, Array]:
         if not config.max_batch_size:

@@ -126,7 +126,7 @@ class IsolatedModel:
     def __init__(self, process: ModelProcess) -> None:
         self._process = process
         self.inputs, self.outputs = (
-            [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in process.tensors[side] or ()]
+            [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in process.tensors[side]]
             for side in ("inputs", "outputs")
         )
 

@@ -487,7 +487,10 @@ def run(control: Channel, channels: list[Channel]) -> None:
         logger.exception("the model could not be loaded")
         control.send({"broken": type(error).__name__})
         return
-    tensors = {side: _tensors(model, side) for side in ("inputs", "outputs")}
+    tensors = {  # that the backend reads from the file; empty if it does not
+        side: [(tensor.name, tensor.dtype.str, tensor.shape) for tensor in getattr(model, side, ())]
+        for side in ("inputs", "outputs")
+    }
     control.send({"loaded": depths, "tensors": tensors, "held": account.holdings()})
     try:
         while True:
@@ -520,12 +523,6 @@ def _start(
     thread = threading.Thread(target=exit_on_error, args=(server.serve,), name=f"instance {index}", daemon=True)
     thread.start()
     return thread
-
-
-def _tensors(model: LoadedModel, side: str) -> list[tuple[str, str, tuple[int, ...]]] | None:
-    """Tensors that the backend reads from the file, None if it does not."""
-    tensors = getattr(model, side, None)
-    return None if tensors is None else [(t.name, t.dtype.str, tuple(t.shape)) for t in tensors]
 
 
 def main(arguments: list[str]) -> None:

@@ -215,7 +215,7 @@ class ModelProcess:
         limit_s: see above.
         admission: decides which batches enter the process.
         restarts: number of processes that died while they served.
-        tensors: by "inputs" and "outputs", name, dtype and shape of the file's tensors; None if the backend does not
+        tensors: by "inputs" and "outputs", name, dtype and shape of the file's tensors; empty if the backend does not
             read them.
         slots: by instance, the shared memory slots for its batches.
         held: GPU memory that the process has booked.
@@ -233,7 +233,7 @@ class ModelProcess:
         self.name = name
         self.admission: BatchAdmission[ChildProcess] = BatchAdmission()
         self.restarts = 0
-        self.tensors: dict[str, list[tuple[str, str, list[int]]] | None] = {}
+        self.tensors: dict[str, list[tuple[str, str, list[int]]]] = {}
         self.slots: list[list[SharedSlot]] = []
         self.held: list[Holding] = []
         self._order = order
