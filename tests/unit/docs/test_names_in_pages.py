@@ -1,0 +1,91 @@
+"""Paths, modules and symbols that the pages name exist in the tree."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/decisions").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+]
+# Pages name files relative to the checkout or to one of the source roots.
+BASES = [ROOT, ROOT / "server", ROOT / "server/headrace", ROOT / "engines", ROOT / "engines/headrace_engines"]
+# Written by commands, or a pattern.
+NOT_IN_THE_TREE = ("loadtest/results", "docs/decisions/NNNN-title.md")
+FOLDERS = "server engines tests loadtest deploy docs requirements"
+PACKAGES = " ".join(sorted(path.name for path in (ROOT / "server/headrace").iterdir() if path.is_dir()))
+PATH = re.compile(rf"(?:{'|'.join(f'{FOLDERS} {PACKAGES}'.split())})/[\w./-]*\w/?")
+SYMBOL = re.compile(r"(_?[A-Z]\w*[a-z]\w*)(?:\.(\w+))?(?:\(\))?")
+
+
+def code_spans(text: str) -> list[str]:
+    """Inline code of a page, without fenced and indented blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^    .*$", "", prose, flags=re.MULTILINE))
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths in the inline code of a page that no file or folder has."""
+    return [
+        span
+        for span in code_spans(text)
+        if PATH.fullmatch(span)
+        and not span.startswith(NOT_IN_THE_TREE)
+        and not any((base / span).exists() or (base / f"{span}.py").exists() for base in BASES)
+    ]
+
+
+@functools.cache
+def symbols() -> dict[str, set[str]]:
+    """Names of the product: classes and functions, each with its methods and fields."""
+    names: dict[str, set[str]] = {}
+    for folder in ("server", "engines"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    names.setdefault(node.name, set()).update(
+                        part.name if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) else part.attr
+                        for part in ast.walk(node)
+                        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Attribute)
+                    )
+    return names
+
+
+def missing_symbols(text: str) -> list[str]:
+    """Classes, and their methods and fields, in the inline code of a page that the product does not define."""
+    result = []
+    for span in code_spans(text):
+        match = SYMBOL.fullmatch(span)
+        if match and (match[1] not in symbols() or (match[2] and match[2] not in symbols()[match[1]])):
+            result.append(span)
+    return result
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_of_a_page_exist(page: Path) -> None:
+    assert missing_paths(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", ["structure.md"])
+def test_classes_and_methods_of_a_page_exist(name: str) -> None:
+    assert missing_symbols((ROOT / "docs" / name).read_text(encoding="utf-8")) == []
+
+
+def test_missing_paths_and_symbols_are_reported() -> None:
+    assert missing_paths("`http/codec.py` `scheduling/` `tests/unit` `http/no_such.py`, `infer/x` `model.onnx`") == [
+        "http/no_such.py"
+    ]
+    assert missing_paths("```\n`http/no_such.py`\n```\n    `grpc/no_such.py`\n") == []
+    assert missing_symbols("`ModelHandle.infer` `ModelHandle` `decide` `NoSuchClass` `ModelHandle.no_such`") == [
+        "NoSuchClass",
+        "ModelHandle.no_such",
+    ]
