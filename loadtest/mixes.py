@@ -38,7 +38,7 @@ MIXES: Mapping[str, Mix] = {
         {"JsonUser": 1, "BinaryUser": 1, "MixedUser": 1, "GrpcUser": 1},
     ),
     "web": Mix(
-        "back ends of web sites: many users who pause, small JSON and gRPC requests, and what watches the server",
+        "back ends of web sites: many users that pause, small JSON and gRPC requests, and what watches the server",
         {"JsonUser": 12, "GrpcUser": 6, "OnlookerUser": 1},
         think_s=0.2,
         p99_ms={"*": 500.0},

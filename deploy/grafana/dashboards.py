@@ -56,7 +56,7 @@ OVERVIEW = Dashboard(
                       "From arrival to answer.", exemplars=True),
                 Panel("Refused and failed", [Query(f"sum by (model, reason) (rate(headrace_failures_total{{{J}}}{RATE})) > 0 "
                       f"or sum(rate(headrace_failures_total{{{J}}}{RATE}))", "{{model}} {{reason}}")], "reqps",
-                      "overloaded, would_miss: no room. quota: one client asks too much. cancelled: the caller left."),
+                      "overloaded, would_miss: no room. quota: one client sends too much. cancelled: the caller disconnected."),
                 Panel("Queue", [Query(f"sum by (model) (headrace_queue_depth{{{J}}})", "{{model}}")],
                       description="Requests that wait."),
                 Panel("Predicted wait", [Query(f"max by (model) (headrace_predicted_wait_seconds{{{J}}})", "{{model}}")], "s",
@@ -215,7 +215,7 @@ MODEL = Dashboard(
 GPU = Dashboard(
     "headrace-gpus",
     "Headrace / GPUs",
-    "What the driver tells, and which model holds the memory.",
+    "Values of the driver, and memory by model.",
     [
         Row(
             "Now",

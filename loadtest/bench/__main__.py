@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench", description="Measure Headrace beside its peers.")
-    parser.add_argument("--quick", action="store_true", help="short samples, to see that all works; asks for no target")
+    parser.add_argument("--quick", action="store_true", help="short samples, to check that everything runs; no targets")
     parser.add_argument("--rounds", type=_positive, help="rounds of each case (default: 5; 1 with --quick)")
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=f"of {', '.join(names)}")

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X,Y:P",
         help=f"of {letters}, perhaps for one precision (b:int8); {TWO_GPUS.letter} only if named",
     )
-    add("--quick", action="store_true", help="one short round, to see that all works; asks for no target")
+    add("--quick", action="store_true", help="one short round, to check that everything runs; no targets")
     add("--seconds", type=_positive, metavar="S", help="of one sample (0.8; 0.4 with --quick)")
     add("--rounds", type=int, metavar="N", help="of each part (3; 1 with --quick)")
     add("--limit-s", type=_positive, metavar="S", help=f"of the whole run, builds included ({_LIMIT_S:.0f})")

@@ -209,7 +209,7 @@ def tenants(plan: Plan) -> CaseResult:
                 ),
                 Comparison.ratio(f"p99 beside a flood, fixed / slo, {where}", "p99_ms", plain, beside),
             ]
-    title = f"a client that asks for {CALM:g} of the capacity beside one that asks for {FLOOD:g}"
+    title = f"a client that uses {CALM:g} of the capacity beside one that uses {FLOOD:g}"
     notes = (
         f"8 rows: {SLOWED_H200.description}",
         f"32 rows: {USUAL.description}. Beside a flood all batches are full, and none is interrupted: a new one waits, runs in "

@@ -118,7 +118,7 @@ def _wrong(run: Run) -> Verdict:
     failed, struck = total(run.lines, Outcome.FAILED), total(run.lines, Outcome.STRUCK)
     kills = sum(event.name == KILL for event in run.events)
     found = f"{right:,} answers compared, {wrong:,} wrong, {failed:,} unexpected errors"
-    found += f", {struck:,} told that their process was killed ({kills} were)"
+    found += f", {struck:,} answered that their process was killed ({kills} were)"
     return Verdict("nothing wrong", wrong == failed == 0 < right and struck <= kills * LARGEST_BATCH, found)
 
 
@@ -131,7 +131,7 @@ def _under_way(run: Run) -> Verdict:
 def _memory(run: Run, bounds: Bounds) -> Verdict:
     held = [phase.held.memory_bytes for phase in run.phases]
     if len(held) < _LEAST_PHASES:
-        return Verdict("memory flat", False, f"{len(held)} phases are too few to tell")
+        return Verdict("memory flat", False, f"{len(held)} phases are too few for a verdict")
     allowed = max(bounds.memory_bytes, bounds.memory_share * held[0])
     grown = held[-1] - held[0]
     found = f"{held[0] / _MIB:,.1f} MiB after the warm-up, {held[-1] / _MIB:,.1f} at the end; allowed +{allowed / _MIB:,.1f}"
@@ -148,7 +148,7 @@ def _descriptors(run: Run, bounds: Bounds) -> Verdict:
 
 def _flat(name: str, held: Sequence[int], allowed: int) -> Verdict:
     if len(held) < _LEAST_PHASES:
-        return Verdict(name, False, f"{len(held)} phases are too few to tell")
+        return Verdict(name, False, f"{len(held)} phases are too few for a verdict")
     found = f"{held[0]} after the warm-up, {held[-1]} at the end, {max(held)} at most; allowed +{allowed}"
     return Verdict(name, held[-1] - held[0] <= allowed, found)
 

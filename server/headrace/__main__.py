@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
     validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "fail, as serve --strict does, where the CPU serves a model that asks for a GPU"
+    text = "fail, as serve --strict does, where the CPU serves a model that requires a GPU"
     validate.add_argument("--strict", action="store_true", help=text)
     settings.add_state(validate)
     validate.set_defaults(run=_validate)

@@ -83,4 +83,4 @@ def test_a_model_without_a_configuration_gets_one(tmp_path: Path) -> None:
         assert "max_batch_size: " in (folder / "config.yaml").read_text()
         assert "OK affine" in headrace("validate", folder.parent)
     else:
-        assert "the configuration stays as it is" in printed
+        assert "the configuration is unchanged" in printed

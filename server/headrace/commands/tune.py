@@ -168,7 +168,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
     output = errors if args.json else console
     if not result.advice.change or result.best is None:
         if args.apply:
-            output.print(f"{folder.name}: the configuration stays as it is.", markup=False)
+            output.print(f"{folder.name}: the configuration is unchanged.", markup=False)
         return
     try:
         file = read_config_file(folder.path)

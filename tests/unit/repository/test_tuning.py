@@ -293,7 +293,7 @@ def test_the_command_shows_the_spread_and_the_suggested_fields(
     assert main(["tune", str(path), *CALL, "--apply"]) == 0
     printed = capsys.readouterr().out
     assert "within the spread: the configuration's runs reach 300, the best setting's begin at 290 rows/s" in printed
-    assert "the configuration stays as it is" in printed
+    assert "the configuration is unchanged" in printed
     assert (path / "config.pbtxt").read_text() == before
     assert main(["tune", str(path), *CALL, "--slo-ms", "0.000001"]) == 0
     assert "No setting meets 1e-06 ms" in capsys.readouterr().out
