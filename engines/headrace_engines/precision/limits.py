@@ -24,7 +24,7 @@ Large negative values of a mask that only Softmax reads do not count: `cast_mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,21 +192,6 @@ def _type_text(element_type: int) -> str:
     return f"tensor({TensorProto.DataType.Name(element_type).lower()})"
 
 
-def upstream_nodes(
-    graph: OnnxGraph, node: onnx.NodeProto, through: Callable[[onnx.NodeProto], bool]
-) -> list[onnx.NodeProto]:
-    """Return the nodes before a node, as far back as `through` returns True."""
-    nodes: dict[int, onnx.NodeProto] = {}
-    waiting = [node]
-    while waiting:
-        for name in waiting.pop().input:
-            producer = graph.producer(name)
-            if producer is not None and id(producer) not in nodes and through(producer):
-                nodes[id(producer)] = producer
-                waiting.append(producer)
-    return list(nodes.values())
-
-
 # Number of measured samples; a few are enough for the order of magnitude.
 SAMPLES = 16
 # Largest allowed activation on these samples, as a share of the format's largest value.
@@ -358,10 +343,14 @@ def _angle_nodes(graph: OnnxGraph) -> set[str]:
         # The frequencies of rotary positions are a vector, possibly multiplied by MatMul.
         return node.op_type not in HEAVY or not any(_is_matrix(graph.constant(name)) for name in node.input)
 
-    names = set()
-    for node in graph.nodes:
-        if node.op_type in _ANGLES:
-            names |= {node.name, *(other.name for other in upstream_nodes(graph, node, computes))}
+    waiting = [node for node in graph.nodes if node.op_type in _ANGLES]
+    names = {node.name for node in waiting}
+    while waiting:
+        for tensor in waiting.pop().input:
+            producer = graph.producer(tensor)
+            if producer is not None and producer.name not in names and computes(producer):
+                names.add(producer.name)
+                waiting.append(producer)
     return names
 
 

@@ -225,13 +225,8 @@ _MAX_FILTER_ELEMENTS = 32
 _MIN_CHANNELS = 16
 
 
-def fp8_layers(graph: OnnxGraph, layers: dict[str, WeightedLayer]) -> dict[str, WeightedLayer]:
-    """Return the layers with fast FP8 kernels in TensorRT: products, and convolutions of many channels with small filters."""
-    nodes = {node.name: node for node in graph.nodes}
-    return {name: layer for name, layer in layers.items() if _fits(graph, nodes[name], layer)}
-
-
-def _fits(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
+def _has_fp8_kernel(graph: OnnxGraph, node: onnx.NodeProto, layer: WeightedLayer) -> bool:
+    """Return whether TensorRT has a fast FP8 kernel: for products, and convolutions of many channels with small filters."""
     if layer.operator in PRODUCTS:
         return True
     if layer.operator != "Conv" or graph.attribute(node, "group", 1) != 1:
@@ -316,8 +311,10 @@ class _TensorRT:
 
     def __init__(self, graph: OnnxGraph, precision: str, keep: Collection[str]) -> None:
         self._graph, self._keep = graph, keep
-        every = weighted_layers(graph, keep)
-        self.weighted = fp8_layers(graph, every) if precision == "fp8" else every
+        self.weighted = weighted_layers(graph, keep)
+        if precision == "fp8":
+            layers = ((node, self.weighted[node.name]) for node in graph.nodes if node.name in self.weighted)
+            self.weighted = {node.name: layer for node, layer in layers if _has_fp8_kernel(graph, node, layer)}
         self._floats = set(weighted_layers(graph)) - set(self.weighted)
         self._between = tensors_between(graph, self.weighted, _TENSORRT_STEPS, keep)
         self._joinable = precision == "int8" or any(layer.operator == "Conv" for layer in self.weighted.values())
