@@ -20,7 +20,7 @@ from headrace.grpc.status import CODES, ErrorStatus, error_status
 from headrace.http2.connection import MalformedHeadersError
 from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS, HeaderField, encode
 from headrace.inference.compression import decompress
-from headrace.inference.request_options import NO_OPTIONS, RequestOptions, RequestOptionsReader
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 
 _ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
 _ACCEPTED_ENCODINGS = "identity, deflate, gzip"
@@ -213,19 +213,15 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
         return RequestHead(
             rejection=ErrorStatus("UNIMPLEMENTED", text, (("grpc-accept-encoding", _ACCEPTED_ENCODINGS),))
         )
+    reader = methods.options_reader
+    options = {name: headers[wire].decode("latin-1") for wire, name in reader.wire_names.items() if wire in headers}
     return RequestHead(
         unary or stream,
         stream is not None,
         _timeout_ns(headers.get(b"grpc-timeout")),
         "" if encoding == b"identity" else encoding.decode(),
         content_length,
-        _request_options(methods.options_reader, headers),
-    )
-
-
-def _request_options(options_reader: RequestOptionsReader, headers: dict[bytes, bytes]) -> RequestOptions:
-    return options_reader.read(
-        {name: headers[wire].decode("latin-1") for wire, name in options_reader.wire_names.items() if wire in headers}
+        reader.read(options),
     )
 
 

@@ -19,13 +19,14 @@ from headrace.grpc.codec import parameter_value
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
-from headrace.inference.services import Models, Regions, Services
+from headrace.inference.services import Regions, Services
 
 # The classes of these modules are created at import, where no type checker sees them.
 pb: Any = service_pb2
 health_pb: Any = health_pb2
 reflection_pb: Any = reflection_pb2
 
+SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH_SERVICE: str = health_pb.DESCRIPTOR.services_by_name["Health"].full_name
 # Polling interval of Watch: readiness has no event to wait for.
 WATCH_INTERVAL_S = 1.0
@@ -197,20 +198,18 @@ class HealthService:
     """The standard health service grpc.health.v1: status of the server (""), of the inference service, and of each model by name.
 
     Args:
-        models: the registry.
-        service: full name of the inference service, whose status is that of the server.
+        plane: of the server, whose status is also that of the inference service.
     """
 
-    def __init__(self, models: Models, service: str) -> None:
-        self._models = models
-        self._service = service
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
 
     async def check(self, message: bytes, call: GrpcCall) -> Message:
         """Check: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
         name = parse(health_pb.HealthCheckRequest, message).service
         status = self._status(name)
         if status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
-            raise NotFound(f"service {name[:128]!r} is not found; it is '', {self._service!r} or a model's name")
+            raise NotFound(f"service {name[:128]!r} is not found; it is '', {SERVICE!r} or a model's name")
         return [health_pb.HealthCheckResponse(status=status).SerializeToString()]
 
     async def watch(self, call: StreamCall) -> None:
@@ -236,20 +235,14 @@ class HealthService:
 
     def _status(self, name: str) -> int:
         kind = health_pb.HealthCheckResponse
-        if name in ("", self._service):
-            return int(kind.SERVING if self._models.ready() else kind.NOT_SERVING)
+        if name in ("", SERVICE):
+            return int(kind.SERVING if self._plane.services.models.ready() else kind.NOT_SERVING)
         try:
-            handle = self._models.lease(name, "")
+            self._plane.require_model_ready(name)
         except NotFound:
             return int(kind.SERVICE_UNKNOWN)
         except Unavailable:
             return int(kind.NOT_SERVING)
-        try:
-            handle.admit()
-        except Unavailable:
-            return int(kind.NOT_SERVING)
-        finally:
-            handle.release()
         return int(kind.SERVING)
 
 
@@ -320,9 +313,6 @@ def _as_v1(file: Any) -> Any:
     return proto
 
 
-SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-
-
 def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     """Make all methods: inference, control, health, reflection.
 
@@ -331,7 +321,7 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
         max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
     """
     infer = GrpcInference(services, max_message_bytes)
-    health = HealthService(services.models, SERVICE)
+    health = HealthService(ControlPlane(services))
     names = (SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES)
     reflection = ReflectionService(names)
     unary: dict[str, UnaryMethod] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}

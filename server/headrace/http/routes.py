@@ -235,9 +235,6 @@ def _settings(control: ControlPlane) -> Iterator[Route]:
     def update_traces(model: str = "", **changes: object) -> object:
         return control.trace_settings(model, changes)
 
-    def update_logs(**changes: object) -> object:
-        return logs.update(changes)
-
     trace, response, statuses = partial(Route, "trace"), bodies.TraceSettings, (404, 503)
     traces_update = partial(
         trace,
@@ -256,7 +253,7 @@ def _settings(control: ControlPlane) -> Iterator[Route]:
     yield logging("Log settings", logs.settings, settings)
     yield logging(
         "Change log settings; returns the settings in force",
-        update_logs,
+        lambda **changes: logs.update(changes),
         settings,
         method="POST",
         body=bodies.LogSettingsRequest,

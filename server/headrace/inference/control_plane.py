@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -199,5 +198,5 @@ def _content(name: str, value: object) -> bytes:
         return value
     try:
         return base64.b64decode(str(value), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise BadRequest(f"parameter {name[:64]!r} must be the file's content in base64") from None
