@@ -137,7 +137,7 @@ def test_bodies_in_crumbs(strict: Attacked, path: str, header: str) -> None:
     strict.still_serves()
 
 
-def test_a_body_that_waits_for_the_answer_before_it_is_excused(strict: Attacked) -> None:
+def test_a_body_delayed_by_the_previous_response_does_not_time_out(strict: Attacked) -> None:
     """Two requests at once, and the first computes for longer than a body may take: the client is not to blame."""
     steps = 0
     for steps in (STEPS_PER_S, 4 * STEPS_PER_S):

@@ -272,7 +272,7 @@ def test_a_writer_waits_for_a_client_that_reads_slowly(channel: grpc.Channel, se
     # The buffers on the way fill up first, which takes a busy machine a moment.
     written, give_up_s = 0, time.monotonic() + 10
     while server.written != written:
-        assert time.monotonic() < give_up_s, "the writer goes on though nobody reads"
+        assert time.monotonic() < give_up_s, "the writer continues although nothing is read"
         written = server.written
         time.sleep(0.3)
     assert 0 < written < 20_000

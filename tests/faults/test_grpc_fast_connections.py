@@ -107,7 +107,7 @@ def test_an_unread_response_blocks_no_other_call() -> None:
         time.sleep(0.2)
         written = server.written
         time.sleep(0.2)
-        assert server.written == written, "what nobody reads grows without end"
+        assert server.written == written, "unread bytes grow without end"
         assert channel.unary_unary("/test.Echo/Echo")(b"x", timeout=5) == b"x"
 
 

@@ -309,7 +309,7 @@ class ExplainFinding(_Closed):
     explanation: str = Field(description="the limit, with the figures that show it")
     cure: str = Field(description="what to change, if anything")
     setting: str = Field(description="configuration field that the cure changes, if it is one")
-    expected: str = Field(description="effect of the change as the profile predicts it")
+    expected: str = Field(description="effect of the change as the latency table predicts it")
 
 
 class Explanation(_Closed):
@@ -320,7 +320,7 @@ class Explanation(_Closed):
     limit: str = Field(description="kind of the first finding")
     summary: str = Field(description="the first finding in one sentence")
     findings: list[ExplainFinding] = Field(description="most important first")
-    numbers: dict[str, Any] = Field(description="figures of the last seconds and of the profile")
+    numbers: dict[str, Any] = Field(description="figures of the last seconds and of the latency table")
 
 
 class PriorityLoad(_Closed):
@@ -346,7 +346,7 @@ class LoadResponse(_Closed):
     )
     drain_us: _Count = Field(description="time until the queue and the running batches are done, if no request came")
     instances: _Count = Field(description="instances that are alive")
-    rows_per_s: _Time = Field(description="capacity of the instances by the latency profile; 0: unknown")
+    rows_per_s: _Time = Field(description="capacity of the instances by the latency table; 0: unknown")
     late_answers: _Count = Field(description="responses after their deadline since the model was loaded")
     levels: list[PriorityLoad] = Field(description="load of each priority level")
 

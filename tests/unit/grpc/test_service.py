@@ -173,7 +173,7 @@ def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceErro
     run(test)
 
 
-def test_a_method_that_is_cancelled_leaves_the_queue() -> None:
+def test_a_cancelled_method_removes_its_request_from_the_queue() -> None:
     async def test() -> None:
         model = Model()
         pending = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))

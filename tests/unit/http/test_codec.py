@@ -193,7 +193,7 @@ GOLDEN_ANSWERS: list[tuple[str, dict[str, Any], bytes | None, bytes]] = [
         bytes.fromhex("0000803e 0000003f 0000003e 0000803f 000080bf 00000040 03000000 796573 03000000 6ec3a9"),
     ),
     (
-        "one binary, one not, in the order asked for",
+        "one binary, one not, in the requested order",
         {"outputs": [{"name": "T"}, {"name": "S", "parameters": {"binary_data": True}}]},
         b'{"model_name":"m","model_version":"3","outputs":['
         + '{"name":"T","datatype":"BYTES","shape":[2,1],"data":["yes","né"]},'.encode()

@@ -233,7 +233,7 @@ def test_any_accept_encoding(text: str) -> None:
     assert compression.select_encoding(text) in ("", "gzip", "deflate")
 
 
-def test_the_number_of_elements_is_never_taken_on_trust() -> None:
+def test_the_declared_number_of_elements_is_checked() -> None:
     for name in NAMES:
         shape = [1 << 30, 1 << 31]
         tensor = {"name": name, "datatype": name, "shape": shape, "parameters": {"binary_data_size": 16}}

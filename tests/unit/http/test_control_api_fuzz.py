@@ -224,7 +224,7 @@ def test_bodies_are_bounded(path: str) -> None:
         "/v2/models/../health/live",
     ],
 )
-def test_paths_that_hide_something(path: str) -> None:
+def test_paths_with_encoded_separators(path: str) -> None:
     refused(call(path, method="GET"), "no such path", status=400 if "%" in path else 404)
 
 

@@ -22,7 +22,7 @@ def _kinds(result: list[Frame]) -> list[tuple[int, int]]:
 
 
 @on_a_loop
-async def test_the_server_greets_with_its_limits() -> None:
+async def test_the_server_sends_its_limits_first() -> None:
     wire = Wire(limits=Http2Limits(streams=7))
     settings, acknowledged, window = sorted(await wire.frames(), key=lambda frame: (frame.kind, frame.flags))
     pairs = dict(frames.read_settings(settings.payload))

@@ -101,7 +101,7 @@ class _Log(logging.Handler):
 def errors() -> list[str]:
     """Collect errors logged by the server and asyncio."""
     log = _Log()
-    for name in ("server", "asyncio"):
+    for name in ("headrace", "asyncio"):
         logging.getLogger(name).addHandler(log)
     return log.lines
 

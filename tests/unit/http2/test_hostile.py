@@ -41,7 +41,7 @@ FLOODS: dict[str, bytes] = {
     "ping": frames.ping(b"\0" * 8, ack=False),
     "settings": frames.settings({Setting.INITIAL_WINDOW_SIZE: 5}),
     "empty data": data(1, b""),
-    "crumbs on a stream nobody serves": data(1, b"x"),
+    "crumbs on an unserved stream": data(1, b"x"),
     "priority": frames.frame(frames.PRIORITY, 0, 1, b"\0" * 5),
     "window update": frames.window_update(1, 1),
     "unknown": frames.frame(0x77, 0, 0, b"x"),
@@ -108,7 +108,7 @@ async def test_completed_requests_raise_the_limit_of_pings_and_window_updates() 
     assert wire.connection.last_stream_id == 5999
 
 
-def test_time_fills_the_allowance_up_again() -> None:
+def test_the_frame_budget_refills_over_time() -> None:
     frame_budget = FrameBudget(burst=10, per_s=1_000_000_000)
     frame_budget.spend(10)
     frame_budget.spend(1)  # some time has passed since it was made
@@ -217,7 +217,7 @@ async def test_a_dead_peer_is_pinged_and_then_closed() -> None:
 
 
 @on_a_loop
-async def test_a_peer_that_answers_lives_on() -> None:
+async def test_a_peer_that_answers_pings_stays_connected() -> None:
     limits = replace(QUICK, keepalive_timeout_s=1.0)  # on a busy machine an answer takes longer than QUICK allows
     wire = Wire(limits=limits)
     pings, end_ns = 0, monotonic_ns() + int(2e9 * (limits.keepalive_s + limits.keepalive_timeout_s))
