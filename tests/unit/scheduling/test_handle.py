@@ -371,7 +371,7 @@ def test_a_served_request_creates_no_reference_cycles() -> None:
             await asyncio.sleep(0.01)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
-            assert not [each for each in gc.garbage if type(each).__module__.startswith("server.")]
+            assert not [each for each in gc.garbage if type(each).__module__.startswith("headrace.")]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
