@@ -641,7 +641,7 @@ def _content(path: Path, name: str, max_bytes: int = MAX_STAMP_BYTES, cure: str 
         raise refuse(name, None, "is a folder", cure) from None
     except OSError as error:
         if path.is_symlink():
-            raise refuse(name, None, "is a link, which is not followed", cure) from None
+            raise refuse(name, None, "cannot be read: it is a link, which is not followed", cure) from None
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
     if len(content) > max_bytes:
         raise refuse(name, None, f"is larger than {max_bytes} bytes", cure)
