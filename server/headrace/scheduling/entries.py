@@ -143,11 +143,6 @@ def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
     ]
 
 
-def join(parts: list[dict[str, Array]]) -> dict[str, Array]:
-    """Concatenate the outputs of the parts of one request along the batch dimension."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
 class PartJoiner:
     """Collects the outcomes of parts and settles the whole request with all rows or with the first error.
 
@@ -157,9 +152,7 @@ class PartJoiner:
         refusal: returns an error if parts of this model can no longer be joined, else None.
     """
 
-    def __init__(
-        self, whole: Completion, parts: int, refusal: Callable[[], HeadraceError | None] = lambda: None
-    ) -> None:
+    def __init__(self, whole: Completion, parts: int, refusal: Callable[[], HeadraceError | None]) -> None:
         self.whole = whole
         self._refusal = refusal
         self._lock = threading.Lock()
@@ -183,7 +176,8 @@ class PartJoiner:
         if refusal is not None:
             return refusal
         try:
-            return InferResponse(join(self._outputs))
+            parts = self._outputs
+            return InferResponse({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
         except HeadraceError as error:
             return error
         except (ValueError, MemoryError) as error:

@@ -45,21 +45,19 @@ from headrace.simulation.traces import Trace
 class Timer:
     """Cancellable callback, in place of `asyncio.TimerHandle`."""
 
-    __slots__ = ("_arguments", "_callback")
+    __slots__ = ("_callback",)
 
-    def __init__(self, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        self._callback: Callable[..., object] | None = callback
-        self._arguments = arguments
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback: Callable[[], object] | None = callback
 
     def cancel(self) -> None:
         """Cancel the callback."""
         self._callback = None
-        self._arguments = ()
 
     def fire(self) -> None:
         """Run the callback if it is not cancelled."""
         if self._callback is not None:
-            self._callback(*self._arguments)
+            self._callback()
 
 
 class VirtualLoop:
@@ -91,7 +89,7 @@ class VirtualLoop:
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer:
         """Schedule a callback after `delay` seconds."""
-        timer = Timer(callback, args)
+        timer = Timer(partial(callback, *args))
         self.at(self.now_ns + round(delay * NS_PER_S), timer.fire)
         return timer
 

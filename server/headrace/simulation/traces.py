@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,16 +57,8 @@ class Trace:
 
     def of(self, selected: npt.NDArray[np.bool_]) -> Trace:
         """Return a trace of the requests for which `selected`, of shape (requests,), is True, at unchanged times."""
-        return replace(
-            self,
-            times_ns=self.times_ns[selected],
-            models=self.models[selected],
-            rows=self.rows[selected],
-            priorities=self.priorities[selected],
-            timeouts_ns=self.timeouts_ns[selected],
-            shapes=None if self.shapes is None else self.shapes[selected],
-            clients=None if self.clients is None else self.clients[selected],
-        )
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{n: column[selected] for n, column in columns.items() if isinstance(column, np.ndarray)})
 
     def requests(self) -> Iterator[tuple[int, int, InferRequest]]:
         """Yield arrival time, index of the model and request, in order; requests have no tensors."""
