@@ -84,7 +84,7 @@ class World:
         for index in sorted(range(self.instances), key=lambda i: self.pipelines[i]._open):
             pipeline = self.pipelines[index]
             while pipeline._open < self.depth and self.filling_until_ns[index] <= self.now_ns:
-                pull_ns = pipeline._pacing.pull_ns(self.scheduler.waiting_rows) if pipeline._pacing is not None else 0
+                pull_ns = pipeline.pacing.pull_ns(self.scheduler.waiting_rows) if pipeline.pacing is not None else 0
                 if self.now_ns < pull_ns:
                     self.at(pull_ns, lambda: None)
                     break
@@ -112,9 +112,11 @@ class World:
 
     def _pipeline(self, device: VirtualPipeline) -> Pipeline:
         answers = batch_results(self.recorder, self.scheduler, self.policy, OutputCheck(SPEC))
-        serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock)
+        serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock, None)
         pace = LaunchPacing(self.policy.max_rows) if self.paced else None
-        return Pipeline("virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock)
+        return Pipeline(
+            "virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock, 1, True
+        )
 
 
 def makespan_ns(costs: CostModel, depth: int, batches: int = 40, instances: int = 1) -> int:

@@ -101,10 +101,20 @@ class Bench:
             settle_all([(entry.completion, error) for entry in self.scheduler.fail(error)])
 
     def _runner(self, execution: Execution, on_death: OnDeath) -> BatchRunner:
-        serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock)
+        serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock, None)
         pipelined = cast("PipelinedExecution", execution)
         return Pipeline(
-            "bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.pace, self.clock
+            "bench finisher",
+            pipelined,
+            self.scheduler,
+            1,
+            serial,
+            self.answers,
+            on_death,
+            self.pace,
+            self.clock,
+            1,
+            True,
         )
 
     def submit(self, *values: float, rows: int = 1) -> list[Caller]:

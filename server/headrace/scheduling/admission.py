@@ -25,7 +25,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import NamedTuple
 
@@ -58,41 +58,34 @@ class InFlightWork(NamedTuple):
     batches: Sequence[tuple[int, int]]
 
 
+@dataclass(eq=False, repr=False)
 class AdmissionController:
     """Predicts completion times, rejects late requests and learns from the outcomes; any thread may call.
 
     Ownership: `_lock` guards writes of `_margins` and `late`; they are read without it. Every other attribute is replaced as a
     whole, by any thread.
 
-    Args:
+    Attributes:
         cost_model: batch durations; its `overhead_ns` is set from measurements.
         policy: batching rules.
         queue: the queue of the model version.
         in_flight_work: returns the batches of each live instance. A prediction reads them there, so batches count nothing for it.
         shared: clients share the model: only a client below its share overtakes requests that are queued.
-
-    Attributes:
         late: number of responses after their due time.
         has_due_times: True if the model has an objective or a request had a deadline.
         changed: True if a batch started or ended since the free times were computed; set by the instances.
     """
 
-    def __init__(
-        self,
-        cost_model: CostModel,
-        policy: BatchPolicy,
-        queue: Scheduler,
-        in_flight_work: Callable[[], Sequence[InFlightWork]],
-        shared: bool = False,
-    ) -> None:
-        self.in_flight_work = in_flight_work
+    cost_model: CostModel
+    policy: BatchPolicy
+    queue: Scheduler
+    in_flight_work: Callable[[], Sequence[InFlightWork]]
+    shared: bool = False
+
+    def __post_init__(self) -> None:
         self.late = 0
-        self.has_due_times = policy.objective_ns > 0
+        self.has_due_times = self.policy.objective_ns > 0
         self.changed = True
-        self._cost_model = cost_model
-        self._shared = shared
-        self._policy = policy
-        self._queue = queue
         self._lock = threading.Lock()
         self._overhead_ns = 0.0  # smoothed busy time of a batch beyond its usual compute time
         self._rows = 1.0  # smoothed rows of a batch
@@ -104,7 +97,7 @@ class AdmissionController:
 
     def stop_merging(self) -> None:
         """Predict for a model that runs every request alone."""
-        self._policy = replace(self._policy, merge=False)
+        self.policy = replace(self.policy, merge=False)
 
     def admit(self, entries: list[Entry], now_ns: int) -> None:
         """Admit or reject a request with a due time, before it is queued; stores the prediction in its last entry.
@@ -121,16 +114,16 @@ class AdmissionController:
         """
         self.has_due_times = True
         last = entries[-1]
-        due_ns, costs = last.due_ns, self._cost_model.current
+        due_ns, costs = last.due_ns, self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
             return
-        ahead, max_overtakers, lag_ns = self._queue.locate(last)
+        ahead, max_overtakers, lag_ns = self.queue.locate(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
             last.key = 0  # recomputed on push, after the keys of the other parts
         last.kind = kind = lag_ns.bit_length()
-        rank = kind > 0 if self._shared else kind
+        rank = kind > 0 if self.shared else kind
         start = self._start(costs, free_ns, ahead, last.rows, now_ns)
         if rank and max_overtakers:
             overtakers = self._overtakers(costs, len(free_ns), rank, now_ns, start[0] - now_ns)
@@ -148,7 +141,7 @@ class AdmissionController:
             return
         if self._should_probe(costs, free_ns, ahead, last, now_ns):
             last.predicted_ns = done_ns
-        elif last.deadline_ns == due_ns or costs.estimates_ns[last.rows] < self._policy.objective_ns:
+        elif last.deadline_ns == due_ns or costs.estimates_ns[last.rows] < self.policy.objective_ns:
             done_ms, due_ms = (done_ns + margin_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
             if done_ns <= due_ns:
                 self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)])
@@ -169,7 +162,7 @@ class AdmissionController:
         # No lock: of two concurrent updates one may be lost, which a smoothed value tolerates.
         self._rows += (rows - self._rows) / _BATCH_SMOOTHING
         self._overhead_ns = max(self._overhead_ns + (overhead_ns - self._overhead_ns) / _BATCH_SMOOTHING, 0.0)
-        self._cost_model.overhead_ns = int(self._overhead_ns)
+        self.cost_model.overhead_ns = int(self._overhead_ns)
 
     def learn(self, entries: list[Entry], done_ns: int) -> None:
         """Learn prediction errors from the requests of one batch; called only while `has_due_times`.
@@ -200,23 +193,23 @@ class AdmissionController:
             level: priority level, from 0.
             now_ns: monotonic.
         """
-        costs = self._cost_model.current
+        costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
             return 0
-        objective_ns = self._policy.objective_ns
-        ahead = self._queue.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
+        objective_ns = self.policy.objective_ns
+        ahead = self.queue.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
         return self._start(costs, free_ns, ahead, 1, now_ns)[0] - now_ns
 
     def drain_ns(self, now_ns: int) -> int:
         """Predict the time until the queue and all instances are empty, without new arrivals; 0 while unmeasured."""
-        costs = self._cost_model.current
+        costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
             return 0
         usual = self._usual_rows(costs)
         busy_ns = sum([max(time_ns - now_ns, 0) for time_ns in free_ns])
-        return (busy_ns - (-self._queue.waiting_rows // usual) * costs.estimates_ns[usual]) // len(free_ns)
+        return (busy_ns - (-self.queue.waiting_rows // usual) * costs.estimates_ns[usual]) // len(free_ns)
 
     def retry_after_s(self, now_ns: int) -> float:
         """Return the delay for a `Retry-After` header in seconds: the drain time, or 1 s while latencies are unmeasured."""
@@ -226,7 +219,7 @@ class AdmissionController:
     @property
     def rows_hz(self) -> float:
         """Rows per second of one instance under load; 0 while latencies are unmeasured."""
-        costs = self._cost_model.current
+        costs = self.cost_model.current
         if costs is None:
             return 0.0
         usual = self._usual_rows(costs)
@@ -244,13 +237,13 @@ class AdmissionController:
 
     def _usual_rows(self, costs: BatchCosts) -> int:
         """Rows of a batch under load."""
-        return costs.best[-1] if self._policy.merge else min(max(round(self._rows), 1), self._policy.max_rows)
+        return costs.best[-1] if self.policy.merge else min(max(round(self._rows), 1), self.policy.max_rows)
 
     def _completion_ns(self, costs: BatchCosts, start: tuple[int, int, int], entry: Entry, now_ns: int) -> int:
         """Return an upper bound of the completion time of a request whose batch starts at `start` (see `_start`)."""
         start_ns, rounds, before = start
-        rows = min(before + entry.rows, self._policy.max_rows)
-        if start_ns > now_ns and self._policy.merge:  # later arrivals join the batch until then
+        rows = min(before + entry.rows, self.policy.max_rows)
+        if start_ns > now_ns and self.policy.merge:  # later arrivals join the batch until then
             rows = max(rows, costs.best[bisect_right(costs.promises_ns, (entry.due_ns - now_ns) // 2, 2) - 1])
         # Variances of independent times add up. The error of the median is common to all of them and scales linearly.
         usual, runs = costs.best[-1], rounds + 1
@@ -269,7 +262,7 @@ class AdmissionController:
         """
         usual, instances = self._usual_rows(costs), len(free_ns)
         batches, before = divmod(ahead, usual)
-        if before and (before + rows > usual or not self._policy.merge):
+        if before and (before + rows > usual or not self.policy.merge):
             batches, before = batches + 1, 0
         cycle_ns = costs.estimates_ns[usual]
         if instances == 1:
@@ -280,7 +273,7 @@ class AdmissionController:
     def _max_wait_ns(self, costs: BatchCosts, instances: int, due_ns: int, now_ns: int) -> int:
         """Return the allowed queue time; unlimited while the queue is not a standing one."""
         usual = self._usual_rows(costs)
-        if 2 * self._queue.waiting_rows < usual * instances:
+        if 2 * self.queue.waiting_rows < usual * instances:
             self._flowed_ns = now_ns
         left_ns = due_ns - now_ns
         if now_ns - self._flowed_ns < left_ns:
@@ -304,7 +297,7 @@ class AdmissionController:
         if not self.changed and now_ns < self._free_until_ns:
             return self._free
         self.changed = False
-        free_ns, until_ns, max_rows = [], FAR_NS, self._policy.max_rows
+        free_ns, until_ns, max_rows = [], FAR_NS, self.policy.max_rows
         for since_ns, batches in self.in_flight_work():
             end_ns = since_ns
             for taken_ns, rows in batches:
@@ -319,7 +312,7 @@ class AdmissionController:
         return free_ns
 
     def _learn_errors(self, entries: Sequence[Entry], done_ns: int) -> None:
-        costs = self._cost_model.current
+        costs = self.cost_model.current
         errors_ns: defaultdict[int, list[int]] = defaultdict(list)
         for entry in entries:
             errors_ns[entry.kind].append(done_ns - entry.predicted_ns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,27 +22,25 @@ from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import Entry
 
 
+@dataclass(eq=False, repr=False)
 class EntryFactory:
     """Creates queue entries and registers them with the sequencer; any thread may call.
 
-    Args:
+    Attributes:
         spec: tensor specs of the model.
         policy: serving policy; one request has at most as many entries as the queue holds.
         remove: removes a settled entry from the queue.
         sequencer: orders the responses; None returns them as they complete.
-
-    Attributes:
         mismatch: output mismatch of the model that ended splitting; None while requests may be split.
     """
 
-    def __init__(
-        self, spec: ModelSpec, policy: HandlePolicy, remove: Callable[[Entry], None], sequencer: Sequencer | None
-    ) -> None:
-        self._spec = spec
-        self._policy = policy
-        self._max_rows, self._objective_ns = policy.batch.max_rows, policy.batch.objective_ns
-        self._remove = remove
-        self._sequencer = sequencer
+    spec: ModelSpec
+    policy: HandlePolicy
+    remove: Callable[[Entry], None]
+    sequencer: Sequencer | None
+
+    def __post_init__(self) -> None:
+        self._max_rows, self._objective_ns = self.policy.batch.max_rows, self.policy.batch.objective_ns
         self.mismatch: OutputMismatch | None = None
 
     def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
@@ -58,42 +56,42 @@ class EntryFactory:
             TooLarge: the request has more rows than the queue holds.
             ModelFailed: the request has more rows than a batch, and the model has returned outputs that cannot be joined.
         """
-        level = 0 if self._policy.levels == 1 else self._level(request)
+        level = 0 if self.policy.levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)
-            entry.remove = self._remove
+            entry.remove = self.remove
             completion.after = entry.on_settled
             entries = [entry]
         else:
             entries = self._parts(request, completion, level, now_ns)
-        if self._sequencer is not None:
-            _sequence(self._sequencer, [entry.completion for entry in entries])
+        if self.sequencer is not None:
+            _sequence(self.sequencer, [entry.completion for entry in entries])
         return entries
 
     def _level(self, request: InferRequest) -> int:
         # Triton's rule: 0 and numbers beyond the lowest level select the default.
-        policy = self._policy
+        policy = self.policy
         return (request.priority if 0 < request.priority <= policy.levels else policy.default_level) - 1
 
     def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
         max_rows = self._max_rows
         # On a CPU the largest batch may have fewer rows than max_batch_size, the most that one request may have.
-        allowed = max(max_rows, self._spec.max_batch_size)
-        if self._spec.max_batch_size == 0 or (not self._policy.split_oversized and request.rows > allowed):
+        allowed = max(max_rows, self.spec.max_batch_size)
+        if self.spec.max_batch_size == 0 or (not self.policy.split_oversized and request.rows > allowed):
             raise BadRequest(
-                f"the request has {request.rows} rows, model '{self._spec.name}' accepts at most {allowed}: send fewer rows in "
+                f"the request has {request.rows} rows, model '{self.spec.name}' accepts at most {allowed}: send fewer rows in "
                 "one request, or set oversize: split in the model configuration if rows are independent"
             )
         if self.mismatch is not None:
             raise ModelFailed(
-                f"the request has {request.rows} rows, model '{self._spec.name}' runs at most {max_rows} in one execution, and "
+                f"the request has {request.rows} rows, model '{self.spec.name}' runs at most {max_rows} in one execution, and "
                 f"larger requests are no longer split because its outputs are wrong: send fewer rows, or fix the model: "
                 f"{self.mismatch}"
             )
-        queue_rows = max_rows * self._policy.limits.max_count
+        queue_rows = max_rows * self.policy.limits.max_count
         if request.rows > queue_rows:
             raise TooLarge(
-                f"the request has {request.rows} rows, the queue of model '{self._spec.name}' holds at most "
+                f"the request has {request.rows} rows, the queue of model '{self.spec.name}' holds at most "
                 f"{queue_rows}: send several smaller requests"
             )
         parts = split_request(request, max_rows)
@@ -101,7 +99,7 @@ class EntryFactory:
         entries: list[Entry] = []
         for index, part in enumerate(parts):
             entry = Entry(part, PartCompletion(joiner, index), level, now_ns, self._objective_ns)
-            entry.remove = self._remove
+            entry.remove = self.remove
             entry.counts_as_request = index == len(parts) - 1
             entries.append(entry)
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -23,7 +24,7 @@ from headrace.backends.base import (
     WrappedExecution,
     runs_on_any_thread,
 )
-from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock
 from headrace.core.completion import Completion, Mailbox, Outcome
 from headrace.core.errors import DeadlineExceeded, HeadraceError, ModelFailed
 from headrace.core.limits import BodyMemory
@@ -126,10 +127,11 @@ logger = logging.getLogger("headrace.instance")
 Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
 
 
+@dataclass(eq=False, repr=False)
 class BatchResults:
     """Settles the members of batches and updates counters and latencies; any thread may call.
 
-    Args:
+    Attributes:
         recorder: counters of the version.
         deliver: settles outcomes; returns the number that were not settled before, if known.
         report: callback with the busy time of a batch, in nanoseconds.
@@ -137,35 +139,24 @@ class BatchResults:
         latency_table: records compute times.
         admission: records prediction errors.
         on_mismatch: callback for an output mismatch, called before any request is settled.
-
-    Attributes:
-        latency_table: compute times of the version.
         busy_runners: runners with a batch in flight; each removes itself.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        deliver: Deliver,
-        report: Callable[[int], None],
-        check: OutputCheck,
-        latency_table: LatencyTable,
-        admission: AdmissionController,
-        on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None,
-    ) -> None:
-        self._recorder = recorder
-        self._deliver = deliver
-        self._report = report
-        self._check = check
-        self._on_mismatch = on_mismatch
-        self._admission = admission
-        self.latency_table = latency_table
+    recorder: Recorder
+    deliver: Deliver
+    report: Callable[[int], None]
+    check: OutputCheck
+    latency_table: LatencyTable
+    admission: AdmissionController
+    on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None
+
+    def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
 
     def begin(self, runner: object) -> None:
         """Record that a runner has pulled a batch."""
         self.busy_runners.add(runner)
-        self._admission.changed = True
+        self.admission.changed = True
 
     def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
         """Check the outputs of a batch and split them into views of each entry's rows.
@@ -178,11 +169,11 @@ class BatchResults:
             OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
         """
         if len(entries) == 1:
-            self._check.check(outputs, entries[0].rows)
+            self.check.check(outputs, entries[0].rows)
             return [outputs]
-        self._check.check(outputs, sum(map(_ROWS, entries)))
+        self.check.check(outputs, sum(map(_ROWS, entries)))
         # Only declared outputs: an undeclared one may have no batch dimension.
-        named = [(name, outputs[name]) for name in self._check.names]
+        named = [(name, outputs[name]) for name in self.check.names]
         results: list[dict[str, Array]] = []
         start = 0
         for entry in entries:
@@ -208,7 +199,7 @@ class BatchResults:
         pairs: list[tuple[Completion, Outcome]] = []
         for entry, outputs in zip(entries, results, strict=True):
             pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
-        taken = self._deliver(pairs)
+        taken = self.deliver(pairs)
         answered = entries
         if taken != len(answered):  # requests cancelled while the batch ran do not count as success
             answered = [
@@ -225,12 +216,12 @@ class BatchResults:
                 total_ns.append(split_ns - entry.received_ns)
         shape_key = entries[0].shape_key
         record = BatchRecord(rows, batch_rows, closed, times, queue_ns, total_ns, busy_ns, shape_key)
-        self._recorder.record_batch(record)
-        self._report(busy_ns)
+        self.recorder.record_batch(record)
+        self.report(busy_ns)
         # Behind another batch in flight the compute time is at most the busy time.
         compute_ns = min(computed_ns - assembled_ns, busy_ns)
         self.latency_table.observe(batch_rows, compute_ns, instances)
-        admission = self._admission
+        admission = self.admission
         admission.changed = True
         if admission.has_due_times:
             admission.record_batch(batch_rows, self.latency_table.estimate_ns(batch_rows, instances), busy_ns)
@@ -242,10 +233,10 @@ class BatchResults:
         Returns:
             The members to run again one by one.
         """
-        self._recorder.failed_batch(batch.reason.value)
-        self._admission.changed = True
+        self.recorder.failed_batch(batch.reason.value)
+        self.admission.changed = True
         if isinstance(error, OutputMismatch):
-            self._on_mismatch(error)
+            self.on_mismatch(error)
         entries = batch.entries
         if len(entries) > 1:
             logger.debug("a batch of %d requests failed: running them one by one", len(entries))
@@ -267,7 +258,7 @@ class BatchResults:
 
     def give_up(self, entries: Iterable[Entry], error: Exception) -> None:
         """Settle all entries with an error."""
-        self._deliver([(entry.completion, error) for entry in entries])
+        self.deliver([(entry.completion, error) for entry in entries])
 
 
 # Number of row shapes with a staging buffer; further shapes allocate for each batch.
@@ -331,38 +322,30 @@ INLINE_PAUSE_NS = 60 * NS_PER_S
 INLINE_QUIET_NS = 10 * NS_PER_MS
 
 
+@dataclass(eq=False, repr=False)
 class InlineGate:
     """Decides whether a lone request runs on the event loop; see docs/decisions/0008-inline-runs.md.
 
     Ownership: the event loop. Only `support` is called by an instance's thread, before it serves.
 
-    Args:
+    Attributes:
         name: name of the version, for log lines.
         bound_ns: largest allowed 99th percentile of the compute time for the rows of the request; 0 disables runs on the loop.
-        latency_table: compute times of the version.
         mailbox: delivers completions to the event loop.
         recorder: counters of the version.
         bodies: counts requests in the front ends; None without front ends.
         clock: returns monotonic nanoseconds.
     """
 
-    def __init__(
-        self,
-        name: str,
-        bound_ns: int,
-        latency_table: LatencyTable,
-        mailbox: Mailbox,
-        recorder: Recorder,
-        bodies: BodyMemory | None,
-        clock: Clock,
-    ) -> None:
-        self._name = name
-        self._bound_ns = bound_ns
-        self._latency_table = latency_table
-        self._mailbox = mailbox
-        self._recorder = recorder
-        self._bodies = bodies
-        self._clock = clock
+    name: str
+    bound_ns: int
+    latency_table: LatencyTable
+    mailbox: Mailbox
+    recorder: Recorder
+    bodies: BodyMemory | None
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._supported = False
         self._iteration_open = False  # a request has run in this iteration of the loop
         self._handled_stalls = 0  # `latency_table.stalls` of which a pause is over or runs
@@ -370,7 +353,7 @@ class InlineGate:
 
     def support(self, execution: Execution) -> None:
         """Allow runs on the event loop if the execution runs on any thread."""
-        self._supported = self._bound_ns > 0 and runs_on_any_thread(execution)
+        self._supported = self.bound_ns > 0 and runs_on_any_thread(execution)
 
     def allows(self, entry: Entry, leases: int) -> bool:
         """Return True if a request may run before the loop reads others that arrived with it; also sets `entry.inline`.
@@ -386,41 +369,41 @@ class InlineGate:
         if leases > 1:
             self._quiet_ns = now_ns + INLINE_QUIET_NS
             return False
-        stalls = self._latency_table.stalls
+        stalls = self.latency_table.stalls
         if stalls != self._handled_stalls:
             # A run on an instance was that slow: the time may depend on the values in the request.
             self._handled_stalls, self._enabled_ns = stalls, now_ns + INLINE_PAUSE_NS
-        bodies = self._bodies
+        bodies = self.bodies
         entry.inline = (
             self._supported
             and now_ns >= self._quiet_ns
             and now_ns >= self._enabled_ns
             and (bodies is None or bodies.requests <= 1)
-            and entry.deadline_ns - now_ns > self._bound_ns
-            and self._latency_table.is_fast(entry.rows)
+            and entry.deadline_ns - now_ns > self.bound_ns
+            and self.latency_table.is_fast(entry.rows)
         )
         return entry.inline and not self._iteration_open
 
     def begin(self) -> int:
         """Begin a run and return its start, monotonic nanoseconds."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         mailbox.hold()
         self._iteration_open = True
         mailbox.loop.call_soon(self._end_iteration)
-        return self._clock()
+        return self.clock()
 
     def end(self, begun_ns: int) -> None:
         """Resume the caller after a run, and disable such runs for a while if it took too long."""
-        run_ns = self._clock() - begun_ns
-        self._mailbox.deliver()
+        run_ns = self.clock() - begun_ns
+        self.mailbox.deliver()
         disables = run_ns > INLINE_MAX_RUN_NS
-        self._recorder.record_inline_run(disables)
-        self._handled_stalls = self._latency_table.stalls
+        self.recorder.record_inline_run(disables)
+        self._handled_stalls = self.latency_table.stalls
         if disables:
             self._enabled_ns = begun_ns + run_ns + INLINE_PAUSE_NS
             logger.info(
                 "model %s: a run on the event loop took %d us, more than %d us: its requests run on instances for %d s",
-                self._name,
+                self.name,
                 run_ns // NS_PER_US,
                 INLINE_MAX_RUN_NS // NS_PER_US,
                 INLINE_PAUSE_NS // NS_PER_S,
@@ -430,38 +413,31 @@ class InlineGate:
         self._iteration_open = False
 
 
+@dataclass(eq=False, repr=False)
 class SerialRunner:
     """Runs an execution that takes one batch after the other; see `headrace.scheduling.instance.BatchRunner`.
 
-    Args:
+    Attributes:
         execution: the loaded model; used from the thread that calls `serve` (or `execute`).
         scheduler: source of batches.
         max_rows: rows of the largest batch.
         batch_results: settles the requests of batches.
         clock: returns monotonic nanoseconds.
         inline_gate: decides which requests run on the event loop; None for none.
-
-    Attributes:
         asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
 
     asynchronous = False
 
-    def __init__(
-        self,
-        execution: Execution,
-        scheduler: Scheduler,
-        max_rows: int,
-        batch_results: BatchResults,
-        clock: Clock = monotonic_ns,
-        inline_gate: InlineGate | None = None,
-    ) -> None:
-        self._execution = execution
-        self._scheduler = scheduler
-        self._staging = Staging(max_rows)
-        self._batch_results = batch_results
-        self._clock = clock
-        self._inline_gate = inline_gate
+    execution: Execution
+    scheduler: Scheduler
+    max_rows: int
+    batch_results: BatchResults
+    clock: Clock
+    inline_gate: InlineGate | None
+
+    def __post_init__(self) -> None:
+        self._staging = Staging(self.max_rows)
         # Error of a run on another thread; the instance's thread ends with it.
         self._inline_error: BaseException | None = None
         self._on_loop = False  # a run blocks the event loop and its timers
@@ -472,11 +448,11 @@ class SerialRunner:
         sleeper = threading.Lock()
         sleeper.acquire()
         inline_dispatch = None
-        if runs_on_any_thread(self._execution):
+        if runs_on_any_thread(self.execution):
             inline_dispatch = self
-            if self._inline_gate is not None:
-                self._inline_gate.support(self._execution)
-        while (batch := self._scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)) is not None:
+            if self.inline_gate is not None:
+                self.inline_gate.support(self.execution)
+        while (batch := self.scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)) is not None:
             self._run_batch(batch)
             del batch  # its arrays may be large, and the next batch may come late
         if self._inline_error is not None:
@@ -484,7 +460,7 @@ class SerialRunner:
 
     def _run_batch(self, batch: Batch) -> None:
         if batch.drop_settled():
-            batch_results = self._batch_results
+            batch_results = self.batch_results
             self._running = batch
             batch_results.begin(self)
             try:
@@ -503,7 +479,7 @@ class SerialRunner:
 
     def dispatch(self, batch: Batch) -> None:
         """Run the batch on the event loop and resume its caller."""
-        gate = self._inline_gate
+        gate = self.inline_gate
         assert gate is not None, "a runner without a gate accepts nothing on the event loop"
         begun_ns = gate.begin()
         self._on_loop = True
@@ -534,7 +510,7 @@ class SerialRunner:
         """Settle the running requests with an error; any thread may call."""
         running = self._running
         if running is not None:
-            self._batch_results.give_up(running.entries, error)
+            self.batch_results.give_up(running.entries, error)
 
     def in_flight_work(self) -> InFlightWork:
         """Return the running batch; any thread may call."""
@@ -543,30 +519,30 @@ class SerialRunner:
 
     def execute(self, batch: Batch) -> None:
         """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
-        batch.instances = len(self._batch_results.busy_runners) or 1
+        batch.instances = len(self.batch_results.busy_runners) or 1
         try:
             times, results = self._run(batch)
         except ExecutionLost:
             raise
         except Exception as error:  # every other error of a backend fails this batch only
-            for retry in self._batch_results.failed(batch, error):
+            for retry in self.batch_results.failed(batch, error):
                 if retry.drop_settled():
-                    retry.taken_ns = self._clock()
+                    retry.taken_ns = self.clock()
                     self.execute(retry)
             return
         if self._on_loop and batch.entries[0].deadline_ns <= times.split_ns:
             exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
         busy_ns = times.split_ns - times.taken_ns
-        self._batch_results.busy_runners.discard(self)  # before `settle`: its caller may send the next request at once
-        self._batch_results.settle(batch, times, results, busy_ns)
+        self.batch_results.busy_runners.discard(self)  # before `settle`: its caller may send the next request at once
+        self.batch_results.settle(batch, times, results, busy_ns)
 
     def _run(self, batch: Batch) -> tuple[BatchTimes, list[dict[str, Array]]]:
         inputs = self._staging.stack(batch.entries)
-        assembled_ns = self._clock()
-        outputs = self._execution.run(inputs)
-        computed_ns = self._clock()
-        results = self._batch_results.split(outputs, batch.entries)
-        return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self._clock()), results
+        assembled_ns = self.clock()
+        outputs = self.execution.run(inputs)
+        computed_ns = self.clock()
+        results = self.batch_results.split(outputs, batch.entries)
+        return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock()), results
 
 
 def exceed_deadline(entry: Entry) -> None:

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 from headrace.backends.base import (
@@ -56,35 +57,29 @@ class BatchRunner(Protocol):
 MakeRunner = Callable[[Execution, OnDeath], BatchRunner]
 
 
+@dataclass(eq=False, repr=False)
 class Instance:
     """Serves one model version on its own thread until the scheduler is closed and empty.
 
-    Args:
+    Attributes:
         name: name of the thread, for logs and profilers.
         open_execution: creates the execution, on the instance's thread.
         make_runner: creates the runner for the execution. A runner with additional threads calls the second argument from a
             thread that fails.
         on_exit: callback for the end of the instance, with its error or None; called once, from the first thread that ends.
-
-    Attributes:
         opened: done once the execution is open and warm; holds the error if that failed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        open_execution: Callable[[], Execution],
-        make_runner: MakeRunner,
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
-        self.name = name
-        self._open_execution = open_execution
-        self._make_runner = make_runner
-        self._on_exit = on_exit
+    name: str
+    open_execution: Callable[[], Execution]
+    make_runner: MakeRunner
+    on_exit: Callable[[BaseException | None], None]
+
+    def __post_init__(self) -> None:
         self._runner: BatchRunner | None = None
         self._lock = threading.Lock()  # guards _dead; `on_exit` is called under it
         self._dead = False
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name=self.name, daemon=True)
         self._warm_up: WarmUp | None = None
         self.opened: Future[None] = Future()
 
@@ -126,10 +121,10 @@ class Instance:
 
     def _main(self) -> None:
         try:
-            execution = self._open_execution()
+            execution = self.open_execution()
             try:
                 self._prepare(execution)
-                self._runner = runner = self._make_runner(execution, self._died)
+                self._runner = runner = self.make_runner(execution, self._died)
                 self.opened.set_result(None)
                 runner.serve()
             finally:
@@ -137,7 +132,7 @@ class Instance:
         except BaseException as error:  # every failure of the thread is reported
             self._died(error)
         else:
-            self._on_exit(None)
+            self.on_exit(None)
         finally:
             self._runner = None  # breaks a reference cycle, so that the memory is freed at once
 
@@ -148,7 +143,7 @@ class Instance:
             with self._lock:
                 first, self._dead = not self._dead, True
                 if first:
-                    self._on_exit(cause)
+                    self.on_exit(cause)
         finally:
             if not self.opened.done():
                 self.opened.set_exception(cause)
@@ -168,6 +163,7 @@ model_logger = logging.getLogger("headrace.model")
 MakeNamedRunner = Callable[[str, Execution, OnDeath], BatchRunner]
 
 
+@dataclass(eq=False, repr=False)
 class ModelInstances:
     """Starts, evicts, restarts and ends the instances of one model version.
 
@@ -176,7 +172,7 @@ class ModelInstances:
     `_ending`, for short sections. Lock order: `_lifecycle_lock`, `_lock`, the scheduler's lock. `evicted`, `alive` and
     `isolated` are read without a lock.
 
-    Args:
+    Attributes:
         name: name of the version for threads and messages, e.g. "resnet50/1".
         size: number of instances.
         model: the loaded model; owned by this object, closed with it.
@@ -185,34 +181,24 @@ class ModelInstances:
         on_dead: callback with the number of live instances after a failure; called from the thread that failed.
         on_back: callback with the number of live instances after a restart; called from a timer's thread.
         clock: returns monotonic nanoseconds.
-
-    Attributes:
         alive: number of live instances.
         restarts: number of restarted instances.
         evicted: True while the model is closed until `restore`.
         isolated: the model if it runs in a child process, else None.
     """
 
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        model: LoadedModel,
-        scheduler: Scheduler,
-        make_runner: MakeNamedRunner,
-        on_dead: Callable[[int], None],
-        on_back: Callable[[int], None],
-        clock: Clock,
-    ) -> None:
-        self._name = name
-        self._size = size
+    name: str
+    size: int
+    model: InitVar[LoadedModel]
+    scheduler: Scheduler
+    make_runner: MakeNamedRunner
+    on_dead: Callable[[int], None]
+    on_back: Callable[[int], None]
+    clock: Clock
+
+    def __post_init__(self, model: LoadedModel) -> None:
         self._model: LoadedModel | None = model
         self.isolated: HasProcessStatus | None = find_inner(model, "process_status")
-        self._scheduler = scheduler
-        self._make_runner = make_runner
-        self._on_dead = on_dead
-        self._on_back = on_back
-        self._clock = clock
         self._restarts = RestartTimers(self._restart)
         self._warm_up: WarmUp | None = None
         self._lifecycle_lock = threading.Lock()
@@ -224,7 +210,7 @@ class ModelInstances:
         self._startup_deaths: dict[int, BaseException] = {}  # failures while opening, by index
         self._ending = False
         self._closed = False
-        self.alive = size
+        self.alive = self.size
         self.evicted = False
         self.restarts = 0
 
@@ -250,11 +236,11 @@ class ModelInstances:
                 return self.evicted
             # Set before any instance ends: a caller that queues a request from now on must see that no instance may pull it.
             self.evicted = True
-            self._scheduler.pause()
+            self.scheduler.pause()
             ended = self._join(self._instances, timeout_s)
             if not ended or not self.alive:
                 self.evicted = False
-                self._scheduler.resume()
+                self.scheduler.resume()
                 self._replace_ended()
                 return False
             self._close_model()
@@ -280,7 +266,7 @@ class ModelInstances:
                 model.close()
                 return False
             self._model, self.isolated = model, find_inner(model, "process_status")
-            self._scheduler.resume()
+            self.scheduler.resume()
             self._start(warm_up)
             self.evicted = False
         return True
@@ -321,12 +307,12 @@ class ModelInstances:
         Returns:
             False if a batch still ran after `timeout_s`: its requests are settled with `error`, and its memory is not freed.
         """
-        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        deadline_ns = None if timeout_s is None else self.clock() + int(timeout_s * NS_PER_S)
         if not self._lifecycle_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             self._abandon(error)
             return False
         try:
-            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+            left_s = None if deadline_ns is None else max((deadline_ns - self.clock()) / NS_PER_S, 0.0)
             if not self._join(self._instances, left_s):
                 self._abandon(error)
                 return False
@@ -341,35 +327,35 @@ class ModelInstances:
 
     def give_up(self, error: HeadraceError) -> None:
         """Accept no more requests, and settle the queued ones with `error`."""
-        settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
+        settle_all([(entry.completion, error) for entry in self.scheduler.fail(error)])
 
     def all_dead_error(self) -> Unavailable:
         """Error for callers when no instance is alive."""
         return Unavailable(
-            f"all instances of model '{self._name.rpartition('/')[0]}' have died: retry later, and see the server log"
+            f"all instances of model '{self.name.rpartition('/')[0]}' have died: retry later, and see the server log"
         )
 
     # With `_lifecycle_lock` held
 
     def _start(self, warm_up: WarmUp | None) -> None:
-        instances = [self._instance(index) for index in range(self._size)]
+        instances = [self._instance(index) for index in range(self.size)]
         with self._lock:
-            self.alive, self._opening, self._startup_deaths = self._size, True, {}
-            self._live_indices = set(range(self._size))
-            self._began_ns = dict.fromkeys(self._live_indices, self._clock())
+            self.alive, self._opening, self._startup_deaths = self.size, True, {}
+            self._live_indices = set(range(self.size))
+            self._began_ns = dict.fromkeys(self._live_indices, self.clock())
         self._instances, self._warm_up = instances, warm_up
-        self._scheduler.set_instances(self._size)
+        self.scheduler.set_instances(self.size)
         for instance in instances:
             instance.start(warm_up)
         failures = [error for instance in instances if (error := instance.opened.exception()) is not None]
         if failures:
-            self._scheduler.pause()
+            self.scheduler.pause()
             self._join(instances, None)
             self._close_model()
             raise self._startup_error(failures[0]) from failures[0]
         with self._lock:
             self._opening, remaining, notify = False, self.alive, not self._ending
-        if remaining < self._size:
+        if remaining < self.size:
             self._report_deaths(remaining, notify)
         for index, cause in self._startup_deaths.items():
             self._schedule_restart(index, cause)
@@ -393,22 +379,22 @@ class ModelInstances:
                 replacement.start(None)
 
     def _join(self, instances: Sequence[Instance], timeout_s: float | None) -> bool:
-        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        deadline_ns = None if timeout_s is None else self.clock() + int(timeout_s * NS_PER_S)
         ended = True
         for instance in instances:
-            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+            left_s = None if deadline_ns is None else max((deadline_ns - self.clock()) / NS_PER_S, 0.0)
             ended = instance.join(left_s) and ended
         return ended
 
     # From any thread
 
     def _instance(self, index: int) -> Instance:
-        model, name = self._model, f"{self._name}#{index}"
+        model, name = self._model, f"{self.name}#{index}"
         assert model is not None, "instances are created only while a model is loaded"
         return Instance(
             name=name,
             open_execution=lambda: model.execution(index),
-            make_runner=lambda execution, on_death: self._make_runner(name, execution, on_death),
+            make_runner=lambda execution, on_death: self.make_runner(name, execution, on_death),
             on_exit=lambda cause: self._instance_ended(index, cause),
         )
 
@@ -423,14 +409,14 @@ class ModelInstances:
             remaining, notify, opening = self.alive, not self._ending, self._opening
             if opening:
                 self._startup_deaths[index] = cause
-            uptime_s = (self._clock() - self._began_ns[index]) / NS_PER_S
-        self._scheduler.set_instances(remaining)
+            uptime_s = (self.clock() - self._began_ns[index]) / NS_PER_S
+        self.scheduler.set_instances(remaining)
         if not opening:
             self._report_deaths(remaining, notify)
             self._schedule_restart(index, cause, uptime_s)
 
     def _schedule_restart(self, index: int, cause: BaseException | None, uptime_s: float = 0.0) -> None:
-        name = f"{self._name}#{index}"
+        name = f"{self.name}#{index}"
         if isinstance(cause, ExecutionLost):
             model_logger.error(
                 "instance %s is not restarted: its device has failed permanently; restart the server", name
@@ -446,7 +432,7 @@ class ModelInstances:
             with self._lifecycle_lock:
                 self._restart_instance(index)
         except Exception as error:  # for example no more threads: retried later
-            model_logger.error("instance %s#%d could not be restarted, retrying", self._name, index, exc_info=error)
+            model_logger.error("instance %s#%d could not be restarted, retrying", self.name, index, exc_info=error)
             self._schedule_restart(index, None)
 
     def _restart_instance(self, index: int) -> None:
@@ -461,21 +447,21 @@ class ModelInstances:
         with self._lock:
             if self._ending:
                 return
-            self._scheduler.reopen()  # under the lock, so that it cannot follow a `close`
+            self.scheduler.reopen()  # under the lock, so that it cannot follow a `close`
         replacement.start(self._warm_up)
         error = replacement.opened.exception()
         with self._lock:
             is_back = error is None and not replacement.dead
             if is_back:
                 self._live_indices.add(index)
-                self._began_ns[index] = self._clock()
+                self._began_ns[index] = self.clock()
                 self.alive += 1
                 self.restarts += 1
             live, notify = self.alive, not self._ending
         if is_back:
-            self._scheduler.set_instances(live)
+            self.scheduler.set_instances(live)
             if notify:
-                self._on_back(live)
+                self.on_back(live)
             return
         if not live:
             self.give_up(self.all_dead_error())
@@ -484,7 +470,7 @@ class ModelInstances:
     def _report_deaths(self, remaining: int, notify: bool) -> None:
         try:
             if notify:
-                self._on_dead(remaining)
+                self.on_dead(remaining)
         finally:
             if remaining == 0:
                 self.give_up(self.all_dead_error())
@@ -498,12 +484,12 @@ class ModelInstances:
         if isinstance(cause, ConfigError):
             return cause
         if isinstance(cause, HeadraceError):
-            return ConfigError([Finding(self._name, None, f"an instance could not be started: {cause}")])
+            return ConfigError([Finding(self.name, None, f"an instance could not be started: {cause}")])
         # The message of a backend may hold paths, so only the log gets it.
-        model_logger.error("an instance of %s could not be started", self._name, exc_info=cause)
+        model_logger.error("an instance of %s could not be started", self.name, exc_info=cause)
         cure = "see the server log for the cause"
         message = f"an instance could not be started ({type(cause).__name__})"
-        return ConfigError([Finding(self._name, None, message, cure)])
+        return ConfigError([Finding(self.name, None, message, cure)])
 
 
 FIRST_PAUSE_S = 1.0

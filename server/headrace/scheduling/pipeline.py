@@ -26,13 +26,14 @@ import threading
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
-from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
+from headrace.core.clock import NS_PER_S, NS_PER_US, Clock
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import InFlightWork
@@ -57,17 +58,18 @@ class _Finished(NamedTuple):
     retries: list[Batch]
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """Runs an execution that overlaps batches; see `headrace.scheduling.instance.BatchRunner`.
 
     A batch that lacks an optional input runs through the execution's `run`, with no other batch in flight. For a model without
     a batch dimension a batch is one request.
 
-    Ownership: `_open`, `_retries`, `_pacing` and `_last_done_ns` belong to one thread each, as noted below, or to the thread that
+    Ownership: `_open`, `_retries`, `pacing` and `_last_done_ns` belong to one thread each, as noted below, or to the thread that
     runs in its place. A caller holds `_caller_lock` from before the launch of its batch until that batch is finished. `_pending`
     needs no lock: each change, and the copy in `give_up`, is atomic under the interpreter's lock.
 
-    Args:
+    Attributes:
         name: name of the instance, for its threads and log lines.
         execution: the loaded model.
         scheduler: source of batches.
@@ -79,41 +81,29 @@ class Pipeline:
         clock: returns monotonic nanoseconds.
         fill_threads: most threads that copy the rows of a large batch.
         batched: False if the model has no batch dimension.
-
-    Attributes:
         asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
 
     asynchronous = True
 
-    def __init__(
-        self,
-        name: str,
-        execution: PipelinedExecution,
-        scheduler: Scheduler,
-        inputs: int,
-        serial: SerialRunner,
-        batch_results: BatchResults,
-        on_death: OnDeath,
-        pacing: LaunchPacing | None = None,
-        clock: Clock = monotonic_ns,
-        fill_threads: int = 1,
-        batched: bool = True,
-    ) -> None:
-        self._execution = execution
-        self._scheduler = scheduler
-        self._inputs = inputs
-        self._batched = batched
-        self._serial = serial
-        self._batch_results = batch_results
-        self._on_death = on_death
-        self._pacing = pacing
-        self._clock = clock
-        self._filler = Filler(name, fill_threads)
+    name: str
+    execution: PipelinedExecution
+    scheduler: Scheduler
+    inputs: int
+    serial: SerialRunner
+    batch_results: BatchResults
+    on_death: OnDeath
+    pacing: LaunchPacing | None
+    clock: Clock
+    fill_threads: int
+    batched: bool
+
+    def __post_init__(self) -> None:
+        self._filler = Filler(self.name, self.fill_threads)
         self._pending: set[Batch] = set()
         self._launched: SimpleQueue[Batch | None] = SimpleQueue()
         self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
-        self._prompt = never_blocks(execution)
+        self._prompt = never_blocks(self.execution)
         # These four belong to the instance's thread:
         self._launched_inline = False  # another thread has launched a batch in its place
         self._inline_error: BaseException | None = None  # error of that launch
@@ -123,7 +113,7 @@ class Pipeline:
         self._caller_lock = threading.Lock()
         self._sleeper = threading.Lock()
         self._sleeper.acquire()
-        self._finisher = threading.Thread(target=self._finish_all, name=name + " finisher", daemon=True)
+        self._finisher = threading.Thread(target=self._finish_all, name=self.name + " finisher", daemon=True)
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty and no batch is in flight."""
@@ -131,18 +121,18 @@ class Pipeline:
         try:
             self._pull()
         except BaseException as error:
-            self._on_death(error)  # now, since batches in flight may take long to finish
+            self.on_death(error)  # now, since batches in flight may take long to finish
             raise
         finally:
             self._filler.close()
             self._launched.put(None)
             self._finisher.join()
             self._await_caller()
-            self._batch_results.busy_runners.discard(self)
+            self.batch_results.busy_runners.discard(self)
 
     def give_up(self, error: Exception) -> None:
         """Settle every pulled request that is not settled with `error`; any thread may call."""
-        self._batch_results.give_up([entry for batch in list(self._pending) for entry in batch.entries], error)
+        self.batch_results.give_up([entry for batch in list(self._pending) for entry in batch.entries], error)
 
     def in_flight_work(self) -> InFlightWork:
         """Return the batches that were pulled and are not settled; any thread may call."""
@@ -152,7 +142,7 @@ class Pipeline:
     # On the instance's thread
 
     def _pull(self) -> None:
-        depth = self._execution.depth
+        depth = self.execution.depth
         while self._inline_error is None:
             self._launched_inline = False
             while self._open >= depth or not self._finished.empty():
@@ -183,15 +173,15 @@ class Pipeline:
         if isinstance(completed, BaseException):
             raise RuntimeError("the finisher thread failed") from completed
         self._open -= 1
-        if self._pacing is not None:
-            self._pacing.completed(completed.done_ns)
+        if self.pacing is not None:
+            self.pacing.completed(completed.done_ns)
         self._retries.extend(completed.retries)
 
     def _wait_to_pull(self) -> bool:
         """Wait until it is time to pull; True if a batch finished first, which changes that time."""
-        if self._pacing is None or not self._open or self._retries:
+        if self.pacing is None or not self._open or self._retries:
             return False
-        wait_ns = self._pacing.pull_ns(self._scheduler.waiting_rows) - self._clock()
+        wait_ns = self.pacing.pull_ns(self.scheduler.waiting_rows) - self.clock()
         if wait_ns <= 0:
             return False
         try:
@@ -204,11 +194,11 @@ class Pipeline:
         """Return the next batch to launch; None if there is none, or if a finished batch or an error must be handled first."""
         if self._retries:
             batch = self._retries.popleft()
-            batch.taken_ns = self._clock()
+            batch.taken_ns = self.clock()
             return batch
         inline_dispatch = self if self._prompt else None
-        begins_ns = self._pacing.free_ns if self._pacing is not None and self._open else 0
-        next_batch = self._scheduler.next_batch(
+        begins_ns = self.pacing.free_ns if self.pacing is not None and self._open else 0
+        next_batch = self.scheduler.next_batch(
             self._sleeper, self.needs_wake_up, self._open > 0, inline_dispatch, begins_ns
         )
         if next_batch is not None:
@@ -217,16 +207,16 @@ class Pipeline:
 
     def _add_pending(self, batch: Batch) -> None:
         self._pending.add(batch)
-        self._batch_results.begin(self)
+        self.batch_results.begin(self)
 
     def _start(self, batch: Batch) -> bool:
         """Launch a batch, run it serially, or drop it if no caller waits; True if it is in flight."""
         if not batch.drop_settled():
             self._remove_pending(batch)
-        elif len(batch.entries[0].inputs) != self._inputs:
+        elif len(batch.entries[0].inputs) != self.inputs:
             while self._open:
                 self._collect_finished()
-            self._serial.execute(batch)
+            self.serial.execute(batch)
             self._remove_pending(batch)
         else:
             try:
@@ -238,16 +228,16 @@ class Pipeline:
                 return False
             if launched:
                 self._open += 1
-                if self._pacing is not None:
-                    self._pacing.launched(batch.rows, batch.taken_ns, batch.assembled_ns)
+                if self.pacing is not None:
+                    self.pacing.launched(batch.rows, batch.taken_ns, batch.assembled_ns)
                 return True
             self._remove_pending(batch)
         return False
 
     def _launch(self, batch: Batch) -> bool:
         """Begin, fill and launch; False if every request was settled meanwhile."""
-        execution, entries = self._execution, batch.entries
-        in_flight = execution.begin(entries[0].inputs, batch.rows if self._batched else 0)
+        execution, entries = self.execution, batch.entries
+        in_flight = execution.begin(entries[0].inputs, batch.rows if self.batched else 0)
         try:
             self._filler.fill(in_flight, entries)
         except Exception:
@@ -257,8 +247,8 @@ class Pipeline:
             execution.discard(in_flight)
             return False
         batch.in_flight = in_flight
-        batch.instances = len(self._batch_results.busy_runners)
-        batch.assembled_ns = self._clock()
+        batch.instances = len(self.batch_results.busy_runners)
+        batch.assembled_ns = self.clock()
         execution.launch(in_flight)
         return True
 
@@ -273,7 +263,7 @@ class Pipeline:
             self._inline_error = error
         busy = self._open or self._retries or self._inline_error is not None
         is_short = caller is CallerThread.WAITS or entry.size_bytes <= _SHORT_BYTES
-        return not busy and len(entry.inputs) == self._inputs and is_short
+        return not busy and len(entry.inputs) == self.inputs and is_short
 
     def dispatch(self, batch: Batch) -> None:
         """Launch a batch on the calling thread, without waking the instance's thread."""
@@ -305,7 +295,7 @@ class Pipeline:
             return is_launched
         except BaseException as error:  # ends the instance's thread, as if raised there: `needs_wake_up` wakes it
             self._inline_error = error
-            self._on_death(error)
+            self.on_death(error)
             return False
 
     def needs_wake_up(self) -> bool:
@@ -330,35 +320,35 @@ class Pipeline:
         finished = self._finish(batch)
         self._finished.put(finished)
         if finished.retries:
-            self._scheduler.interrupt(self._sleeper)
+            self.scheduler.interrupt(self._sleeper)
 
     def _report_death(self, error: BaseException) -> None:
         """Report a failure of the finisher."""
         try:
-            self._on_death(error)
+            self.on_death(error)
         finally:
             self._finished.put(error)
-            self._scheduler.interrupt(self._sleeper)
+            self.scheduler.interrupt(self._sleeper)
 
     def _finish(self, batch: Batch) -> _Finished:
         """Wait for the outputs of a batch and settle its members."""
         in_flight, batch.in_flight = batch.in_flight, None
         assert in_flight is not None, "a launched batch has an InFlightBatch"
         try:
-            outputs = self._execution.finish(in_flight)
-            computed_ns = self._clock()
-            results = self._batch_results.split(outputs, batch.entries)
+            outputs = self.execution.finish(in_flight)
+            computed_ns = self.clock()
+            results = self.batch_results.split(outputs, batch.entries)
         except ExecutionLost:
             raise
         except Exception as error:
             return _Finished(0, self._failed(batch, error))
-        times = BatchTimes(batch.taken_ns, batch.assembled_ns, computed_ns, self._clock())
+        times = BatchTimes(batch.taken_ns, batch.assembled_ns, computed_ns, self.clock())
         # Busy time counts once: the overlap with the batch before is excluded.
         busy_ns = times.split_ns - max(batch.taken_ns, self._last_done_ns)
         self._last_done_ns = times.split_ns
         if len(self._pending) == 1:  # before `settle`: its caller may send the next request at once
-            self._batch_results.busy_runners.discard(self)
-        self._batch_results.settle(batch, times, results, busy_ns)
+            self.batch_results.busy_runners.discard(self)
+        self.batch_results.settle(batch, times, results, busy_ns)
         self._remove_pending(batch)
         return _Finished(computed_ns, [])
 
@@ -373,10 +363,10 @@ class Pipeline:
         """Remove a batch that is settled or dropped."""
         self._pending.discard(batch)
         if not self._pending:  # a batch that is pulled at this moment is not counted; the next one is
-            self._batch_results.busy_runners.discard(self)
+            self.batch_results.busy_runners.discard(self)
 
     def _failed(self, batch: Batch, error: Exception) -> list[Batch]:
-        retries = self._batch_results.failed(batch, error)
+        retries = self.batch_results.failed(batch, error)
         self._pending.update(retries)
         self._remove_pending(batch)
         return retries
@@ -391,20 +381,22 @@ _SHARE_BYTES = 1 << 19
 _Copy = tuple[Array, list[Array]]
 
 
+@dataclass(eq=False, repr=False)
 class Filler:
     """Fills the input buffers of an instance's batches; large ones with helper threads, which the first large batch starts.
 
     Ownership: the instance's thread makes every call. A helper has work only during `fill`, which waits for it and raises its
     errors.
 
-    Args:
+    Attributes:
         name: name of the instance.
         threads: most threads that copy at the same time, including the instance's.
     """
 
-    def __init__(self, name: str, threads: int = 1) -> None:
-        self._name = name
-        self._threads = threads
+    name: str
+    threads: int = 1
+
+    def __post_init__(self) -> None:
         self._helpers: list[_Helper] = []
 
     def fill(self, in_flight: InFlightBatch, entries: list[Entry]) -> None:
@@ -425,8 +417,8 @@ class Filler:
         """
         copies = _copies(in_flight, entries)
         shares = 1
-        if self._threads > 1:
-            shares = min(sum([buffer.nbytes for buffer, _ in copies]) // _SHARE_BYTES, self._threads)
+        if self.threads > 1:
+            shares = min(sum([buffer.nbytes for buffer, _ in copies]) // _SHARE_BYTES, self.threads)
         if shares > 1 and all(_parts_fit(*copy) for copy in copies):
             self._fill_parallel(copies, shares)
         else:
@@ -464,13 +456,13 @@ class Filler:
         """Return `number` helpers, or fewer if the system starts no more threads."""
         while len(self._helpers) < number:
             try:
-                self._helpers.append(_Helper(f"{self._name} filler {len(self._helpers)}"))
+                self._helpers.append(_Helper(f"{self.name} filler {len(self._helpers)}"))
             except RuntimeError as error:
                 logger.warning(
                     "%s: a copy thread could not be started (%s), continuing with %d of %d: raise the limit of threads",
-                    self._name, error, len(self._helpers) + 1, self._threads,
+                    self.name, error, len(self._helpers) + 1, self.threads,
                 )  # fmt: skip
-                self._threads = len(self._helpers) + 1
+                self.threads = len(self._helpers) + 1
                 break
         return self._helpers[:number]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,9 @@ class Trace:
 
     def of(self, selected: npt.NDArray[np.bool_]) -> Trace:
         """Return a trace of the requests for which `selected`, of shape (requests,), is True, at unchanged times."""
-        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{n: column[selected] for n, column in columns.items() if isinstance(column, np.ndarray)})
+        columns = ("times_ns", "models", "rows", "priorities", "timeouts_ns", "shapes", "clients")
+        parts: dict[str, Any] = {n: column[selected] for n in columns if (column := getattr(self, n)) is not None}
+        return replace(self, **parts)
 
     def requests(self) -> Iterator[tuple[int, int, InferRequest]]:
         """Yield arrival time, index of the model and request, in order; requests have no tensors."""

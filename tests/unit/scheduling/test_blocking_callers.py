@@ -173,7 +173,7 @@ def test_responses_are_ordered_across_instances(handles: Make, threads: ThreadPo
     slow, quick = Watched(manual=True), Watched()
     handle = handles(Several(quick, slow), instances=2, preserve_ordering=True)
     asleep(handle, 2)
-    while handle._scheduler._inline_dispatches[handle._scheduler._sleepers[-1]]._execution is not slow:  # type: ignore[attr-defined]
+    while handle._scheduler._inline_dispatches[handle._scheduler._sleepers[-1]].execution is not slow:  # type: ignore[attr-defined]
         handle._scheduler._sleepers.reverse()
     held = later(threads, handle, 1)
     slow.wait_for("finishing 0")

@@ -136,7 +136,7 @@ def test_slower_requests_run_on_the_thread(benches: Make, several: int, rows: in
 def test_a_request_without_an_optional_input_runs_on_the_thread(benches: Make) -> None:
     model = Prompt()
     bench = benches(model)
-    bench.instance._runner._inputs = 2  # type: ignore[union-attr]
+    bench.instance._runner.inputs = 2  # type: ignore[union-attr]
     assert rows_of(one(bench, 1)) == [[2, 2]]
     assert model.log[0] == "run"
 
