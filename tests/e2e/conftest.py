@@ -145,7 +145,7 @@ def grpc_serving(engine: str, repository: Path, folder: Path) -> Iterator[Server
     with serving(
         repository, folder, "--grpc-engine", engine, "--max-body-bytes", str(MAX_BODY_BYTES), *options
     ) as running:
-        assert running.grpc_port, f"the banner does not tell the gRPC port:\n{running.text}"
+        assert running.grpc_port, f"the banner does not contain the gRPC port:\n{running.text}"
         yield running
 
 

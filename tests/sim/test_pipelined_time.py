@@ -134,7 +134,7 @@ def test_without_overlap_steps_add_up_and_with_it_the_slowest_counts() -> None:
     assert makespan_ns(costs, depth=1) == 40 * 145 * US
     assert makespan_ns(costs, depth=2) == 40 * 100 * US + 45 * US, "only the first in and the last out are not hidden"
     assert makespan_ns(costs, depth=3) == makespan_ns(costs, depth=2), (
-        "two flights hide copies shorter than the compute"
+        "two batches in flight hide copies shorter than the compute"
     )
 
 
@@ -207,7 +207,7 @@ def test_every_request_gets_its_rows_and_waits_no_longer_than_it_must(
         assert outcome.outputs["y"].tolist() == [[2.0 * number] * 2] * entry.rows
         assert outcome.times is not None
         waited_ns = outcome.times.taken_ns - entry.enqueued_ns
-        filling_ns = depth * costs.fill.ns(6)  # an instance's thread fills one flight after the other
-        assert waited_ns <= delay_ns + filling_ns or depth * instances < len(arrivals), "a flight was free"
+        filling_ns = depth * costs.fill.ns(6)  # an instance's thread fills one batch after the other
+        assert waited_ns <= delay_ns + filling_ns or depth * instances < len(arrivals), "a slot was free"
     assert sum(world.sizes) == sum(rows for _, rows in arrivals)
     assert np.all(np.array(world.sizes) <= 6)

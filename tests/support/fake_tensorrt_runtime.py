@@ -162,7 +162,7 @@ class _Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         assert stream
-        assert self._scratch is not None, "nobody has given it device memory"
+        assert self._scratch is not None, "it has no device memory"
         if self._engine.trt.state.broken:
             return False
         done: list[bool] = []

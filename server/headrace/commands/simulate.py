@@ -55,7 +55,9 @@ def main(args: argparse.Namespace) -> int:
         trace = _trace(args, names)
         warm_up_ns = round(args.warm_up * NS_PER_S)
         if warm_up_ns >= trace.duration_ns:
-            raise ValueError(f"--warm-up {args.warm_up:g} leaves nothing of {trace.duration_ns / NS_PER_S:g} seconds")
+            raise ValueError(
+                f"--warm-up {args.warm_up:g} leaves nothing to measure of {trace.duration_ns / NS_PER_S:g} seconds"
+            )
         start_ns = monotonic_ns()
         replays = [(setting.label, replay(trace, setting.models, args.seed)) for setting in settings]
         reports = [

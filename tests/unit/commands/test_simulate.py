@@ -115,7 +115,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--arrivals", "tidal"], "--arrivals tidal: write poisson, bursty, diurnal"),
         (["--arrivals", "none.csv"], "none.csv"),
         (["--rate", "0.0001"], "the trace has no requests"),
-        (["--warm-up", "2"], "--warm-up 2 leaves nothing of 2 seconds"),
+        (["--warm-up", "2"], "--warm-up 2 leaves nothing to measure of 2 seconds"),
         (["--compare", "instances=none"], '--compare "instances=none": argument --instances'),
         (["--compare", "rate=5"], '--compare "rate=5": '),
         (["--compare", "instances 2"], '--compare "instances 2": '),

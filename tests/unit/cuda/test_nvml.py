@@ -135,7 +135,7 @@ def test_without_a_driver_there_are_no_series(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(devices, "open_library", missing)
     gpus = Nvml()
     assert samples(gpus) == samples(gpus) == {}
-    assert calls == [1], "asked once, not at every scrape"
+    assert calls == [1], "queried once, not at every scrape"
 
 
 def test_a_gpu_unknown_to_nvml_is_down(watched: Watch) -> None:

@@ -43,7 +43,7 @@ def drawn(width: int, rows: list[list[Text]] = ROWS) -> list[str]:
 )
 def test_columns_are_dropped_by_rank_before_a_name_wraps(width: int, headings: str, whole: str) -> None:
     _title, heads, _line, first, *_ = drawn(width)
-    assert heads.split() == headings.split(), "a column that tells nothing is not there"
+    assert heads.split() == headings.split(), "an empty column is omitted"
     assert first.startswith("efficientnet_lite0 ")
     assert whole in first
 

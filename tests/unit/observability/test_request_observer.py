@@ -108,7 +108,7 @@ def test_secret_client_names_are_replaced_by_pseudonyms() -> None:
     (line,) = kit.lines()
     assert str(line["client"]).startswith("secret-")
     assert "hunter2" not in str(line)
-    assert kit.observer.client_name("hunter2") == line["client"], "as whoever else reads of it is told"
+    assert kit.observer.client_name("hunter2") == line["client"], "the same name as everywhere else"
     assert Kit("errors").observer.client_name("shop") == "shop"
 
 

@@ -143,7 +143,7 @@ def test_pinned_models_and_other_gpus_are_not_touched() -> None:
     world.load("here", 10)
     with pytest.raises(NoRoom):
         world.load("large", 15)
-    assert world.log == [], "nobody goes for nothing"
+    assert world.log == [], "no model is evicted in vain"
     world.load("small", 10)
     assert world.log == ["park here"]
 
@@ -305,7 +305,7 @@ def test_memory_of_a_version_that_ends_is_waited_for() -> None:
     timer.start()
     world.load("c")
     timer.join()
-    assert world.log == [], "nobody had to go"
+    assert world.log == [], "no model was evicted"
     assert [name for name, _, _ in world.gpu_model_cache.loads()] == ["b", "c"]
 
 

@@ -235,7 +235,7 @@ def test_an_engine_published_for_this_machine_reloads_only_its_model(repository:
         await reconciler.load("m", None, {})
         other = registry.lease("m", "")
         assert other is first, "an engine for another machine is no reason to load the model anew"
-        assert "built for cpu abacus" in reason_of(registry), "but the index knows"
+        assert "built for cpu abacus" in reason_of(registry), "but the index shows it"
         publish(repository / "m", 1, ENGINE)
         assert same(await infer_values(registry), 1)
         await reconciler.load("m", None, {})

@@ -160,7 +160,7 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
         assert states["a", "1"] == READY
         for name in "bc":
             assert states[name, "1"][0] == "UNAVAILABLE"
-            assert "a/1" in states[name, "1"][1], "who holds it is told"
+            assert "a/1" in states[name, "1"][1], "the holder is named"
         await infer_value(registry, "a", 1)
 
     run(repository, alone, ALL, gpu_memory_fraction=room(size))

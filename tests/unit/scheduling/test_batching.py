@@ -169,7 +169,7 @@ def test_batches_by_due_times_are_as_promised(
     if ordered and min(used) < plan.promises_ns[size]:
         assert min(used) >= plan.estimates_ns[size], "in doubt it is tried, beyond it is not"
     fits = sum(rows) <= plan.best[8] and min(dues) >= plan.promises_ns[sum(rows)]
-    assert not fits or answer.count == len(rows), "who can be served in time together is"
+    assert not fits or answer.count == len(rows), "requests that can be in time together are batched"
 
 
 def test_a_larger_batch_is_not_planned_if_it_is_slower_by_the_row() -> None:

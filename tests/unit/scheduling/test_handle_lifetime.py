@@ -148,6 +148,6 @@ def test_an_instance_that_dies_during_close_is_not_reported() -> None:
         assert isinstance(await error_of(running), ModelFailed)
         served.release()
         assert await closing
-        assert deaths == [], "whoever listens would take it for the version that serves now"
+        assert deaths == [], "a listener would mistake it for the version that serves now"
 
     play(scenario)

@@ -226,7 +226,7 @@ def test_a_new_instance_count_converges_within_eight_batches() -> None:
     for rows in (1, 2, 4, 8, 16):
         assert profile.estimate_ns(rows, 4) == 250_000 * rows
         assert profile.estimate_ns(rows, 1) == 100_000 * rows
-        assert profile.estimate_ns(rows, 2) == 100_000 * rows, "nothing was heard of two"
+        assert profile.estimate_ns(rows, 2) == 100_000 * rows, "two instances were not measured"
 
 
 def test_the_first_measurement_applies_to_any_instance_count() -> None:

@@ -233,7 +233,7 @@ def test_the_death_of_the_thread_fails_batches_in_flight_at_once(
     assert len(bench.exits) == 1, (
         "the callback runs before any request is settled and before the batch in flight has finished"
     )
-    assert "close" not in model.log, "the flight still uses its memory"
+    assert "close" not in model.log, "the batch still uses its memory"
     model.let_go()
     assert bench.instance.join(10)
     assert len(bench.exits) == 1

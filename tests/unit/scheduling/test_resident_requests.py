@@ -149,7 +149,7 @@ def test_the_memory_is_referenced_until_the_batch_ends_and_no_longer(
         model.let_go()
         await asyncio.wait([asyncio.ensure_future(error_of_or_none(waiting))])
         del waiting
-        await handle.infer(infer_request(5))  # whose flight has taken the place of the other
+        await handle.infer(infer_request(5))  # its batch replaces the other
         await asyncio.to_thread(handle.close, 10)
         gc.collect()
         assert owner() is None

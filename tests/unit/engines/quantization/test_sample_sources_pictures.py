@@ -130,7 +130,7 @@ def test_images_are_read_on_demand_and_a_few_are_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(picture_folder, "decode", lambda data: read.append(1) or decode(data))
     monkeypatch.setattr(picture_folder, "_CACHE_BYTES", 2 * 3 * 8 * 10 * 4)
     samples = _open(tmp_path)
-    assert len(read) == 1, "the first tells what code prepares them"
+    assert len(read) == 1, "the first names the code that prepares them"
     batches = samples.batches(2)
     next(batches)
     assert len(read) == 2

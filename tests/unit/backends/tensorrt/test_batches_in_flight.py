@@ -32,7 +32,7 @@ from tests.support.resident_rows import HostOwner, resident
 from tests.support.tensorrt_case import build
 from tests.unit.backends.tensorrt.test_backend import opened, right, rows
 
-NO_OWNER = "an owner was asked for a host copy"
+NO_OWNER = "a host copy was requested from an owner"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path) -
         batch, owner = launched(execution)
         execution.finish(batch)
         del batch
-        assert owner() is None, "it is let go of when the flight has landed"
+        assert owner() is None, "it is released when the batch has finished"
         owner = launched(execution)[1]  # its execution ends
         gc.collect()
         assert owner() is not None, "the GPU may still read it"
@@ -234,7 +234,7 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
             assert execution._resources.tuning_result.one_graph == {1, 2}
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
-    assert len(probes) == 3, "the second instance is told what the first has found"
+    assert len(probes) == 3, "the second instance reuses the result of the first"
 
 
 PICTURES = ImageRecipe(by="server", crop=(5, 7), mean=(120.0, 110.0, 100.0), std=(60.0, 50.0, 40.0))
@@ -327,7 +327,7 @@ def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.
                 execution.launch(batch)
                 batches.append((batch, x, owners))
                 expected = [] if order[0] > 2 or refused else [order[0]]
-                assert flown == expected, "only the first of them has nobody beside it"
+                assert flown == expected, "only the first of them runs alone"
                 assert (batch.handle.slot.finished is batch.handle.slot.copied_out[True]) == (
                     not number and bool(expected)
                 )

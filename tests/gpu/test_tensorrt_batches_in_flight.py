@@ -1,6 +1,6 @@
 """Flights on a real GPU: pixels to tensors and scores to classes within them, whole in one graph, rows read where they lie.
 
-`pytest -s tests/gpu/test_tensorrt_flights.py` prints what was measured at load, and what a flight takes.
+`pytest -s tests/gpu/test_tensorrt_batches_in_flight.py` prints what was measured at load, and the time of a batch.
 """
 
 from __future__ import annotations
