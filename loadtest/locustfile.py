@@ -152,7 +152,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _pause_s(user: User) -> float:
-    """Anything from half to one and a half of what `--think-s` says."""
+    """A random time from half to one and a half of `--think-s`."""
     think_s: float = user.environment.parsed_options.think_s
     return random.uniform(0.5, 1.5) * think_s
 
@@ -181,7 +181,7 @@ class _HttpUser(FastHttpUser):
         self._turn += 1
         question = self.questions[self._turn % len(self.questions)]
         request = question.request
-        # Bytes are sent as they are, whatever the annotation of `data` says.
+        # Bytes are sent unchanged; the annotation of `data` lacks them.
         with self.client.post(
             request.path,
             data=request.body,  # type: ignore[arg-type]

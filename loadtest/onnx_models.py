@@ -42,7 +42,7 @@ def onnx_model(
 
 
 def busy(width: int = 128) -> onnx.ModelProto:
-    """STEPS (1,) INT64 -> Y (1,) FP32, the same number: computes for as long as the caller says, some 30 us a step on one core.
+    """STEPS (1,) INT64 -> Y (1,) FP32, the same number: computes for as many steps as requested, some 30 us each on one core.
 
     No batch dimension. Each step multiplies a matrix, the identity matrix, by the identity matrix.
     """

@@ -49,11 +49,11 @@ class Line:
 
 
 class TargetNotReady(RuntimeError):
-    """The server or a model that the load needs is not there; the text says what to do."""
+    """The server or a model that the load needs is not there; the text has the remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scenarios, print the summary, give the exit status."""
+    """Run the scenarios, print the summary, return the exit status."""
     options = _parser().parse_args(arguments)
     console = Console()
     RESULTS.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             status = _run_locust(host, grpc_address, options, stem)
         if status not in (0, 1):
-            console.print(f"locust exited with {status}: see what it says above", style="red")
+            console.print(f"locust exited with {status}: see its output above", style="red")
             return 2
         lines = summarise(json.loads(stem.with_suffix(".json").read_text()), options.duration_s)
     except (TargetNotReady, ServerFailed, OSError, subprocess.TimeoutExpired) as error:

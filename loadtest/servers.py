@@ -52,7 +52,7 @@ class ServerCommand:
     Attributes:
         name: of reports and of the log file.
         command: the words before the port option.
-        port_option: e.g. "--http-port"; the free port found follows it.
+        port_option: e.g. "--http-port"; a free port follows it.
         ready_path: answers 200 once the server can take load; "" for a server that is ready once it takes connections.
         env: added to this process's environment.
         cpus: the cores it may use; None for all.
@@ -111,7 +111,7 @@ def peer(
 
 @contextmanager
 def running(server: ServerCommand, log_folder: Path, ready_timeout_s: float = 120.0) -> Iterator[Running]:
-    """Start a server on a free port, give it once it is ready, stop it with SIGTERM.
+    """Start a server on a free port, yield it once it is ready, stop it with SIGTERM.
 
     Raises:
         ServerFailed: it was not ready in time, or did not exit with 0 within 20 s of SIGTERM.

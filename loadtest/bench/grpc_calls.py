@@ -107,8 +107,8 @@ def answer_size(target: Target) -> int:
     try:
         return target.check()
     except grpc.RpcError as error:
-        said = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
-        raise WrongAnswer(f"{target.name} did not answer: {said}") from error
+        detail = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+        raise WrongAnswer(f"{target.name} did not answer: {detail}") from error
     except ValueError as error:
         raise WrongAnswer(f"{target.name} did not answer as it should: {error}") from error
 

@@ -74,12 +74,12 @@ class CallSample:
 
 
 def is_installed() -> bool:
-    """Whether h2load can be found."""
+    """Whether h2load is installed."""
     return shutil.which("h2load") is not None
 
 
 def require() -> None:
-    """LoadFailed, saying how to install it, if h2load cannot be found."""
+    """Raise LoadFailed with the way to install h2load if it is not installed."""
     if not is_installed():
         raise LoadFailed(HOW_TO_INSTALL)
 

@@ -131,7 +131,7 @@ class Bench:
 
     @contextmanager
     def start(self, command: ServerCommand) -> Iterator[Running]:
-        """Any server, its log kept in the scratch folder."""
+        """Any server, with its log in the scratch folder."""
         self.progress(f"start {command.name}", 0.0)
         with servers.running(command, self.scratch) as server:
             yield server

@@ -263,7 +263,7 @@ def _received(selector: selectors.BaseSelector, may_end: bool = False) -> list[C
     """The connections that something has arrived on, once it is read."""
     ready: list[Connection] = [key.data for key, _ in selector.select(SILENCE_LIMIT_S)]
     if not ready:
-        raise LoadFailed(f"the server has said nothing for {SILENCE_LIMIT_S:.0f} s")
+        raise LoadFailed(f"the server has sent nothing for {SILENCE_LIMIT_S:.0f} s")
     for connection in ready:
         connection.receive()
         if connection.status is not None and not may_end:

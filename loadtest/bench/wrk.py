@@ -22,7 +22,7 @@ HOW_TO_INSTALL = (
 )
 REPORT_PREFIX = "bench-report "
 
-# Percentiles come from `done`, where wrk gives microseconds; its printed table rounds them.
+# Percentiles come from `done`, which has microseconds; the printed table rounds them.
 _DONE = """
 function done(summary, latency, requests)
   local times = {}
@@ -97,7 +97,7 @@ class Sample:
 
 
 def is_installed() -> bool:
-    """Whether wrk can be found."""
+    """Whether wrk is installed."""
     return shutil.which("wrk") is not None
 
 

@@ -32,7 +32,7 @@ _LIMIT_S, _QUICK_LIMIT_S = 480.0, 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; give the exit status."""
+    """Measure, print, write; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_WAY,
         help="of f and two-gpus, unless c finds a better one",
     )
-    add("--work", type=Path, metavar="DIR", help="models and engines; found again by the next run")
+    add("--work", type=Path, metavar="DIR", help="models and engines, reused by the next run")
     models = ("resnet50", "small")
     add("--model", choices=models, help="small: try the bench itself (resnet50; small with --backend onnxruntime)")
     backends = ("tensorrt", "onnxruntime")

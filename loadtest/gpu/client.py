@@ -4,7 +4,7 @@
     {"do": "closed", "key": k, ...}             all slots under way, each begun again once it is answered
     {"do": "open_loop", "key": k, ...}          requests at random moments, whether or not the last ones are answered
     {"do": "lone", "key": k, ...}               one request after the other
-    {"do": "shut", "key": k}                    give back what `open` took
+    {"do": "shut", "key": k}                    release what `open` opened
 
 Every line is answered by one with its number; {"error": text} if it could not be done. The process ends with its input.
 """
@@ -55,8 +55,8 @@ class Client:
     def __init__(self) -> None:
         self._opened: dict[str, _Opened] = {}
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do one thing.
+    def execute(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Execute a command.
 
         Raises:
             Exception: it could not be done.
@@ -81,7 +81,7 @@ class Client:
         raise ValueError(f"unknown command {order['do']!r}")
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close all connections and regions."""
         for opened in self._opened.values():
             opened.close()
 
@@ -252,14 +252,14 @@ def _packed(latencies_us: list[float]) -> str:
 
 
 def main() -> None:
-    """Obey until the input ends."""
+    """Execute commands until the input ends."""
     end_with_parent()
     client = Client()
     try:
         for line in sys.stdin:
             order = json.loads(line)
             try:
-                reply = client.obey(order)
+                reply = client.execute(order)
             except Exception as error:
                 traceback.print_exc()
                 reply = {"error": f"{type(error).__name__}: {error}"}

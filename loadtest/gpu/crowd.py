@@ -181,7 +181,7 @@ def _replies(processes: list[subprocess.Popen[bytes]], order: int, limit_s: floa
         while len(found) < len(processes):
             ready = selector.select(max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                raise CrowdFailed(f"{len(processes) - len(found)} clients said nothing within {limit_s:.0f} s")
+                raise CrowdFailed(f"{len(processes) - len(found)} clients sent no reply within {limit_s:.0f} s")
             for key, _ in ready:
                 number = key.data
                 data = os.read(key.fd, 1 << 20)

@@ -50,7 +50,7 @@ class Lines(Protocol):
         """Send and wait; what was wrong or ""."""
 
     def renew(self) -> None:
-        """Before a sample, with nothing under way: connections that the server may have given up are opened anew."""
+        """Before a sample, with nothing under way: connections that the server may have closed are opened anew."""
 
     def close(self) -> None:
         """Close the connections."""

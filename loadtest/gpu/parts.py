@@ -66,7 +66,7 @@ class Part:
 
 
 class NothingMeasured(RuntimeError):
-    """Every contender has failed; the notes say why."""
+    """Every contender has failed; the notes have the reasons."""
 
 
 class WrongAnswers(RuntimeError):

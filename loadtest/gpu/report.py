@@ -28,7 +28,7 @@ from loadtest.bench.results import CaseResult, Comparison, Figure, Target
 from loadtest.bench.spread import Spread
 
 Kind = Literal["ratio", "difference"]
-_TARGETS = ("part", "what", "asked", "found", "")
+_TARGETS = ("part", "comparison", "target", "median", "")
 _HEIGHT = 300
 
 
@@ -341,7 +341,7 @@ class Output:
             self.parts += map(PartFindings.from_plain, whole["parts"])
 
     def begin(self, part: PartFindings) -> None:
-        """A part begins: it takes the place of what an earlier run had found of it."""
+        """Begin a part, which replaces the results of an earlier run."""
         part.command, part.date = self._command, self._date
         self.parts = [other for other in self.parts if other.name != part.name] + [part]
 
@@ -361,7 +361,7 @@ class Output:
         """Print what follows from a part, and write the report anew."""
         result = part.result()
         for compared in result.comparisons:
-            target = f", asked for {compared.target}: {compared.verdict}" if compared.target else ""
+            target = f", target {compared.target}: {compared.verdict}" if compared.target else ""
             spread = compared.spread
             span = f"({number(spread.low)} to {number(spread.high)}, {spread.rounds} rounds)"
             self.say(f"{part.name} = {compared.label}: {number(spread.median)} {compared.unit} {span}{target}")

@@ -116,7 +116,7 @@ class Run:
         output.begin(findings)
         left_s = self._deadline_s - begun_s
         if left_s < part.least_s:
-            findings.failure = "no time was left: give it more by --limit-s, or measure less by --only"
+            findings.failure = "no time was left: raise --limit-s, or measure fewer parts by --only"
         else:
             output.say(f"{findings.name}: {part.title}")
             limit_s = min(part.limit_s, left_s, max(step.usual_s(len(self._setup.gpus)), left_s - later_s))

@@ -36,7 +36,7 @@ _PICTURES_OF_OURS = 48
 
 
 class NotBuilt(RuntimeError):
-    """A model or an engine could not be made; the text has the end of what the builder said."""
+    """A model or an engine could not be made; the text has the end of the builder's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _samples(setup: Setup, name: str, demo: Path, folder: Path) -> str:
-    """The place of the samples in the model's folder: the demo's photographs, else pictures of ours."""
+    """Path of the samples in the model's folder: the demo's photographs, else random pictures."""
     if (demo / name).is_dir():
         shutil.copytree(demo / name, folder / name, copy_function=_link, dirs_exist_ok=True)
         return name
@@ -183,7 +183,7 @@ def _samples(setup: Setup, name: str, demo: Path, folder: Path) -> str:
 
 
 def _save_small(setup: Setup, path: Path) -> None:
-    """A model that takes and gives what the real one does, and computes next to nothing."""
+    """A model with the inputs and outputs of the real one that computes next to nothing."""
     from onnx import TensorProto, helper, numpy_helper, save
 
     weights = np.random.default_rng(0).standard_normal((3 * 4 * 4, _SMALL_CLASSES)).astype(np.float32)

@@ -88,7 +88,7 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
         status = process.wait(END_S)
     except subprocess.TimeoutExpired:
         return f"sent all results, but did not end within {END_S:.0f} s"
-    return "" if status in (0, 1) else f"its process ended with {status}: the log has the rest"
+    return "" if status in (0, 1) else f"its process ended with {status}: see the log"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The floor of a gRPC front end on grpcio: a `grpc.aio` server that takes messages and gives fixed bytes of the right size.
+"""The floor of a gRPC front end on grpcio: a `grpc.aio` server that answers messages with fixed bytes of the right size.
 
     python -m loadtest.peers.grpc_echo --port 8001 --answer-bytes 120
 

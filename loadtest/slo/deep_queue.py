@@ -31,7 +31,7 @@ from loadtest.slo.parts import Plan
 
 WAITING = 10_000
 _ROWS = 32
-# Requests admitted, and batches decided on, between two looks at the clock.
+# Requests admitted, and batches decided on, between two readings of the clock.
 _STEPS = 128
 _OBJECTIVE_NS = 60_000 * NS_PER_MS
 _CLIENTS = 50

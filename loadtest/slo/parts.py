@@ -196,7 +196,7 @@ def tenants(plan: Plan) -> CaseResult:
     for speed in (SLOWED_H200, USUAL):
         for way, (how, rounds, seconds) in plan.ways.items():
             if speed is USUAL and how is by_the_clock:
-                continue  # the note on 32 rows says why virtual time is enough
+                continue  # see the note on 32 rows
             runs = measure_clients(how, speed, rounds, seconds)
             where = f"{speed.rows} rows, {way}"
             case_figures += figures(runs, where, ("goodput_hz", "p50_ms", "p99_ms", "refused"))

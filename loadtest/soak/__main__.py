@@ -36,7 +36,7 @@ _JOIN_S = 90.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the verdicts, write the report, give the exit status."""
+    """Run, print the verdicts, write the report, return the exit status."""
     options = _parser().parse_args(arguments)
     console = Console()
     folder: Path = options.output
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
-    """Start the server, load it phase by phase, stop it, and give what was written down.
+    """Start the server, load it phase by phase, stop it, and return the record.
 
     Raises:
         ServerFailed: it did not start, died, or did not stop with status 0.

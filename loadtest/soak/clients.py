@@ -196,7 +196,7 @@ class Onlooker(Client):
             return
         finally:
             connection.close()
-        # While an isolated model has no process, the server is not ready, and says so.
+        # While an isolated model has no process, the server answers that it is not ready.
         right = response.status == 200 or (path.endswith("ready") and response.status == 503)
         outcome = Outcome.RIGHT if right else Outcome.FAILED
         self.ledger.note("onlooker", "", outcome, 0.0, f"{path}: {response.status} {body[:200]!r}")
@@ -244,7 +244,7 @@ def read_grpc(case: Case, message: bytes) -> tuple[Outcome, str]:
 def read_failure(case: Case, error: grpc.RpcError) -> tuple[Outcome, float, str]:
     """Classify a failed call."""
     code, text = error.code(), f"{error.code().name}: {error.details()}"
-    # grpcio's client says UNAVAILABLE where a connection breaks, too, but the server's own texts name the model.
+    # grpcio's client also reports UNAVAILABLE where a connection breaks, but the server's own messages name the model.
     unanswered = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
     if code in unanswered and case.model not in text:
         return Outcome.LOST, 0.0, text

@@ -13,7 +13,7 @@ from loadtest.soak.models import APART, LARGEST_BATCH, PICTURES, STEADY, UNDISTU
 from loadtest.soak.operations import KILL, Operator
 from loadtest.soak.watch import Counted, Held, Quiet
 
-# Counted since the server's start, and never reloaded: what it says of them can be held against what clients say.
+# Never reloaded, so the server counts them from its start: its counts can be compared with those of the clients.
 _ACCOUNTED = (STEADY, PICTURES, APART)
 _MIB = 1 << 20
 _LEAST_PHASES = 3
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One assertion, whether it held, and what was found."""
+    """One assertion, whether it held, and the figures."""
 
     name: str
     passed: bool
@@ -72,7 +72,7 @@ class Verdict:
 
 
 def verdicts(run: Run, bounds: Bounds) -> list[Verdict]:
-    """All of them, whatever the others say."""
+    """All of them; each is independent of the others."""
     return [
         _lost(run),
         _accounts(run),
@@ -102,15 +102,15 @@ def _lost(run: Run) -> Verdict:
 
 def _accounts(run: Run) -> Verdict:
     """Answers that the server counts have been received, unless the client had disconnected."""
-    wrong, said = [], []
+    wrong, counts = [], []
     for model in _ACCOUNTED:
         received = total(run.lines, Outcome.RIGHT, Outcome.WRONG, model=model)
         gone = total(run.lines, Outcome.LEFT, model=model)
         answered = run.counted.answered.get(model, 0)
-        said.append(f"{model} {answered:,}")
+        counts.append(f"{model} {answered:,}")
         if not received <= answered <= received + gone or not received:
             wrong.append(f"{model}: {answered:,} by the server, {received:,} received, {gone:,} had left")
-    return Verdict("the server's own count agrees", not wrong, "; ".join(wrong) or "answered: " + ", ".join(said))
+    return Verdict("the server's own count agrees", not wrong, "; ".join(wrong) or "answered: " + ", ".join(counts))
 
 
 def _wrong(run: Run) -> Verdict:
@@ -124,7 +124,7 @@ def _wrong(run: Run) -> Verdict:
 
 def _under_way(run: Run) -> Verdict:
     left = [phase.in_flight + phase.queued for phase in run.phases]
-    found = f"{max(left, default=0)} requests in flight or queued after everybody has gone"
+    found = f"{max(left, default=0)} requests in flight or queued after all clients have disconnected"
     return Verdict("nothing left behind", bool(left) and not any(left), found)
 
 

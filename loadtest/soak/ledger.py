@@ -22,15 +22,15 @@ class Outcome(StrEnum):
     RIGHT = "right"
     """Answered, and as expected."""
     REFUSED = "refused"
-    """Answered with the requested error."""
+    """Answered with the error that an invalid request must get."""
     LEFT = "left"
     """Given up by its client before there was an answer."""
     STRUCK = "struck"
-    """Told that its model's process was killed while it ran this request, and no other: the cause cannot be attributed."""
+    """Answered that the model's process was killed while it ran this request, which need not be the cause."""
     WRONG = "wrong"
     """Answered with other values than expected, or with an answer that cannot be read."""
     FAILED = "failed"
-    """Answered with an unexpected error, or without the requested one."""
+    """Answered with an unexpected error, or without the expected one."""
     LOST = "lost"
     """Not answered at all: the connection broke, or nothing came in time."""
 
@@ -80,7 +80,7 @@ class Ledger:
         self.events: list[Event] = []
 
     def note(self, way: str, model: str, outcome: Outcome, took_s: float = 0.0, detail: str = "") -> None:
-        """A request has ended; `detail` is kept of the first ones that ended badly."""
+        """Record the end of a request; `detail` is stored for the first ones that ended badly."""
         now_s = time.monotonic()
         with self._lock:
             line = self._lines.setdefault((way, model), Line(way, model))

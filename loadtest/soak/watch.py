@@ -69,7 +69,7 @@ class Counted:
 
 
 class Watch:
-    """Looks twice a second, on a thread of its own, until it is stopped."""
+    """Reads the resources twice a second, on a thread of its own, until it is stopped."""
 
     def __init__(self, server: Running) -> None:
         self._server = server

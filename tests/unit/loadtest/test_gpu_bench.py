@@ -321,14 +321,14 @@ def test_a_connection_that_idled_too_long_is_opened_anew() -> None:
     with socket.create_server((HOST, 0)) as listener:
         lines = HttpLines(listener.getsockname()[1], [HttpRequest("/x", b"", {})])
         listener.accept()[0].close()  # the server gives up on a client that says nothing
-        obeying = Client()
-        obeying._opened["k"] = _Opened(lines, None)
+        executing = Client()
+        executing._opened["k"] = _Opened(lines, None)
         server = threading.Thread(target=answer_twice, args=(listener, 0, []), daemon=True)
         server.start()
         with pytest.raises(ValueError, match="503"):  # the second answer; the first one came
-            obeying.obey({"do": "lone", "key": "k", "warm_s": 0.0, "seconds": 10.0})
+            executing.execute({"do": "lone", "key": "k", "warm_s": 0.0, "seconds": 10.0})
         server.join(10)
-        obeying.obey({"do": "shut", "key": "k"})
+        executing.execute({"do": "shut", "key": "k"})
 
 
 def test_a_client_that_cannot_connect_raises(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_late_reply_is_not_mistaken_for_the_next_one() -> None:
     with subprocess.Popen(["printf", "%s", error_lines], stdout=subprocess.PIPE) as process:
         assert _replies([process], 2, 10) == [{"number": 2, "per_s": 5}]
     with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as silent:
-        with pytest.raises(CrowdFailed, match="1 clients said nothing"):
+        with pytest.raises(CrowdFailed, match="1 clients sent no reply"):
             _replies([silent], 1, 0.1)
         silent.kill()
 
