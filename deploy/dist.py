@@ -145,7 +145,7 @@ def check_wheel(wheel: Path, files: Sequence[str]) -> list[str]:
 
 
 def check_metadata(metadata: email.message.Message) -> list[str]:
-    """The faults of a distribution's METADATA, one a line: what a package index or an installer needs and does not find."""
+    """Faults of a distribution's METADATA, one a line: fields that a package index or an installer needs."""
     table = project()
     expected = {
         "Name": table["name"],

@@ -1,4 +1,4 @@
-"""Gives an environment TensorRT, PyCUDA and NVRTC on a machine with an NVIDIA driver; the step before `make serve` serves.
+"""Installs TensorRT, PyCUDA and NVRTC in an environment on a machine with an NVIDIA driver; the first step of `make serve`.
 
     .venv/bin/python deploy/gpu_packages.py
 
@@ -33,7 +33,7 @@ PIP_OPTIONS = ("--disable-pip-version-check", "--retries", "1", "--timeout", "20
 PROBE_TIMEOUT_S = 120.0
 LINKS_FOLDER, LINKS_FILE = "gpu", "headrace_gpu.pth"
 
-# Of what pip prints, the line that says why it failed.
+# The line of pip's output that has the reason of a failure.
 _REASON = re.compile(
     r"(ERROR|error|[\w.]*Error|[\w:/. ]*fatal error): (?!subprocess-exited|metadata-gen|Failed building)"
 )
@@ -168,7 +168,7 @@ class Environment:
         return made
 
     def unlink_stale(self) -> None:
-        """Forget links whose targets are gone."""
+        """Remove links whose targets are gone."""
         folder = self.root / LINKS_FOLDER
         for link in folder.iterdir() if folder.is_dir() else ():
             if link.is_symlink() and not link.exists():
@@ -178,7 +178,7 @@ class Environment:
         """Run pip for the environment.
 
         Raises:
-            Missing: pip fails; with the last line that says why.
+            Missing: pip fails; with the line that has the reason.
         """
         done = subprocess.run([*self._pip, *words], capture_output=True, text=True, cwd=cwd)
         if done.returncode:
@@ -238,8 +238,8 @@ def install_pycuda(env: Environment, folder: Path) -> None:
     """Install PyCUDA, which is compiled unless the index or a folder of wheels has a wheel.
 
     Args:
-        env: where to.
-        folder: an empty folder for what is downloaded and compiled.
+        env: the environment.
+        folder: an empty folder for downloads and compilation.
 
     Raises:
         Missing: no package, no compiler, or it does not compile.
@@ -279,7 +279,7 @@ def install_tensorrt(env: Environment, folder: Path) -> None:
     """Install TensorRT from the lock.
 
     Args:
-        env: where to.
+        env: the environment.
         folder: an empty folder for requirements files.
 
     Raises:
@@ -295,7 +295,7 @@ def install_nvrtc(env: Environment, folder: Path) -> None:
     """Install NVRTC from the lock.
 
     Args:
-        env: where to.
+        env: the environment.
         folder: an empty folder for the requirements file.
 
     Raises:

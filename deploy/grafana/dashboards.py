@@ -32,7 +32,7 @@ def _mean(metric: str) -> str:
 OVERVIEW = Dashboard(
     "headrace-overview",
     "Headrace / Overview",
-    "Is it well? All models and replicas of a job.",
+    "Health of all models and replicas of a job.",
     [
         Row(
             "Now",
@@ -53,21 +53,21 @@ OVERVIEW = Dashboard(
                 Panel("Requests", [Query(f"sum by (model) (rate(headrace_requests_total{{{J}}}{RATE}))", "{{model}}")],
                       "reqps", stacked=True),
                 Panel("p99", [Query(_quantile(0.99, "headrace_total_seconds", J, "model, le"), "{{model}}")], "s",
-                      "From arrival to answer.", exemplars=True),
+                      "From arrival to response.", exemplars=True),
                 Panel("Refused and failed", [Query(f"sum by (model, reason) (rate(headrace_failures_total{{{J}}}{RATE})) > 0 "
                       f"or sum(rate(headrace_failures_total{{{J}}}{RATE}))", "{{model}} {{reason}}")], "reqps",
-                      "overloaded, would_miss: no room. quota: one client sends too much. cancelled: the caller disconnected."),
+                      "overloaded, would_miss: no capacity. quota: a client over its quota. cancelled: by the client."),
                 Panel("Queue", [Query(f"sum by (model) (headrace_queue_depth{{{J}}})", "{{model}}")],
-                      description="Requests that wait."),
+                      description="Requests in the queue."),
                 Panel("Predicted wait", [Query(f"max by (model) (headrace_predicted_wait_seconds{{{J}}})", "{{model}}")], "s",
-                      "Of a request that came now."),
+                      "Of a new request."),
                 Panel("Busy", [Query(f"headrace:busy:ratio_rate5m{{{J}}}", "{{model}}")], "percentunit",
                       "Share of the time in which instances run batches; near 100 % the queue grows.", most=1),
                 Panel("Rows a batch", [Query(f"headrace:batch_rows:mean5m{{{J}}}", "{{model}}")],
                       description="1 means that nothing is merged: too few arrivals, or no dynamic_batching."),
                 Panel("In flight", [Query(f"sum by (model) (headrace_in_flight{{{J}}})", "{{model}}")]),
                 Panel("Errors by protocol", [Query(f"sum by (protocol, reason) (rate(headrace_errors_total{{{J}}}{RATE}))",
-                      "{{protocol}} {{reason}}")], "reqps", "Whether they were about a model or not."),
+                      "{{protocol}} {{reason}}")], "reqps", "With or without a model."),
             ],
         ),
         Row(
@@ -99,9 +99,9 @@ OVERVIEW = Dashboard(
                 Panel("File descriptors", [Query(f"process_open_fds{{{J}}} / process_max_fds{{{J}}}", "{{instance}}")],
                       "percentunit", "Of the limit."),
                 Panel("Threads", [Query(f"headrace_threads{{{J}}}", "{{instance}}")]),
-                Panel("Limits met", [
+                Panel("Limits reached", [
                     Query(f"sum by (protocol, limit) (rate(headrace_limit_hits_total{{{J}}}{RATE}))", "{{protocol}} {{limit}}")],
-                      "reqps", "Each is an option of headrace serve; the table beside has what is in force."),
+                      "reqps", "Each is an option of headrace serve; the table beside has the values in force."),
                 Panel("Restarts", [
                     Query(f"sum by (instance, model) (increase(headrace_instance_restarts_total{{{J}}}[1h]))",
                           "{{instance}} {{model}} instances"),
@@ -110,10 +110,10 @@ OVERVIEW = Dashboard(
                 Panel("Certificate", [
                     Query(f"headrace_tls_certificate_expiry_timestamp_seconds{{{J}}} - time()", "{{instance}}")], "s",
                       "Time until it expires; no data without TLS."),
-                Panel("Telemetry lost", [
+                Panel("Telemetry dropped", [
                     Query(f"sum by (instance, kind) (increase(headrace_telemetry_dropped_total{{{J}}}[1h]))",
                           "{{instance}} {{kind}}")],
-                      description="Spans, traces and lines of the request log that were lost, in the last hour."),
+                      description="Spans, traces and lines of the request log that were dropped, in the last hour."),
                 Panel("Limits", [Query(f"headrace_limit{{{J}}}")], kind="table"),
                 Panel("Versions", [Query(f"headrace_build_info{{{J}}}")], kind="table", height=5),
             ],
@@ -125,16 +125,16 @@ _PHASES = ("decode", "queue", "assemble", "compute", "split", "encode")
 MODEL = Dashboard(
     "headrace-model",
     "Headrace / One model",
-    "Where one model's time goes, and why.",
+    "Phases, batches and load of one model.",
     [
         Row(
             "Time",
             [
-                Panel("From arrival to answer", [
+                Panel("From arrival to response", [
                     *(Query(_quantile(q, "headrace_total_seconds", M), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)),
                     Query(f"max(headrace_objective_seconds{{{M}}})", "objective")], "s",
                     "The objective is the configuration's slo.", width=12, exemplars=True),
-                Panel("Where it goes, on average", [Query(_mean(f"headrace_{phase}_seconds"), phase) for phase in _PHASES], "s",
+                Panel("Phases, mean", [Query(_mean(f"headrace_{phase}_seconds"), phase) for phase in _PHASES], "s",
                     "decode: read the request. queue: wait for an instance. assemble: gather the rows of a batch. "
                     "compute: run the model. split: divide the outputs. encode: return to the event loop and write the "
                     "response.", width=12, stacked=True),
@@ -151,13 +151,13 @@ MODEL = Dashboard(
                     Query(_mean("headrace_batch_rows"), "mean"),
                     Query(_quantile(0.5, "headrace_batch_rows", M), "p50"),
                     Query(_quantile(0.99, "headrace_batch_rows", M), "p99")]),
-                Panel("Why batches close", [
+                Panel("Batches by close reason", [
                     Query(f"sum by (closed_by) (rate(headrace_batches_total{{{M}}}{RATE}))", "{{closed_by}}")], "ops",
                     "idle: an instance was free (not busy). full, preferred: batches fill (busy). delay: waited in vain. "
                     "deadline: a member would have been late.", stacked=True),
-                Panel("What a batch takes", [
+                Panel("Compute time of a batch", [
                     Query(f'max by (rows) (headrace_profile_microseconds{{{M},quantile="0.5"}})', "{{rows}} rows")], "µs",
-                    "The profile that the scheduler plans with: measured at load, corrected by every batch."),
+                    "The latency table of the scheduler: measured at load, corrected by every batch."),
                 Panel("Runs on the event loop", [
                     Query(f"sum(rate(headrace_inline_runs_total{{{M}}}{RATE}))", "lone requests"),
                     Query(f"sum(increase(headrace_inline_disabled_total{{{M}}}{RATE}))", "too slow: off for 60 s")], "ops",
@@ -177,7 +177,7 @@ MODEL = Dashboard(
                 Panel("Predicted wait", [
                     Query(f"max by (level) (headrace_predicted_wait_seconds{{{M}}})", "level {{level}}"),
                     Query(f"max(headrace_drain_seconds{{{M}}})", "until all is done")], "s",
-                    "Of a request of one row that came now, by priority level."),
+                    "Of a new request of one row, by priority level."),
                 Panel("Refused and failed", [
                     Query(f"sum by (reason) (rate(headrace_failures_total{{{M}}}{RATE}))", "{{reason}}")], "reqps", stacked=True),
                 Panel("Late or unserved", [
@@ -185,7 +185,7 @@ MODEL = Dashboard(
                     Query(f"headrace:bad:ratio_rate1h{{{M}}}", "1 h"),
                     Query(f"headrace:bad:ratio_rate6h{{{M}}}", "6 h")], "percentunit", "The budget is 1 %."),
                 Panel("Late answers", [Query(f"sum(rate(headrace_late_total{{{M}}}{RATE}))", "late")], "reqps",
-                      "Answered after the objective, or after their own deadline."),
+                      "Answered after the objective, or after the deadline of the request."),
             ],
         ),
         Row(
@@ -205,7 +205,7 @@ MODEL = Dashboard(
                 Panel("Evicted and loaded on demand", [
                     Query(f"sum(increase(headrace_evictions_total{{{M}}}[1h]))", "evicted"),
                     Query(f"sum(increase(headrace_on_demand_loads_total{{{M}}}[1h]))", "loaded on demand")],
-                    description="In the last hour, to make room for others."),
+                    description="In the last hour, in favour of other models."),
             ],
         ),
     ],
@@ -229,7 +229,7 @@ GPU = Dashboard(
             "Work",
             [
                 Panel("Utilisation", [Query(f"headrace_gpu_utilization_ratio{{{J}}}", "{{instance}} GPU {{gpu}}")], "percentunit",
-                      "Share of the time in which any kernel ran: 100 % says busy, not full.", most=1),
+                      "Share of the time in which any kernel ran: 100 % does not mean that the GPU is full.", most=1),
                 Panel("Power", [
                     Query(f"headrace_gpu_power_watts{{{J}}}", "{{instance}} GPU {{gpu}}"),
                     Query(f"headrace_gpu_power_limit_watts{{{J}}}", "{{instance}} GPU {{gpu}} limit")], "watt"),
@@ -245,17 +245,17 @@ GPU = Dashboard(
         Row(
             "Memory",
             [
-                Panel("In use, by whomever", [
+                Panel("In use, all processes", [
                     Query(f"headrace_gpu_device_memory_used_bytes{{{J}}}", "{{instance}} GPU {{gpu}}"),
                     Query(f"headrace_gpu_device_memory_total_bytes{{{J}}}", "{{instance}} GPU {{gpu}} all of it")], "bytes"),
-                Panel("Booked, by model", [
+                Panel("Reserved, by model", [
                     Query(f'sum by (gpu, model) (headrace_gpu_memory_bytes{{{J},gpu!="host"}})', "GPU {{gpu}} {{model}}")],
                     "bytes", stacked=True),
-                Panel("Booked of what may be", [Query(
+                Panel("Reserved share of the limit", [Query(
                     f'sum by (instance, gpu) (headrace_gpu_memory_bytes{{{J},gpu!="host"}}) '
                     f"/ sum by (instance, gpu) (headrace_gpu_memory_limit_bytes{{{J}}})", "{{instance}} GPU {{gpu}}")],
                     "percentunit", "--gpu-memory-fraction of each GPU; beyond it models are evicted.", most=1),
-                Panel("Booked, by kind", [
+                Panel("Reserved, by kind", [
                     Query(f"sum by (gpu, kind) (headrace_gpu_memory_bytes{{{J}}})", "{{gpu}} {{kind}}")], "bytes", stacked=True),
                 Panel("Evicted and loaded on demand", [
                     Query(f"sum by (model) (increase(headrace_evictions_total{{{J}}}[10m]))", "{{model}} evicted"),
@@ -263,7 +263,7 @@ GPU = Dashboard(
                     description="In ten minutes."),
                 Panel("Memory errors", [
                     Query(f"headrace_gpu_ecc_errors_total{{{J}}}", "{{instance}} GPU {{gpu}} {{kind}}")],
-                    description="Since the driver was loaded. Corrected ones are harmless, uncorrected ones spoil answers."),
+                    description="Since the driver was loaded. Corrected ones are harmless, uncorrected ones corrupt responses."),
                 Panel("Energy, an hour", [
                     Query(f"increase(headrace_gpu_energy_joules_total{{{J}}}[1h])", "{{instance}} GPU {{gpu}}")], "joule"),
             ],
@@ -274,14 +274,14 @@ GPU = Dashboard(
 CAPACITY = Dashboard(
     "headrace-capacity",
     "Headrace / Capacity",
-    "How much more it can take, and what is short first.",
+    "Free capacity, and the resource that runs out first.",
     [
         Row(
             "Headroom",
             [
-                Panel("Used of what it can do", [Query(
+                Panel("Used share of the capacity", [Query(
                     f"headrace:rows:rate5m{{{M}}} / (sum by (job, model) (headrace_capacity_rows_per_second{{{M}}}) > 0)",
-                    "{{model}}")], "percentunit", "Rows a second over what all instances can do by the profile.", "bargauge",
+                    "{{model}}")], "percentunit", "Rows a second over the capacity of all instances.", "bargauge",
                     width=12, most=1, steps=((None, "green"), (0.6, "orange"), (0.8, "red"))),
                 Panel("Busy", [Query(f"headrace:busy:ratio_rate5m{{{M}}}", "{{model}}")], "percentunit",
                       "Share of the time in which instances run batches.", "bargauge", width=12, most=1,
@@ -293,30 +293,30 @@ CAPACITY = Dashboard(
                 Panel("Replicas needed", [Query(
                     f"ceil(headrace:rows:rate5m{{{M}}} / 0.7"
                     f" / (avg by (job, model) (headrace_capacity_rows_per_second{{{M}}}) > 0))", "{{model}}")],
-                    description="To run each at no more than 70 % of what it can do.", width=12),
+                    description="To run each at no more than 70 % of its capacity.", width=12),
             ],
         ),
         Row(
             "Trend",
             [
-                Panel("Requests, and where they lead", [
+                Panel("Requests, with trend", [
                     Query(f"headrace:requests:rate5m{{{M}}}", "{{model}}"),
                     Query(f"clamp_min(predict_linear(headrace:requests:rate5m{{{M}}}[6h], 86400), 0)", "{{model}} in a day")],
-                    "reqps", "A straight line through the last six hours: no forecast for a day with a rhythm.", width=12),
-                Panel("Time until all is done", [Query(f"max by (model) (headrace_drain_seconds{{{M}}})", "{{model}}")], "s",
-                      "If nothing more came.", width=12),
+                    "reqps", "Linear through the last six hours; daily cycles are not considered.", width=12),
+                Panel("Time to complete requests", [Query(f"max by (model) (headrace_drain_seconds{{{M}}})", "{{model}}")], "s",
+                      "Without new requests.", width=12),
             ],
         ),
         Row(
-            "What is short",
+            "Bottlenecks",
             [
-                Panel("Refused for lack of room", [Query(
+                Panel("Refused for lack of capacity", [Query(
                     f'sum by (model) (rate(headrace_failures_total{{{M},reason=~"overloaded|would_miss|queue_timeout"}}{RATE}))',
                     "{{model}}")], "reqps"),
                 Panel("Refused by quota", [
                     Query(f'sum by (model) (rate(headrace_failures_total{{{M},reason="quota"}}{RATE}))', "{{model}}")], "reqps"),
                 Panel("Rows a batch", [Query(f"headrace:batch_rows:mean5m{{{M}}}", "{{model}}")],
-                      description="Larger batches are the cheapest capacity there is."),
+                      description="Larger batches raise the capacity at no cost."),
                 Panel("CPU", [Query(f"rate(process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}}")], "short", "Cores in use."),
                 Panel("Event loop lag, p99", [Query(f"headrace:event_loop_lag_seconds:p99_5m{{{J}}}", "{{instance}}")], "s"),
                 Panel("Memory", [Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}")], "bytes"),

@@ -9,7 +9,7 @@ from typing import Any
 Json = dict[str, Any]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
-# Of Grafana 11; later ones read it and bring it up to date.
+# Of Grafana 11; later ones read and update it.
 SCHEMA_VERSION = 39
 
 
@@ -31,9 +31,9 @@ class Panel:
     """One panel.
 
     Attributes:
-        title, description: as shown; the description says what to make of it.
+        title, description: as shown; the description explains the values.
         queries: in order.
-        unit: Grafana's name of it.
+        unit: of the values, under Grafana's name.
         kind: Grafana's name of the panel: timeseries, stat, table, heatmap, bargauge.
         width, height: in Grafana's grid.
         most: upper end of the axis; None for the data's own.
@@ -193,7 +193,7 @@ def _annotation(name: str, expr: str, title: str, text: str, colour: str) -> Jso
         "iconColor": colour,
         "titleFormat": title,
         "textFormat": text,
-        # Some versions of Grafana look for the query nowhere else, and leave the annotation out without a word.
+        # Some versions of Grafana look for the query nowhere else, and leave the annotation out without an error.
         "target": {"refId": "Anno", "expr": expr},
     }
 
