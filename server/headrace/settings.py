@@ -348,7 +348,7 @@ _METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|
 OPTIONS: tuple[_Option, ...] = (
     _Option("model_repository", "folder of models, repeatable ({0})", metavar="DIR"),
     _Option("model_control", "how models are loaded (%(default)s)", ("none", "explicit", "poll")),
-    _Option("load_model", "load at start, with --model-control explicit; repeatable", metavar="NAME"),
+    _Option("load_model", "model to load at start, with --model-control explicit; repeatable", metavar="NAME"),
     _Option("id", "name of the server in its metadata (%(default)s)", metavar="NAME"),
     _Option("host", "address to listen on (%(default)s)"),
     _Option("http_port", "HTTP port (%(default)s)", _port, "N"),
@@ -374,7 +374,7 @@ OPTIONS: tuple[_Option, ...] = (
         _Option(name, f"{text} (%(default)s)", *((_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")))
         for name, text in LIMIT_HELP.items()
     ),
-    _Option("gpu_memory_fraction", "of each GPU's memory, for all models together (%(default)s)", _fraction, "F"),
+    _Option("gpu_memory_fraction", "share of each GPU's memory for all models together (%(default)s)", _fraction, "F"),
     _Option(
         "inline_bound_us",
         "run a lone request on the event loop if the model computes it in this time, us, at p99 (%(default)s; 0: never)",

@@ -38,18 +38,18 @@ class Limits:
         max_json_keys: keys of all objects of a JSON body. A request has about ten for each tensor.
     """
 
-    max_body_bytes: int = _limit(128 << 20, "of one request, as it comes and unpacked")
-    max_total_body_bytes: int = _limit(1 << 30, "of all requests that are in the server at once")
-    max_header_bytes: int = _limit(16 << 10, "of the headers of one request, or gRPC's metadata")
+    max_body_bytes: int = _limit(128 << 20, "bytes of the body of one request, compressed or not")
+    max_total_body_bytes: int = _limit(1 << 30, "bytes of the bodies of all requests in the server")
+    max_header_bytes: int = _limit(16 << 10, "bytes of the headers of one request, or of its gRPC metadata")
     max_chunks: int = 65_536
     max_json_depth: int = 64
     max_json_keys: int = 4096
-    max_unpack_ratio: int = _limit(200, "a compressed body's size unpacked to its size, beyond the first MiB")
-    max_connections: int = _limit(4096, "open at once, for HTTP and for gRPC each")
-    max_streams: int = _limit(1024, "gRPC calls at once on one connection")
-    header_timeout_s: float = _limit(20.0, "for the headers of a request, from the connection or their first byte")
-    body_timeout_s: float = _limit(300.0, "for the body of a request, from the end of its headers")
-    stall_timeout_s: float = _limit(120.0, "without a client's reading anything of an answer")
+    max_unpack_ratio: int = _limit(200, "largest ratio of a decompressed body to the compressed one, beyond the first MiB")
+    max_connections: int = _limit(4096, "open connections, for HTTP and for gRPC each")
+    max_streams: int = _limit(1024, "concurrent gRPC calls of one connection")
+    header_timeout_s: float = _limit(20.0, "seconds for the headers of a request, from the connection or their first byte")
+    body_timeout_s: float = _limit(300.0, "seconds for the body of a request, from the end of its headers")
+    stall_timeout_s: float = _limit(120.0, "seconds in which a client may read nothing of a response")
 
     def table(self) -> Mapping[str, float]:
         """Return every limit by its name."""
