@@ -44,10 +44,14 @@ class Limits:
     max_chunks: int = 65_536
     max_json_depth: int = 64
     max_json_keys: int = 4096
-    max_unpack_ratio: int = _limit(200, "largest ratio of a decompressed body to the compressed one, beyond the first MiB")
+    max_unpack_ratio: int = _limit(
+        200, "largest ratio of a decompressed body to the compressed one, beyond the first MiB"
+    )
     max_connections: int = _limit(4096, "open connections, for HTTP and for gRPC each")
     max_streams: int = _limit(1024, "concurrent gRPC calls of one connection")
-    header_timeout_s: float = _limit(20.0, "seconds for the headers of a request, from the connection or their first byte")
+    header_timeout_s: float = _limit(
+        20.0, "seconds for the headers of a request, from the connection or their first byte"
+    )
     body_timeout_s: float = _limit(300.0, "seconds for the body of a request, from the end of its headers")
     stall_timeout_s: float = _limit(120.0, "seconds in which a client may read nothing of a response")
 
