@@ -45,6 +45,7 @@ def built(project: Project, folder: Path, precision: str = "", target: OnnxRunti
 PROFILE = {"batch": [1, 4, 8], "shapes": {"x": [[3, 6, 6], [3, 8, 8], [3, 16, 16]]}}
 
 
+@pytest.mark.slow
 def test_noise_has_the_shape_that_the_profile_is_tuned_for(tmp_path: Path) -> None:
     project = write_project(tmp_path, free(), {}, calibration={"data": ""}, profiles=[PROFILE])
     for precision in ("fp32", "fp16"):
@@ -54,6 +55,7 @@ def test_noise_has_the_shape_that_the_profile_is_tuned_for(tmp_path: Path) -> No
         assert one.refusal == []
 
 
+@pytest.mark.slow
 def test_samples_of_every_shape_in_a_profile_are_used_and_no_others(tmp_path: Path) -> None:
     project = write_project(tmp_path, free(), {"x": pictures(12, 16)}, profiles=[PROFILE])
     assert built(project, tmp_path, "int8").accuracy is not None
@@ -62,6 +64,7 @@ def test_samples_of_every_shape_in_a_profile_are_used_and_no_others(tmp_path: Pa
         built(project, tmp_path, "int8")
 
 
+@pytest.mark.slow
 def test_calibration_samples_are_not_used_for_the_comparison(tmp_path: Path) -> None:
     rows = pictures(12)
     accuracy = {"data": "accuracy.npz", "min_top1_agreement": 0.0}
@@ -99,6 +102,7 @@ class _Picky(OnnxRuntimeTarget):
         return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "compared"), [((4, 8, 8), [8, 4]), ((9, 9, 12), [9, 9]), ((2, 2, 2), [2] * 5)])
 def test_artefacts_are_compared_on_batches_that_they_take(
     batch: tuple[int, int, int], compared: list[int], tmp_path: Path
@@ -116,6 +120,7 @@ def test_artefacts_are_compared_on_batches_that_they_take(
     assert (one.accuracy.samples, one.accuracy.top1_agreement, one.accuracy.max_abs) == (10, 1.0, 0.0)
 
 
+@pytest.mark.slow
 def test_the_output_with_the_label_file_is_held_against_labels(tmp_path: Path) -> None:
     model = networks.network(
         "f = Flatten(x)  e = MatMul(f, w)  y = MatMul(e, v)", networks.weights(w=(192, 8), v=(8, 4)), ("N", 3, 8, 8)

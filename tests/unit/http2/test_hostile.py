@@ -216,6 +216,7 @@ async def test_a_dead_peer_is_pinged_and_then_closed() -> None:
     assert wire.application.lost == [1]
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_peer_that_answers_pings_stays_connected() -> None:
     limits = replace(QUICK, keepalive_timeout_s=1.0)  # on a busy machine an answer takes longer than QUICK allows

@@ -60,6 +60,7 @@ def stream_server(*answers: bytes, status: grpc.StatusCode = grpc.StatusCode.OK)
         server.stop(None).wait()
 
 
+@pytest.mark.slow
 @needs_h2load
 def test_unary_calls_are_counted_on_both_sides(echo: Running, bench: Bench) -> None:
     target = grpc_calls.echo_target(echo, MESSAGE)
@@ -79,6 +80,7 @@ def test_calls_with_another_status_than_ok_fail_the_run(echo: Running, bench: Be
         grpc_calls.measure(bench, grpc_calls.echo_target(echo, MESSAGE), load)
 
 
+@pytest.mark.slow
 def test_streams_are_counted_on_both_sides(echo: Running, bench: Bench) -> None:
     target = grpc_calls.echo_target(echo, MESSAGE, stream=True)
     before = target.succeeded()

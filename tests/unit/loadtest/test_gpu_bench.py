@@ -348,6 +348,7 @@ def test_a_late_reply_is_not_mistaken_for_the_next_one() -> None:
         silent.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_reported(tmp_path: Path) -> None:
     finished = bench(tmp_path, "--quick", "--only", "a")

@@ -62,6 +62,7 @@ def calls(orders: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.slow
 def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path) -> None:
     requested = order(repository)
     with building(command(orders)) as (engine_builds, ends):
@@ -90,6 +91,7 @@ def test_nothing_is_built_before_the_start(orders: Path, repository: Path) -> No
     assert "not built any more" in (engine_builds.failure(order(repository, "b")) or "")
 
 
+@pytest.mark.slow
 def test_one_at_a_time(orders: Path, repository: Path) -> None:
     (orders / "hold").touch()
     first, second = order(repository), order(repository, "b")

@@ -88,6 +88,7 @@ def test_all_models_are_ready_and_evicted_ones_load_on_request(repository: Path)
     assert gpu_model_cache.ledger.reserved_bytes(0) == 0
 
 
+@pytest.mark.slow
 def test_requests_wait_together_and_all_are_answered(repository: Path) -> None:
     """Three models share room for one; none starves, no response is another model's."""
     size = need(repository)

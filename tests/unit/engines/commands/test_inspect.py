@@ -184,6 +184,7 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path) -> None:
     assert tuple(nodes) == HOSTILE
 
 
+@pytest.mark.slow
 def test_the_longest_layers_come_first(demo_repository: Callable[[str], Path], tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

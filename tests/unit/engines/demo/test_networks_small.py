@@ -8,7 +8,7 @@ from headrace_engines.demo.build import CATALOGUE
 from headrace_engines.demo.digits import split_stratified
 from onnx import numpy_helper
 
-LARGE = ("efficientnet_lite0", "resnet50")  # seconds to build
+SLOW = ("efficientnet_lite0", "resnet50", "digits")  # seconds to build
 
 
 def _session(repository, name):
@@ -37,6 +37,7 @@ def test_tiny_computes_its_documented_perceptron(demo_repository):
     assert answer.std() > 0.1
 
 
+@pytest.mark.slow
 def test_digits_answers_held_out_pictures(demo_repository):
     folder = demo_repository("digits") / "digits/1"
     with np.load(folder / "held_out.npz") as held_out:
@@ -62,7 +63,7 @@ def test_the_held_out_split_is_stratified_and_apart():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in CATALOGUE]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CATALOGUE]
 )
 def test_models_have_their_origin_and_load_in_older_runtimes(demo_repository, name):
     model = onnx.load(demo_repository(name) / name / "1/model.onnx")

@@ -18,6 +18,7 @@ def _open(repository, name, precision=None):
     return calibration, open_samples(options.accuracy.data, folder.path, folder.config, options.accuracy.samples)
 
 
+@pytest.mark.slow
 def test_digits_calibrates_on_its_training_samples(demo_repository):
     calibration, accuracy = _open(demo_repository("digits"), "digits")
     assert calibration.origin == "calibration.npz (256 samples)"

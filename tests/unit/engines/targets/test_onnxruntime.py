@@ -95,6 +95,7 @@ def test_layers_name_the_nodes_fused_into_them(engine: Engine) -> None:
     assert sum(layer.share for layer in layers) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_layers_of_digits_cover_every_node(demo_repository: Callable[[str], Path]) -> None:
     source = read_onnx(demo_repository("digits") / "digits" / "1" / "model.onnx")
     engine = TARGET.open(demo_repository("digits") / "digits" / "1" / "model.onnx", source)
