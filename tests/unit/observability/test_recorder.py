@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 from headrace.backends.base import ProcessStatus
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, LevelLoad, ModelLoad
@@ -74,6 +76,53 @@ def test_without_histograms_the_counts_stay() -> None:
     recorder.record_codec_times(4, 6)
     assert recorder.totals().requests == 1
     assert not any(phase.count for phase in recorder.totals().phases.values())
+
+
+def test_few_durations_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorting takes a microsecond for each duration, on the event loop: 2,048 of each phase at once took milliseconds."""
+    pending: list[int] = []
+    fold = Recorder._fold
+
+    def count(recorder: Recorder) -> None:
+        pending.append(len(recorder._queue_ns))
+        fold(recorder)
+
+    monkeypatch.setattr(Recorder, "_fold", count)
+    recorder = Recorder(clock=lambda: NS_PER_S)
+    for _ in range(3000):
+        recorder.record_batch(BatchRecord(1, 1, "idle", BatchTimes(1, 2, 3, 4), [1], [2]))
+    assert sum(pending) + len(recorder._queue_ns) == 3000
+    assert max(pending) <= 256
+
+
+NANOSECONDS = st.integers(0, 1 << 40)
+BATCHES = st.tuples(
+    st.tuples(NANOSECONDS, NANOSECONDS, NANOSECONDS),
+    st.lists(st.tuples(NANOSECONDS, NANOSECONDS), min_size=1, max_size=5),
+)
+
+
+@given(st.lists(BATCHES, max_size=30), st.lists(st.tuples(NANOSECONDS, NANOSECONDS), max_size=30))
+def test_every_phase_has_the_histogram_of_its_durations(
+    batches: list[tuple[tuple[int, int, int], list[tuple[int, int]]]], responses: list[tuple[int, int]]
+) -> None:
+    recorder = Recorder(clock=lambda: NS_PER_S)
+    expected = {phase: Histogram() for phase in ("queue", "total", "assemble", "compute", "split", "decode", "encode")}
+    for phase_ns, requests in batches:
+        queue_ns, total_ns = [list(times) for times in zip(*requests, strict=True)]
+        ends = BatchTimes(0, *np.cumsum(phase_ns).tolist())
+        recorder.record_batch(BatchRecord(len(requests), len(requests), "idle", ends, queue_ns, total_ns))
+        expected["queue"].observe(queue_ns)
+        expected["total"].observe(total_ns)
+        for phase, time_ns in zip(("assemble", "compute", "split"), phase_ns, strict=True):
+            expected[phase].observe([time_ns], [len(requests)])
+    for decode_ns, encode_ns in responses:
+        recorder.record_codec_times(decode_ns, encode_ns)
+        expected["decode"].observe([decode_ns])
+        expected["encode"].observe([encode_ns])
+    for phase, histogram in recorder.totals().phases.items():
+        assert histogram.sum_ns == expected[phase].sum_ns, phase
+        assert histogram.fine.tolist() == expected[phase].fine.tolist(), phase
 
 
 def test_statistics_have_triton_s_shape() -> None:
