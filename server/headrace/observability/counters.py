@@ -91,10 +91,7 @@ class Histogram:
             weights: number of requests with each of them.
         """
         values = np.asarray(values_ns, dtype=np.int64)
-        counts = np.broadcast_to(np.asarray(weights, dtype=np.int64), values.shape)
-        places = np.searchsorted(_BOUNDS_NS, values, side="left")
-        self.fine += np.bincount(places, weights=counts, minlength=_FINE).astype(np.int64)
-        self.sum_ns += int((values * counts).sum())
+        _observe([self], [len(values)], values, np.broadcast_to(np.asarray(weights, dtype=np.int64), values.shape))
 
     def exemplify(self, value_ns: int, trace_id: str) -> None:
         """Set the exemplar of the bucket of `value_ns`; the duration itself is counted by `observe`."""
@@ -143,6 +140,24 @@ class Histogram:
             return None
         place = int(np.searchsorted(self.fine.cumsum(), max(quantile * total, 1), side="left"))
         return float(_BOUNDS_NS[min(place, len(_BOUNDS_NS) - 1)]) / NS_PER_S
+
+
+def _observe(histograms: Sequence[Histogram], counts: Sequence[int], values_ns: Counts, weights: Counts) -> None:
+    """Add durations to several histograms at once: NumPy takes twice as long to do it for one after the other.
+
+    Args:
+        histograms: the histograms.
+        counts: number of durations of each histogram.
+        values_ns: int64[n], the durations of the first histogram first.
+        weights: int64[n], number of requests with each of them.
+    """
+    places = np.searchsorted(_BOUNDS_NS, values_ns) + _FINE * np.repeat(np.arange(len(counts)), counts)
+    fine = np.bincount(places, weights, len(counts) * _FINE).astype(np.int64).reshape(len(counts), _FINE)
+    sums_ns, end = values_ns * weights, 0
+    for histogram, count, added in zip(histograms, counts, fine, strict=True):
+        start, end = end, end + count
+        histogram.fine += added
+        histogram.sum_ns += int(sums_ns[start:end].sum())
 
 
 def quantiles_ns(fine: Counts, quantiles: Sequence[float]) -> list[float]:
@@ -488,7 +503,7 @@ class Recorder:
         return self._totals.copy()
 
     def _fold(self) -> None:
-        """Sort pending durations into the histograms, those of all phases at once: seven calls of NumPy take twice as long."""
+        """Sort pending durations into the histograms."""
         codecs_ns = [self._codecs_ns.popleft() for _ in range(len(self._codecs_ns) // 2 * 2)]
         requests, batches, responses = len(self._queue_ns), len(self._batches_ns) // 4, len(codecs_ns) // 2
         if not (requests or batches or responses):
@@ -499,14 +514,9 @@ class Recorder:
         values_ns = np.concatenate((pending[: 2 * requests], of_batches[:3].ravel(), of_responses.ravel()))
         weights = np.ones(len(values_ns), np.int64)
         weights[2 * requests : 2 * requests + 3 * batches].reshape(3, batches)[:] = of_batches[3]
+        phases = ("queue", "total", "assemble", "compute", "split", "decode", "encode")
         counts = (requests, requests, batches, batches, batches, responses, responses)
-        places = np.searchsorted(_BOUNDS_NS, values_ns) + _FINE * np.repeat(np.arange(len(counts)), counts)
-        fine = np.bincount(places, weights, len(counts) * _FINE).astype(np.int64).reshape(len(counts), _FINE)
-        sums_ns, end = values_ns * weights, 0
-        for row, phase in enumerate(("queue", "total", "assemble", "compute", "split", "decode", "encode")):
-            histogram, start, end = self._totals.phases[phase], end, end + counts[row]
-            histogram.fine += fine[row]
-            histogram.sum_ns += int(sums_ns[start:end].sum())
+        _observe([self._totals.phases[phase] for phase in phases], counts, values_ns, weights)
         self._queue_ns, self._total_ns, self._batches_ns = [], [], []
 
 
