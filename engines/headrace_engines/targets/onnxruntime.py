@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, copy_model, drop_unused_domains, read_onnx, write_onnx
@@ -248,15 +248,10 @@ _NODE = re.compile(
 )
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def session_options() -> ort.SessionOptions:
     """Return session options as the server sets them for a model of one instance."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = cores()
+    options.intra_op_num_threads = usable_cores()
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
@@ -355,7 +350,7 @@ class OnnxRuntimeEngine:
             BuildError: that process failed.
         """
         shapes = self._largest or {name: tuple(_fixed(size) for size in sizes) for name, sizes in self._inputs.items()}
-        request = json.dumps({"path": str(self._path), "threads": cores(), "shapes": shapes})
+        request = json.dumps({"path": str(self._path), "threads": usable_cores(), "shapes": shapes})
         if request not in self._memory_bytes:
             # Run as a file: the child imports ONNX Runtime and no Headrace package. -P: no imports from the file's folder.
             command = [sys.executable, "-P", str(Path(__file__).with_name("onnxruntime_memory.py"))]

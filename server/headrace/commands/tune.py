@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command with the options of `add_arguments`; return the exit status."""
     # Imported here, since every command declares its options.
+    from headrace.config.manifest import usable_cores
     from headrace.config.model_folder import find_model_folder, read_model_folder
     from headrace.repository.tuning import Options, default_counts
-    from headrace.repository.warmup import cores
 
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         folder = read_model_folder(path, path.parent)
         slo_ms = args.slo_ms or folder.config.slo.p99_ms or 0.0
         options = Options(
-            counts=args.instances or default_counts(folder.config, cores()),
+            counts=args.instances or default_counts(folder.config, usable_cores()),
             seconds=args.seconds,
             repeats=args.repeats,
             slo_ns=int(slo_ms * NS_PER_MS),

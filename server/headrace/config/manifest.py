@@ -178,6 +178,11 @@ class Machine:
         return f"{self.device} {self.capability} with {library} {self.version}{driver}"
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @lru_cache(maxsize=1)
 def cpu_capability() -> str:
     """Return this CPU's best instructions for INT8; of a mixed CPU, those of all its cores.

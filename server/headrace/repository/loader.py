@@ -14,7 +14,7 @@ from headrace.backends.process.backend import IsolatedBackend
 from headrace.backends.process.child import create_backend
 from headrace.config.completion import contradictions
 from headrace.config.documents import refuse
-from headrace.config.manifest import Machine, Stamp, onnx_digest
+from headrace.config.manifest import Machine, Stamp, onnx_digest, usable_cores
 from headrace.config.model_folder import ModelFolder
 from headrace.config.onnx_model import read_signature
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, engine_folder, serving_plan
@@ -37,7 +37,6 @@ from headrace.repository.warmup import (
     LatencyMeasurement,
     LatencyStore,
     WarmupRunner,
-    cores,
     make_warmups,
 )
 from headrace.scheduling.executor import ReshapingExecution
@@ -408,7 +407,7 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         levels=levels,
         default_level=max(batching.default_priority_level, 1),
         queue_policy=_level_policy(batching.default_queue_policy),
-        fill_threads=max(1, min(_MAX_FILL_THREADS, cores() // 2)),
+        fill_threads=max(1, min(_MAX_FILL_THREADS, usable_cores() // 2)),
         level_policies={level: _level_policy(queue) for level, queue in _queue_policies(batching).items()},
         aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
         sharing=None if sharing is None else Sharing(dict(sharing.weights), sharing.default_weight),

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_inner
 from headrace.config.documents import refuse
 from headrace.config.files import is_temporary, write_durably
-from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
@@ -250,7 +250,7 @@ class LatencyStore:
             "runtime": runtime,
             "instances": instances,
             "machine": str(machine),
-            "cores": cores(),
+            "cores": usable_cores(),
             "config": config.model_dump(mode="json", exclude_defaults=True, include=_FIELDS),
         }
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -324,11 +324,6 @@ class LatencyFile:
             self.store.remove_oldest()
         except OSError as error:
             self.store.warn_once(error)
-
-
-def cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _machine(runtime: str) -> Machine:

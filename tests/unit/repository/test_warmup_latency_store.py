@@ -80,7 +80,7 @@ def test_the_key_contains_everything_that_affects_the_latency(
             config(tmp_path / "t", CONFIG + parameter("intra_op_thread_count", "1")), "0" * 64, "onnxruntime", 2
         ),
     ]
-    monkeypatch.setattr(warmup, "cores", lambda: 99)
+    monkeypatch.setattr(warmup, "usable_cores", lambda: 99)
     others.append(store.file_for(mine, "0" * 64, "onnxruntime", 2))
     assert len({latency_file.path, *(other.path for other in others)}) == 6
 
