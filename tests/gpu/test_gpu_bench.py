@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from loadtest.servers import ROOT
+from tests.support.gpu_marks import gpu_marks
 
-_NEEDED = ("pycuda", "tensorrt", "fastapi", "uvicorn", "tritonclient", "onnx", "onnxruntime")
-_missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA, TensorRT and a server"),
-]
+pytestmark = gpu_marks(240, "fastapi", "uvicorn", "tritonclient", "onnx", "onnxruntime")
 
 
 def test_every_part_completes(tmp_path: Path) -> None:

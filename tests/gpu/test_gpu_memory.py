@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import shutil
 import time
 from pathlib import Path
@@ -23,15 +22,11 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.test_tensorrt_failures import full_gpu
 from tests.support.control_thread import EXPLICIT, expected, index, infer_values, run, until
+from tests.support.gpu_marks import gpu_marks
 from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.models import add_model, affine
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+pytestmark = gpu_marks(180)
 
 ALL = ControlPolicy("none")
 # An instance's berths are 8 MB then; what TensorRT and the driver take beside them is more (33 MB on an H200).

@@ -7,7 +7,6 @@ swap it in without losing a request. Then clients in processes of their own meas
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -25,14 +24,10 @@ import pytest
 import tritonclient.http as triton
 from headrace.core.tensor import Array
 
+from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import ROOT, Server, serving
 
-_missing = [name for name in ("pycuda", "tensorrt", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(560),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA, TensorRT and a server"),
-]
+pytestmark = gpu_marks(560, "fastapi", "uvicorn")
 
 MODEL = "resnet50"
 CLIENTS, IMAGES = 8, 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +11,10 @@ import pytest
 from headrace.core.tensor import Array
 
 from tests.support import shared_memory_cases as cases
+from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import Server, serving
 
-_missing = [name for name in ("pycuda", "tensorrt", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA, TensorRT and a server"),
-]
+pytestmark = gpu_marks(180, "fastapi", "uvicorn")
 
 # A client's process: puts what comes on its input on GPU 0, prints the IPC handle, and keeps the memory until its input ends.
 _OWNER = """

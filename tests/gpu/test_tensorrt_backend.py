@@ -31,16 +31,12 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import ROOT, serving
 from tests.support.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 _no_server = [name for name in ("fastapi", "uvicorn", "tritonclient") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+pytestmark = gpu_marks(120)
 
 # Level 1 builds in a second or two what level 3 builds in ten; kernels' speed is not what is tested.
 TARGET = TensorRtTarget(optimization_level=1)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections.abc import Iterator
@@ -28,15 +27,11 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import kernel_reference as reference
+from tests.support.gpu_marks import gpu_marks
 from tests.support.gpu_process_memory import process_gpu_bytes, processes
 from tests.support.tensorrt_networks import answers, convolutions, cosine
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+pytestmark = gpu_marks(120)
 
 ROWS = 32
 RECIPE = ImageRecipe(

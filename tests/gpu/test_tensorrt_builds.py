@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,10 @@ from headrace_engines.targets.base import MeasuredLayer
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.engine_projects import write_project
+from tests.support.gpu_marks import gpu_marks
 from tests.support.networks import inputs_of, network, residual, transformer, weights
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+pytestmark = gpu_marks(120)
 
 TARGET = TensorRtTarget(optimization_level=1)
 # As people build: convolutions in FP8 were seen at this level only.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -20,12 +19,9 @@ from headrace.config.manifest import Stamp, read_stamps
 from headrace_engines.__main__ import main
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+from tests.support.gpu_marks import gpu_marks
+
+pytestmark = gpu_marks(180)
 
 ROOT = Path(__file__).resolve().parents[2]
 # Tables do not break their words then.

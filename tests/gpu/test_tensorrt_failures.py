@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
@@ -20,15 +18,11 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import TargetSpec
 
 from tests.gpu.test_tensorrt_engines import ORDER, TARGET, built, refused, rows
+from tests.support.gpu_marks import gpu_marks
 from tests.support.gpu_process_memory import process_gpu_bytes
 from tests.support.tensorrt_networks import convolutions, pictures
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+pytestmark = gpu_marks(120)
 
 
 def test_a_profile_larger_than_the_gpu_is_an_error(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from headrace_engines.simplify import simplify
 from headrace_engines.targets.base import MeasuredLayer, ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support.gpu_marks import gpu_marks
 from tests.support.networks import (
     cosine,
     inputs_of,
@@ -34,12 +34,7 @@ from tests.support.networks import (
     weights,
 )
 
-_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(180),  # TensorRT 10.6 looks for 80 s before it finds no kernel for a region
-    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
-]
+pytestmark = gpu_marks(180)  # TensorRT 10.6 looks for 80 s before it finds no kernel for a region
 
 ROWS = 8
 # What a 3x3 convolution of 32 channels, a 1x1 one and a vector are called below.
