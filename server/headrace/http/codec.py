@@ -275,7 +275,16 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         key = tuple(sizes)
         header = self._headers.get(key)
         if header is None:
-            header = bytes(self._encode(response, template, "", None)[1][0])
+            descriptions: list[dict[str, object]] = [
+                {
+                    "name": spec.name,
+                    "datatype": spec.datatype.name,
+                    "shape": response.outputs[spec.name].shape,
+                    "parameters": {"binary_data_size": len(data)},
+                }
+                for spec, data in zip(self.spec.outputs.values(), body[1:], strict=True)
+            ]
+            header = self._header(descriptions)
             if len(self._headers) >= _MAX_HEADERS:
                 self._headers.clear()
             self._headers[key] = header
@@ -309,6 +318,16 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             else:
                 description["data"] = tensor_codec.to_json(array, datatype)
             outputs.append(description)
+        body[0] = self._header(outputs, request_id, parameters)
+        return (len(body[0]) if binary else None), body
+
+    def _header(
+        self,
+        outputs: list[dict[str, object]],
+        request_id: str = "",
+        parameters: Mapping[str, int | str] | None = None,
+    ) -> bytes:
+        """Return the JSON of a response with the descriptions of its outputs."""
         header: dict[str, object] = {
             "model_name": self.spec.name,
             "model_version": self.spec.version,
@@ -318,8 +337,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             header["parameters"] = parameters
         if request_id:
             header = {"id": request_id, **header}
-        body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
-        return (len(body[0]) if binary else None), body
+        return orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _raw_template(self, body: bytes | BodyBytes) -> tuple[RequestTemplate, int]:
         """Return the template of a raw binary request, and the position in the body at which raw inputs begin.

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest, InferResponse
-from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
+from headrace.core.tensor import BY_NAME, Array, Datatype, ModelSpec, TensorSpec
 from headrace.http.codec import ModelCodec, RequestTemplate
+from headrace.inference import tensor_codec
 
 LABELS = ("cat", "dog")
 
@@ -227,6 +228,23 @@ GOLDEN_ANSWERS: list[tuple[str, dict[str, Any], bytes | None, bytes]] = [
         b"\x0a\0\0\x002.000000:2\x0e\0\0\x001.000000:0:cat\x0f\0\0\x00-1.000000:1:dog",
     ),
 ]
+
+
+def test_every_output_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the first response of its shapes and sizes, whose header is not cached."""
+    served = codec()
+    _, template = decode(request(parameters={"binary_data_output": True}), of=served)
+    converted: list[str] = []
+    to_binary = tensor_codec.to_binary
+
+    def count(array: Array, datatype: Datatype) -> object:
+        converted.append(datatype.name)
+        return to_binary(array, datatype)
+
+    monkeypatch.setattr(tensor_codec, "to_binary", count)
+    first, second = (b"".join(served.encode(answer(), template)[1]) for _ in range(2))
+    assert first == second
+    assert converted == 2 * ["FP32", "BYTES"]
 
 
 @pytest.mark.parametrize(
