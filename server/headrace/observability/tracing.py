@@ -60,7 +60,8 @@ class TraceWriter(BackgroundWorker[TraceRecord]):
     is written with each record and overwritten by the next. An indexed file is complete when it has the `log_frequency` of the
     last record; unlike Triton's, traces of models with different frequencies share the files.
 
-    `put` and `close` are called on the event loop, everything else runs on the writer's thread.
+    `put` and `close` are called on the event loop, everything else runs on the writer's thread; `close` closes the files once
+    that thread has ended.
 
     Args:
         path: of the trace file; existing files are overwritten.
@@ -92,12 +93,14 @@ class TraceWriter(BackgroundWorker[TraceRecord]):
                 file.close()
 
     def _write_all(self, records: list[TraceRecord]) -> None:
-        for record in records:
+        for number, record in enumerate(records):
             try:
                 self._write(record)
             except OSError as error:
+                del records[:number]
                 raise OSError(f"--trace-file {self._path} cannot be written: {error.strerror}") from error
             if self._left_bytes <= 0:
+                del records[: number + 1]
                 raise OSError("the trace files have reached their maximum size")
 
     def _write(self, record: TraceRecord) -> None:

@@ -385,6 +385,16 @@ def test_no_client_can_fill_the_disk(path: Path, caplog: pytest.LogCaptureFixtur
     tracer.close()
 
 
+def test_written_traces_are_not_counted_as_dropped(path: Path) -> None:
+    writer = tracing.TraceWriter(str(path), max_bytes=20_000)
+    for number in range(200):
+        writer.put(tracing.TraceRecord(number + 1, "m", "1", str(number), (("REQUEST_START", 1),), 0))
+    writer.close()
+    written = len(ids(path))
+    assert 1 <= written < 200
+    assert written + writer.dropped == 200
+
+
 def test_a_slow_disk_drops_traces_and_does_not_block(
     monkeypatch: pytest.MonkeyPatch, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
