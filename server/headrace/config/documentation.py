@@ -153,10 +153,16 @@ def configuration_page(page: str = "") -> str:
     """Return the text of `docs/configuration.md`.
 
     Args:
-        page: the present page, whose introduction stays.
+        page: the present page, whose introduction stays; "" for none.
+
+    Raises:
+        ValueError: the page has no line at which the generated part begins.
     """
+    introduction, mark, _ = page.partition(_MARK)
+    if page and not mark:
+        raise ValueError(f"{PAGE_FILE} has no line {_MARK!r}: put it where the generated tables begin")
     fields = [name for name in ModelConfig.model_fields if name not in HEADRACE_FIELDS]
-    lines = [page.partition(_MARK)[0] + _MARK, "", "## The top level", "", *_table((), ModelConfig, fields), ""]
+    lines = [introduction + _MARK, "", "## The top level", "", *_table((), ModelConfig, fields), ""]
     lines += ["## Headrace's own fields", "", *_table((), ModelConfig, list(HEADRACE_FIELDS)), ""]
     for path, model in _parts(ModelConfig):
         if path:

@@ -118,6 +118,13 @@ def test_every_part_of_the_schema_is_described() -> None:
     assert "null" not in json.dumps(root)
 
 
+def test_a_page_without_its_mark_is_refused() -> None:
+    page = documentation.configuration_page()
+    assert documentation.configuration_page("# Introduction\n\n" + page) == "# Introduction\n\n" + page
+    with pytest.raises(ValueError, match="has no line"):
+        documentation.configuration_page(page.replace("From here on", "Below"))
+
+
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert documentation.main([str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {documentation.SCHEMA_FILE, documentation.PAGE_FILE}
