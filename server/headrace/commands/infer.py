@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import number_parser, open_console, plural, printable
+from headrace.core.command_line import number_parser, open_console, plural, positive_count, printable
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
 from headrace.pipelines.recipe import ImageRecipe, parameter_value
 
@@ -377,7 +377,6 @@ def _value(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-_count = number_parser(int, lambda number: number >= 1, "is not a whole number of at least 1")
 _seconds = number_parser(float, lambda number: 0 < number < 1e6, "is not a number of seconds over 0")
 
 
@@ -389,7 +388,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "the server's gRPC address (%(default)s); grpcs://HOST:PORT for TLS"
     add("--url", default="127.0.0.1:8001", metavar="ADDRESS", help=text)
     add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
-    add("--top", type=_count, default=5, metavar="N", help="best labels to print for a picture (%(default)s)")
+    add("--top", type=positive_count, default=5, metavar="N", help="best labels to print for a picture (%(default)s)")
     add("--timeout", type=_seconds, default=60.0, metavar="S", help="seconds to wait for an answer (%(default)g)")
     add("--raw", type=Path, metavar="FILE.npz", help="send the named arrays of this file instead of pictures")
     add("--json-input", type=Path, metavar="FILE.json", help='send {"inputs": [...]} of this file instead of pictures')

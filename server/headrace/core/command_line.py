@@ -47,6 +47,10 @@ def number_parser(kind: type[Number], is_valid: Callable[[Number], bool], error:
     return parse
 
 
+positive_count = number_parser(int, lambda number: number >= 1, "is not a whole number of at least 1")
+"""Parser of a whole number of at least 1."""
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """Return the word of `names` that is most similar to `word`; "" if none is similar."""
     return next(iter(difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.6)), "")

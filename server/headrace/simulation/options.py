@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from headrace.core.command_line import number_parser
+from headrace.core.command_line import number_parser, positive_count
 
 Value = TypeVar("Value")
 
 _natural = number_parser(float, lambda number: 0 <= number < float("inf"), "is not a finite number: use 0 or more")
 _positive = number_parser(float, lambda number: 0 < number < float("inf"), "is not a number above 0")
 _share = number_parser(float, lambda number: 0 <= number <= 1, "is out of range: use a number from 0 to 1")
-_count = number_parser(int, lambda number: number >= 1, "is not a whole number of at least 1")
 
 KINDS = ("poisson", "bursty", "diurnal")
 
@@ -128,6 +127,11 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         metavar="HZ[:BURST]",
         help="requests per second of a client; or NAME=HZ[:BURST],...",
     )
+
+
+def _count(text: str) -> int:
+    """Parse a whole number of at least 1; lists may have spaces, as in `4, 8`."""
+    return positive_count(text.strip())
 
 
 def _counts(text: str) -> tuple[int, ...]:

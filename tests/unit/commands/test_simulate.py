@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from headrace.__main__ import main
+from headrace.simulation.options import SettingParser, add_arguments
 
 from tests.support.onnx_models import write_model
 
@@ -138,6 +139,13 @@ def test_options_out_of_range_are_refused(option: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         main(["simulate", option])
     assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_lists_may_have_spaces() -> None:
+    parser = SettingParser()
+    add_arguments(parser)
+    options = parser.parse_args(["--preferred", "4, 8", "--rows", "1, 8:2", "--quota", "a=5: 3"])
+    assert (options.preferred, options.rows, options.quota) == ((4, 8), ((1, 1.0), (8, 2.0)), {"a": (5.0, 3)})
 
 
 def test_an_invalid_model_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
