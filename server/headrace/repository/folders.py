@@ -291,9 +291,10 @@ def _repository(name: str, file: Path, with_folder: bool, state_dir: str, resour
             except OSError as error:
                 problem = error
                 continue
-            resources.callback(shutil.rmtree, repository, ignore_errors=True)
             lock = os.open(repository / _LOCK, os.O_CREAT | os.O_RDWR)
+            # Called in reverse: removed under its lock, or a server that starts would remove it, too.
             resources.callback(os.close, lock)
+            resources.callback(shutil.rmtree, repository, ignore_errors=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 _create_model(repository / name, file, with_folder, link)
