@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_inner
 from headrace.config.documents import refuse
@@ -186,7 +186,14 @@ _FIELDS = {
 }  # fmt: skip
 
 
-_Count = Annotated[int, Field(ge=1, lt=10**9)]
+def _count(key: str) -> int:
+    """Parse a key; pydantic alone would accept "+1" and "1_0"."""
+    if not (key.isascii() and key.isdecimal()):
+        raise ValueError("is not a decimal number")
+    return int(key)
+
+
+_Count = Annotated[int, BeforeValidator(_count), Field(ge=1, lt=10**9)]
 _TimeNs = Annotated[int, Field(ge=1, le=_MAX_TIME_NS)]
 
 
@@ -210,7 +217,7 @@ class _StoredDocument(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    format: Literal[1]
+    format: Annotated[int, Field(ge=_FORMAT, le=_FORMAT)]
     idle_ns: Annotated[int, Field(ge=0, le=_MAX_TIME_NS)]
     times_ns: dict[_Count, dict[_Count, Annotated[list[_TimeNs], Field(min_length=1)]]]
 
