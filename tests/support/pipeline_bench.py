@@ -63,7 +63,7 @@ def batch_results(
     """Return what settles batches of a scheduler without a handle."""
     latency_table = LatencyTable()
     admission = AdmissionController(CostModel(latency_table, policy), policy, scheduler, list)
-    return BatchResults(recorder, settle_all, report, check, latency_table, admission)
+    return BatchResults(recorder, settle_all, report, check, latency_table, admission, lambda _error: None)
 
 
 class Bench:

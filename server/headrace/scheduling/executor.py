@@ -148,7 +148,7 @@ class BatchResults:
     check: OutputCheck
     latency_table: LatencyTable
     admission: AdmissionController
-    on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None
+    on_mismatch: Callable[[OutputMismatch], object]
 
     def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
@@ -158,25 +158,24 @@ class BatchResults:
         self.busy_runners.add(runner)
         self.admission.changed = True
 
-    def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
+    def split(self, outputs: dict[str, Array], batch: Batch) -> list[dict[str, Array]]:
         """Check the outputs of a batch and split them into views of each entry's rows.
 
         Args:
             outputs: arrays by name, of shape (rows of the batch, ...), as the execution returned them.
-            entries: the members of the batch, in the order of their rows; a batch of one entry is checked too.
+            batch: the batch; one of a single entry is checked, too.
 
         Raises:
             OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
         """
-        if len(entries) == 1:
-            self.check.check(outputs, entries[0].rows)
+        self.check.check(outputs, batch.rows)
+        if len(batch.entries) == 1:
             return [outputs]
-        self.check.check(outputs, sum(map(_ROWS, entries)))
         # Only declared outputs: an undeclared one may have no batch dimension.
         named = [(name, outputs[name]) for name in self.check.names]
         results: list[dict[str, Array]] = []
         start = 0
-        for entry in entries:
+        for entry in batch.entries:
             stop = start + entry.rows
             rows: dict[str, Array] = {}
             for name, array in named:
@@ -278,8 +277,8 @@ class Staging:
         self._max_rows = max_rows
         self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
 
-    def stack(self, entries: list[Entry]) -> dict[str, Array]:
-        """Return the inputs of all entries, concatenated along the batch dimension.
+    def stack(self, entries: list[Entry], rows: int) -> dict[str, Array]:
+        """Return the inputs of all entries, `rows` in all, concatenated along the batch dimension.
 
         The arrays of a single entry are not copied if they are aligned. Views of a request's body may be unaligned, since the
         header before them has any length, and kernels may rely on alignment. Resident rows are copied.
@@ -292,7 +291,6 @@ class Staging:
                     array = np.asarray(array)
                 inputs[name] = array if array.flags.num & _READY == _READY else array.copy()
             return inputs
-        rows = sum(map(_ROWS, entries))
         stacked: dict[str, Array] = {}
         for name, array in first.items():
             parts = [entry.inputs[name] for entry in entries]
@@ -537,11 +535,11 @@ class SerialRunner:
         self.batch_results.settle(batch, times, results, busy_ns)
 
     def _run(self, batch: Batch) -> tuple[BatchTimes, list[dict[str, Array]]]:
-        inputs = self._staging.stack(batch.entries)
+        inputs = self._staging.stack(batch.entries, batch.rows)
         assembled_ns = self.clock()
         outputs = self.execution.run(inputs)
         computed_ns = self.clock()
-        results = self.batch_results.split(outputs, batch.entries)
+        results = self.batch_results.split(outputs, batch)
         return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock()), results
 
 

@@ -337,7 +337,7 @@ class Pipeline:
         try:
             outputs = self.execution.finish(in_flight)
             computed_ns = self.clock()
-            results = self.batch_results.split(outputs, batch.entries)
+            results = self.batch_results.split(outputs, batch)
         except ExecutionLost:
             raise
         except Exception as error:

@@ -59,8 +59,9 @@ class Batch:
         """Drop entries that were cancelled or whose deadline has passed; False if none is left."""
         entries = self.entries
         if len(entries) > 1 or entries[0].completion.is_settled:
-            self.entries = [entry for entry in entries if not entry.completion.is_settled]
-            self.rows = sum(map(_ROWS, self.entries))
+            live = [entry for entry in entries if not entry.completion.is_settled]
+            if len(live) != len(entries):
+                self.entries, self.rows = live, sum(map(_ROWS, live))
         return bool(self.entries)
 
 
@@ -131,10 +132,12 @@ class BatchSelector:
             else:
                 shape_queue, answer = self._first(at_ns, closed)
             if type(answer) is Take:
+                queued_rows = self.queue.total_rows
                 entries = self.queue.take(shape_queue, answer.count)
+                rows = queued_rows - self.queue.total_rows
                 if shape_queue.due_count and shape_queue.last_rows:
                     self._refuse_overdue(shape_queue, now_ns)
-                return Batch(entries, answer.reason, now_ns, sum(map(_ROWS, entries)))
+                return Batch(entries, answer.reason, now_ns, rows)
             if type(answer) is Skip:
                 self._skip(shape_queue, answer.positions)
             elif type(answer) is WaitUntil:

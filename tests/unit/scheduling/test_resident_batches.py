@@ -85,8 +85,8 @@ def test_wrong_row_counts_are_detected(rows: int) -> None:
 
 def test_a_batch_on_the_cpu_gets_copies() -> None:
     staging, rows = Staging(8), resident(_rows(0, 2))
-    assert np.array_equal(staging.stack([_entry(x=rows)])["x"], _rows(0, 2))
-    assert np.array_equal(staging.stack([_entry(x=rows), _entry(x=_rows(2, 3))])["x"], _rows(0, 5))
+    assert np.array_equal(staging.stack([_entry(x=rows)], 2)["x"], _rows(0, 2))
+    assert np.array_equal(staging.stack([_entry(x=rows), _entry(x=_rows(2, 3))], 5)["x"], _rows(0, 5))
     owner = rows.owner
     assert isinstance(owner, HostOwner)
     assert len(owner.copies) == 2
