@@ -49,9 +49,7 @@ _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
 _MAX_MESSAGE_CHARS = 200
 
 
-def control_application(
-    services: Services, client_limits: ClientLimits, metrics: Metrics | None, infer: InferEndpoint
-) -> FastAPI:
+def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
     """Create the FastAPI application of all routes except inference, which it only documents.
 
     Args:
@@ -59,7 +57,6 @@ def control_application(
         client_limits: limits of all requests; the full body size is allowed only for requests that may carry model files.
         metrics: renders /metrics: takes the header Accept, returns (content type, body), and may run on any thread. None if
             metrics have a port of their own.
-        infer: the inference endpoint.
     """
     app = FastAPI(
         title="Headrace",
@@ -77,7 +74,7 @@ def control_application(
     def openapi() -> bytes:
         return orjson.dumps(document(app, table))
 
-    table = [*infer_routes(infer), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
+    table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:
         add_route(app, route, _endpoint(route, client_limits))
     return app
@@ -249,7 +246,7 @@ class HttpApplication:
 
     def __init__(self, services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> None:
         self._infer = InferEndpoint(services, client_limits)
-        self._control = control_application(services, client_limits, metrics, self._infer)
+        self._control = control_application(services, client_limits, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request; other ASGI scopes (lifespan, WebSocket) are ignored."""

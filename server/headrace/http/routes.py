@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from fastapi import FastAPI
@@ -22,7 +22,6 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
-from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.services import Services
 
@@ -423,12 +422,8 @@ def document(app: FastAPI, table: Sequence[Route]) -> dict[str, Any]:
     return openapi
 
 
-def infer_routes(infer: InferEndpoint) -> Iterator[Route]:
-    """List the inference routes for the document; `HttpApplication` serves them before FastAPI.
-
-    Args:
-        infer: the inference endpoint.
-    """
+def infer_routes() -> Iterator[Route]:
+    """List the inference routes for the document only: `HttpApplication` serves them before FastAPI."""
     extra = {
         "description": (
             "The body is JSON, or JSON followed by the bytes of tensors; then `Inference-Header-Content-Length` has the size "
@@ -449,12 +444,16 @@ def infer_routes(infer: InferEndpoint) -> Iterator[Route]:
             "inference",
             path,
             "Run a model",
-            infer,
+            _not_reached,
             bodies.InferenceResponse,
             method="POST",
             statuses=(403, 404, 413, 429, 503, 504),
             openapi_extra=extra,
         )
+
+
+def _not_reached(**names: str) -> NoReturn:
+    raise NotImplementedError("the HTTP application serves inference before FastAPI")
 
 
 class _Schema(GenerateJsonSchema):
