@@ -181,6 +181,8 @@ class _Handlers(grpc.GenericRpcHandler):
 class _Call:
     """Common part of unary and streaming calls; see `GrpcCall`."""
 
+    __slots__ = ("_context", "_options_reader", "deadline_ns", "received_ns", "reservation")
+
     def __init__(self, context: Any, server: GrpcioServer) -> None:
         self._context = context
         self._options_reader = server.methods.options_reader
@@ -201,7 +203,11 @@ class _Call:
 class _UnaryCall(_Call):
     """`GrpcCall` of grpcio, which cancels the task of the method when the client disconnects."""
 
-    completion: LoopCompletion | None = None
+    __slots__ = ("completion",)
+
+    def __init__(self, context: Any, server: GrpcioServer) -> None:
+        super().__init__(context, server)
+        self.completion: LoopCompletion | None = None
 
 
 class _StreamCall(_Call):
