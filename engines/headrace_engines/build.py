@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest
+from headrace.core.command_line import plural
 
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError
@@ -232,7 +233,7 @@ class _Builder:
         sizes = batch_sizes(self.project, self.spec)
         timings = []
         for index, rows in enumerate(sizes):
-            report(index / len(sizes), f"timing {rows} row{'s' * (rows > 1)}")
+            report(index / len(sizes), f"timing {plural(rows, 'row')}")
             timings.append(per_row(engine.time(sample_batch(self.data, rows, self.project), _TIMING_S), self.project))
         return timings
 

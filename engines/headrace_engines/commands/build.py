@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.config.files import read_config_file
-from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest, write_stamp
+from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
-from headrace.core.command_line import open_console, pickup_text, printable
+from headrace.core.command_line import open_console, pickup_text, plural, printable
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS
 from headrace.cuda import devices as gpus
@@ -238,7 +238,6 @@ def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store
     return 0.0 if baseline is None else baseline.rows_per_s
 
 
-_RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
 _DEVICES = {"onnxruntime": "the CPU", "tensorrt": "the GPU"}
 _STAND_IN = b"\0"
 _STAND_IN_KEY = "0" * 64
@@ -315,13 +314,13 @@ def serving_text(built: BuildResult) -> str:
     """Describe the runtime that serves a built engine, e.g. "TensorRT FP16 on the GPU (NVIDIA H200)"."""
     target, device = built.machine.target, built.machine.device
     device_text = f"{_DEVICES[target]} ({device})" if target == "tensorrt" else _DEVICES[target]
-    return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {device_text}"
+    return f"{LIBRARIES[target]} {built.spec.precision.upper()} on {device_text}"
 
 
 def current_serving_text(plan: ServingPlan) -> str:
     """Describe the file and runtime that serve now, e.g. "model.onnx, ONNX Runtime on the CPU"."""
     what = plan.file.name if plan.stamp is None else f"the {plan.stamp.precision.upper()} engine"
-    return f"{what}, {_RUNTIMES[plan.runtime]} on {_DEVICES[plan.runtime]}"
+    return f"{what}, {LIBRARIES[plan.runtime]} on {_DEVICES[plan.runtime]}"
 
 
 def serving_rows_per_s(plan: ServingPlan, built: BuildResult) -> float:
@@ -472,9 +471,7 @@ def _row(outcome: BuildOutcome) -> list[Text]:
         done = "not served" if outcome.not_served else "published, marked" if outcome.forced else "published"
     else:
         done = "refused" if built.refusal else "not published"
-    float_nodes_text = (
-        f", {len(built.float_nodes)} node{'s' * (len(built.float_nodes) > 1)} kept" if built.float_nodes else ""
-    )
+    float_nodes_text = f", {plural(len(built.float_nodes), 'node')} kept" if built.float_nodes else ""
     cells = [
         printable(outcome.name),
         f"{built.spec.precision}{float_nodes_text}",

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx
 from headrace.config.manifest import Machine
-from headrace.core.command_line import printable
+from headrace.core.command_line import plural, printable
 from headrace.core.optimization_config import PRECISIONS
 from headrace.core.svg_plot import (
     HEIGHT,
@@ -291,7 +291,7 @@ def _interleaved(
         for index, precision in enumerate(order[first:] + order[:first]):
             if precision in failed:
                 continue
-            report((turn + index / len(order)) / ROUNDS, f"{precision}, {size} row{'s' * (size > 1)}")
+            report((turn + index / len(order)) / ROUNDS, f"{precision}, {plural(size, 'row')}")
             try:
                 rounds[precision].append(engines[precision].time(inputs, seconds / ROUNDS))
             except (BuildError, MemoryError) as error:

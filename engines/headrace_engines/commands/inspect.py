@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from headrace.config.files import write_durably
 from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, choose_from_folder
-from headrace.core.command_line import is_pipe, printable
+from headrace.core.command_line import is_pipe, plural, printable
 from headrace.core.svg_plot import colour
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -134,7 +134,7 @@ ol .bar{height:1rem}}
 
 def _title(report: LayerReport) -> str:
     """Return file, precision and rows, e.g. "model.0123456789ab.onnx, int8, 8 rows"."""
-    return f"{report.artefact}, {report.precision or 'as it is'}, {report.rows} row{'s' * (report.rows != 1)}"
+    return f"{report.artefact}, {report.precision or 'as it is'}, {plural(report.rows, 'row')}"
 
 
 def _shares(report: LayerReport) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
 from headrace.core.command_line import fit_title, is_pipe, number_parser, open_console, pickup_text, plural
-from headrace.core.errors import ConfigError, Finding, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.config.files import Changes
@@ -162,6 +162,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
     Raises:
         ConfigError: the change cannot be written, or the model could not be served with it.
     """
+    from headrace.config.documents import refuse
     from headrace.config.files import read_config_file
     from headrace.config.model_folder import read_model_folder
 
@@ -174,7 +175,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
         file = read_config_file(folder.path)
         text = file.apply(_changes(folder, result))
     except OSError as error:
-        raise ConfigError([Finding(folder.name, None, f"cannot be read: {error}", "check the permissions")]) from None
+        raise refuse(folder.name, None, f"cannot be read: {error}", "check the permissions") from None
     if text == file.text:
         return
     # Check that the changed configuration can be served before it is written.

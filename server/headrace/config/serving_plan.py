@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from headrace.config.documents import refuse
 from headrace.config.manifest import (
     LIBRARIES,
     ArtefactMatch,
@@ -26,7 +27,7 @@ from headrace.config.manifest import (
     read_stamps,
 )
 from headrace.config.model_folder import ModelFolder, sample_paths
-from headrace.core.errors import ConfigError, Finding, Unsupported
+from headrace.core.errors import ConfigError, Unsupported
 from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import requested_precision, tensorrt_accelerator
 
@@ -160,8 +161,9 @@ class ServingPlan:
         """
         if self.fallback is not None or self.remark or not self.cure:
             return error
-        cures = [", or ".join(filter(None, (finding.cure, self.cure))) for finding in error.findings]
-        return ConfigError([replace(finding, cure=cure) for finding, cure in zip(error.findings, cures, strict=True)])
+        return ConfigError(
+            [replace(each, cure=", or ".join(filter(None, (each.cure, self.cure)))) for each in error.findings]
+        )
 
 
 def requested_device(config: ModelConfig) -> Device:
@@ -276,7 +278,7 @@ class _PlanChooser:
         if not self._source.is_file():
             message = f"backend 'tensorrt' is not available on this machine: {gpu.problem}"
             cure = f"put {self._source.name} beside it, which the CPU can serve, or serve it on a machine with a GPU"
-            raise ConfigError([Finding(self._folder.name, None, message, cure)])
+            raise refuse(self._folder.name, None, message, cure)
         plan = self._on_cpu(gpu.problem)
         remark = plan.remark if plan.build else f"{plan.file.name} serves on the CPU: {gpu.problem}"
         return replace(plan, remark=remark, cure="", substitutes=config.fallback is None)
@@ -292,10 +294,10 @@ class _PlanChooser:
         name = self._folder.name
         if self._config.runtime != "onnxruntime" and not self._gpu.problem:
             cure = "write KIND_GPU or remove kind, or serve the model with backend: onnxruntime"
-            raise ConfigError([Finding(name, None, "TensorRT does not run on the CPU (KIND_CPU)", cure)])
+            raise refuse(name, None, "TensorRT does not run on the CPU (KIND_CPU)", cure)
         if not self._source.is_file():
             cure = f"put {self._source.name} beside it, or remove runtime: onnxruntime and KIND_CPU"
-            raise ConfigError([Finding(name, None, f"has no {self._source.name} that the CPU could serve", cure)])
+            raise refuse(name, None, f"has no {self._source.name} that the CPU could serve", cure)
 
     def _builds_for_gpu(self) -> bool:
         explicit = self._config.build_on_load
@@ -418,7 +420,7 @@ class _PlanChooser:
     def _no_engine(self, choice: ArtefactMatch) -> ConfigError:
         message = f"has no engine for this machine ({choice.reason or 'none is built'})"
         cure = f"{self._command('tensorrt')}, or write fallback: onnxruntime"
-        return ConfigError([Finding(f"{self._folder.name}/{self._version}", None, message, cure)])
+        return refuse(f"{self._folder.name}/{self._version}", None, message, cure)
 
     def _unrequested(self) -> str:
         precision = "write optimization: {precision: fp16}"

@@ -25,6 +25,7 @@ from headrace.config.documents import refuse
 from headrace.config.files import read_config_file
 from headrace.config.model_folder import ModelFolder, served_versions
 from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.command_line import plural
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import InstanceGroup, ModelConfig
@@ -390,7 +391,7 @@ class _Sweeper:
             message = f"the model fails on a batch of {rows} rows ({self._inputs.origin}): {error}"
             raise refuse(self._folder.name, None, message, cure) from error
         self._runs_done += 1
-        text = f"{count} instance{'s' * (count > 1)}, {rows} row{'s' * (rows > 1)}: {run[0]:,.0f} rows/s"
+        text = f"{plural(count, 'instance')}, {plural(rows, 'row')}: {run[0]:,.0f} rows/s"
         self._report(self._runs_done, max(self._total, self._runs_done), text)
         return run
 
