@@ -74,10 +74,9 @@ class OnnxGraph:
         return list(self._consumers.get(tensor, {}).values())
 
     def only_reader(self, tensor: str) -> onnx.NodeProto | None:
-        """Return the only node that reads a tensor, once; None if there are several, or if it is an output of the model."""
+        """Return the only node that reads a tensor; None if there are several, or if it is an output of the model."""
         readers = self.consumers(tensor)
-        alone = len(readers) == 1 and tensor not in self.outputs and list(readers[0].input).count(tensor) == 1
-        return readers[0] if alone else None
+        return readers[0] if len(readers) == 1 and tensor not in self.outputs else None
 
     def is_constant(self, tensor: str) -> bool:
         """Return whether a tensor is an initializer."""

@@ -214,11 +214,17 @@ def _fold_casts(graph: OnnxGraph) -> None:
     _drop(graph, done)
 
 
+def _single_use(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
+    """Return the only node that reads a tensor, if it does so once: `Add(x, x)` is no shift of x."""
+    reader = graph.only_reader(tensor)
+    return reader if reader is not None and list(reader.input).count(tensor) == 1 else None
+
+
 def _merge_affine(graph: OnnxGraph) -> None:
     """Merge a scale or shift by channel after a batch norm into the batch norm."""
     merged = set()
     for norm in [node for node in graph.nodes if node.op_type == "BatchNormalization"]:
-        while (step := graph.only_reader(norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
+        while (step := _single_use(graph, norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
             scale, shift = graph.constant(norm.input[1]), graph.constant(norm.input[2])
             if scale is None or shift is None:
                 break
@@ -256,7 +262,7 @@ def _biased_products_to_gemm(graph: OnnxGraph) -> None:
     """Write a matrix product and a bias by column as one Gemm, which has kernels that add the bias."""
     done = set()
     for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
-        step = graph.only_reader(node.output[0])
+        step = _single_use(graph, node.output[0])
         weight, first_shape = graph.shape(node.input[1]), graph.shape(node.input[0])
         if (
             step is None
