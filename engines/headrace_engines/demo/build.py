@@ -182,7 +182,10 @@ CATALOGUE: dict[str, DemoModel] = {
                 f"networks:build_{name}",
                 ("networks",),
                 {"config.pbtxt": f"{name}/config.pbtxt"},
-                equal_recipes=("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",),
+                equal_recipes=(
+                    "c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",
+                    "04ead5737af218355807b6bbf52171b970aa0d9a1f6394bcbe1e6f8f8bed88d2",
+                ),
             )
             for name in ("tiny", "add_sub", "add_sub_fp32")
         ),
@@ -193,7 +196,10 @@ CATALOGUE: dict[str, DemoModel] = {
             {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
             samples="samples:build_photographs",
             sample_paths=_PICTURES,
-            equal_recipes=("2b84593b110e677c9a0e14e8a214fdaa7774f8507463233c23ed647d4fc8c3aa",),
+            equal_recipes=(
+                "2b84593b110e677c9a0e14e8a214fdaa7774f8507463233c23ed647d4fc8c3aa",
+                "2da5ce76fd4a3947bff735f59462357f5399f0735343a3720fb2307af471cae5",
+            ),
         ),
         DemoModel(
             "resnet50",
@@ -203,7 +209,10 @@ CATALOGUE: dict[str, DemoModel] = {
             fetched_recipe="networks:build_resnet50_fetched",
             samples="samples:build_photographs",
             sample_paths=_PICTURES,
-            equal_recipes=("17d041e0c759c221cea05ce708332c032624e981471afdc8d9ad6c350060b9e1",),
+            equal_recipes=(
+                "17d041e0c759c221cea05ce708332c032624e981471afdc8d9ad6c350060b9e1",
+                "2da5ce76fd4a3947bff735f59462357f5399f0735343a3720fb2307af471cae5",
+            ),
         ),
         DemoModel(
             "digits",
@@ -212,7 +221,10 @@ CATALOGUE: dict[str, DemoModel] = {
             {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
             samples="samples:build_digits",
             sample_paths=("calibration.npz", "accuracy.npz"),
-            equal_recipes=("bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",),
+            equal_recipes=(
+                "bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",
+                "92812503f9299c6fdd838e79f60bf35cd91a98d3a348b7257fc683f4a210af6c",
+            ),
         ),
     )
 }
