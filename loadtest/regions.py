@@ -57,10 +57,13 @@ class SystemRegion(Region):
             os.posix_fallocate(descriptor, 0, content.nbytes)
             with mmap.mmap(descriptor, content.nbytes) as mapped:
                 mapped[:] = content.tobytes()
+            body = {"key": f"/{PREFIX}{name}", "offset": 0, "byte_size": content.nbytes}
+            super().__init__(http_port, "system", name, body)
+        except BaseException:
+            os.unlink(self.path)
+            raise
         finally:
             os.close(descriptor)
-        body = {"key": f"/{PREFIX}{name}", "offset": 0, "byte_size": content.nbytes}
-        super().__init__(http_port, "system", name, body)
 
     def close(self) -> None:
         """See `Region`."""
