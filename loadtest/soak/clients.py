@@ -127,10 +127,13 @@ class HttpClient(Client):
 class GrpcClient(ChannelClient):
     """Calls on one channel."""
 
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
+        super().__init__(server, ledger, per_s, seed, cases)
+        self._requests = [(case, infer_message(case.model, case.inputs)) for case in cases]
+
     def turn(self) -> None:
         """One call; every value of its answer is compared."""
-        case = self.random.choice(self.cases)
-        message = infer_message(case.model, case.inputs)
+        case, message = self.random.choice(self._requests)
         start_s = time.perf_counter()
         try:
             answer = self.infer(message, timeout=TIMEOUT_S)

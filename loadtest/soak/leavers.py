@@ -6,14 +6,15 @@ import http.client
 import socket
 import struct
 import time
+from collections.abc import Sequence
 
 import grpc
 
 from loadtest.grpc_protocol import infer_message
 from loadtest.protocol import HttpRequest, binary_request, wire_bytes
-from loadtest.servers import HOST
+from loadtest.servers import HOST, Running
 from loadtest.soak.clients import TIMEOUT_S, ChannelClient, Client, connect, post, read_grpc, read_http
-from loadtest.soak.ledger import Outcome
+from loadtest.soak.ledger import Ledger, Outcome
 from loadtest.soak.models import Case
 
 _MAX_WAIT_S = 0.015
@@ -23,10 +24,13 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the connection is reset, not clos
 class HttpLeaver(Client):
     """Closes or resets its connection in the middle of a request, of the wait, or lets a deadline pass."""
 
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
+        super().__init__(server, ledger, per_s, seed, cases)
+        self._requests = [(case, binary_request(case.model, case.inputs)) for case in cases]
+
     def turn(self) -> None:
         """One of the ways to leave."""
-        case = self.random.choice(self.cases)
-        request = binary_request(case.model, case.inputs)
+        case, request = self.random.choice(self._requests)
         self.random.choice((self._leave, self._leave, self._expire))(case, request)
 
     def _leave(self, case: Case, request: HttpRequest) -> None:
