@@ -230,23 +230,23 @@ class Page:
 
     def drop(self, selector: str, files: Sequence[Path]) -> None:
         """Drop files on an element, as from a file manager."""
-        index = self.evaluate(
+        centre = self.evaluate(
             f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.scrollIntoView({{block: 'center'}});"
             "const box = it.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         data = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
         for step in ("dragEnter", "dragOver", "drop"):
-            self.call("Input.dispatchDragEvent", type=step, x=index[0], y=index[1], data=data)
+            self.call("Input.dispatchDragEvent", type=step, x=centre[0], y=centre[1], data=data)
 
     def screenshot(self, file: Path, selector: str = "") -> None:
         """Write a PNG of what is seen, or of one element."""
         clip = {}
         if selector:
             box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-            index = (
+            area = (
                 f"(({{x, y, width, height}}) => ({{x: x + scrollX, y: y + scrollY, width, height, scale: 1}}))({box})"
             )
-            clip = {"clip": self.evaluate(index), "captureBeyondViewport": True}
+            clip = {"clip": self.evaluate(area), "captureBeyondViewport": True}
         message = self.call("Page.captureScreenshot", format="png", **clip)
         file.write_bytes(base64.b64decode(message["data"]))
 

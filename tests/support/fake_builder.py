@@ -30,7 +30,7 @@ def command(orders: Path) -> tuple[str, ...]:
 
 
 def publish(
-    folder: Path, version: int, engine: bytes, suffix: str = ".onnx", index: Path | None = None, **fields: object
+    folder: Path, version: int, engine: bytes, suffix: str = ".onnx", target: Path | None = None, **fields: object
 ) -> Path:
     """Put an engine beside a model as builders do: the file, then its stamp, each whole at once; the engine's path.
 
@@ -39,7 +39,7 @@ def publish(
         version: its number.
         engine: the file's content.
         suffix: of its name.
-        place: where it goes in place of the version's folder.
+        target: folder that is used instead of the version's folder.
         fields: fields of the stamp with other values.
     """
     from dataclasses import asdict
@@ -57,8 +57,8 @@ def publish(
 
     model = read_model_folder(folder, folder.parent)
     key = hashlib.sha256(engine + folder.name.encode()).hexdigest()
-    index = index or folder / str(version)
-    path = index / artefact_name(key, suffix)
+    target = target or folder / str(version)
+    path = target / artefact_name(key, suffix)
     write_durably(path, engine)
     stamp = {
         "key": key,
@@ -74,7 +74,7 @@ def publish(
         "machine": asdict(onnxruntime_machine()),
         "accuracy": {"top1_agreement": 0.9875, "cosine": 0.999, "max_abs": 0.1, "accuracy": None},
     }
-    write_stamp(index, Stamp.from_json({**stamp, **fields}))
+    write_stamp(target, Stamp.from_json({**stamp, **fields}))
     return path
 
 
@@ -111,17 +111,17 @@ def main() -> int:
         print((orders / "progress").read_text(), flush=True)
         while (orders / "progress").exists():
             time.sleep(0.01)
-    index = options.folder / str(options.version)
-    if not os.access(index, os.W_OK) or (orders / "readonly").exists():
+    target = options.folder / str(options.version)
+    if not os.access(target, os.W_OK) or (orders / "readonly").exists():
         from headrace.config.serving_plan import engine_folder
 
-        index = engine_folder(options.state_dir, options.folder, options.version)
-        index.mkdir(parents=True, exist_ok=True)
+        target = engine_folder(options.state_dir, options.folder, options.version)
+        target.mkdir(parents=True, exist_ok=True)
     if options.target == "tensorrt":
         fields = json.loads((orders / "tensorrt.json").read_text())
-        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", index, **fields)
+        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", target, **fields)
     else:
-        publish(options.folder, options.version, (orders / "engine.onnx").read_bytes(), index=index)
+        publish(options.folder, options.version, (orders / "engine.onnx").read_bytes(), target=target)
     return 0
 
 
