@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.grpc import service_pb2
 
+from tests.support.liveness import LivenessProbe
 from tests.support.models import add_model, affine, busy, identity, row_sums, table_lookup
 from tests.support.serving import HOST, Server, serving
 
@@ -241,6 +244,95 @@ class Wire:
         except ConnectionResetError:
             pass
         return True
+
+
+# Slowest answer of the liveness probe during an attack, on a machine that runs other tests at the same time.
+LIVENESS_S = 2.0
+# Threads that a server may start at its first use of a pool, and keep.
+POOL_THREADS = 16
+
+
+@dataclass
+class Watch:
+    """Liveness, memory, threads and descriptors of a server around an attack; see `watched`.
+
+    Attributes:
+        server: the attacked server.
+        name: of the attack, in the figures.
+        probe: the liveness probe.
+        before_bytes: resident memory before the attack.
+        before_threads: threads before it.
+        before_descriptors: open files and sockets before it.
+        peak_bytes: largest resident memory during it.
+    """
+
+    server: Attacked
+    name: str
+    probe: LivenessProbe
+    before_bytes: int
+    before_threads: int
+    before_descriptors: int
+    peak_bytes: int = 0
+
+    def check(self, room_bytes: int = FLAT_BYTES, liveness_s: float = LIVENESS_S, timeout_s: float = 30.0) -> None:
+        """Fail unless the server was live all the time and its memory, threads and descriptors are back.
+
+        The exact figures go to the file that the variable ATTACK_FIGURES names, one JSON object a line. The bounds here hold on
+        a busy machine.
+
+        Args:
+            room_bytes: memory that may stay: allocators keep some.
+            liveness_s: slowest answer allowed.
+            timeout_s: time for memory, threads and descriptors to return.
+        """
+        server, probe = self.server, self.probe
+        deadline = time.monotonic() + timeout_s
+        while not (is_back := self._is_back(room_bytes)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        figures = {
+            "attack": self.name,
+            "engine": server.engine,
+            "probes": len(probe.latencies_s),
+            "unanswered": len(probe.failed_s),
+            "liveness_p50_ms": round(1e3 * probe.quantile_s(0.5), 2),
+            "liveness_p99_ms": round(1e3 * probe.quantile_s(0.99), 2),
+            "liveness_max_ms": round(1e3 * probe.quantile_s(1.0), 2),
+            "memory_before_mb": round(self.before_bytes / 1e6, 1),
+            "memory_peak_mb": round(self.peak_bytes / 1e6, 1),
+            "memory_after_mb": round(server.memory_bytes() / 1e6, 1),
+            "threads": server.threads() - self.before_threads,
+            "descriptors": server.descriptors() - self.before_descriptors,
+        }
+        if path := os.environ.get("ATTACK_FIGURES", ""):
+            with open(path, "a") as file:
+                file.write(json.dumps(figures) + "\n")
+        assert is_back, f"memory, threads or descriptors are not back: {figures}"
+        assert not probe.failed_s, f"liveness was not answered: {figures}"
+        assert probe.quantile_s(1.0) < liveness_s, f"liveness was slow: {figures}"
+
+    def _is_back(self, room_bytes: int) -> bool:
+        server = self.server
+        return (
+            server.memory_bytes() - self.before_bytes < room_bytes
+            and server.threads() - self.before_threads <= POOL_THREADS
+            and server.descriptors() <= self.before_descriptors + 2
+        )
+
+
+@contextmanager
+def watched(server: Attacked, name: str) -> Iterator[Watch]:
+    """Watch a server during the attack in a `with`; call `check` of the watch after it.
+
+    Args:
+        server: the server; it answers a request of each protocol before the watch begins.
+        name: of the attack: its number in docs/security.md and a few words.
+    """
+    server.still_serves()
+    watch = Watch(server, name, LivenessProbe(HOST, server.server.port), 0, server.threads(), server.descriptors())
+    watch.before_bytes = server.forget_peak()
+    with watch.probe:
+        yield watch
+    watch.peak_bytes = server.peak_bytes()
 
 
 def head(path: str = "/v2/models/affine/infer", *headers: str) -> bytes:
