@@ -22,6 +22,7 @@ from loadtest.soak.models import STEADY
 
 _X: dict[str, Any] = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [0.5] * 16}
 _PATH = f"/v2/models/{STEADY}/infer"
+_HOST = "Host: localhost"
 _LONGEST = 1 << 16
 
 
@@ -120,12 +121,12 @@ def http_requests() -> Sequence[Bad]:
         Bad("an unknown model", (404,), _post(good, "/v2/models/nobody/infer")),
         Bad("an unknown version", (404,), _post(good, f"/v2/models/{STEADY}/versions/99/infer")),
         Bad("an unknown path", (404,), _post(good, "/v2/nothing")),
-        Bad("another method", (405,), f"PUT {_PATH} HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode()),
+        Bad("another method", (405,), f"PUT {_PATH} HTTP/1.1\r\n{_HOST}\r\nContent-Length: 0\r\n\r\n".encode()),
         Bad("a negative header length", (400,), _post(good, **{HEADER_LENGTH: "-1"})),
         Bad("a header length beyond the body", (400,), _post(good, **{HEADER_LENGTH: str(len(good) + 1)})),
         Bad("corrupt gzip", (400,), _post(spoiled, Content_Encoding="gzip")),
-        Bad("a body beyond the limit", (413,), f"POST {_PATH} HTTP/1.1\r\nHost: h\r\nContent-Length: {1 << 40}\r\n\r\n".encode()),
-        Bad("a header beyond the limit", (400, 431), f"GET / HTTP/1.1\r\nHost: h\r\nX: {'x' * 100_000}\r\n\r\n".encode()),
+        Bad("a body beyond the limit", (413,), f"POST {_PATH} HTTP/1.1\r\n{_HOST}\r\nContent-Length: {1 << 40}\r\n\r\n".encode()),
+        Bad("a header beyond the limit", (400, 431), f"GET / HTTP/1.1\r\n{_HOST}\r\nX: {'x' * 100_000}\r\n\r\n".encode()),
         Bad("no HTTP", (400,), b"\x16\x03\x01 nothing of the kind\r\n\r\n"),
     ]  # fmt: skip
 

@@ -114,7 +114,7 @@ def infer_request(array: np.ndarray) -> bytes:
     ]
     header = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     head = (
-        f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(header) + array.size}\r\n"
+        f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(header) + array.size}\r\n"
         f"Inference-Header-Content-Length: {len(header)}\r\n\r\n"
     )
     return head.encode() + header + array.tobytes()
@@ -190,7 +190,7 @@ def test_a_body_over_the_limit_is_refused(secure: Server, certificates: Certific
 
 def test_without_tls_nothing_is_served(secure: Server) -> None:
     with socket.create_connection((HOST, secure.port), timeout=20) as plain:
-        plain.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        plain.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with suppress(ConnectionResetError):
             assert b"HTTP" not in plain.recv(4096)
 

@@ -28,7 +28,7 @@ def large(value: float = 1.0, columns: int = COLUMNS) -> tuple[bytes, int]:
 
 
 def head(body: bytes, header_size: int | None = None, *lines: str, path: str = PATH, version: str = "1.1") -> bytes:
-    named = [f"POST {path} HTTP/{version}", "Host: test", f"Content-Length: {len(body)}", *lines]
+    named = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(body)}", *lines]
     if header_size is not None:
         named.append(f"Inference-Header-Content-Length: {header_size}")
     return "\r\n".join([*named, "", ""]).encode()
@@ -38,7 +38,7 @@ def request(body: bytes, header_size: int | None = None, *lines: str, path: str 
     return head(body, header_size, *lines, path=path, version=version) + body
 
 
-GET = b"GET /v2/health/live HTTP/1.1\r\nHost: test\r\n\r\n"
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Wire:
@@ -114,7 +114,7 @@ def test_a_request_sent_in_pieces(server: Server, piece: int) -> None:
 
 def chunked(body: bytes, size: int, *lines: str) -> bytes:
     """A whole request whose body comes in chunks of `size` bytes."""
-    named = [f"POST {PATH} HTTP/1.1", "Host: test", "Transfer-Encoding: chunked", *lines, "", ""]
+    named = [f"POST {PATH} HTTP/1.1", "Host: localhost", "Transfer-Encoding: chunked", *lines, "", ""]
     parts = [body[start : start + size] for start in range(0, len(body), size)]
     return "\r\n".join(named).encode() + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n"
 
@@ -240,7 +240,7 @@ def test_a_declared_body_at_the_limit_is_accepted(server: Server) -> None:
 def test_an_undeclared_body_over_the_limit_is_refused_on_the_way(server: Server) -> None:
     chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
     with connect(server) as wire:
-        wire.send(b"POST %s HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n" % PATH.encode())
+        wire.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % PATH.encode())
         for _ in range(MAX_BODY_BYTES // 0x10000 + 1):
             wire.send(chunk)
         status, _, content = wire.answer()  # before the end of the body
@@ -271,13 +271,15 @@ def gauge(server: Server, name: str) -> float:
     "data",
     [
         b"GARBAGE\r\n\r\n",
-        b"GET /v2/\xff HTTP/1.1\r\nHost: test\r\n\r\n",
-        b"GET /v2 x HTTP/1.1\r\nHost: test\r\n\r\n",
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: test\r\nContent-Length: -5\r\n\r\n",
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: test\r\nContent-Length: 1e3\r\n\r\n",
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: test\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n",
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: test\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /v2/\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v2 x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n",
+        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n",
+        b"POST "
+        + PATH.encode()
+        + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
+        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
     ids=lambda data: repr(data[:40]),
 )
@@ -291,7 +293,7 @@ def test_bytes_that_are_not_http(server: Server, data: bytes) -> None:
 def test_smuggled_requests_are_not_served(server: Server) -> None:
     # Both lengths at once: a proxy in front may have used the other one (request smuggling).
     data = (
-        b"POST %s HTTP/1.1\r\nHost: test\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         % PATH.encode()
     )
     with connect(server) as wire:
@@ -301,7 +303,7 @@ def test_smuggled_requests_are_not_served(server: Server) -> None:
 
 def test_headers_without_end_are_refused(server: Server) -> None:
     with connect(server) as wire:
-        wire.send(b"GET /v2/health/live HTTP/1.1\r\nHost: test\r\n" + b"X: " + b"a" * (1 << 20) + b"\r\n\r\n")
+        wire.send(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"a" * (1 << 20) + b"\r\n\r\n")
         assert 400 <= wire.answer()[0] < 500
 
 

@@ -228,7 +228,7 @@ def test_running_and_queued_requests_are_answered_before_exit(
             connection.sendall(data)
             return connection
 
-        idle = connect(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        idle = connect(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
         # The first keeps the only instance for as long as the others need to get into the queue.
         waiting = [connect(post(steps(count))) for count in (20_000, 1, 1, 1)]
@@ -270,7 +270,7 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
 
 def test_idle_connections_close_after_the_timeout_and_active_ones_stay_open(good: Path, tmp_path: Path) -> None:
     kept_s = 0.6
-    live, infer = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n", post(steps(1))
+    live, infer = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n", post(steps(1))
     with serving(good, tmp_path, "--keep-alive-timeout-s", str(kept_s)) as server:
 
         def send_parts(connection: socket.socket, *parts: bytes) -> None:
@@ -299,7 +299,7 @@ def test_idle_connections_close_after_the_timeout_and_active_ones_stay_open(good
 
 def post(body: bytes, size_bytes: int = 0) -> bytes:
     """A request for `busy`; its body is declared to have `size_bytes`, or as many as it has."""
-    return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (
+    return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
         size_bytes or len(body),
         body,
     )

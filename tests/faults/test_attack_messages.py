@@ -260,7 +260,7 @@ def test_header_lengths_that_are_none(fast: Attacked, value: str) -> None:
 def test_two_header_lengths(fast: Attacked) -> None:
     """A proxy in front may have used the other header."""
     body = http_body()
-    head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     lengths = f"Inference-Header-Content-Length: {len(body)}\r\nInference-Header-Content-Length: 5\r\n\r\n"
     with fast.connect() as wire:
         wire.pour([(head + lengths).encode() + body])

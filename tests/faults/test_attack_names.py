@@ -208,7 +208,7 @@ def hostile_requests(attacked: Attacked) -> None:
     with attacked.connect() as wire:
         wire.pour([head("/v2/models/affine/infer", "X: " + "\x1b[31m" + FORGED), b"x"])
     with attacked.connect() as wire:
-        wire.pour([f"GET /{HOSTILE} HTTP/1.1\r\n\r\n".encode()])
+        wire.pour([f"GET /{HOSTILE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()])
         wire.answer()
     for method, make in CALLS.items():
         attacked.call(make(HOSTILE), method)

@@ -60,7 +60,7 @@ def infer(server: Server, model: str, body: bytes, timeout_s: float = 60) -> tup
 def raw(server: Server, model: str, body: bytes) -> socket.socket:
     """A connection on which a request was sent and nothing is read yet."""
     sock = socket.create_connection((HOST, server.port))
-    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body)
     return sock
 
@@ -138,7 +138,7 @@ def test_a_client_that_disconnects_while_sending_is_no_error(server: Server) -> 
     body = affine_body()
     for cut in (1, len(body) // 2, len(body) - 1):
         sock = socket.create_connection((HOST, server.port))
-        head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         sock.sendall(head.encode() + body[:cut])
         sock.close()
     until(lambda: gauge(server, "headrace_in_flight", "affine") == 0)
@@ -228,7 +228,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     wire = b""
     for value in range(4):
         body = lookup_body(value)
-        head = f"POST /v2/models/lookup/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v2/models/lookup/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         wire += head.encode() + body
     sock.sendall(wire)
     received = b""

@@ -77,7 +77,7 @@ def shown(data: bytes) -> str:
 
 
 def http(path: str, body: bytes | None = None, *headers: str, method: str = "") -> bytes:
-    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "Host: test", *headers]
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "Host: localhost", *headers]
     if body is not None:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + (body or b"")

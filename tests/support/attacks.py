@@ -337,7 +337,7 @@ def watched(server: Attacked, name: str) -> Iterator[Watch]:
 
 def head(path: str = "/v2/models/affine/infer", *headers: str) -> bytes:
     """Request line and headers."""
-    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: test", *headers, "", "")).encode()
+    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", *headers, "", "")).encode()
 
 
 def is_idle(attacked: Attacked, model: str) -> bool:

@@ -66,7 +66,7 @@ def over_http(port: int) -> Counter[str]:
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, 16], "parameters": {"binary_data_size": 64}}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     body = head + ROW
-    lines = ["POST /v2/models/affine/infer HTTP/1.1", "Host: test", f"Content-Length: {len(body)}"]
+    lines = ["POST /v2/models/affine/infer HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
     content = "\r\n".join([*lines, f"Inference-Header-Content-Length: {len(head)}", "", ""]).encode() + body
     connection = socket.create_connection((HOST, port), timeout=30)
 

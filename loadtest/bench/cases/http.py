@@ -253,7 +253,7 @@ def idle_connections(port: int, count: int) -> Iterator[None]:
         for _ in range(count):
             connection = socket.create_connection((HOST, port), timeout=10.0)
             held.append(connection)
-            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: bench\r\n\r\n")
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             if b" 200 " not in connection.recv(4096):
                 raise LoadFailed("the server refused a connection that was to be idle")
         yield

@@ -104,7 +104,7 @@ async def turns() -> None:
 
 
 def http(body: bytes, *lines: str, model: str = "twice") -> bytes:
-    head = [f"POST /v2/models/{model}/infer HTTP/1.1", "Host: test", f"Content-Length: {len(body)}", *lines]
+    head = [f"POST /v2/models/{model}/infer HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *lines]
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
