@@ -15,12 +15,13 @@ from headrace.backends.base import Execution
 from headrace.core.clock import NS_PER_MS, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import WouldMiss
+from headrace.core.quota import Quota
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Quota, RateLimits, Sharing
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, RateLimits, Sharing
 from headrace.scheduling.queue import Entry, Queue, ShapeQueue
 from headrace.scheduling.scheduler import Batch
 from headrace.simulation.replay import VirtualLoop

@@ -37,8 +37,7 @@ _PINGS = "not here: the defaults of gRPC apply"
 _AGE = "not here: a load balancer in front closes connections; --keep-alive-timeout-s closes idle ones of HTTP"
 _PORTS = "not here: start each server on a port of its own behind a load balancer"
 _RESTRICTED = (
-    "not here: put a proxy in front; loading models and shared memory are off unless --model-control explicit and "
-    "--allow-client-shm allow them"
+    "write --api-keys-file FILE: keys with the scopes infer, read, metrics, control and admin replace restricted APIs"
 )
 _FORWARD = "not here: headers are not handed to models; send a parameter of the request"
 _POOL = "not needed: memory of requests is taken and given back with each request; --max-body-bytes bounds it"
@@ -200,6 +199,13 @@ class Settings:
         tls_cert: certificate chain (PEM) of HTTP and gRPC; "" for no TLS.
         tls_key: private key of it (PEM).
         tls_client_ca: CA certificates (PEM) that sign client certificates; "" if clients need none.
+        api_keys_file: YAML file with names, hashed keys and scopes; "" for none.
+        insecure_control: without keys, allow control, logging and trace settings on an address that is not loopback.
+        allowed_host: further host names that the header Host may have; a server without keys refuses others.
+        cors_origin: origins whose web pages may read responses and change state.
+        jwks: file or HTTPS URL with the public keys of JSON web tokens; "" for none.
+        jwt_issuer: `iss` of accepted tokens.
+        jwt_audience: `aud` of accepted tokens.
     """
 
     model_repository: tuple[Path, ...]
@@ -235,6 +241,13 @@ class Settings:
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
+    api_keys_file: str = ""
+    insecure_control: bool = False
+    allowed_host: tuple[str, ...] = ()
+    cors_origin: tuple[str, ...] = ()
+    jwks: str = ""
+    jwt_issuer: str = ""
+    jwt_audience: str = ""
 
 
 def names(option: str) -> list[str]:
@@ -338,7 +351,13 @@ class _Option(NamedTuple):
 _DEFAULTS: dict[str, Any] = {each.name: each.default for kind in (Settings, Telemetry, Limits) for each in fields(kind)}
 _REPEATED_DEFAULTS = {"model_repository": ["model_repository"]}
 # Repeatable options, and the separators of their values in the environment; None: any white space.
-_SEPARATORS = {"model_repository": os.pathsep, "load_model": os.pathsep, "metrics_config": None}
+_SEPARATORS = {
+    "model_repository": os.pathsep,
+    "load_model": os.pathsep,
+    "metrics_config": None,
+    "allowed_host": None,
+    "cors_origin": None,
+}
 _STATE_DIR = _Option(
     "state_dir",
     "folder for latency tables, and for engines of read-only models (%(default)s; '': none)",
@@ -395,6 +414,17 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("tls_cert", "certificate chain of the server (PEM): TLS for HTTP and gRPC", metavar="FILE"),
     _Option("tls_key", "private key of --tls-cert (PEM)", metavar="FILE"),
     _Option("tls_client_ca", "require client certificates signed by one of these CAs (PEM)", metavar="FILE"),
+    _Option("api_keys_file", "file with keys and their scopes, see headrace keys (none: no keys)", metavar="FILE"),
+    _Option(
+        "insecure_control",
+        "without keys: let any client of a network address load models and change settings",
+        _switch,
+    ),
+    _Option("allowed_host", "host name that requests may have in Host, without keys; repeatable", metavar="NAME"),
+    _Option("cors_origin", "origin of web pages that may call the server; repeatable", metavar="ORIGIN"),
+    _Option("jwks", "public keys of JSON web tokens: a file, or an https:// URL (none)", metavar="FILE_OR_URL"),
+    _Option("jwt_issuer", "issuer of accepted tokens, with --jwks", metavar="ISSUER"),
+    _Option("jwt_audience", "audience of accepted tokens, with --jwks", metavar="AUDIENCE"),
     _Option("poll_interval_s", "interval of --model-control poll (%(default)s)", _seconds, "S"),
     _Option("metrics", "latency histograms and /metrics (on)", _switch),
     _Option("metrics_config", f"as in Triton: {_METRICS_HELP}; repeatable", _metrics_setting, "NAME=VALUE"),
@@ -446,6 +476,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     settings |= {
         "model_repository": tuple(map(Path, repositories)),
         "load_model": tuple(args.load_model or args.default_load_model),
+        "allowed_host": tuple(args.allowed_host or args.default_allowed_host),
+        "cors_origin": tuple(args.cors_origin or args.default_cors_origin),
         "telemetry": Telemetry(**telemetry),
         "limits": Limits(**limits),
         "metrics_config": TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),

@@ -54,6 +54,13 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "tls_cert": ("c.pem", "c.pem"),
         "tls_key": ("k.pem", "k.pem"),
         "tls_client_ca": ("a.pem", "a.pem"),
+        "api_keys_file": ("keys.yaml", "keys.yaml"),
+        "insecure_control": ("on", True),
+        "allowed_host": ("inference.example", ("inference.example",)),
+        "cors_origin": ("https://app.example", ("https://app.example",)),
+        "jwks": ("https://id.example/jwks", "https://id.example/jwks"),
+        "jwt_issuer": ("https://id.example", "https://id.example"),
+        "jwt_audience": ("headrace", "headrace"),
     }
     assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits", "telemetry"}
     for name, (text, expected) in values.items():

@@ -16,9 +16,10 @@ from headrace.config.model_folder import find_model_folder, read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.command_line import open_console
 from headrace.core.errors import ConfigError, NotFound
+from headrace.core.quota import Quota
 from headrace.core.svg_plot import curve_picture
 from headrace.repository.loader import handle_policy
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, Quota, RateLimits, Sharing
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits, Sharing
 from headrace.simulation.options import KINDS, SettingParser, add_setting
 from headrace.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, replay
 from headrace.simulation.report import panels, print_reports, report

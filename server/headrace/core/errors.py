@@ -4,7 +4,8 @@
     |- BadRequest            the request is invalid: the message has the value, the place and the expected value
     |  |- TooLarge           the request exceeds a limit
     |  |- Conflict           the name is in use
-    |- Forbidden             the feature is not enabled on this server
+    |- Unauthenticated       the request has no valid key
+    |- Forbidden             the feature is not enabled on this server, or not allowed to this key
     |- NotFound              no such model, version or route
     |- Unavailable           valid request, but not ready or draining
     |  |- Overloaded         the queue is full; retry after `retry_after_s`
@@ -57,8 +58,14 @@ class Conflict(BadRequest):
     reason = "conflict"
 
 
+class Unauthenticated(HeadraceError):
+    """The request has no valid key, token or client certificate."""
+
+    reason = "unauthenticated"
+
+
 class Forbidden(HeadraceError):
-    """The feature is not enabled on this server; the message names the option."""
+    """The feature is not enabled on this server, or not allowed to the caller; the message names the option or the scope."""
 
     reason = "forbidden"
 

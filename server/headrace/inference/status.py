@@ -16,6 +16,7 @@ STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
     (errors.TooLarge, 413, "RESOURCE_EXHAUSTED"),
     (errors.Conflict, 409, "ALREADY_EXISTS"),
     (errors.BadRequest, 400, "INVALID_ARGUMENT"),
+    (errors.Unauthenticated, 401, "UNAUTHENTICATED"),
     (errors.Forbidden, 403, "PERMISSION_DENIED"),
     (errors.NotFound, 404, "NOT_FOUND"),
     (errors.Overloaded, 503, "UNAVAILABLE"),

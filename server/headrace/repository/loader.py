@@ -25,6 +25,7 @@ from headrace.core.ledger import MemoryAccount, NoRoom
 from headrace.core.limits import BodyMemory
 from headrace.core.model_config import DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
+from headrace.core.quota import Quota
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
@@ -41,7 +42,7 @@ from headrace.repository.warmup import (
 )
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
 
 # Names of accuracy figures in a stamp -> labels in the log.
 _ACCURACY_LABELS = {

@@ -31,9 +31,10 @@ from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.errors import QuotaExceeded, WouldMiss
+from headrace.core.quota import Quota, charge
 from headrace.scheduling.batching import BatchCosts, CostModel
 from headrace.scheduling.latency_table import WINDOW
-from headrace.scheduling.policy import BatchPolicy, Quota, RateLimits
+from headrace.scheduling.policy import BatchPolicy, RateLimits
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Scheduler
 
@@ -431,7 +432,7 @@ class Quotas:
         if quota is not None:
             with self._lock:
                 full_ns = self._named.get(client, 0)
-                wait_ns, self._named[client] = _charge(quota, full_ns, now_ns)
+                wait_ns, self._named[client] = charge(quota, full_ns, now_ns)
         elif self._limits.default is not None:
             quota = self._limits.default
             with self._lock:
@@ -453,20 +454,12 @@ class Quotas:
             if len(others) >= self._max_clients:
                 oldest, oldest_ns = next(iter(others.items()))
                 if oldest_ns > now_ns:  # not full yet: removing it would refill it early
-                    wait_ns, self._shared_bucket_ns = _charge(quota, self._shared_bucket_ns, now_ns)
+                    wait_ns, self._shared_bucket_ns = charge(quota, self._shared_bucket_ns, now_ns)
                     return wait_ns
                 del others[oldest]
-        wait_ns, others[client] = _charge(quota, full_ns, now_ns)
+        wait_ns, others[client] = charge(quota, full_ns, now_ns)
         others.move_to_end(client)
         return wait_ns
-
-
-def _charge(quota: Quota, full_ns: int, now_ns: int) -> tuple[int, int]:
-    """Return the wait for a token (0 if there is one), and the new time at which the bucket is full."""
-    token_ns = NS_PER_S / quota.rate_hz
-    begins_ns = max(full_ns, now_ns)
-    wait_ns = begins_ns - now_ns - int((quota.burst - 1) * token_ns)
-    return (wait_ns, full_ns) if wait_ns > 0 else (0, begins_ns + max(int(token_ns), 1))
 
 
 def _client_label(client: str) -> str:

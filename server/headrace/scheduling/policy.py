@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from headrace.core.quota import Quota
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
@@ -68,19 +70,6 @@ class Sharing:
 
     weights: Mapping[str, float] = field(default_factory=dict)
     default_weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """Token bucket of one client.
-
-    Attributes:
-        rate_hz: sustained requests per second.
-        burst: bucket size in requests, at least 1.
-    """
-
-    rate_hz: float
-    burst: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issub
 EXPECTED = {
     "BadRequest": (400, "INVALID_ARGUMENT"),
     "Conflict": (409, "ALREADY_EXISTS"),
+    "Unauthenticated": (401, "UNAUTHENTICATED"),
     "Forbidden": (403, "PERMISSION_DENIED"),
     "Cancelled": (499, "CANCELLED"),
     "ConfigError": (400, "INVALID_ARGUMENT"),

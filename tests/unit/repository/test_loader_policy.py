@@ -6,8 +6,9 @@ from typing import Any
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
+from headrace.core.quota import Quota
 from headrace.repository.loader import handle_policy
-from headrace.scheduling.policy import HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
+from headrace.scheduling.policy import HandlePolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
 
 
 def policy(**fields: Any) -> HandlePolicy:

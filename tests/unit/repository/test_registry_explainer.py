@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import QuotaExceeded
+from headrace.core.quota import Quota
 from headrace.repository.registry import explain
-from headrace.scheduling.policy import Quota, RateLimits
+from headrace.scheduling.policy import RateLimits
 
 from tests.support.fakes import FakeModel, handle, infer_request
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import QuotaExceeded
+from headrace.core.quota import Quota
 from headrace.scheduling.admission import Quotas
-from headrace.scheduling.policy import Quota, RateLimits
+from headrace.scheduling.policy import RateLimits
 from hypothesis import given
 from hypothesis import strategies as st
 

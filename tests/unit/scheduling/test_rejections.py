@@ -12,9 +12,10 @@ from headrace.core.clock import NS_PER_MS as MS
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, QuotaExceeded, WouldMiss
+from headrace.core.quota import Quota
 from headrace.core.request import InferRequest
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, Quota, RateLimits
+from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, RateLimits
 
 from tests.support.fakes import FakeModel, handle, infer_request
 
