@@ -93,7 +93,8 @@ OVERVIEW = Dashboard(
                       "{{instance}}")], "s", "Every request waits as long for the front end."),
                 Panel("Memory", [
                     Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}"),
-                    Query(f"headrace_body_bytes{{{J}}}", "{{instance}} bodies of requests")], "bytes"),
+                    Query(f"headrace_body_bytes{{{J}}}", "{{instance}} bodies of requests"),
+                    Query(f"headrace_unread_bytes{{{J}}}", "{{instance}} unread responses")], "bytes"),
                 Panel("CPU", [Query(f"rate(process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}}")], "short", "Cores in use."),
                 Panel("Connections", [Query(f"headrace_connections{{{J}}}", "{{instance}} {{protocol}}")]),
                 Panel("File descriptors", [Query(f"process_open_fds{{{J}}} / process_max_fds{{{J}}}", "{{instance}}")],

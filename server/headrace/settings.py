@@ -269,6 +269,13 @@ def _positive_seconds(text: str) -> float:
     return seconds
 
 
+def _limit_type(name: str) -> tuple[Callable[[str], Any], str]:
+    """Return parser and placeholder of a limit's option. A lowest value may be 0, which disables it."""
+    if name.endswith("_s") and not name.startswith("min_"):
+        return _positive_seconds, "S"
+    return (_size if name.startswith("min_") else _positive), "N"
+
+
 def _header(text: str) -> str:
     name = text.lower()
     is_reserved = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _RESERVED_HEADERS
@@ -389,10 +396,7 @@ OPTIONS: tuple[_Option, ...] = (
         _header,
         "NAME",
     ),
-    *(
-        _Option(name, f"{text} (%(default)s)", *((_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")))
-        for name, text in LIMIT_HELP.items()
-    ),
+    *(_Option(name, f"{text} (%(default)s)", *_limit_type(name)) for name, text in LIMIT_HELP.items()),
     _Option("gpu_memory_fraction", "share of each GPU's memory for all models together (%(default)s)", _fraction, "F"),
     _Option(
         "inline_bound_us",

@@ -121,7 +121,7 @@ def test_every_limit_has_an_option_and_a_variable(limit: str) -> None:
 
 def test_fixed_limits_have_no_option() -> None:
     constants = {field.name for field in dataclasses.fields(Limits)} - set(LIMIT_HELP)
-    assert constants == {"max_chunks", "max_json_depth", "max_json_keys"}
+    assert constants == {"max_chunks", "max_json_depth", "max_json_keys", "max_unread_bytes", "slow_body_s"}
     for name in constants:
         with pytest.raises(SystemExit):
             parse(f"--{name.replace('_', '-')}", "7")

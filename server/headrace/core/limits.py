@@ -1,14 +1,15 @@
 """Limits on clients: sizes, counts and timeouts, with a counter of hits for each; formats of names that clients send.
 
-The metrics have a counter for each limit, under its name. Most limits are options of `headrace serve`; three are constants.
+The metrics have a counter for each limit, under its name. Most limits are options of `headrace serve`; some are constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
 
 # Name of a shared memory region; equal for all protocols, since a region registered over one may be used over another.
@@ -18,6 +19,16 @@ REGION_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9_.:@+=, -]{0,127}$"
 CLIENT_PATTERN = "^[!-~]{1,128}$"
 # Default name of that header.
 CLIENT_HEADER = "x-headrace-client"
+
+# Bodies up to this size may use all of `max_total_body_bytes`; one part in SMALL_BODY_RESERVE of it is reserved for them.
+SMALL_BODY_BYTES = 64 << 10
+SMALL_BODY_RESERVE = 16
+# While the bound is full, a client gives way that has been slower than `min_body_bytes_per_s` for this long.
+GIVE_WAY_NS = 2 * NS_PER_S
+# Shortest time over which a transfer rate is measured.
+_RATE_INTERVAL_NS = NS_PER_S // 2
+# Most clients that give way to one request: each costs a few tens of microseconds.
+_MAX_GIVEN_WAY = 64
 
 
 def _limit(default: Any, text: str) -> Any:
@@ -36,10 +47,14 @@ class Limits:
         max_chunks: chunks of one HTTP body (Transfer-Encoding: chunked). A body of 128 MiB in chunks of 2 KiB has this many.
         max_json_depth: nested arrays and objects of a JSON body. NumPy has at most 64 dimensions.
         max_json_keys: keys of all objects of a JSON body. A request has about ten for each tensor.
+        max_unread_bytes: responses of one connection that its client has not read; above, no inference starts on it.
+        slow_body_s: time after which a body that arrives more slowly than `min_body_bytes_per_s` is refused.
     """
 
     max_body_bytes: int = _limit(128 << 20, "bytes of the body of one request, compressed or not")
-    max_total_body_bytes: int = _limit(1 << 30, "bytes of the bodies of all requests in the server")
+    max_total_body_bytes: int = _limit(
+        1 << 30, "bytes of the bodies of all requests in the server, and of responses that clients have not read"
+    )
     max_header_bytes: int = _limit(16 << 10, "bytes of the headers of one request, or of its gRPC metadata")
     max_chunks: int = 65_536
     max_json_depth: int = 64
@@ -53,6 +68,11 @@ class Limits:
         20.0, "seconds for the headers of a request, from the connection or their first byte"
     )
     body_timeout_s: float = _limit(300.0, "seconds for the body of a request, from the end of its headers")
+    min_body_bytes_per_s: int = _limit(
+        1024, "lowest rate of a body; slower for 20 s: refused; slower for 2 s while memory for bodies is full: refused"
+    )
+    slow_body_s: float = 20.0
+    max_unread_bytes: int = 16 << 20
     stall_timeout_s: float = _limit(120.0, "seconds in which a client may read nothing of a response")
 
     def table(self) -> Mapping[str, float]:
@@ -64,8 +84,50 @@ LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits) i
 """Help texts of the limits that are options, by name."""
 
 
+class TransferRate:
+    """Rate of one transfer, observed by the timer of its protocol.
+
+    Args:
+        transferred_bytes: so far.
+        now_ns: monotonic nanoseconds.
+        give_way: ends the transfer and releases its bytes; returns False, without effect, if the transfer is complete.
+
+    Attributes:
+        bytes_per_s: rate between the last two observations.
+        give_way: see Args.
+        slow_since_ns: begin of the time in which the transfer was slow; 0 if it is not slow.
+    """
+
+    __slots__ = ("_observed_ns", "_transferred_bytes", "bytes_per_s", "give_way", "slow_since_ns")
+
+    def __init__(self, transferred_bytes: int, now_ns: int, give_way: Callable[[], bool]) -> None:
+        self._transferred_bytes, self._observed_ns = transferred_bytes, now_ns
+        self.give_way = give_way
+        self.bytes_per_s = 0.0
+        self.slow_since_ns = 0
+
+    def observe(self, transferred_bytes: int, now_ns: int, min_bytes_per_s: int) -> None:
+        """Update the rate, unless the last observation is very recent."""
+        elapsed_ns = now_ns - self._observed_ns
+        if elapsed_ns < _RATE_INTERVAL_NS:
+            return
+        self.bytes_per_s = (transferred_bytes - self._transferred_bytes) * NS_PER_S / elapsed_ns
+        if self.bytes_per_s >= min_bytes_per_s:
+            self.slow_since_ns = 0
+        elif not self.slow_since_ns:
+            self.slow_since_ns = self._observed_ns
+        self._transferred_bytes, self._observed_ns = transferred_bytes, now_ns
+
+    def is_slow(self, now_ns: int, time_ns: int) -> bool:
+        """Return True if the transfer has been slow for `time_ns` or longer."""
+        return self.slow_since_ns > 0 and now_ns - self.slow_since_ns >= time_ns
+
+
 class BodyMemory:
-    """Reserved bytes of all request bodies in the server, over all protocols.
+    """Bytes of all request bodies in the server, and of responses that clients have not read, over all protocols.
+
+    A request that does not fit is refused. Before that, the slowest clients give way: bodies that have stopped arriving, and
+    connections that have stopped reading.
 
     Ownership: the event loop writes; the thread of a metrics scrape reads.
 
@@ -74,47 +136,89 @@ class BodyMemory:
             fits.
 
     Attributes:
-        reserved_bytes: bytes reserved now.
+        reserved_bytes: bytes reserved now for bodies.
+        unread_bytes: response bytes that clients have not read.
         requests: requests with at least one byte of a body reserved now.
-        max_bytes: largest allowed sum.
+        max_bytes: largest allowed sum of `reserved_bytes` and `unread_bytes`.
+        max_large_bytes: largest sum that a body above `SMALL_BODY_BYTES` may reach; the rest is for small ones.
+        rates: transfers that a protocol observes now, by their reservation.
     """
 
-    __slots__ = ("max_bytes", "requests", "reserved_bytes")
+    __slots__ = ("max_bytes", "max_large_bytes", "rates", "requests", "reserved_bytes", "unread_bytes")
 
     def __init__(self, limits: Limits) -> None:
-        self.reserved_bytes = self.requests = 0
+        self.reserved_bytes = self.unread_bytes = self.requests = 0
         self.max_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
+        self.max_large_bytes = max(self.max_bytes - self.max_bytes // SMALL_BODY_RESERVE, limits.max_body_bytes)
+        self.rates: dict[BodyReservation | UnreadResponses, TransferRate] = {}
+
+    def make_room(self, size_bytes: int, now_ns: int, beneficiary: BodyReservation | UnreadResponses) -> bool:
+        """Let the slowest clients give way until `size_bytes` are released; False, without effect, if they hold fewer.
+
+        Args:
+            size_bytes: to release.
+            now_ns: monotonic nanoseconds.
+            beneficiary: holder that needs the bytes. Only unread responses give way to unread responses.
+        """
+        slowest = sorted(self._slow_holders(now_ns, beneficiary), key=lambda each: (each[0].bytes_per_s, -each[1]))
+        slowest = slowest[:_MAX_GIVEN_WAY]
+        if sum(size for _, size in slowest) < size_bytes:
+            return False
+        target_bytes = self.reserved_bytes + self.unread_bytes - size_bytes
+        for rate, _ in slowest:
+            if self.reserved_bytes + self.unread_bytes <= target_bytes:
+                break
+            rate.give_way()
+        return self.reserved_bytes + self.unread_bytes <= target_bytes
+
+    def _slow_holders(
+        self, now_ns: int, beneficiary: BodyReservation | UnreadResponses
+    ) -> Iterator[tuple[TransferRate, int]]:
+        """Yield the rate and the held bytes of each slow transfer that may give way."""
+        kind = UnreadResponses if isinstance(beneficiary, UnreadResponses) else object
+        for holder, rate in self.rates.items():
+            if holder is not beneficiary and isinstance(holder, kind) and rate.is_slow(now_ns, GIVE_WAY_NS):
+                yield rate, holder.held_bytes
 
 
 class BodyReservation:
     """Bytes of the server's `BodyMemory` that one request, or one stream of requests, has reserved.
 
+    A protocol whose body arrives in more than one part calls `observe` on each tick of its timer, once or a few times a second,
+    and `pause` when it stops reading the body for reasons of its own. A body that is complete is no longer observed.
+
     Ownership: the event loop. The caller of `ClientLimits.reserve` must call `end`.
 
     Args:
         client_limits: limits and counters of the request's protocol.
+
+    Attributes:
+        held_bytes: bytes reserved now.
     """
 
-    __slots__ = ("_bodies", "_client_limits", "_ended", "_reserved_bytes")
+    __slots__ = ("_bodies", "_client_limits", "_ended", "held_bytes")
 
     def __init__(self, client_limits: ClientLimits) -> None:
         self._client_limits = client_limits
         self._bodies = client_limits.bodies
-        self._reserved_bytes = 0
+        self.held_bytes = 0
         self._ended = False
 
     def check(self, size_bytes: int) -> None:
-        """Check that `size_bytes` more bytes fit, without reserving them.
+        """Check that `size_bytes` more bytes fit, without reserving them. If they do not fit, slow clients give way.
 
         Raises:
             Overloaded: they do not fit; the hit is counted.
         """
         bodies = self._bodies
-        if bodies.reserved_bytes + size_bytes > bodies.max_bytes:
+        is_small = self.held_bytes + size_bytes <= SMALL_BODY_BYTES
+        limit_bytes = bodies.max_bytes if is_small else bodies.max_large_bytes
+        excess_bytes = bodies.reserved_bytes + bodies.unread_bytes + size_bytes - limit_bytes
+        if excess_bytes > 0 and not bodies.make_room(excess_bytes, monotonic_ns(), self):
             self._client_limits.hit("max_total_body_bytes")
             raise Overloaded(
-                f"the bodies of all requests in the server exceed max_total_body_bytes ({bodies.max_bytes} bytes together): "
-                "retry later"
+                f"the bodies of all requests in the server, and the responses that clients have not read, exceed "
+                f"max_total_body_bytes ({bodies.max_bytes} bytes together): retry later"
             )
 
     def grow(self, size_bytes: int) -> None:
@@ -126,28 +230,129 @@ class BodyReservation:
         bodies = self._bodies
         if self._ended:
             return
-        if bodies.reserved_bytes + size_bytes > bodies.max_bytes:
+        if bodies.reserved_bytes + bodies.unread_bytes + size_bytes > bodies.max_large_bytes:
             self.check(size_bytes)
         bodies.reserved_bytes += size_bytes
-        if not self._reserved_bytes and size_bytes:
+        if not self.held_bytes and size_bytes:
             bodies.requests += 1
-        self._reserved_bytes += size_bytes
+        self.held_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
         """Release `size_bytes` of the reserved bytes."""
         if not self._ended:
             self._bodies.reserved_bytes -= size_bytes
-            self._reserved_bytes -= size_bytes
-            if not self._reserved_bytes and size_bytes:
+            self.held_bytes -= size_bytes
+            if not self.held_bytes and size_bytes:
                 self._bodies.requests -= 1
+
+    def observe(self, received_bytes: int, now_ns: int, give_way: Callable[[], bool]) -> bool:
+        """Observe an incomplete body.
+
+        Args:
+            received_bytes: bytes of the body, or of the stream, that have arrived so far.
+            now_ns: monotonic nanoseconds.
+            give_way: refuses the request and calls `end`; returns False, without effect, if the body is complete.
+
+        Returns:
+            True if the body has been slower than `min_body_bytes_per_s` for `slow_body_s`: the protocol refuses it.
+        """
+        limits, rates = self._client_limits.limits, self._bodies.rates
+        rate = rates.get(self)
+        if rate is None:
+            if not self._ended:
+                rates[self] = TransferRate(received_bytes, now_ns, give_way)
+            return False
+        rate.observe(received_bytes, now_ns, limits.min_body_bytes_per_s)
+        return rate.is_slow(now_ns, int(limits.slow_body_s * NS_PER_S))
+
+    def pause(self) -> None:
+        """Stop observing: the body is complete, or the server delays it."""
+        self._bodies.rates.pop(self, None)
 
     def end(self) -> None:
         """Release all reserved bytes at the end of the request; a second call is a no-op."""
         self._ended = True
-        if self._reserved_bytes:
-            self._bodies.requests -= 1
-            self._bodies.reserved_bytes -= self._reserved_bytes
-            self._reserved_bytes = 0
+        bodies = self._bodies
+        if bodies.rates:
+            bodies.rates.pop(self, None)
+        if self.held_bytes:
+            bodies.requests -= 1
+            bodies.reserved_bytes -= self.held_bytes
+            self.held_bytes = 0
+
+
+class UnreadResponses:
+    """Response bytes of one connection that its client has not read; they count in the server's `BodyMemory`.
+
+    They never make a response fail that fits. They make new requests fail, on all connections, while memory is full.
+
+    Use by a protocol:
+
+    - `update` with all bytes that the transport and the streams of the connection hold: when the transport pauses the writer,
+      when it resumes it, on each tick of the timer, and with 0 when the connection is lost. A response that is written at once
+      needs no call.
+    - `is_full` before a request starts. If True, the request waits until the client has read; reading from the socket pauses.
+    - `admits` before a response above `SMALL_BODY_BYTES` is written or queued. If False, an error is sent instead of it.
+    - `observe` on each tick, while bytes are unread.
+
+    Ownership: the event loop.
+
+    Args:
+        client_limits: limits and counters of the connection's protocol.
+
+    Attributes:
+        held_bytes: bytes that the client has not read.
+    """
+
+    __slots__ = ("_bodies", "_client_limits", "_read_bytes", "held_bytes")
+
+    def __init__(self, client_limits: ClientLimits) -> None:
+        self._client_limits = client_limits
+        self._bodies = client_limits.bodies
+        self.held_bytes = self._read_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """True if no further inference may start on the connection."""
+        return self.held_bytes > self._client_limits.limits.max_unread_bytes
+
+    def update(self, size_bytes: int) -> None:
+        """Set the number of unread bytes."""
+        bodies, change = self._bodies, size_bytes - self.held_bytes
+        bodies.unread_bytes += change
+        self.held_bytes = size_bytes
+        if change < 0:
+            self._read_bytes -= change
+        if not size_bytes and bodies.rates:
+            bodies.rates.pop(self, None)
+
+    def admits(self, size_bytes: int) -> bool:
+        """Return True if a response of `size_bytes` may be written: with it, all unread responses fit into `max_bytes`.
+
+        If it does not fit, connections that have stopped reading give way. The first unread response always fits: it may be
+        larger than the limit of all.
+        """
+        bodies = self._bodies
+        excess_bytes = bodies.unread_bytes + size_bytes - bodies.max_bytes
+        if excess_bytes <= 0 or not bodies.unread_bytes or bodies.make_room(excess_bytes, monotonic_ns(), self):
+            return True
+        self._client_limits.hit("max_total_body_bytes")
+        return False
+
+    def observe(self, now_ns: int, give_way: Callable[[], bool]) -> None:
+        """Observe how fast the client reads.
+
+        Args:
+            now_ns: monotonic nanoseconds.
+            give_way: closes the connection, or resets its blocked streams, and calls `update`; returns False, without effect, if
+                the client has read everything.
+        """
+        rates = self._bodies.rates
+        rate = rates.get(self)
+        if rate is not None:
+            rate.observe(self._read_bytes, now_ns, self._client_limits.limits.min_body_bytes_per_s)
+        elif self.held_bytes:
+            rates[self] = TransferRate(self._read_bytes, now_ns, give_way)
 
 
 class ClientLimits:

@@ -120,7 +120,7 @@ class ServerCollector(table.ScrapeCollector):
 
 def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
     hits, connections, limits = table.LIMIT_HITS.counter(), table.CONNECTIONS.gauge(), table.LIMIT.gauge()
-    bodies = table.BODIES.gauge()
+    bodies, unread = table.BODIES.gauge(), table.UNREAD.gauge()
     for each in client_limits:
         for limit, count in each.hits.items():
             hits.add_metric([each.protocol, limit], count)
@@ -128,9 +128,10 @@ def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
             connections.add_metric([each.protocol], each.connections)
     for each in client_limits[:1]:  # all protocols share these
         bodies.add_metric([], each.bodies.reserved_bytes)
+        unread.add_metric([], each.bodies.unread_bytes)
         for limit, value in each.limits.table().items():
             limits.add_metric([limit], value)
-    yield from (hits, connections, bodies, limits)
+    yield from (hits, connections, bodies, unread, limits)
 
 
 def _states(states: States) -> Metric:

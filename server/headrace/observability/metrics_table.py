@@ -315,8 +315,10 @@ LOOP_LAG = _server(
 )
 CONNECTIONS = _server("headrace_connections", "Open connections; absent for grpcio.", "protocol")
 BODIES = _server(
-    "headrace_body_bytes", "Bytes of the bodies of all requests in the server; --max-total-body-bytes is the limit."
+    "headrace_body_bytes",
+    "Bytes of the bodies of all requests in the server; --max-total-body-bytes is the limit, with headrace_unread_bytes.",
 )
+UNREAD = _server("headrace_unread_bytes", "Bytes of responses that clients have not read and the server holds.")
 LIMIT = _server("headrace_limit", "Limits on clients in force, by name.", "limit")
 THREADS = _server("headrace_threads", "Python threads in the server's process.")
 TELEMETRY_DROPPED = _server(
