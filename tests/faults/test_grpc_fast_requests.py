@@ -84,6 +84,24 @@ def test_odd_requests_are_answered_and_the_connection_stays_open(server: EchoSer
         assert peer.until(frames.DATA).payload == message(b"fine")
 
 
+def test_a_request_that_is_not_grpc_is_answered_with_one_line_of_text(server: EchoServer) -> None:
+    fields = [(b":method", b"GET"), *grpc_head()[1:]]
+    with RawPeer(server.port) as peer:
+        peer.send(request(1, fields=fields))
+        assert b"this port serves gRPC" in peer.until(frames.DATA).payload
+        assert peer.until(frames.DATA) == (frames.DATA, frames.END_STREAM, 1, b"")
+        peer.send(request(3, fields=[(b":method", b"HEAD"), *grpc_head()[1:]]))
+        assert peer.until(frames.DATA) == (frames.DATA, frames.END_STREAM, 3, b"")
+        # A large body is not read to its end, and a wrong content-length is an error of the stream.
+        peer.send(request(5, end=False, fields=grpc_head()[:-1]), *[data(5, b"x" * 16384)] * 5)
+        assert peer.until(frames.HEADERS).stream_id == 5
+        assert peer.until(frames.RST_STREAM) == (frames.RST_STREAM, 0, 5, struct.pack(">I", ErrorCode.NO_ERROR))
+        peer.send(request(7, end=False, fields=[*fields, (b"content-length", b"3")]), data(7, b"four"))
+        assert peer.until(frames.RST_STREAM).code == ErrorCode.PROTOCOL_ERROR
+        peer.send(request(9, end=False, fields=grpc_head()), data(9, message(b"fine"), end=True))
+        assert peer.until(frames.DATA).payload == message(b"fine")
+
+
 MALFORMED: dict[str, list[HeaderField]] = {
     "upper case": [*grpc_head(), (b"Upper", b"x")],
     "a header of HTTP/1": [*grpc_head(), (b"connection", b"close")],

@@ -294,8 +294,9 @@ class RawPeer:
         while (frame := self.frame()) is not None:
             if frame.kind == frames.HEADERS and frame.stream_id == stream_id:
                 fields |= {name.decode(): value.decode() for name, value in self._decoder.decode(frame.payload) or []}
-                if frame.flags & frames.END_STREAM:
-                    return fields
+            ends = frame.kind in (frames.HEADERS, frames.DATA) and frame.flags & frames.END_STREAM
+            if ends and frame.stream_id == stream_id:
+                return fields
         raise AssertionError("the server has closed")
 
     def end(self) -> ErrorCode | None:

@@ -33,7 +33,7 @@ from headrace.grpc.fast_wire import (
 from headrace.grpc.methods import Message, Methods
 from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
-from headrace.http2.frames import DATA, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
+from headrace.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
 from headrace.http2.stream import Http2Limits, Http2Stream
 from headrace.tls import TlsFiles
 
@@ -45,6 +45,10 @@ _WRITE_AHEAD_BYTES = 64 << 10
 # Frames that a message adds to the frame budget; a DATA frame adds one for each 256 bytes.
 _MESSAGE_CREDIT = 4
 _DATA_CREDIT_SHIFT = 8
+# Body bytes of a request that is not gRPC after which its response is sent; the rest is not read.
+_REJECTED_BODY_BYTES = 65536
+# Frames that such a request subtracts from the frame budget: more than the end of its stream adds.
+_REJECTION_COST = 16
 
 
 class FastGrpcServer:
@@ -141,9 +145,11 @@ class FastGrpcServer:
         """See `Application`."""
         if head.method is not None:
             return (StreamingCall if head.is_stream else UnaryCall)(connection, stream_id, head, self)
+        if head.rejection is None:
+            return RejectedRequest(connection, stream_id, head)
         if head.exceeded_limit:
             self.client_limits.hit(head.exceeded_limit)
-        response = head.rejection_frame(stream_id)
+        response = error_trailers(head.rejection, stream_id, headers_sent=False)
         if not end:
             response += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not read
         connection.write_buffer.write_control(response)
@@ -175,6 +181,51 @@ def _http2_limits(client_limits: ClientLimits) -> Http2Limits:
         stall_s=limits.stall_timeout_s,
         on_limit_reached=client_limits.hit,
     )
+
+
+class RejectedRequest(Http2Stream):
+    """A request that is not gRPC: its body is read and dropped, the response is an HTTP status with one line of text.
+
+    Args:
+        connection: of the stream.
+        stream_id: its id in HTTP/2.
+        head: parsed request headers, with an `http_status`.
+    """
+
+    __slots__ = ("_body_bytes", "_head")
+
+    connection: Http2Connection
+
+    def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> None:
+        super().__init__(connection, stream_id)
+        self._head = head
+        self._body_bytes = 0
+
+    def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
+        """Respond at the end of the body, or before it if the body is large."""
+        if not self.awaiting_body:
+            return
+        self._body_bytes += stop - start
+        content_length = self._head.content_length
+        if content_length >= 0 and (self._body_bytes > content_length or (end and self._body_bytes != content_length)):
+            self.connection.stream_error(self.stream_id, ErrorCode.PROTOCOL_ERROR)  # RFC 9113, section 8.1.1
+        elif end or self._body_bytes > _REJECTED_BODY_BYTES:
+            self.connection.frame_budget.spend(_REJECTION_COST)
+            self._respond()
+
+    def on_closed(self) -> None:
+        """See `Http2Stream`."""
+
+    def on_timeout(self) -> None:
+        """Respond without the rest of the body."""
+        self._respond()
+
+    def _respond(self) -> None:
+        self.awaiting_body = False
+        write_buffer = self.connection.write_buffer
+        write_buffer.write_control(self._head.http_headers(self.stream_id))
+        write_buffer.queue_data(self, [self._head.http_body])
+        write_buffer.end_stream(self, FRAME_HEADER.pack(DATA, END_STREAM, self.stream_id))
 
 
 class FastCall(Http2Stream):

@@ -40,6 +40,8 @@ _FORBIDDEN_IN_VALUE = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]$")
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 
+_HTTP_BODY = b"this port serves gRPC: send POST with content-type application/grpc, or use the HTTP port\n"
+
 PREFIX = Struct(">BI")
 PREFIX_BYTES = PREFIX.size
 unpack_prefix = PREFIX.unpack_from
@@ -127,7 +129,8 @@ class RequestHead:
         options: request options from the metadata.
         rejection: status of the immediate response, None if the call can be served.
         exceeded_limit: name of the limit that the headers exceed, "" for none.
-        http_status: HTTP status of the immediate response to a request that is not gRPC, 0 for none.
+        http_status: HTTP status of the response to a request that is not gRPC, 0 for none.
+        http_body: text of that response; b"" for HEAD.
     """
 
     method: UnaryMethod | StreamMethod | None = None
@@ -138,16 +141,19 @@ class RequestHead:
     options: RequestOptions = NO_OPTIONS
     rejection: ErrorStatus | None = None
     http_status: int = 0
+    http_body: bytes = b""
     exceeded_limit: str = ""
 
-    def rejection_frame(self, stream_id: int) -> bytes:
-        """Encode the immediate response with `rejection` or `http_status`."""
-        if self.rejection is not None:
-            return error_trailers(self.rejection, stream_id, headers_sent=False)
-        fields: list[HeaderField] = [(b":status", b"%d" % self.http_status)]
+    def http_headers(self, stream_id: int) -> bytes:
+        """Encode the HEADERS frame of the response to a request that is not gRPC; `http_body` follows."""
+        fields: list[HeaderField] = [
+            (b":status", b"%d" % self.http_status),
+            (b"content-type", b"text/plain; charset=utf-8"),
+        ]
         if self.http_status == 405:
             fields.append((b"allow", b"POST"))
-        return _trailers_frame(stream_id, fields)
+        block = encode(fields)
+        return FRAME_HEADER.pack(len(block) << 8 | HEADERS, END_HEADERS, stream_id) + block
 
 
 def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -> RequestHead:
@@ -167,13 +173,15 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
     length = headers.get(b"content-length", b"")
     if length and not (length.isdigit() and len(length) < 20):
         raise MalformedHeadersError("content-length is not a number")
+    content_length = int(length) if length else -1
     if headers[b":method"] != b"POST":
-        return RequestHead(http_status=405)
+        body = b"" if headers[b":method"] == b"HEAD" else _HTTP_BODY
+        return RequestHead(http_status=405, http_body=body, content_length=content_length)
     kind = headers.get(b"content-type", b"").lower()
     if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
-        return RequestHead(http_status=415)
+        return RequestHead(http_status=415, http_body=_HTTP_BODY, content_length=content_length)
     try:
-        return _parse_grpc_headers(methods, headers, int(length) if length else -1)
+        return _parse_grpc_headers(methods, headers, content_length)
     except HeadraceError as error:
         return RequestHead(rejection=error_status(error))
 

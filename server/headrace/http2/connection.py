@@ -519,6 +519,8 @@ class ControlFrames:
                 raise _protocol_error("PRIORITY on stream 0")
             if len(payload) != 5:
                 self._connection.stream_error(stream_id, ErrorCode.FRAME_SIZE_ERROR)
+            elif frames.depends_on(payload, 0) == stream_id:  # RFC 7540, section 5.3.1
+                raise _protocol_error(f"stream {stream_id} depends on itself")
         elif kind == frames.PUSH_PROMISE:
             raise _protocol_error("a client cannot push")
         elif stream_id:
@@ -536,6 +538,8 @@ class ControlFrames:
         if not stream_id:
             raise _protocol_error("HEADERS on stream 0")
         block = frames.unpad(payload, flags)
+        if flags & frames.WITH_PRIORITY and frames.depends_on(payload, 1 if flags & PADDED else 0) == stream_id:
+            raise _protocol_error(f"stream {stream_id} depends on itself")
         end = flags & frames.END_STREAM != 0
         if flags & frames.END_HEADERS:
             self._connection.on_header_block(stream_id, block, end)

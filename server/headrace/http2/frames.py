@@ -130,6 +130,12 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
     return pairs
 
 
+def depends_on(payload: bytes, position: int) -> int:
+    """Decode the stream id of the priority fields (RFC 7540, section 6.3) that begin at `position`."""
+    word: int = UINT32.unpack_from(payload, position)[0]
+    return word & MAX_WINDOW
+
+
 def unpad(payload: bytes, flags: int) -> bytes:
     """Strip padding and priority fields from a HEADERS payload (RFC 9113, section 6.2); raises Http2ConnectionError."""
     start, end = 0, len(payload)

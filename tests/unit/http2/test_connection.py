@@ -71,6 +71,14 @@ FAULTS: dict[str, tuple[bytes, ErrorCode]] = {
     "reset of a stream never opened": (frames.rst_stream(1, ErrorCode.CANCEL), ErrorCode.PROTOCOL_ERROR),
     "reset of 5 bytes": (request(1) + frames.frame(frames.RST_STREAM, 0, 1, b"\0" * 5), ErrorCode.FRAME_SIZE_ERROR),
     "priority on stream 0": (frames.frame(frames.PRIORITY, 0, 0, b"\0" * 5), ErrorCode.PROTOCOL_ERROR),
+    "priority of a stream that depends on itself": (
+        frames.frame(frames.PRIORITY, 0, 5, b"\x80\0\0\5\0"),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "headers of a stream that depends on itself": (
+        frames.frame(frames.HEADERS, frames.WITH_PRIORITY | END_HEADERS | END_STREAM, 1, b"\0\0\0\1\0" + encode(POST)),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
     "push": (frames.frame(frames.PUSH_PROMISE, END_HEADERS, 1, b"\0\0\0\2"), ErrorCode.PROTOCOL_ERROR),
     "continuation of nothing": (frames.frame(frames.CONTINUATION, END_HEADERS, 1), ErrorCode.PROTOCOL_ERROR),
     "a header block interrupted": (

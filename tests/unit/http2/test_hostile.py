@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 from headrace.core.clock import monotonic_ns
+from headrace.core.limits import ClientLimits, Limits
+from headrace.grpc.fast_server import FastGrpcServer
+from headrace.grpc.methods import Methods
 from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode, Http2ConnectionError, Setting
 from headrace.http2.stream import FrameBudget, Http2Limits
 
-from tests.support.http2_peer import HELLO, Frame, PlainApplication, Wire, data, on_a_loop, request
+from tests.support.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, request
 
 QUICK = Http2Limits(
     handshake_s=0.1,
@@ -313,3 +316,15 @@ async def test_a_connection_that_cannot_be_flushed_is_cut_after_a_while() -> Non
     await asyncio.sleep(0.2)
     assert wire.transport.aborted
     assert wire.application.connections == 0
+
+
+@on_a_loop
+async def test_a_flood_of_requests_that_are_not_grpc_ends_the_connection() -> None:
+    wire = Wire(FastGrpcServer(Methods({}, {}), ClientLimits(Limits()), None))
+    result: list[Frame] = []
+    fields = [(b":method", b"GET"), *POST[1:]]
+    for start in range(1, 80_000, 1000):
+        result += await wire.send(*(request(start + number, fields=fields) for number in range(0, 1000, 2)))
+        if wire.transport.closed:
+            break
+    assert (result[-1].kind, result[-1].code) == (frames.GOAWAY, ErrorCode.ENHANCE_YOUR_CALM)
