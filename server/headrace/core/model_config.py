@@ -48,6 +48,8 @@ from headrace.core.tensor_config import (
 
 # More levels than any use needs; each level costs memory.
 MAX_PRIORITY_LEVELS = 1024
+# More instances than any machine has use for; each has a thread, on a GPU up to five.
+MAX_INSTANCES = 256
 
 
 class QueuePolicy(ConfigPart):
@@ -413,6 +415,10 @@ class ModelConfig(ConfigPart):
 
     def _problems(self) -> Iterator[Problem]:
         yield from self._identity_problems()
+        instances = sum(group.count * max(len(group.gpus), 1) for group in self.instance_group)
+        if instances > MAX_INSTANCES:
+            message = f"instance_group has {instances} instances, at most {MAX_INSTANCES} are allowed"
+            yield Problem(("instance_group",), message, "lower count: more instances than processors make no model faster")
         yield from _duplicates("input", self.input)
         yield from _duplicates("output", self.output)
         batch = self.max_batch_size if "max_batch_size" in self.model_fields_set else None

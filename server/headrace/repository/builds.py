@@ -160,8 +160,13 @@ class EngineBuilds:
 
     def _ensure_thread(self) -> None:
         if self._started and self._waiting and self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._main, name="builds", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._main, name="builds", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.error("no thread for engine builds (%s): they wait for the next load of a model", error)
+                return
+            self._thread = thread
 
     def _cancel_current(self) -> None:
         self._current = None

@@ -187,7 +187,11 @@ class VersionCloser:
         closing = _ClosingVersion(handle, after, thread)
         with self._lock:
             self._closing.add(closing)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("%s: no thread for it (%s), so the caller waits", name, error)
+            self._run(closing)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for all handles at the end of the process; requests that remain after the timeout fail.

@@ -84,17 +84,22 @@ class Instance:
         self.opened: Future[None] = Future()
 
     def start(self, warm_up: WarmUp | None = None) -> None:
-        """Start the thread.
+        """Start the thread; if the system starts no more threads, the instance fails as by an error on its thread.
 
         Args:
             warm_up: called on the thread with the execution, before the first batch is pulled.
         """
         self._warm_up = warm_up
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            cure = "lower the count of instance_group, or raise the limit of threads"
+            self._died(Unavailable(f"the system starts no more threads ({error}): {cure}"))
 
     def join(self, timeout_s: float | None) -> bool:
         """Wait for the end of the thread; False if it still runs after `timeout_s` seconds (None: no limit)."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
@@ -521,7 +526,7 @@ class RestartTimers:
             uptime_s: seconds from its start to its failure; above `LONGEST_PAUSE_S` the pauses start again.
 
         Returns:
-            The pause in seconds; None once `stop` was called.
+            The pause in seconds; None if there is no restart: `stop` was called, or the system starts no more threads.
         """
         with self._lock:
             if self._stopped:
@@ -531,7 +536,11 @@ class RestartTimers:
             timer = self._timers[index] = threading.Timer(pause_s, self._restart, (index,))
             timer.name = f"restart of {name}"
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError as error:
+                logger.error("instance %s is not restarted (%s): load the model again", name, error)
+                return None
             return pause_s
 
     def stop(self) -> None:
