@@ -3,21 +3,35 @@
 Threads: the machine's cores are divided among a model's instances, so that they do not compete. With one core each,
 ONNX Runtime computes on the instance's own thread without a pool, and all instances share one session and its
 weights. Pool threads do not spin: a spinning thread would take a core from the event loop.
+
+Memory: a session keeps the memory of its largest batch in an arena. `_ArenaTrimmer` returns it once no large batch has run
+for a while; to return it after every large batch would allocate it again for the next one, at some 3 GB/s.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
 from headrace.backends.base import InputRefused
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.tensor import BF16, BY_ORT_NAME, BYTES, Array, Datatype
+
+logger = logging.getLogger("headrace.onnxruntime")
+
+# Inputs and outputs of a batch, in bytes, from which its memory is worth returning.
+_LARGE_BYTES = 8 << 20
+# Time without a large batch, in seconds, after which the memory is returned.
+_IDLE_S = 1.0
 
 _LEVELS = {
     "-1": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -52,22 +66,86 @@ class OnnxRuntimeBackend:
             sessions = [_open(file, options) for _ in range(1 if shared else instances)]
         except Exception as error:  # ONNX Runtime raises a dozen exception types of its own
             raise ConfigError([_load_finding(file, error)]) from error
-        return OnnxRuntimeModel(sessions)
+        return OnnxRuntimeModel([(session, _ArenaTrimmer(session)) for session in sessions])
 
 
 class OnnxRuntimeModel:
     """The sessions of one version; see `headrace.backends.base.LoadedModel`."""
 
-    def __init__(self, sessions: list[ort.InferenceSession]) -> None:
+    def __init__(self, sessions: list[tuple[ort.InferenceSession, _ArenaTrimmer]]) -> None:
         self._sessions = sessions
 
     def execution(self, index: int) -> OnnxRuntimeExecution:
         """Create instance `index` on its own session, or on the shared one."""
-        return OnnxRuntimeExecution(self._sessions[index % len(self._sessions)])
+        return OnnxRuntimeExecution(*self._sessions[index % len(self._sessions)])
 
     def close(self) -> None:
         """Release the sessions."""
+        for _, trimmer in self._sessions:
+            trimmer.close()
         self._sessions.clear()
+
+
+class _ArenaTrimmer:
+    """Returns the memory of a session's large batches to the system, after `_IDLE_S` without one.
+
+    Its thread starts with a large batch and ends once the memory is returned.
+
+    Ownership: `_lock` guards `_thread`; `_last_ns` is written by single steps of the interpreter.
+
+    Args:
+        session: of the model.
+    """
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last_ns = 0
+
+    def on_large_batch(self) -> None:
+        """Record that a large batch has run; any thread may call."""
+        self._last_ns = monotonic_ns()
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                thread = threading.Thread(target=self._main, name="memory of a model", daemon=True)
+                with suppress(RuntimeError):  # the system starts no more threads: the next large batch tries again
+                    thread.start()
+                    self._thread = thread
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._lock:
+            self._closed.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _main(self) -> None:
+        while True:
+            due_ns = self._last_ns + int(_IDLE_S * NS_PER_S)
+            if self._closed.wait(max(0, due_ns - monotonic_ns()) / NS_PER_S):
+                return
+            with self._lock:
+                if monotonic_ns() < self._last_ns + int(_IDLE_S * NS_PER_S):
+                    continue
+                self._thread = None
+            self._trim()
+            return
+
+    def _trim(self) -> None:
+        """Shrink the arena at the end of a run, the only point at which ONNX Runtime does, of a run that computes nothing."""
+        options = ort.RunOptions()
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        options.terminate = True
+        inputs = {node.name: _empty_value(node) for node in self._session.get_inputs()}
+        try:
+            self._session.run_with_ort_values([], inputs, options)
+        except Exception as error:  # that of the terminated run, or of a session without an arena
+            logger.debug("memory of a model was returned: %s", error)
+        with suppress(AttributeError):  # the C library is not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class OnnxRuntimeExecution:
@@ -75,8 +153,9 @@ class OnnxRuntimeExecution:
 
     any_thread = True
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, trimmer: _ArenaTrimmer) -> None:
         self._session = session
+        self._trimmer = trimmer
         self._inputs = {node.name: BY_ORT_NAME[node.type] for node in session.get_inputs()}
         # Outputs that are not tensors (ZipMap's sequence of maps) are left out; the others are served.
         self._outputs = {
@@ -101,6 +180,13 @@ class OnnxRuntimeExecution:
                     "the model refused the values of the request (ONNX Runtime: invalid argument)"
                 ) from error
             raise
+        size_bytes = 0
+        for array in inputs.values():
+            size_bytes += array.nbytes
+        for array in arrays:
+            size_bytes += array.nbytes
+        if size_bytes >= _LARGE_BYTES:
+            self._trimmer.on_large_batch()
         outputs: dict[str, Array] = dict(zip(self._names, arrays, strict=True))
         for name in self._text_outputs:
             outputs[name] = _to_bytes(outputs[name])
@@ -216,6 +302,15 @@ def _to_value(array: Array, datatype: Datatype) -> ort.OrtValue:
         contiguous = np.ascontiguousarray(array)
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous, BF16.onnx_number)
     return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _empty_value(node: ort.NodeArg) -> ort.OrtValue:
+    """Return a value for an input of a run that computes nothing: free dimensions are 0."""
+    datatype = BY_ORT_NAME[node.type]
+    shape = tuple(size if isinstance(size, int) and size >= 0 else 0 for size in node.shape)
+    if datatype is BYTES:
+        return ort.OrtValue.ortvalue_from_numpy(np.full(shape, "", dtype=object))
+    return _to_value(np.zeros(shape, datatype.dtype), datatype)
 
 
 def _to_array(value: ort.OrtValue, datatype: Datatype) -> Array:

@@ -12,12 +12,16 @@ and, for plain numbers, no difference between absent and zero; a second, lenient
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import yaml
 from pydantic import BaseModel
@@ -68,6 +72,24 @@ class Document:
 def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigError:
     """Create a ConfigError with one finding."""
     return ConfigError([Finding(path, line, message, cure)])
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading; links are followed.
+
+    A pipe in a repository would block the thread that opens it, and with it start-up, reloads and shutdown.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a socket, a device or a folder; `strerror` has the reason.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

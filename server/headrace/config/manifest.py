@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from headrace.config.documents import refuse
+from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import locked_folder, write_durably
 from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError
@@ -123,7 +123,7 @@ def _digest_of(path: Path, name: str) -> tuple[hashlib._Hash, bool]:
     digest = hashlib.sha256()
     has_location, tail = False, b""
     try:
-        with path.open("rb") as stream:
+        with open_regular_file(path) as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
                 # The key under which protobuf stores the file of an external tensor; far cheaper than parsing the message.

@@ -28,7 +28,7 @@ from headrace.config.completion import (
     incomplete,
     problems_of,
 )
-from headrace.config.documents import MAX_CONFIG_BYTES, Document, read_pbtxt, read_yaml, refuse
+from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file, read_pbtxt, read_yaml, refuse
 from headrace.config.onnx_model import OnnxSignature, read_signature
 from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
@@ -261,12 +261,12 @@ def _read_text(path: Path, repository: Path, max_bytes: int, cure: str) -> str:
 
     Raises:
         ConfigError: the file is outside of the repository, too large, or not UTF-8.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is not a regular file.
     """
     name = relative_name(path, repository)
     if not within(path, repository):
         raise refuse(name, None, _LEADS_OUT, _COPY_FILE)
-    with path.open("rb") as stream:
+    with open_regular_file(path) as stream:
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise refuse(name, None, f"is larger than {max_bytes} bytes", cure)

@@ -402,6 +402,11 @@ class ModelConfig(ConfigPart):
         "With `isolation: process`: seconds after which a batch counts as hung and its process is killed and "
         "restarted.",
     )
+    isolation_memory_limit: SizeBytes | None = option(
+        None,
+        "With `isolation: process`: maximum memory of the model's process without shared memory, in bytes or as text, "
+        'e.g. "4GiB". A batch that needs more fails alone. If absent, the memory of the machine.',
+    )
 
     @property
     def served_input(self) -> tuple[ModelInput, ...]:
@@ -418,7 +423,9 @@ class ModelConfig(ConfigPart):
         instances = sum(group.count * max(len(group.gpus), 1) for group in self.instance_group)
         if instances > MAX_INSTANCES:
             message = f"instance_group has {instances} instances, at most {MAX_INSTANCES} are allowed"
-            yield Problem(("instance_group",), message, "lower count: more instances than processors make no model faster")
+            yield Problem(
+                ("instance_group",), message, "lower count: more instances than processors make no model faster"
+            )
         yield from _duplicates("input", self.input)
         yield from _duplicates("output", self.output)
         batch = self.max_batch_size if "max_batch_size" in self.model_fields_set else None

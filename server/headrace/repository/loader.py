@@ -127,7 +127,13 @@ def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
         runtime: name of the backend that runs in the child process.
         config: the complete configuration.
     """
-    return IsolatedBackend(config.name, FACTORIES[runtime], config.isolation_timeout_s, _batch_bytes(config))
+    return IsolatedBackend(
+        config.name,
+        FACTORIES[runtime],
+        config.isolation_timeout_s,
+        _batch_bytes(config),
+        config.isolation_memory_limit or 0,
+    )
 
 
 def _batch_bytes(config: ModelConfig) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace.backends.base import Execution, ExecutionLost, LoadedModel, find_inner
-from headrace.config.documents import refuse
+from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import is_temporary, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
@@ -133,7 +133,7 @@ def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
 def _from_file(path: Path, kind: Datatype, shape: tuple[int, ...], dims: tuple[int, ...]) -> Array:
     name = f"{path.parent.parent.name}/{FOLDER}/{path.name}"
     try:
-        with path.open("rb") as stream:
+        with open_regular_file(path) as stream:
             content = stream.read(MAX_INPUT_BYTES + 1)
     except OSError as error:
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
@@ -300,7 +300,7 @@ class LatencyFile:
     def read(self) -> StoredLatencies:
         """Read the table; `NO_LATENCIES` if there is none or it is invalid."""
         try:
-            with self.path.open("rb") as stream:
+            with open_regular_file(self.path) as stream:
                 content = stream.read(_MAX_BYTES + 1)
             with suppress(OSError):  # marks it as recently used
                 os.utime(self.path)

@@ -56,12 +56,14 @@ class IsolatedBackend:
         factory: of the backend in the child; see `child.create_backend`.
         limit_s: seconds that a batch may take before the process counts as hanging and is killed.
         slot_bytes: initial shared memory for a batch; it grows with the batches.
+        memory_bytes: maximum memory of the child process without shared memory; 0 for no limit.
     """
 
     name: str
     factory: str
     limit_s: float
     slot_bytes: int = 0
+    memory_bytes: int = 0
 
     def load(
         self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
@@ -86,6 +88,7 @@ class IsolatedBackend:
             "file": str(file),
             "parameters": parameters,
             "memory": None if account is None else _memory_terms(account),
+            "memory_bytes": self.memory_bytes,
             "level": logging.getLogger("headrace").getEffectiveLevel(),
         }
         slot_bytes = max(self.slot_bytes, _SMALLEST_SLOT_BYTES)

@@ -21,6 +21,8 @@ import json
 import logging
 import mmap
 import os
+import re
+import resource
 import signal
 import socket
 import struct
@@ -28,6 +30,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -37,8 +40,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from headrace.backends.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
-from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom
+from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
+from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.tensor import Array
 
 Message = dict[str, Any]
@@ -50,6 +53,10 @@ _MARK = struct.Struct("<Q")
 _START = _ALIGNMENT
 _MAX_FDS = 64
 _TEXT = "text"
+# Score of oom(5) that is added to the process's own; 1000 would make it the first victim of all.
+_OOM_SCORE = "500"
+# Messages of allocators: C++, ONNX Runtime's arena, CUDA's host allocations.
+_NO_MEMORY = re.compile(r"bad_alloc|bad allocation|[Ff]ailed to allocate|out of memory")
 
 
 class Channel:
@@ -433,6 +440,13 @@ def _error_message(error: Exception) -> Message:
         return {"lost": str(error)[:_MAX_TEXT]}
     if isinstance(error, HeadraceError):
         return {"error": [type(error).__name__, str(error)[:_MAX_TEXT]]}
+    memory_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if memory_bytes != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+        text = (
+            f"it needs more memory than isolation_memory_limit allows the model's process "
+            f"({format_bytes(memory_bytes)}): send fewer or smaller rows, or raise it in the model's configuration"
+        )
+        return {"error": [ModelFailed.__name__, text]}
     return {"failed": "".join(traceback.format_exception(error))[-_MAX_TEXT:]}
 
 
@@ -464,6 +478,7 @@ def exit_on_error(act: Callable[..., None], *arguments: Any) -> None:
 def run(control: Channel, channels: list[Channel]) -> None:
     """Load the model, serve until the control socket closes, and close the model."""
     order, _fds = control.receive()
+    _limit_memory(order["memory_bytes"])
     logging.basicConfig(level=order["level"], handlers=[_Forward(control)], format="%(message)s")
     opened: SimpleQueue[tuple[int, int | Exception]] = SimpleQueue()
     try:
@@ -485,7 +500,11 @@ def run(control: Channel, channels: list[Channel]) -> None:
         return
     except Exception as error:
         logger.exception("the model could not be loaded")
-        control.send({"broken": type(error).__name__})
+        kind, text = _error_message(error).get("error", ("", ""))
+        if kind == ModelFailed.__name__:
+            control.send({"refused": [astuple(Finding(Path(order["file"]).name, None, text))]})
+        else:
+            control.send({"broken": type(error).__name__})
         return
     tensors = {  # that the backend reads from the file; empty if it does not
         side: [(tensor.name, tensor.dtype.str, tensor.shape) for tensor in getattr(model, side, ())]
@@ -500,6 +519,20 @@ def run(control: Channel, channels: list[Channel]) -> None:
             thread.join(_GRACE_S)
         if not any(thread.is_alive() for thread in threads):
             model.close()
+
+
+def _limit_memory(size_bytes: int) -> None:
+    """Limit the private writable memory of this process; 0 sets no limit.
+
+    RLIMIT_DATA counts what is allocated (setrlimit(2), Linux 4.7). RLIMIT_AS would count the address space as well, of which the
+    CUDA driver reserves more than the machine has memory.
+    """
+    if size_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    with suppress(OSError):  # a machine without memory then kills this process rather than the server
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:

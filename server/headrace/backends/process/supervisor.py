@@ -24,7 +24,7 @@ from headrace.backends.base import ExecutionLost
 from headrace.backends.process.child import Channel, Message, SharedSlot
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
-from headrace.core.ledger import Holding, NoRoom
+from headrace.core.ledger import Holding, NoRoom, format_bytes
 
 Process = TypeVar("Process")
 
@@ -254,7 +254,10 @@ class ModelProcess:
         Raises:
             ConfigError: the model cannot be loaded.
         """
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise _load_error(self.name, f"the system starts no more threads ({error})") from error
         try:
             self._loaded.result()
         except BaseException:
@@ -313,6 +316,9 @@ class ModelProcess:
                 self._admit_batches(child)
                 output.listen()
             child.cause = _exit_cause(child)
+            if self._order["memory_bytes"] and child.process.returncode < 0 and not child.blame:
+                limit = format_bytes(self._order["memory_bytes"])
+                child.cause += f", which also happens at its isolation_memory_limit ({limit})"
             output.drain()
         return self._record_exit(child, failure)
 
