@@ -113,7 +113,7 @@ optimizations = some(
     eager_batching=st.booleans(),
 )
 groups = st.one_of(
-    some(name=texts, kind=st.sampled_from(["KIND_AUTO", "KIND_CPU", "KIND_MODEL"]), count=counts),
+    some(name=texts, kind=st.sampled_from(["KIND_AUTO", "KIND_CPU", "KIND_MODEL"]), count=st.integers(1, 128)),
     st.fixed_dictionaries({"kind": st.just("KIND_GPU"), "gpus": st.lists(st.integers(0, 7), max_size=3)}),
 )
 versions = st.integers(1, 2**63 - 1)
@@ -169,6 +169,7 @@ def config_data(draw: st.DrawFn) -> dict[str, Any]:
             keep_loaded=st.booleans(),
             isolation=st.sampled_from(["none", "process"]),
             isolation_timeout_s=st.floats(1e-3, 86400),
+            isolation_memory_limit=st.integers(1, 2**63 - 1),
         )
     )
     if len(inputs) == 1 and draw(st.booleans()):

@@ -252,6 +252,8 @@ def _model_file(path: Path) -> Path | None:
             cure = f"name those to serve: headrace serve {' '.join(str(file) for file in files[:3])}"
             raise refuse(str(path), None, f"has {len(files)} ONNX files and no version folders", cure)
         return files[0] if files else None
+    if not path.is_file():
+        raise refuse(str(path), None, "is not a regular file", "name an ONNX file, or a folder")
     if path.suffix in (".plan", ".engine"):
         cure = "put it in FOLDER/NAME/1/model.plan with a config.pbtxt that lists inputs and outputs, and serve FOLDER"
         raise refuse(str(path), None, "an engine cannot be served without a configuration", cure)

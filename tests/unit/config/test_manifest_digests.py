@@ -133,7 +133,7 @@ def test_build_inputs_change_the_digest(change: dict[str, Any]) -> None:
         {"rate_limits": {"default": {"requests_per_s": 5.0}}, "fair_sharing": {}, "priority_aging_microseconds": 5},
         {"build_on_load": True},
         {"gpu_memory_budget": "2GiB", "keep_loaded": True},
-        {"isolation": "process", "isolation_timeout_s": 5.0},
+        {"isolation": "process", "isolation_timeout_s": 5.0, "isolation_memory_limit": "1GiB"},
         {"optimization": {"precision": "int8", "priority": "max"}},
         {"optimization": {"precision": "INT8", "calibration": {"method": "entropy"}, "accuracy": {}}},
         {"metric_tags": {"a": "b"}},

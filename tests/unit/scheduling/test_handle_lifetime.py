@@ -79,6 +79,24 @@ def test_an_instance_that_cannot_be_opened_fails_the_start(error: BaseException,
     play(scenario)
 
 
+def test_a_thread_that_cannot_be_started_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_all_but_one(thread: threading.Thread) -> None:
+        if thread.name == "fake/1#1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
+        with pytest.raises(ConfigError, match="no more threads"):
+            handle(mailbox, model, instances=3)
+        assert model.closed
+        assert not any(thread.name.startswith("fake/1#") for thread in threading.enumerate())
+
+    play(scenario)
+
+
 def test_every_instance_warms_up_on_its_own_thread_before_the_start_returns() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         threads: set[str] = set()

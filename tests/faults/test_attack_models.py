@@ -1,0 +1,197 @@
+"""Attacks by models and configurations: instances, pipes, memory, shapes (S6, S10, S17, S23, S25 in docs/security.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tritonclient.grpc import service_pb2
+
+from loadtest.onnx_models import onnx_model
+from tests.support.attacks import Attacked, attack, http_body, watched
+from tests.support.models import add_model, affine
+from tests.support.processes import isolated_children
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+pb: Any = service_pb2
+INT64, FP32 = TensorProto.INT64, TensorProto.FLOAT
+LOAD = "/v2/repository/models/{}/load"
+
+
+def zeros() -> onnx.ModelProto:
+    """Y FP32: as many zeros as SIZE INT64 (1) says."""
+    return onnx_model(
+        [helper.make_node("ConstantOfShape", ["SIZE"], ["Y"])], {"SIZE": (INT64, (1,))}, {"Y": (FP32, ("n",))}
+    )
+
+
+def repeated() -> onnx.ModelProto:
+    """Y FP32 (rows, 2^20): each element of X FP32 (rows, 1), repeated."""
+    shape = {"shape": np.array([1, 1 << 20])}
+    node = helper.make_node("Expand", ["X", "shape"], ["Y"])
+    return onnx_model([node], {"X": (FP32, ("N", 1))}, {"Y": (FP32, ("N", 1 << 20))}, shape)
+
+
+def zeros_over_http(server: Attacked, size: int) -> tuple[int, str]:
+    data = {"name": "SIZE", "datatype": "INT64", "shape": [1], "data": [size]}
+    outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
+    path = "/v2/models/zeros/infer"
+    status, _, content = server.server.request("POST", path, http_body(data, outputs=outputs))
+    return status, "" if status == 200 else json.loads(content)["error"]
+
+
+def zeros_over_grpc(server: Attacked, size: int) -> tuple[str, str]:
+    request = pb.ModelInferRequest(model_name="zeros")
+    request.inputs.add(name="SIZE", datatype="INT64", shape=[1])
+    request.raw_input_contents.append(struct.pack("<q", size))
+    return server.call(request)
+
+
+# --- Instances ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_thousand_instances(attacked: Attacked) -> None:
+    add_model(attacked.repository, "many", affine(), config="instance_group [ { count: 100000 } ]")
+    with watched(attacked, "S10 instance_group of 100,000") as watch:
+        status, error = attacked.post(LOAD.format("many"), b"")
+        assert (status, "100000 instances, at most 256" in error) == (400, True), error
+        several = {"max_batch_size": 64, "instance_group": [{"count": 200}, {"count": 200}]}
+        status, error = attacked.post(
+            LOAD.format("affine"), json.dumps({"parameters": {"config": json.dumps(several)}}).encode()
+        )
+        assert (status, "400 instances, at most 256" in error) == (400, True), error
+    watch.check()
+    attacked.still_serves()
+
+
+def test_more_instances_than_the_system_has_threads(tmp_path: Path) -> None:
+    """Threads cannot be started, since their stacks do not fit into the address space that is left."""
+    with attack("fast", tmp_path) as server:
+        add_model(server.repository, "many", affine(), config="instance_group [ { count: 256 } ]")
+        pid = server.server.process.pid
+        with watched(server, "S10 no threads") as watch:
+            address_space = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = address_space + (256 << 20)
+            resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            status, error = server.post(LOAD.format("many"), b"")
+            resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert (status, "no more threads" in error) == (400, True), error
+        watch.check()
+        server.still_serves()
+        assert server.post(LOAD.format("affine"), b"")[0] == 200
+        assert server.post(LOAD.format("many"), b"")[0] == 200
+
+
+# --- Pipes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "config.pbtxt", "labels.txt", "1/model.onnx", "warmup/X"])
+def test_a_pipe_in_the_repository(tmp_path: Path, file: str) -> None:
+    repository = tmp_path / "models"
+    add_model(repository, "affine", affine())
+    config = (
+        'model_warmup { name: "w" inputs { key: "X" value { data_type: TYPE_FP32 dims: 16 input_data_file: "X" } } }\n'
+        'output { name: "Y" data_type: TYPE_FP32 dims: 4 label_filename: "labels.txt" }\n'
+    )
+    folder = add_model(repository, "piped", affine(), config="" if file.startswith("config") else config)
+    (folder / "warmup").mkdir()
+    (folder / "warmup" / "X").write_bytes(bytes(64))
+    (folder / "labels.txt").write_text("a\nb\nc\nd\n")
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    with serving(repository, tmp_path) as server:
+        assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
+        status, _, body = server.request("POST", "/v2/repository/index", b"{}")
+        (row,) = [row for row in json.loads(body) if row["name"] == "piped"]
+        assert (status, row["state"]) == (200, "UNAVAILABLE"), row
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(30)
+        assert time.monotonic() - begun < 30
+    assert server.process.returncode == 0
+
+
+def test_a_pipe_does_not_hold_up_a_reload(attacked: Attacked) -> None:
+    folder = add_model(attacked.repository, "piped", affine())
+    with watched(attacked, "S17 FIFO as config.yaml") as watch:
+        assert attacked.post(LOAD.format("piped"), b"") == (200, "")
+        os.mkfifo(folder / "config.yaml")
+        status, error = attacked.post(LOAD.format("piped"), b"")
+        assert (status, "not a regular file" in error) == (400, True), error
+        (folder / "config.yaml").unlink()
+        assert attacked.post(LOAD.format("piped"), b"") == (200, "")
+        assert attacked.post("/v2/repository/models/piped/unload", b"") == (200, "")
+    watch.check()
+    attacked.still_serves()
+
+
+# --- Shapes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_returns_another_shape_than_it_declares(attacked: Attacked) -> None:
+    node = helper.make_node("Compress", ["X", "mask"], ["Y"], axis=1)
+    mask = {"mask": np.array([True, False])}
+    narrow = onnx_model([node], {"X": (FP32, ("N", 2))}, {"Y": (FP32, ("N", 2))}, mask)
+    add_model(attacked.repository, "narrow", narrow)
+    assert attacked.post(LOAD.format("narrow"), b"") == (200, "")
+    with watched(attacked, "S23 wrong shape") as watch:
+        data = {"name": "X", "datatype": "FP32", "shape": [1, 2], "data": [0, 1]}
+        for _ in range(20):
+            status, error = attacked.infer(http_body(data), "narrow")
+            assert (status, "with the shape [1, 1]" in error) == (500, True), error
+        request = pb.ModelInferRequest(model_name="narrow")
+        request.inputs.add(name="X", datatype="FP32", shape=[1, 2])
+        request.raw_input_contents.append(bytes(8))
+        code, error = attacked.call(request)
+        assert (code, "The model is at fault" in error) == ("INTERNAL", True), error
+    watch.check()
+    attacked.still_serves()
+
+
+# --- Memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["fast", "grpcio"])
+def test_an_isolated_model_that_allocates_sixteen_gigabytes(tmp_path: Path, engine: str) -> None:
+    config = "isolation: process\nisolation_memory_limit: 640MiB\n"
+    add_model(tmp_path / "models", "zeros", zeros(), files={"config.yaml": config})
+    with attack(engine, tmp_path) as server:
+        (child,) = isolated_children(server.server.process.pid)
+        with watched(server, "S25 isolated model of 16 GB") as watch:
+            for size in (4 << 30, 1 << 28):
+                status, error = zeros_over_http(server, size)
+                assert (status, "isolation_memory_limit" in error) == (500, True), error
+                code, error = zeros_over_grpc(server, size)
+                assert (code, "isolation_memory_limit" in error) == ("INTERNAL", True), error
+            assert zeros_over_http(server, 1000) == (200, "")
+        watch.check()
+        assert isolated_children(server.server.process.pid) == [child], "the process did not have to die"
+        server.still_serves()
+
+
+def test_memory_of_large_batches_is_returned(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "repeated", repeated(), config="max_batch_size: 64")
+    with attack("fast", tmp_path) as server:
+        until(
+            lambda: server.memory_bytes() < 250 << 20
+        )  # that of the batches that were measured at the load is returned
+        with watched(server, "S6 memory of ONNX Runtime") as watch:
+            rows = {"name": "X", "datatype": "FP32", "shape": [64, 1], "data": list(range(64))}
+            body = http_body(rows, outputs=[{"name": "Y", "parameters": {"binary_data": True}}])
+            for _ in range(2):
+                status, _, answer = server.server.request("POST", "/v2/models/repeated/infer", body)
+                assert (status, len(answer) > 256 << 20) == (200, True)
+            assert struct.unpack("<f", answer[-4:]) == (63.0,)
+        watch.check()
+        server.still_serves()
