@@ -19,6 +19,7 @@ import uvloop
 
 from headrace.banner import Addresses
 from headrace.config.documents import refuse
+from headrace.core.access import AccessControl, OpenAccess
 from headrace.core.errors import ConfigError
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
@@ -129,6 +130,7 @@ class HeadraceServer:
         self._bodies = bodies = BodyMemory(settings.limits)
         self._http_limits = ClientLimits(settings.limits, "http", bodies)
         self._grpc_limits = ClientLimits(settings.limits, "grpc", bodies)
+        self._access: AccessControl = OpenAccess()
         self._exit_status = 0
 
     def run(self) -> int:
@@ -199,7 +201,7 @@ class HeadraceServer:
             extensions=extensions(settings, cuda is not None),
             explain=partial(explain, self._registry),
             name=settings.id,
-            options_reader=RequestOptionsReader(settings.client_header),
+            options_reader=RequestOptionsReader(settings.client_header, self._access),
         )
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
@@ -212,7 +214,9 @@ class HeadraceServer:
         self._servers.append(UvicornServer(application, settings, self._http_limits, context))
         if has_metrics_port and page is not None and settings.metrics_port is not None:
             sockets.append(bind(settings.host, settings.metrics_port))
-            self._servers.append(UvicornServer(metrics_application(page), settings, self._http_limits, context))
+            self._servers.append(
+                UvicornServer(metrics_application(page, services.options_reader), settings, self._http_limits, context)
+            )
         return sockets
 
     def _metrics(self, tls: TlsFiles | None) -> MetricsPage:

@@ -17,9 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.config.documents import refuse
+from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol
+from headrace.http.infer_endpoint import error_response, request_principal
+from headrace.inference.operations import http_operation
+from headrace.inference.request_options import RequestOptionsReader
 from headrace.settings import Settings
 from headrace.tls import TlsFiles
 
@@ -125,12 +129,24 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     return tls
 
 
-def metrics_application(page: MetricsRender) -> FastAPI:
-    """Create the application of the metrics port: /metrics and nothing else."""
+def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> FastAPI:
+    """Create the application of the metrics port: /metrics and nothing else.
+
+    Args:
+        page: renders /metrics.
+        reader: resolves the credentials of a request.
+    """
     app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None)
+    scope = http_operation("GET", "/metrics").scope
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        try:
+            if scope is not None:
+                request_principal(request.scope, reader).require(scope)
+        except HeadraceError as error:
+            status, headers, content = error_response(error)
+            return Response(content, status, {name.decode(): value.decode() for name, value in headers})
         content_type, body = await asyncio.to_thread(page, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

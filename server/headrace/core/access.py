@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import Forbidden, QuotaExceeded, Unauthenticated
@@ -127,6 +127,12 @@ class Principal:
         self.refusal = refusal
         self.update(None)
 
+    @property
+    def is_authenticated(self) -> bool:
+        """True if the principal has rights that have not expired."""
+        grant = self.grant
+        return grant is not None and (not grant.expires_ns or monotonic_ns() < grant.expires_ns)
+
     def admit(self, model: str) -> None:
         """Check an inference request and charge it to the quota: `require` for the hot path.
 
@@ -151,18 +157,32 @@ class Principal:
             Forbidden: the key has not this scope, or not for this model.
             QuotaExceeded: the quota of the key is used up.
         """
+        self.check(scope, model)
+        if self.grant is not None and self.grant.bucket is not None:
+            self.grant.bucket.charge()
+
+    def check(self, scope: Scope, model: str = "") -> None:
+        """Check an operation as `require`, without a charge: for the further steps of a call."""
+        grant = self.authenticate()
+        if scope not in grant.scopes:
+            cure = grant.cure or f"the key of '{self.name}' has {', '.join(sorted(grant.scopes)) or 'no scope'}"
+            raise Forbidden(f"this needs the scope '{scope}': {cure}")
+        if model:
+            self.check_model(model)
+
+    def authenticate(self) -> Grant:
+        """Return the rights; raises Unauthenticated if there are none, or if they have expired."""
         grant = self.grant
         if grant is None:
             raise Unauthenticated(self.refusal)
         if grant.expires_ns and monotonic_ns() >= grant.expires_ns:
             raise Unauthenticated(EXPIRED)
-        if scope not in grant.scopes:
-            cure = grant.cure or f"the key of '{self.name}' has {', '.join(sorted(grant.scopes)) or 'no scope'}"
-            raise Forbidden(f"this needs the scope '{scope}': {cure}")
-        if model and not self.allows_model(model):
+        return grant
+
+    def check_model(self, model: str) -> None:
+        """Check the model patterns; raises Forbidden. The error does not depend on whether the model exists."""
+        if not self.allows_model(model):
             raise Forbidden(f"the key of '{self.name}' is not for a model of this name: its patterns do not match")
-        if grant.bucket is not None:
-            grant.bucket.charge()
 
     def allows_model(self, model: str) -> bool:
         """Return True if the model patterns allow a model."""
@@ -244,3 +264,15 @@ class OpenAccess:
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """See `AccessControl`; keys never change."""
+
+
+def certificate_names(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the common name and the alternative names of a client certificate.
+
+    Args:
+        certificate: as `ssl.SSLSocket.getpeercert` returns it; None or empty without one.
+    """
+    if not certificate:
+        return ()
+    subject = [value for part in certificate.get("subject", ()) for name, value in part if name == "commonName"]
+    return tuple(dict.fromkeys([*subject, *(value for _, value in certificate.get("subjectAltName", ()))]))

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from weakref import ref
 
+from headrace.core.access import certificate_names
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable, forget_frames
@@ -85,6 +86,9 @@ class FastGrpcServer:
             max_unsent_bytes=max(limits.max_unsent_bytes, 2 * max_message_bytes),
         )
         self._connections: set[Http2Connection] = set()
+        self._access = methods.options_reader.access
+        self._access.on_change(self._forget_heads)
+        self._peer_names: dict[Http2Connection, tuple[str, ...]] = {}
         self._server: asyncio.Server | None = None
         self.stopping = False
         self._disconnected = asyncio.Event()
@@ -143,6 +147,8 @@ class FastGrpcServer:
         self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool
     ) -> Http2Stream | None:
         """See `Application`."""
+        if self._access.has_keys and head.method is not None:
+            head = self._check_principal(connection, head)
         if head.method is not None:
             return (StreamingCall if head.is_stream else UnaryCall)(connection, stream_id, head, self)
         if head.rejection is None:
@@ -155,14 +161,43 @@ class FastGrpcServer:
         connection.write_buffer.write_control(response)
         return None
 
+    def _check_principal(self, connection: Http2Connection, head: RequestHead) -> RequestHead:
+        """Return the head with the principal of its key or of the client certificate, or a rejection if it has no rights.
+
+        A head without a key has the anonymous principal. It is cached by its bytes, for the connection; the principal of the
+        certificate belongs to the connection.
+        """
+        principal = head.options.principal
+        names = self._peer_names.get(connection)
+        if names and principal is self._access.anonymous:
+            peer = self._access.certificate_principal(names)
+            if peer is not None:
+                principal = peer
+                head = replace(head, options=replace(head.options, principal=peer, client=peer.name))
+        if head.needs_key and principal is not None and not principal.is_authenticated:
+            try:
+                principal.authenticate()
+            except HeadraceError as error:
+                return RequestHead(rejection=error_status(error))
+        return head
+
+    def _forget_heads(self) -> None:
+        """Empty the caches of heads: their principals have changed."""
+        for connection in self._connections:
+            connection.forget_heads()
+
     def connection_opened(self, connection: Http2Connection) -> bool:
         """See `Application`."""
         self._connections.add(connection)
+        names = certificate_names(connection.transport.get_extra_info("peercert"))
+        if names:
+            self._peer_names[connection] = names
         return self.client_limits.enter() and not self.stopping
 
     def connection_closed(self, connection: Http2Connection) -> None:
         """See `Application`."""
         self._connections.discard(connection)
+        self._peer_names.pop(connection, None)
         self.client_limits.leave()
         if not self._connections:
             self._disconnected.set()
@@ -313,6 +348,13 @@ class FastCall(Http2Stream):
             forget_frames(error)
         finally:
             self.reservation.end()
+
+    @property
+    def peer(self) -> str:
+        """See `GrpcCall`."""
+        name = self.connection.transport.get_extra_info("peername")
+        host, port = name[:2] if name else ("", 0)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _send_headers(self) -> None:
         """Send the HEADERS frame before the first message, once."""

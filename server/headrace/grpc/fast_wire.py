@@ -129,6 +129,7 @@ class RequestHead:
         options: request options from the metadata.
         rejection: status of the immediate response, None if the call can be served.
         exceeded_limit: name of the limit that the headers exceed, "" for none.
+        needs_key: True if callers without rights are refused before the body is read.
         http_status: HTTP status of the response to a request that is not gRPC, 0 for none.
         http_body: text of that response; b"" for HEAD.
     """
@@ -143,6 +144,7 @@ class RequestHead:
     http_status: int = 0
     http_body: bytes = b""
     exceeded_limit: str = ""
+    needs_key: bool = False
 
     def http_headers(self, stream_id: int) -> bytes:
         """Encode the HEADERS frame of the response to a request that is not gRPC; `http_body` follows."""
@@ -230,6 +232,7 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
         "" if encoding == b"identity" else encoding.decode(),
         content_length,
         reader.read(options),
+        needs_key=path not in methods.open_paths,
     )
 
 

@@ -11,16 +11,18 @@ import logging
 import socket
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
+from headrace.core.access import Principal
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import error_status
-from headrace.inference.request_options import NO_OPTIONS, RequestOptions
+from headrace.inference.request_options import RequestOptions
 from headrace.tls import TlsFiles
 
 # Shortest interval between PINGs of a client, also without an open call. After two PINGs that come sooner, the connection is
@@ -193,11 +195,29 @@ class _Call:
 
     @property
     def options(self) -> RequestOptions:
-        names, metadata = self._options_reader.names, self._context.invocation_metadata() or ()
+        reader, metadata = self._options_reader, self._context.invocation_metadata() or ()
+        names = reader.names
         for name, _ in metadata:
             if name in names:
-                return self._options_reader.read({name: value for name, value in metadata if name in names})
-        return NO_OPTIONS
+                return reader.read({name: value for name, value in metadata if name in names}, self._peer_principal())
+        peer = self._peer_principal()
+        return reader.no_options if peer is None else reader.read({}, peer)
+
+    @property
+    def peer(self) -> str:
+        # grpcio writes "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000".
+        return unquote(str(self._context.peer()).partition(":")[2])
+
+    def _peer_principal(self) -> Principal | None:
+        """Principal of the client certificate, None for none."""
+        access = self._options_reader.access
+        if not access.has_keys:
+            return None
+        identity = self._context.auth_context()
+        names = [*identity.get("x509_common_name", ()), *identity.get("x509_subject_alternative_name", ())]
+        if not names:
+            return None
+        return access.certificate_principal(tuple(name.decode("utf-8", "replace") for name in names))
 
 
 class _UnaryCall(_Call):

@@ -15,8 +15,9 @@ from typing import NoReturn
 
 from tritonclient.grpc import service_pb2
 
+from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
-from headrace.core.errors import HeadraceError, Unavailable, forget_frames
+from headrace.core.errors import HeadraceError, Unauthenticated, Unavailable, forget_frames
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.inference.request_options import RequestOptions
@@ -160,7 +161,11 @@ class InferStreams:
             HeadraceError: a request failed and the stream's metadata have `triton_grpc_error: true`; later ones are abandoned.
             Cancelled: the client disconnected; requests in flight are abandoned.
             Unavailable: the server stops; requests in flight are completed.
+            Unauthenticated: the key of the stream is not valid, or not any more.
         """
+        principal = call.options.principal
+        if principal is not None:
+            principal.check(Scope.INFER)
         stream = _Stream(self, call)
         try:
             async with asyncio.TaskGroup() as group:
@@ -293,7 +298,8 @@ class _Stream:
 
     def _reject(self, entry: _StreamEntry, error: HeadraceError, request_id: str) -> None:
         self._ordered.append(entry)
-        self._on_settled(entry, error if self._options.ends_stream else _error(error, request_id))
+        ends_stream = self._options.ends_stream or isinstance(error, Unauthenticated)
+        self._on_settled(entry, error if ends_stream else _error(error, request_id))
 
     def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
         entry.response = response

@@ -7,7 +7,7 @@ protobuf on both sides, so that the hot path needs no message objects.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,7 @@ class GrpcCall(Protocol):
         options: request options from the call's metadata; raises BadRequest if they are invalid.
         completion: completion for which the method waits, set by the method. The engine settles or abandons it when the client
             disconnects.
+        peer: address of the client, host:port.
     """
 
     received_ns: int
@@ -36,6 +37,10 @@ class GrpcCall(Protocol):
 
     @property
     def options(self) -> RequestOptions:
+        """See the class."""
+
+    @property
+    def peer(self) -> str:
         """See the class."""
 
 
@@ -89,11 +94,14 @@ class Methods:
         unary: methods with one request and one response message.
         streams: methods with streams of messages in both directions.
         options_reader: parser of the request options in a call's metadata.
+        open_paths: methods that callers without a key may call. Their implementation checks the permission if it depends on
+            the message.
     """
 
     unary: Mapping[str, UnaryMethod]
     streams: Mapping[str, StreamMethod]
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
+    open_paths: Collection[str] = ()
 
 
 class GrpcEngine(Protocol):

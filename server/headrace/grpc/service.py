@@ -14,11 +14,13 @@ from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untype
 from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
+from headrace.core.access import AccessControl, Principal
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
 from headrace.grpc.codec import parameter_value
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
+from headrace.inference.operations import OperationCall, grpc_operation
 from headrace.inference.services import Regions, Services
 
 # The classes of these modules are created at import, where no type checker sees them.
@@ -38,8 +40,15 @@ REFLECTION_SERVICES = (f"{_V1}.ServerReflection", f"{_V1ALPHA}.ServerReflection"
 _NOT_FOUND = 5  # google.rpc.Code, which ErrorResponse carries as a number
 
 P = TypeVar("P", bound=Protobuf)
-# Handles a request message; returns Triton's JSON, whose keys are the fields of the response message.
-Handler = Callable[[Any], Mapping[str, object] | Awaitable[Mapping[str, object]]]
+# Handles a request message of a principal; returns Triton's JSON, whose keys are the fields of the response message.
+Handler = Callable[[Any, Principal], Mapping[str, object] | Awaitable[Mapping[str, object]]]
+# Field of the request with the model that the key of the caller must allow, by method.
+_MODEL_FIELDS = {
+    **dict.fromkeys(("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"), "name"),
+    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting"), "model_name"),
+}
+# Methods that read settings, and change them if the request has any.
+_SETTINGS = ("TraceSetting", "LogSettings")
 
 
 def parse(kind: type[P], message: bytes) -> P:
@@ -60,14 +69,33 @@ def parse(kind: type[P], message: bytes) -> P:
         ) from error
 
 
-def _unary(name: str, handler: Handler) -> UnaryMethod:
-    """Make the method on serialized messages of a handler."""
+def _unary(name: str, handler: Handler, access: AccessControl) -> UnaryMethod:
+    """Make the method on serialized messages of a handler; raises LookupError if it has no scope."""
     request_type, response_type = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+    operation = grpc_operation(f"/{SERVICE}/{name}")
+    change = grpc_operation(f"/{SERVICE}/{name}+settings") if name in _SETTINGS else operation
+    model_field = _MODEL_FIELDS.get(name, "")
+    target_field = "name" if "SharedMemory" in name else ""
+
+    async def run(message: bytes, call: GrpcCall) -> Mapping[str, object]:
+        principal, request = call_principal(call, access), None
+        if change is not operation:  # the message decides
+            if operation.scope is not None:
+                principal.authenticate()
+            request = parse(request_type, message)
+        called = change if request is not None and request.settings else operation
+        with OperationCall(called, principal, "grpc", call.peer if called.audited else "") as permit:
+            permit.require()
+            request = parse(request_type, message) if request is None else request
+            if target_field:
+                permit.target = getattr(request, target_field)
+            if model_field:
+                permit.check_model(getattr(request, model_field))
+            values = handler(request, principal)
+            return await values if isinstance(values, Awaitable) else values
 
     async def method(message: bytes, call: GrpcCall) -> Message:
-        values = handler(parse(request_type, message))
-        if isinstance(values, Awaitable):
-            values = await values
+        values = await run(message, call)
         response: Protobuf = json_format.ParseDict(dict(values), response_type())
         return [response.SerializeToString()]
 
@@ -82,47 +110,50 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
     """
     plane, regions = ControlPlane(services), services.regions
 
-    def trace_settings(request: Any) -> Mapping[str, object]:
+    def trace_settings(request: Any, principal: Principal) -> Mapping[str, object]:
         changes = {name: _trace_value(name, list(setting.value)) for name, setting in request.settings.items()}
         settings = plane.trace_settings(request.model_name, changes or None)
         return {"settings": {name: {"value": _string_list(value)} for name, value in settings.items()}}
 
-    def log_settings(request: Any) -> Mapping[str, object]:
+    def log_settings(request: Any, principal: Principal) -> Mapping[str, object]:
         changes = {name: parameter_value(name, setting) for name, setting in request.settings.items()}
         settings = services.logs.update(changes) if changes else services.logs.settings()
         return {"settings": {name: {_log_field(value): value} for name, value in settings.items()}}
 
     handlers: dict[str, Handler] = {
-        "ServerLive": lambda request: plane.live(),
-        "ServerReady": lambda request: {"ready": services.models.ready()},
-        "ModelReady": lambda request: {"ready": _is_ready(plane, request.name, request.version)},
-        "ServerMetadata": lambda request: plane.server_metadata(),
+        "ServerLive": lambda request, principal: plane.live(),
+        "ServerReady": lambda request, principal: {"ready": services.models.ready()},
+        "ModelReady": lambda request, principal: {"ready": _is_ready(plane, request.name, request.version)},
+        "ServerMetadata": lambda request, principal: plane.server_metadata(),
         # Triton's messages have no field for the precision of an engine and the device of a version.
-        "ModelMetadata": lambda request: _without("parameters", plane.model_metadata(request.name, request.version)),
-        "ModelConfig": lambda request: {"config": services.models.config(request.name, request.version)},
-        "ModelStatistics": lambda request: {
+        "ModelMetadata": lambda request, principal: _without(
+            "parameters", plane.model_metadata(request.name, request.version)
+        ),
+        "ModelConfig": lambda request, principal: {"config": services.models.config(request.name, request.version)},
+        "ModelStatistics": lambda request, principal: {
             "model_stats": [
-                _without("headrace", each) for each in services.models.statistics(request.name, request.version)
+                _without("headrace", each)
+                for each in principal.filter_models(services.models.statistics(request.name, request.version))
             ]
         },
         "TraceSetting": trace_settings,
         "LogSettings": log_settings,
     }
     handlers |= _repository(plane) | _shared_memory("System", regions) | _shared_memory("Cuda", regions)
-    return {name: _unary(name, handler) for name, handler in handlers.items()}
+    return {name: _unary(name, handler, services.access) for name, handler in handlers.items()}
 
 
 def _repository(plane: ControlPlane) -> dict[str, Handler]:
-    def index(request: Any) -> Mapping[str, object]:
+    def index(request: Any, principal: Principal) -> Mapping[str, object]:
         _only_repository(request)
-        return {"models": list(plane.index(request.ready))}
+        return {"models": list(plane.index(request.ready, principal))}
 
-    async def load(request: Any) -> Mapping[str, object]:
+    async def load(request: Any, principal: Principal) -> Mapping[str, object]:
         _only_repository(request)
         await plane.load(request.model_name, _parameters(request))
         return {}
 
-    async def unload(request: Any) -> Mapping[str, object]:
+    async def unload(request: Any, principal: Principal) -> Mapping[str, object]:
         _only_repository(request)
         await plane.unload(request.model_name, _parameters(request))
         return {}
@@ -131,10 +162,10 @@ def _repository(plane: ControlPlane) -> dict[str, Handler]:
 
 
 def _shared_memory(kind: str, regions: Regions) -> dict[str, Handler]:
-    def status(request: Any) -> Mapping[str, object]:
+    def status(request: Any, principal: Principal) -> Mapping[str, object]:
         return {"regions": {str(row["name"]): dict(row) for row in regions.status(kind.lower(), request.name)}}
 
-    def register(request: Any) -> Mapping[str, object]:
+    def register(request: Any, principal: Principal) -> Mapping[str, object]:
         if not request.name:
             raise BadRequest("'name' is empty: a shared memory region needs one")
         if kind == "System":
@@ -143,7 +174,7 @@ def _shared_memory(kind: str, regions: Regions) -> dict[str, Handler]:
             regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
         return {}
 
-    def unregister(request: Any) -> Mapping[str, object]:
+    def unregister(request: Any, principal: Principal) -> Mapping[str, object]:
         regions.unregister(kind.lower(), request.name)
         return {}
 
@@ -194,6 +225,11 @@ def _log_field(value: object) -> str:
     return "uint32_param" if isinstance(value, int) else "string_param"
 
 
+def call_principal(call: GrpcCall | StreamCall, access: AccessControl) -> Principal:
+    """Return the principal of a call; raises BadRequest if the metadata are invalid."""
+    return call.options.principal or access.anonymous if access.has_keys else access.anonymous
+
+
 class HealthService:
     """The standard health service grpc.health.v1: status of the server (""), of the inference service, and of each model by name.
 
@@ -203,10 +239,12 @@ class HealthService:
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
+        self._model_scope = grpc_operation(f"/{HEALTH_SERVICE}/Check+service").scope
 
     async def check(self, message: bytes, call: GrpcCall) -> Message:
         """Check: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
         name = parse(health_pb.HealthCheckRequest, message).service
+        self._check_permission(name, call)
         status = self._status(name)
         if status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
             raise NotFound(f"service {name[:128]!r} is not found; it is '', {SERVICE!r} or a model's name")
@@ -218,6 +256,7 @@ class HealthService:
         Raises:
             Cancelled: the client disconnected.
             Unavailable: the server stops.
+            Unauthenticated, Forbidden: the caller may not read the model, or not any more.
         """
         message = await call.read()
         if message is None:
@@ -225,6 +264,7 @@ class HealthService:
         name = parse(health_pb.HealthCheckRequest, message).service
         sent_status = None
         while True:
+            self._check_permission(name, call)
             status = self._status(name)
             if status != sent_status:
                 await call.write([health_pb.HealthCheckResponse(status=status).SerializeToString()])
@@ -232,6 +272,11 @@ class HealthService:
             if call.stopping:
                 raise Unavailable("the server is shutting down")
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _check_permission(self, name: str, call: GrpcCall | StreamCall) -> None:
+        """Check that the caller may read the model; the status of the server is open."""
+        if name not in ("", SERVICE) and self._model_scope is not None:
+            call_principal(call, self._plane.services.access).check(self._model_scope, name)
 
     def _status(self, name: str) -> int:
         kind = health_pb.HealthCheckResponse
@@ -253,9 +298,12 @@ class ReflectionService:
 
     Args:
         services: full names of all services of the server.
+        access: keys and scopes.
     """
 
-    def __init__(self, services: Iterable[str]) -> None:
+    def __init__(self, services: Iterable[str], access: AccessControl) -> None:
+        self._access = access
+        self._scope = grpc_operation(f"/{REFLECTION_SERVICES[0]}/ServerReflectionInfo").scope
         # The package has v1alpha only. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
         v1: Any = descriptor_pool.DescriptorPool()
         v1.Add(_as_v1(reflection_pb.DESCRIPTOR))
@@ -265,7 +313,10 @@ class ReflectionService:
 
     async def info(self, call: StreamCall) -> None:
         """ServerReflectionInfo: one ServerReflectionResponse for each ServerReflectionRequest."""
+        principal = call_principal(call, self._access)
         while (message := await call.read()) is not None:
+            if self._scope is not None:
+                principal.require(self._scope)
             response = self._respond(parse(reflection_pb.ServerReflectionRequest, message))
             await call.write([response.SerializeToString()])
 
@@ -320,10 +371,10 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
         services: of the server.
         max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
     """
-    infer = GrpcInference(services, max_message_bytes)
+    infer, access = GrpcInference(services, max_message_bytes), services.access
     health = HealthService(ControlPlane(services))
     names = (SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES)
-    reflection = ReflectionService(names)
+    reflection = ReflectionService(names, access)
     unary: dict[str, UnaryMethod] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
     unary[f"/{SERVICE}/ModelInfer"] = infer.infer
     unary[f"/{HEALTH_SERVICE}/Check"] = health.check
@@ -332,4 +383,5 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     }
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
-    return Methods(unary, streams, services.options_reader)
+    open_paths = [path for path in (*unary, *streams) if grpc_operation(path).scope is None]
+    return Methods(unary, streams, services.options_reader, frozenset(open_paths))

@@ -30,10 +30,13 @@ from headrace.http.infer_endpoint import (
     Scope,
     Send,
     error_response,
+    request_principal,
     send_error,
     send_method_not_allowed,
 )
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
+from headrace.inference.operations import OperationCall, http_operation
+from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.service import internal_error
 from headrace.inference.services import Services
 
@@ -76,7 +79,7 @@ def control_application(services: Services, client_limits: ClientLimits, metrics
 
     table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:
-        add_route(app, route, _endpoint(route, client_limits))
+        add_route(app, route, _endpoint(route, client_limits, services.options_reader))
     return app
 
 
@@ -88,14 +91,31 @@ def check_path(raw_path: bytes) -> None:
         )
 
 
-def _endpoint(route: Route, client_limits: ClientLimits) -> Callable[[Request], Awaitable[Response]]:
-    """Make the function that runs a route and encodes its result or error; it never raises for an invalid request."""
+def _endpoint(
+    route: Route, client_limits: ClientLimits, reader: RequestOptionsReader
+) -> Callable[[Request], Awaitable[Response]]:
+    """Make the function that runs a route and encodes its result or error; it never raises for an invalid request.
+
+    Raises:
+        LookupError: the route has no scope.
+    """
+    operation = http_operation(route.method, route.path)
+
+    async def run(request: Request) -> object:
+        parameters = request.path_params
+        target = parameters.get("model", "") or parameters.get("region", "")
+        principal = request_principal(request.scope, reader)
+        with OperationCall(operation, principal, "http", _peer(request), target) as call:
+            call.require(parameters.get("model", ""))  # before the body is read
+            arguments = await _arguments(route, request, client_limits)
+            if route.filters:
+                arguments["principal"] = principal
+            result = route.run(**arguments)
+            return await result if isinstance(result, Awaitable) else result
 
     async def endpoint(request: Request) -> Response:
         try:
-            result = route.run(**await _arguments(route, request, client_limits))
-            if isinstance(result, Awaitable):
-                result = await result
+            result = await run(request)
             if result is None:
                 return Response()
             if isinstance(result, Page):
@@ -124,6 +144,18 @@ async def _arguments(route: Route, request: Request, client_limits: ClientLimits
     if route.negotiates:
         arguments["accept"] = request.headers.get("accept", "")
     return arguments
+
+
+def _peer(request: Request) -> str:
+    """Return the address of the client as in a URL; "" if the server does not report it."""
+    client = request.client
+    return (
+        ""
+        if client is None
+        else f"[{client.host}]:{client.port}"
+        if ":" in client.host
+        else f"{client.host}:{client.port}"
+    )
 
 
 def _check_media_type(request: Request) -> None:

@@ -28,6 +28,7 @@ import numpy as np
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from headrace.core.access import certificate_names
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Overloaded, Unavailable, forget_frames
@@ -402,6 +403,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     Attributes:
         completion: completion of the running request, which a disconnect abandons; None for none.
+        peer_names: names in the client certificate; empty without one.
         stage: the event that the connection waits for.
         since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
     """
@@ -418,6 +420,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         # The cycle whose application runs. With pipelined requests it is not the last one, which is `self.cycle`.
         self._active_cycle: RequestResponseCycle | None = None
         self._endpoint: InferEndpoint | None = None  # serves requests with a cached head
+        self._heads: dict[bytes, ParsedHead] = {}  # the cached heads, which connections share
+        self.peer_names: tuple[str, ...] = ()
         self._repeatable_head = b""  # of the last parsed request, if one read had it and nothing else
         self._idle_since_s = 0.0  # event loop time at which the last repeated request was answered
         self._refusal = (0, "")
@@ -431,6 +435,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """Install the socket reader; refuse the connection if there are too many."""
         super().connection_made(transport)
         transport.set_protocol(self._reader)
+        self.peer_names = certificate_names(transport.get_extra_info("peercert"))
         self._timeouts.add(self)
         if not self._client_limits.enter():
             self._refuse(
@@ -604,8 +609,9 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def remember_head(self, endpoint: InferEndpoint, head: ParsedHead) -> None:
         """See `Connection`."""
         self._endpoint = endpoint
+        self._heads = endpoint.heads(self.peer_names)
         if self._repeatable_head:
-            endpoint.keep_head(self._repeatable_head, head)
+            endpoint.keep_head(self._repeatable_head, head, self._heads)
 
     def _read_head(self, data: bytes) -> bytes:
         """Return the head in a read that has exactly one request; b"" if the head cannot be cached."""
@@ -628,7 +634,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def _serve_repeated(self, data: bytes, endpoint: InferEndpoint) -> bool:
         """Serve a read that has a cached head and exactly its body; returns False if the parser must read it."""
         end = data.find(b"\r\n\r\n") + 4
-        head = endpoint.heads.get(data[:end])
+        head = self._heads.get(data[:end])
         if (
             head is None
             or self.stage is not Stage.BETWEEN

@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
+from headrace.core.access import AccessControl, Principal
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
-from headrace.core.errors import BadRequest, Cancelled, HeadraceError, forget_frames
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unauthenticated, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
 from headrace.http.codec import Body, ModelCodec
@@ -55,13 +56,21 @@ _BINARY_HEAD = (
 
 # Limits of the cache of parsed heads: number of entries, bytes of one head.
 _MAX_HEADS = 256
+# Client certificates with a cache of their own.
+_MAX_CERTIFICATES = 64
 _MAX_HEAD_BYTES = 4096
 
 
 class Connection(Protocol):
-    """Fast paths of our HTTP protocol; see `headrace.http.connection`."""
+    """Fast paths of our HTTP protocol; see `headrace.http.connection`.
+
+    Attributes:
+        completion: completion of the running request, which a disconnect abandons; None for none.
+        peer_names: names in the client certificate; empty without one.
+    """
 
     completion: LoopCompletion | None
+    peer_names: tuple[str, ...]
 
     async def read_body(self, send: Send) -> bytes | BodyBytes | None:
         """Return the request body; None if the endpoint must call `receive` for it."""
@@ -86,8 +95,18 @@ class InferHeaders:
 
     __slots__ = ("accept_encoding", "content_encoding", "content_length", "header_size", "options")
 
-    def __init__(self, headers: list[tuple[bytes, bytes]], options_reader: RequestOptionsReader) -> None:
+    def __init__(
+        self,
+        headers: list[tuple[bytes, bytes]],
+        options_reader: RequestOptionsReader,
+        peer: Principal | None = None,
+    ) -> None:
         """Parse the headers.
+
+        Args:
+            headers: names and values; names in lower case.
+            options_reader: parser of the request options.
+            peer: principal of the client certificate, None for none.
 
         Raises:
             BadRequest: a header has an invalid value.
@@ -96,7 +115,7 @@ class InferHeaders:
         self.content_encoding = ""
         self.content_length = 0
         self.header_size: int | None = None
-        self.options = NO_OPTIONS
+        self.options = options_reader.no_options
         option_values: dict[str, str] = {}
         names = options_reader.wire_names
         for name, value in headers:
@@ -113,8 +132,8 @@ class InferHeaders:
             else:
                 accepted = value.decode("latin-1")
                 self.accept_encoding = f"{self.accept_encoding},{accepted}" if self.accept_encoding else accepted
-        if option_values:
-            self.options = options_reader.read(option_values)
+        if option_values or peer is not None:
+            self.options = options_reader.read(option_values, peer)
 
 
 class ParsedHead(NamedTuple):
@@ -142,7 +161,6 @@ class InferEndpoint:
         client_limits: limits of all requests.
 
     Attributes:
-        heads: results of parsing, by the bytes of the head; see `headrace.http.connection`.
         service: the steps of a request.
     """
 
@@ -153,7 +171,9 @@ class InferEndpoint:
         )
         self._client_limits = client_limits
         self._options_reader = services.options_reader
-        self.heads: dict[bytes, ParsedHead] = {}
+        # Results of parsing, by the bytes of the head, for each client certificate: a head without a key has its principal.
+        self._heads: dict[tuple[str, ...], dict[bytes, ParsedHead]] = {}
+        services.access.on_change(self._forget_heads)
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
@@ -166,9 +186,13 @@ class InferEndpoint:
         """
         service = self.service
         pending = PendingRequest(model, version, monotonic_ns())
+        headers: InferHeaders | None = None
         try:
+            if self._options_reader.access.has_keys:  # the lease checks the permission
+                headers = self._parse_headers(scope)
+                pending.options = headers.options
             handle = service.lease(pending)
-            headers = InferHeaders(scope["headers"], self._options_reader)
+            headers = headers or self._parse_headers(scope)
             options = pending.options = headers.options
             # The deadline starts with the first bytes: the client's timeout includes the upload of the body.
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
@@ -192,7 +216,7 @@ class InferEndpoint:
         """Respond with an error and count it."""
         if pending.options is NO_OPTIONS:  # failed before the headers were parsed
             with suppress(BadRequest):
-                pending.options = InferHeaders(scope["headers"], self._options_reader).options
+                pending.options = self._parse_headers(scope).options
         failure, load_headers = self.fail(pending, error)
         forget_frames(error)
         if not isinstance(failure, Cancelled):
@@ -221,12 +245,33 @@ class InferEndpoint:
             return failure, ()
         return failure, self._load_headers(pending.handle, monotonic_ns()).pairs
 
-    def keep_head(self, content: bytes, head: ParsedHead) -> None:
-        """Cache the result of parsing a head; the cache is bounded and cleared when it is full."""
+    def heads(self, peer_names: tuple[str, ...]) -> dict[bytes, ParsedHead]:
+        """Return the cache of parsed heads of a client certificate; empty names for connections without one."""
+        if not self._options_reader.access.has_keys:
+            peer_names = ()
+        heads = self._heads.get(peer_names)
+        if heads is None:
+            if len(self._heads) >= _MAX_CERTIFICATES:
+                self._forget_heads()
+            heads = self._heads[peer_names] = {}
+        return heads
+
+    def keep_head(self, content: bytes, head: ParsedHead, heads: dict[bytes, ParsedHead]) -> None:
+        """Cache the result of parsing a head in one of the caches; it is bounded and cleared when it is full."""
         if len(content) <= _MAX_HEAD_BYTES:
-            if len(self.heads) >= _MAX_HEADS:
-                self.heads.clear()
-            self.heads[content] = head
+            if len(heads) >= _MAX_HEADS:
+                heads.clear()
+            heads[content] = head
+
+    def _forget_heads(self) -> None:
+        """Empty all caches of heads, which connections hold: their principals have changed."""
+        for heads in self._heads.values():
+            heads.clear()
+        self._heads.clear()
+
+    def _parse_headers(self, scope: Scope) -> InferHeaders:
+        reader = self._options_reader
+        return InferHeaders(scope["headers"], reader, peer_principal(scope, reader.access))
 
     def _load_headers(self, handle: Handle, now_ns: int) -> Headers:
         load = self._loads.get(handle)
@@ -256,6 +301,24 @@ class InferEndpoint:
             if reservation is not None:
                 reservation.grow(len(body))
         return body
+
+
+def peer_principal(scope: Scope, access: AccessControl) -> Principal | None:
+    """Return the principal of the client certificate of a connection; None for none."""
+    connection: Connection | None = scope.get("headrace.connection")
+    if connection is None or not connection.peer_names or not access.has_keys:
+        return None
+    return access.certificate_principal(connection.peer_names)
+
+
+def request_principal(scope: Scope, reader: RequestOptionsReader) -> Principal:
+    """Return the principal of any HTTP request; never raises."""
+    access = reader.access
+    if not access.has_keys:
+        return access.anonymous
+    names = reader.wire_names
+    headers = {names[name]: value.decode("latin-1") for name, value in scope["headers"] if name in names}
+    return reader.principal(headers, peer_principal(scope, access))
 
 
 async def _receive_all(receive: Receive, client_limits: ClientLimits) -> bytes:
@@ -359,11 +422,14 @@ def error_response(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]]
     """Encode and count an error.
 
     Returns:
-        Status, headers and JSON body `{"error": text}`. Headers have Retry-After and Retry-After-Ms if a retry can succeed.
+        Status, headers and JSON body `{"error": text}`. Headers have Retry-After and Retry-After-Ms if a retry can succeed,
+        and WWW-Authenticate (RFC 9110, section 11.6.1) if a key is missing.
     """
     ERRORS.count("http", error.reason)
     body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
     headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
     delay_ms = retry_after_ms(error)
     if delay_ms is not None:
         headers += [

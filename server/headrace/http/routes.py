@@ -65,6 +65,7 @@ class Route:
         body_required: False if an empty body stands for a body without fields.
         example: request body for the OpenAPI document.
         negotiates: `run` takes the request header Accept as `accept`.
+        filters: `run` takes the principal of the request as `principal`, and lists only models that it may read.
         max_body_bytes: of the request.
         media_type: of the response.
         headers: of the response, besides its media type.
@@ -83,6 +84,7 @@ class Route:
     body_required: bool = False
     example: Mapping[str, object] | None = None
     negotiates: bool = False
+    filters: bool = False
     max_body_bytes: int = MAX_CONTROL_BYTES
     media_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -124,7 +126,7 @@ def _server(control: ControlPlane) -> Iterator[Route]:
         "/v2", "Name, version and protocol extensions of the server", control.server_metadata, bodies.ServerMetadata
     )
     summary = "Every version with its state, counts and gauges, for monitoring: rates follow from two responses"
-    yield server("/v2/status", summary, control.status, bodies.ServerStatus)
+    yield server("/v2/status", summary, control.status, bodies.ServerStatus, filters=True)
 
 
 def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
@@ -136,6 +138,7 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         list[bodies.IndexRow],
         body=bodies.IndexRequest,
         example={"ready": True},
+        filters=True,
     )
     yield post(
         "/v2/repository/models/{model}/load",
@@ -155,12 +158,13 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         statuses=(403, 404, 409, 503),
     )
     summary = "Every model with its platform and the state of its versions"
-    yield Route("repository", "/v2/models", summary, control.list_models, bodies.ModelList)
+    yield Route("repository", "/v2/models", summary, control.list_models, bodies.ModelList, filters=True)
 
 
 def _models(control: ControlPlane) -> Iterator[Route]:
     services, statistics = control.services, bodies.Statistics
-    yield Route("statistics", "/v2/models/stats", "Statistics of every model", control.statistics, statistics)
+    summary = "Statistics of every model"
+    yield Route("statistics", "/v2/models/stats", summary, control.all_statistics, statistics, filters=True)
     config, layers = services.models.config, services.overview.layers
     of_model: tuple[tuple[str, str, str, Callable[..., object], type], ...] = (
         ("model", "", "Inputs, outputs and versions", control.model_metadata, bodies.ModelMetadata),

@@ -154,6 +154,10 @@ class Http2Connection(asyncio.Protocol):
         self._close_streams()
         self._application.connection_closed(self)
 
+    def forget_heads(self) -> None:
+        """Empty the cache of parsed header blocks; the application calls it when heads would be parsed differently."""
+        self._header_cache.entries.clear()
+
     def pause_writing(self) -> None:
         """Stop writing: the transport's buffer is full."""
         self.write_buffer.paused = True

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from headrace.core.access import Principal
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.inference.response_metadata import describe_load
@@ -59,10 +60,10 @@ class ControlPlane:
             handle.admit()
             return {"name": model, "ready": True}
 
-    def list_models(self) -> dict[str, object]:
-        """List the models of the repository index with their platform and the state of each version."""
+    def list_models(self, principal: Principal) -> dict[str, object]:
+        """List the models that a principal may read with their platform and the state of each version."""
         models: dict[str, dict[str, Any]] = {}
-        for row in self.services.models.index():
+        for row in principal.filter_models(self.services.models.index()):
             name, version = str(row["name"]), str(row["version"])
             model = models.setdefault(name, {"name": name, "platform": "", "versions": []})
             if version:
@@ -74,9 +75,13 @@ class ControlPlane:
                     model["platform"] = handle.spec.platform
         return {"models": list(models.values())}
 
-    def statistics(self, model: str = "", version: str = "") -> dict[str, object]:
-        """Return exact counts and times since a model was loaded; of all models if `model` is ""."""
+    def statistics(self, model: str, version: str = "") -> dict[str, object]:
+        """Return exact counts and times since a model was loaded."""
         return {"model_stats": list(self.services.models.statistics(model, version))}
+
+    def all_statistics(self, principal: Principal) -> dict[str, object]:
+        """Return the statistics of all models that a principal may read."""
+        return {"model_stats": principal.filter_models(self.services.models.statistics("", ""))}
 
     def profile(self, model: str, version: str = "") -> dict[str, object]:
         """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
@@ -90,14 +95,16 @@ class ControlPlane:
             load = load._replace(in_flight=load.in_flight - 1)  # without the lease of this call
             return describe_load(model, handle.spec.version, load)
 
-    async def status(self) -> dict[str, object]:
-        """Return the state, counts and gauges of every version."""
+    async def status(self, principal: Principal) -> dict[str, object]:
+        """Return the state, counts and gauges of every version of the models that a principal may read."""
         services = self.services
-        return {"name": "headrace", "version": services.version, **(await services.overview.status())}
+        status = await services.overview.status()
+        models: Any = status.get("models", ())
+        return {"name": "headrace", "version": services.version, **status, "models": principal.filter_models(models)}
 
-    def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
-        """List every version in the repository with state and reason; only READY versions if `ready`."""
-        rows = self.services.models.index()
+    def index(self, ready: bool, principal: Principal) -> Sequence[Mapping[str, object]]:
+        """List every version of the models that a principal may read; only READY versions if `ready`."""
+        rows = principal.filter_models(self.services.models.index())
         return [row for row in rows if row["state"] == "READY"] if ready else rows
 
     def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> Mapping[str, object]:

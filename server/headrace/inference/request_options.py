@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.access import AccessControl, OpenAccess, Principal
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import BadRequest
 from headrace.core.limits import CLIENT_HEADER, CLIENT_PATTERN
@@ -20,6 +21,10 @@ TIMING_HEADER = "headrace-timing"
 LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 # Triton's: an error ends the gRPC stream with its status code, instead of being a message on the stream.
 STREAM_ERROR_HEADER = "triton_grpc_error"
+
+# Credentials of the caller; read only if the server has keys.
+AUTHORIZATION_HEADER = "authorization"
+API_KEY_HEADER = "x-api-key"
 
 _OPTION_HEADERS = (
     *(TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER, TRACEPARENT_HEADER, TRACESTATE_HEADER),
@@ -37,12 +42,13 @@ class RequestOptions:
     """Options of one request, from its headers or metadata.
 
     Attributes:
-        client: name of the client, "" for none.
+        client: name of the client, "" for none; with keys the name of the key.
         timeout_ns: time that the client waits for the response, 0 for no limit.
         timing: True to return the time of each phase.
         load_format: format of the load report in lower case, "" for none.
         trace: trace context of the caller, None for none.
         ends_stream: True if the first error of a gRPC stream ends it.
+        principal: of the credentials; None if the server has no keys.
     """
 
     client: str = ""
@@ -51,6 +57,7 @@ class RequestOptions:
     load_format: str = ""
     trace: TraceContext | None = None
     ends_stream: bool = False
+    principal: Principal | None = None
 
     def deadline_ns(self, start_ns: int, transport_ns: int = 0) -> int:
         """Return the earlier of the option's deadline, counted from `start_ns`, and the transport's; monotonic, 0 for none."""
@@ -64,30 +71,49 @@ class RequestOptionsReader:
     """Parses request options.
 
     Args:
-        client_header: header with the name of the client, in lower case.
+        client_header: header with the name of the client, in lower case. Ignored if the server has keys.
+        access: resolves credentials; None for a server without keys.
 
     Attributes:
-        names: of all option headers.
+        access: see Args.
+        names: of all option headers, and with keys of the headers with credentials.
         wire_names: the same names by their bytes on the wire.
+        no_options: options of a request without any of these headers.
     """
 
-    def __init__(self, client_header: str = CLIENT_HEADER) -> None:
+    def __init__(self, client_header: str = CLIENT_HEADER, access: AccessControl | None = None) -> None:
         self._client_header = client_header
-        self.names = frozenset((client_header, *_OPTION_HEADERS))
+        self.access = access or OpenAccess()
+        has_keys = self.access.has_keys
+        source = (AUTHORIZATION_HEADER, API_KEY_HEADER) if has_keys else (client_header,)
+        self.names = frozenset((*source, *_OPTION_HEADERS))
         self.wire_names = {name.encode(): name for name in self.names}
+        self.no_options = RequestOptions(principal=self.access.anonymous) if has_keys else NO_OPTIONS
 
-    def read(self, headers: Mapping[str, str]) -> RequestOptions:
+    def principal(self, headers: Mapping[str, str], peer: Principal | None = None) -> Principal:
+        """Return the principal of a request; never raises.
+
+        Args:
+            headers: values by name.
+            peer: principal of the client certificate, None for none.
+        """
+        authorization, api_key = headers.get(AUTHORIZATION_HEADER, ""), headers.get(API_KEY_HEADER, "")
+        return self.access.authenticate(authorization, api_key, peer)
+
+    def read(self, headers: Mapping[str, str], peer: Principal | None = None) -> RequestOptions:
         """Parse the options of one request.
 
         Args:
             headers: values by name; names that are not in `names` are ignored.
+            peer: principal of the client certificate, None for none.
 
         Raises:
             BadRequest: a header has an invalid value.
         """
-        if not headers:
-            return NO_OPTIONS
-        client = headers.get(self._client_header, "")
+        if not headers and peer is None:
+            return self.no_options
+        principal = self.principal(headers, peer) if self.access.has_keys else None
+        client = headers.get(self._client_header, "") if principal is None else principal.name
         if client and not _CLIENT.fullmatch(client):
             # Without the value: clients may be identified by a secret key.
             raise BadRequest(f"{self._client_header}: the value is not 1 to 128 visible ASCII characters")
@@ -98,6 +124,7 @@ class RequestOptionsReader:
             headers.get(LOAD_FORMAT_HEADER, "").strip().lower(),
             trace_context(headers.get(TRACEPARENT_HEADER, ""), headers.get(TRACESTATE_HEADER, "")),
             _flag(STREAM_ERROR_HEADER, headers.get(STREAM_ERROR_HEADER, "0")),
+            principal,
         )
 
 

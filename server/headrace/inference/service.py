@@ -145,11 +145,14 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._logger = logging.getLogger(f"headrace.{wire.name}")
 
     def lease(self, pending: PendingRequest) -> Handle:
-        """Lease the model version and check that it accepts requests, before the request is read or decoded.
+        """Check the permission, lease the model version and check that it accepts requests, before the request is decoded.
 
         Raises:
-            HeadraceError: the version does not exist or does not accept requests.
+            HeadraceError: the caller may not use the model, or the version does not exist or does not accept requests.
         """
+        principal = pending.options.principal
+        if principal is not None:  # before the lease: the error must not depend on whether the model exists
+            principal.admit(pending.model)
         handle = pending.handle = self._models.lease(pending.model, pending.version)
         pending.leased = True
         handle.admit()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.core.access import AccessControl, OpenAccess
+from headrace.core.access import AccessControl
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, ModelLoad
@@ -163,8 +163,7 @@ class Services:
         extensions: protocol extensions that are enabled.
         explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.registry`.
         name: of the server, in its metadata.
-        options_reader: parser of the request options in headers and metadata.
-        access: keys and scopes of callers.
+        options_reader: parser of the request options and credentials in headers and metadata.
     """
 
     models: Models
@@ -179,4 +178,8 @@ class Services:
     explain: Callable[..., Mapping[str, object]]
     name: str = "headrace"
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
-    access: AccessControl = field(default_factory=OpenAccess)
+
+    @property
+    def access(self) -> AccessControl:
+        """Keys and scopes of callers."""
+        return self.options_reader.access

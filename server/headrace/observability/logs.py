@@ -61,6 +61,8 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 
 # Attribute of a log record: a mapping of further fields of its JSON line, `logger.info(message, extra={FIELDS: {...}})`.
 FIELDS = "headrace_fields"
+# Logger of the audit log, which clients cannot switch off.
+AUDIT_LOGGER = "headrace.audit"
 
 
 def log_uncaught() -> None:
@@ -288,6 +290,8 @@ class _Switches(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is logged. Records below INFO have passed the level of their logger."""
+        if record.name == AUDIT_LOGGER:
+            return True
         if record.levelno >= logging.ERROR:
             return self.errors
         if record.levelno >= logging.WARNING:

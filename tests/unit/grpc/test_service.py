@@ -96,6 +96,7 @@ class Model:
 
 class Call:
     received_ns = 1
+    peer = "client:1"
     deadline_ns = 0
     options: RequestOptions = NO_OPTIONS
     completion: LoopCompletion | None = None

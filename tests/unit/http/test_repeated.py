@@ -304,7 +304,7 @@ def test_heads_that_are_always_parsed(line: str) -> None:
     async def test() -> None:
         case = Case()
         await case.exchange(http(json_body(), line))
-        assert not case.endpoint.heads
+        assert not case.endpoint.heads(())
 
     run(test)
 
@@ -329,7 +329,7 @@ def test_the_number_of_cached_heads_is_bounded() -> None:
         case = Case()
         for number in range(600):
             await case.exchange(http(json_body(), f"X: {number}"))
-        assert 0 < len(case.endpoint.heads) <= 256
+        assert 0 < len(case.endpoint.heads(())) <= 256
 
     run(test)
 
@@ -338,7 +338,7 @@ def test_heads_of_failed_requests_are_not_cached() -> None:
     async def test() -> None:
         case = Case()
         await case.exchange(http(json_body(), model="other"))
-        assert not case.endpoint.heads
+        assert not case.endpoint.heads(())
         case.check_clean()
 
     run(test)

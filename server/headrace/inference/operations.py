@@ -1,0 +1,212 @@
+"""Operations of the server and their scopes: one table, from which HTTP routes and RPCs take their permissions.
+
+A route or an RPC that is not in the table cannot be served: the server fails at start. Operations with the scope None are open
+to every caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from headrace.core.access import Principal, Scope
+from headrace.core.errors import HeadraceError, Unauthenticated
+from headrace.observability.audit import AUDIT, AuditRecord
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_HEALTH = "/grpc.health.v1.Health/"
+_REFLECTION = tuple(
+    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Routes and RPCs with the same effect.
+
+    Attributes:
+        name: for the audit log.
+        scope: that a caller needs; None: open.
+        http: method and path of each route, as in the route table.
+        grpc: path of each RPC. "+NAME" at the end is the variant of the RPC that has NAME in its request.
+        audited: each call has a line in the audit log.
+    """
+
+    name: str
+    scope: Scope | None
+    http: Sequence[str] = ()
+    grpc: Sequence[str] = ()
+    audited: bool = False
+
+
+def _of_model(suffix: str) -> tuple[str, str]:
+    return f"GET /v2/models/{{model}}{suffix}", f"GET /v2/models/{{model}}/versions/{{version}}{suffix}"
+
+
+def _inference(*names: str) -> tuple[str, ...]:
+    return tuple(_SERVICE + name for name in names)
+
+
+def _regions(action: str) -> tuple[str, ...]:
+    kinds, paths = (
+        ("system", "cuda"),
+        [f"/region/{{region}}/{action}", *([f"/{action}"] if action != "register" else ())],
+    )
+    method = "GET" if action == "status" else "POST"
+    return tuple(f"{method} /v2/{kind}sharedmemory{path}" for kind in kinds for path in paths)
+
+
+def _memory(action: str) -> tuple[str, ...]:
+    return _inference(f"SystemSharedMemory{action}", f"CudaSharedMemory{action}")
+
+
+_READ = (
+    Operation("server metadata", Scope.READ, ("GET /v2",), _inference("ServerMetadata")),
+    Operation("status", Scope.READ, ("GET /v2/status",)),
+    Operation(
+        "repository index", Scope.READ, ("POST /v2/repository/index", "GET /v2/models"), _inference("RepositoryIndex")
+    ),
+    Operation("model metadata", Scope.READ, _of_model(""), _inference("ModelMetadata")),
+    Operation(
+        "model readiness",
+        Scope.READ,
+        _of_model("/ready"),
+        (*_inference("ModelReady"), f"{_HEALTH}Check+service", f"{_HEALTH}Watch+service"),
+    ),
+    Operation("model configuration", Scope.READ, _of_model("/config"), _inference("ModelConfig")),
+    Operation("statistics", Scope.READ, ("GET /v2/models/stats", *_of_model("/stats")), _inference("ModelStatistics")),
+    Operation("profile", Scope.READ, _of_model("/profile")),
+    Operation("load report", Scope.READ, _of_model("/load")),
+    Operation("explanation", Scope.READ, _of_model("/explain")),
+    Operation("layers", Scope.READ, _of_model("/layers")),
+    Operation("shared memory status", Scope.READ, _regions("status"), _memory("Status")),
+    Operation(
+        "trace settings",
+        Scope.READ,
+        ("GET /v2/trace/setting", "GET /v2/models/{model}/trace/setting"),
+        _inference("TraceSetting"),
+    ),
+    Operation("log settings", Scope.READ, ("GET /v2/logging",), _inference("LogSettings")),
+    Operation("OpenAPI document", Scope.READ, ("GET /openapi.json",)),
+    Operation("reflection", Scope.READ, (), _REFLECTION),
+)
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("liveness", None, ("GET /v2/health/live",), _inference("ServerLive")),
+    Operation(
+        "readiness", None, ("GET /v2/health/ready",), (*_inference("ServerReady"), f"{_HEALTH}Check", f"{_HEALTH}Watch")
+    ),
+    # Static files: their scripts read everything else with the key of the visitor.
+    Operation("web pages", None, ("GET /", "GET /docs", "GET /page/{file}")),
+    Operation(
+        "inference",
+        Scope.INFER,
+        ("POST /v2/models/{model}/infer", "POST /v2/models/{model}/versions/{version}/infer"),
+        _inference("ModelInfer", "ModelStreamInfer"),
+    ),
+    *_READ,
+    Operation("metrics", Scope.METRICS, ("GET /metrics",)),
+    Operation(
+        "load model",
+        Scope.CONTROL,
+        ("POST /v2/repository/models/{model}/load",),
+        _inference("RepositoryModelLoad"),
+        True,
+    ),
+    Operation(
+        "unload model",
+        Scope.CONTROL,
+        ("POST /v2/repository/models/{model}/unload",),
+        _inference("RepositoryModelUnload"),
+        True,
+    ),
+    Operation("register shared memory", Scope.CONTROL, _regions("register"), _memory("Register"), True),
+    Operation("unregister shared memory", Scope.CONTROL, _regions("unregister"), _memory("Unregister"), True),
+    Operation(
+        "change trace settings",
+        Scope.ADMIN,
+        ("POST /v2/trace/setting", "POST /v2/models/{model}/trace/setting"),
+        _inference("TraceSetting+settings"),
+        True,
+    ),
+    Operation("change log settings", Scope.ADMIN, ("POST /v2/logging",), _inference("LogSettings+settings"), True),
+)
+_BY_ROUTE = {route: operation for operation in OPERATIONS for route in operation.http}
+_BY_RPC = {rpc: operation for operation in OPERATIONS for rpc in operation.grpc}
+
+
+def http_operation(method: str, path: str) -> Operation:
+    """Return the operation of a route.
+
+    Args:
+        method: GET or POST.
+        path: as in the route table, with its parameters in braces.
+
+    Raises:
+        LookupError: the table has no entry: the route would have no permission.
+    """
+    key = "GET /page/{file}" if path.startswith("/page/") else f"{method} {path}"
+    return _lookup(_BY_ROUTE, key)
+
+
+def grpc_operation(path: str) -> Operation:
+    """Return the operation of an RPC, such as "/inference.GRPCInferenceService/ModelInfer"; raises LookupError as above."""
+    return _lookup(_BY_RPC, path)
+
+
+def _lookup(table: dict[str, Operation], key: str) -> Operation:
+    operation = table.get(key)
+    if operation is None:
+        raise LookupError(f"{key} has no scope: add it to OPERATIONS in headrace/inference/operations.py")
+    return operation
+
+
+class OperationCall:
+    """One call of an operation, except inference: checks the permission, and writes the audit line. A context manager.
+
+    Calls without a valid key have no audit line: anonymous clients could push other lines out of the log. Metrics count them.
+
+    Args:
+        operation: of the call.
+        principal: of the caller.
+        protocol: "http" or "grpc".
+        peer: address of the caller.
+        target: model or region; "" for none. It may be set during the call.
+    """
+
+    __slots__ = ("_operation", "_peer", "_protocol", "principal", "target")
+
+    def __init__(self, operation: Operation, principal: Principal, protocol: str, peer: str, target: str = "") -> None:
+        self._operation = operation
+        self.principal = principal
+        self._protocol = protocol
+        self._peer = peer
+        self.target = target
+
+    def require(self, model: str = "") -> None:
+        """Check the permission, once for each call; raises Unauthenticated, Forbidden or QuotaExceeded.
+
+        Args:
+            model: name; "" for an operation on no model, or whose model is in the body (see `check_model`).
+        """
+        if self._operation.scope is not None:
+            self.principal.require(self._operation.scope, model)
+
+    def check_model(self, model: str) -> None:
+        """Check the permission for the model after `require`; raises Forbidden."""
+        self.target = model
+        if model and self._operation.scope is not None:
+            self.principal.check_model(model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._operation.audited and not isinstance(error, Unauthenticated):
+            result = "ok" if error is None else error.reason if isinstance(error, HeadraceError) else "internal error"
+            AUDIT.write(
+                AuditRecord(self._operation.name, self.target, self.principal.name, self._peer, self._protocol, result)
+            )

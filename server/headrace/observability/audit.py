@@ -1,0 +1,53 @@
+"""Audit log: one line for every control call, with its own logger name and, in JSON, its own fields."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+
+from headrace.observability.logs import AUDIT_LOGGER, FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One control call.
+
+    Attributes:
+        operation: such as "load model".
+        target: model or region; "" for none.
+        client: name of the key; "" for an anonymous caller.
+        peer: address of the caller; "" for the server itself.
+        protocol: "http", "grpc", or "file" for a reload of the keys file.
+        result: "ok", or the reason of the error in one word.
+    """
+
+    operation: str
+    target: str = ""
+    client: str = ""
+    peer: str = ""
+    protocol: str = ""
+    result: str = "ok"
+
+
+class AuditLog:
+    """Writes audit records to the log. Log settings of clients do not silence it (`LogSettings`)."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(AUDIT_LOGGER)
+
+    def write(self, record: AuditRecord) -> None:
+        """Write one line: INFO for a success, WARNING for a failure."""
+        level = logging.INFO if record.result == "ok" else logging.WARNING
+        caller = record.client or "an anonymous client"
+        target = f" {record.target}" if record.target else ""
+        source = f" from {record.peer}" if record.peer else ""
+        fields = {name: value for name, value in asdict(record).items() if value}
+        self._logger.log(
+            level,
+            "audit: %s%s by %s%s over %s: %s",
+            *(record.operation, target, caller, source, record.protocol, record.result),
+            extra={FIELDS: fields},
+        )
+
+
+AUDIT = AuditLog()
