@@ -50,6 +50,7 @@ class WireTransport(asyncio.Transport):
         self.protocol: Http2Connection
         self.written = bytearray()
         self.closed = self.aborted = self.full = False
+        self.reading = True
 
     def write(self, data: Any) -> None:
         assert not self.closed, "a write on a closed transport"
@@ -61,6 +62,12 @@ class WireTransport(asyncio.Transport):
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         assert high
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
 
     def is_closing(self) -> bool:
         return self.closed

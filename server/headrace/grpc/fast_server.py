@@ -28,6 +28,7 @@ from headrace.grpc.fast_wire import (
     initial_headers,
     ok_trailers,
     parse_request_head,
+    rejected,
     unary_response,
     unpack_prefix,
 )
@@ -35,7 +36,7 @@ from headrace.grpc.methods import Message, Methods
 from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
-from headrace.http2.stream import Http2Limits, Http2Stream
+from headrace.http2.stream import DATA_CREDIT_SHIFT, OPEN_COST, Http2Limits, Http2Stream
 from headrace.tls import TlsFiles
 
 _BACKLOG = 4096
@@ -43,13 +44,12 @@ _BACKLOG = 4096
 _JOIN_BELOW_BYTES = 16384
 # Backpressure: `StreamingCall.write` waits while more than this is pending.
 _WRITE_AHEAD_BYTES = 64 << 10
-# Frames that a message adds to the frame budget; a DATA frame adds one for each 256 bytes.
+# Frames that a message adds to the frame budget.
 _MESSAGE_CREDIT = 4
-_DATA_CREDIT_SHIFT = 8
 # Body bytes of a request that is not gRPC after which its response is sent; the rest is not read.
 _REJECTED_BODY_BYTES = 65536
-# Frames that such a request subtracts from the frame budget: more than the end of its stream adds.
-_REJECTION_COST = 16
+# Frames that such a request subtracts from the frame budget, beside the cost of its stream, which it does not get back.
+_REJECTION_COST = 5
 
 
 class FastGrpcServer:
@@ -151,11 +151,11 @@ class FastGrpcServer:
             head = self._check_principal(connection, head)
         if head.method is not None:
             return (StreamingCall if head.is_stream else UnaryCall)(connection, stream_id, head, self)
-        if head.rejection is None:
+        if not head.rejection:
             return RejectedRequest(connection, stream_id, head)
         if head.exceeded_limit:
             self.client_limits.hit(head.exceeded_limit)
-        response = error_trailers(head.rejection, stream_id, headers_sent=False)
+        response = head.rejection_frame(stream_id)
         if not end:
             response += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not read
         connection.write_buffer.write_control(response)
@@ -178,7 +178,7 @@ class FastGrpcServer:
             try:
                 principal.authenticate()
             except HeadraceError as error:
-                return RequestHead(rejection=error_status(error))
+                return rejected(error_status(error))
         return head
 
     def _forget_heads(self) -> None:
@@ -257,6 +257,7 @@ class RejectedRequest(Http2Stream):
 
     def _respond(self) -> None:
         self.awaiting_body = False
+        self.frame_credit = 0
         write_buffer = self.connection.write_buffer
         write_buffer.write_control(self._head.http_headers(self.stream_id))
         write_buffer.queue_data(self, [self._head.http_body])
@@ -373,6 +374,7 @@ class FastCall(Http2Stream):
 
     def _send_error(self, status: ErrorStatus) -> None:
         if not self.closed:
+            self.frame_credit = OPEN_COST
             write_buffer = self.connection.write_buffer
             if self.pending:
                 write_buffer.discard(self)
@@ -420,7 +422,7 @@ class FastCall(Http2Stream):
         self.reservation.grow(stop - start)
         before = reader.complete
         reader.feed(data, start, stop)
-        credit = ((stop - start) >> _DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * (reader.complete - before)
+        credit = ((stop - start) >> DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * (reader.complete - before)
         self.connection.frame_budget.spend(1 - credit)
 
 

@@ -90,6 +90,10 @@ def error_trailers(status: ErrorStatus, stream_id: int, headers_sent: bool) -> b
         stream_id: of the call.
         headers_sent: True if `initial_headers` was sent before.
     """
+    return _trailers_frame(stream_id, _error_fields(status, headers_sent))
+
+
+def _error_fields(status: ErrorStatus, headers_sent: bool) -> list[HeaderField]:
     fields: list[HeaderField] = [] if headers_sent else [*_OK_STATUS]
     fields.append((b"grpc-status", b"%d" % CODES[status.code]))
     if status.text:
@@ -97,7 +101,7 @@ def error_trailers(status: ErrorStatus, stream_id: int, headers_sent: bool) -> b
     for name, value in status.metadata:  # binary values are sent in base64 without padding
         content = value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
         fields.append((name.encode(), content))
-    return _trailers_frame(stream_id, fields)
+    return fields
 
 
 def percent_encode(text: str) -> bytes:
@@ -127,7 +131,8 @@ class RequestHead:
         encoding: of messages with the compressed flag; "" for none.
         content_length: body size in bytes from content-length; -1 for none.
         options: request options from the metadata.
-        rejection: status of the immediate response, None if the call can be served.
+        rejection: header block of the immediate response, b"" if the call can be served. It is encoded once: a client may repeat
+            the request at no cost of its own.
         exceeded_limit: name of the limit that the headers exceed, "" for none.
         needs_key: True if callers without rights are refused before the body is read.
         http_status: HTTP status of the response to a request that is not gRPC, 0 for none.
@@ -140,7 +145,7 @@ class RequestHead:
     encoding: str = ""
     content_length: int = -1
     options: RequestOptions = NO_OPTIONS
-    rejection: ErrorStatus | None = None
+    rejection: bytes = b""
     http_status: int = 0
     http_body: bytes = b""
     exceeded_limit: str = ""
@@ -157,6 +162,16 @@ class RequestHead:
         block = encode(fields)
         return FRAME_HEADER.pack(len(block) << 8 | HEADERS, END_HEADERS, stream_id) + block
 
+    def rejection_frame(self, stream_id: int) -> bytes:
+        """Return the frame of the immediate response."""
+        block = self.rejection
+        return FRAME_HEADER.pack(len(block) << 8 | HEADERS, END_HEADERS | END_STREAM, stream_id) + block
+
+
+def rejected(status: ErrorStatus, exceeded_limit: str = "") -> RequestHead:
+    """Return the head of a call with an immediate error."""
+    return RequestHead(rejection=encode(_error_fields(status, headers_sent=False)), exceeded_limit=exceeded_limit)
+
 
 def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -> RequestHead:
     """Parse the header fields of a request.
@@ -169,8 +184,7 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
         MalformedHeadersError: the fields are no HTTP/2 request.
     """
     if fields is None:
-        rejection = ErrorStatus("RESOURCE_EXHAUSTED", "the request's metadata are too large")
-        return RequestHead(rejection=rejection, exceeded_limit="max_header_bytes")
+        return rejected(ErrorStatus("RESOURCE_EXHAUSTED", "the request's metadata are too large"), "max_header_bytes")
     headers = _validate_headers(fields)
     length = headers.get(b"content-length", b"")
     if length and not (length.isdigit() and len(length) < 20):
@@ -185,7 +199,7 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
     try:
         return _parse_grpc_headers(methods, headers, content_length)
     except HeadraceError as error:
-        return RequestHead(rejection=error_status(error))
+        return rejected(error_status(error))
 
 
 def _validate_headers(fields: Sequence[HeaderField]) -> dict[bytes, bytes]:
@@ -212,7 +226,7 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
     path = headers[b":path"].decode("latin-1")
     unary, stream = methods.unary.get(path), methods.streams.get(path)
     if unary is None and stream is None:
-        return RequestHead(rejection=ErrorStatus("UNIMPLEMENTED", f"no such method: {path[:256]}"))
+        return rejected(ErrorStatus("UNIMPLEMENTED", f"no such method: {path[:256]}"))
     if b"te" not in headers:
         raise BadRequest(
             "the header 'te: trailers' is missing: check that every proxy in front of the server supports gRPC"
@@ -220,9 +234,7 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
     encoding = headers.get(b"grpc-encoding", b"identity")
     if encoding not in _ENCODINGS:
         text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not supported: use identity, deflate or gzip"
-        return RequestHead(
-            rejection=ErrorStatus("UNIMPLEMENTED", text, (("grpc-accept-encoding", _ACCEPTED_ENCODINGS),))
-        )
+        return rejected(ErrorStatus("UNIMPLEMENTED", text, (("grpc-accept-encoding", _ACCEPTED_ENCODINGS),)))
     reader = methods.options_reader
     options = {name: headers[wire].decode("latin-1") for wire, name in reader.wire_names.items() if wire in headers}
     return RequestHead(

@@ -1,4 +1,4 @@
-"""HTTP/2 connection: parses frames (RFC 9113, section 4), opens and closes streams, enforces timeouts, shuts down gracefully."""
+"""HTTP/2 connection: parses frames (RFC 9113, section 4), opens and closes streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import monotonic_ns
 from headrace.http2 import frames
 from headrace.http2.frames import (
     CONTINUATION,
@@ -27,7 +27,8 @@ from headrace.http2.frames import (
     Http2ConnectionError,
     Setting,
 )
-from headrace.http2.stream import FrameBudget, Http2Limits, Http2Stream, WindowGrants, WriteBuffer
+from headrace.http2.stream import OPEN_COST, FrameBudget, Http2Limits, Http2Stream, WindowGrants, WriteBuffer
+from headrace.http2.timers import ConnectionTimers, ReadPause
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +37,12 @@ _unpack_uint32 = frames.UINT32.unpack_from
 _COMPLETE_HEADERS = (END_HEADERS, END_HEADERS | END_STREAM)
 # Length and kind of a WINDOW_UPDATE frame, as in its header.
 _WINDOW_UPDATE_LENGTH_KIND = 4 << 8 | WINDOW_UPDATE
-# Frames that a stream adds to the frame budget when it ends normally.
-_STREAM_CREDIT = 8
+# Frame budget that one call of `data_received` may use up; the rest of the bytes is read in the next iteration of the event loop.
+_SLICE_COST = 1024
 # Maximum CONTINUATION frames of one header block; more of them only cost processing time.
 _MAX_CONTINUATIONS = 32
-# Cost of a frame by kind in the frame budget; 1 for every other kind.
-_FRAME_COSTS = {frames.SETTINGS: 4}
-_KEEPALIVE_PING = b"alive?  "
-_SHUTDOWN_PING = b"draining"
-# Event loop iterations from the reset of a stream to the end of its task: the completion's wake-up, the task's step, the task's
-# callback, and one spare.
-MAX_PAUSED_ITERATIONS = 4
+# Cost of a SETTINGS frame beside its entries and that of any frame: it is acknowledged.
+_SETTINGS_COST = 1
 
 
 class MalformedHeadersError(Exception):
@@ -156,7 +152,7 @@ class Http2Connection(asyncio.Protocol):
 
     def forget_heads(self) -> None:
         """Empty the cache of parsed header blocks; the application calls it when heads would be parsed differently."""
-        self._header_cache.entries.clear()
+        self._header_cache.clear()
 
     def pause_writing(self) -> None:
         """Stop writing: the transport's buffer is full."""
@@ -207,7 +203,12 @@ class Http2Connection(asyncio.Protocol):
         cached_heads, streams = self._header_cache.entries, self.streams
         max_length_kind = self.limits.frame_bytes << 8 | 0xFF
         fast_path = self.settings_received and not self._control.in_header_block
+        frame_budget = self.frame_budget
+        slice_end = frame_budget.available - _SLICE_COST
         while size - position >= FRAME_HEADER_BYTES:
+            if frame_budget.available < slice_end:
+                self._read_pause.pause()
+                break
             length_kind, flags, stream_id = _unpack_header(data, position)
             start = position + FRAME_HEADER_BYTES
             end = start + (length_kind >> 8)
@@ -239,7 +240,7 @@ class Http2Connection(asyncio.Protocol):
                         position = end
                         continue
                 elif length_kind == _WINDOW_UPDATE_LENGTH_KIND:
-                    self.frame_budget.spend(1)
+                    frame_budget.spend(1)
                     self.on_window_update(stream_id & 0x7FFFFFFF, _unpack_uint32(data, start)[0] & 0x7FFFFFFF)
                     position = end
                     continue
@@ -341,21 +342,30 @@ class Http2Connection(asyncio.Protocol):
 
     def on_header_block(self, stream_id: int, block: bytes, end: bool) -> None:
         """Open a stream, or end its request body, for a complete header block."""
-        head = self._header_cache.entries.get(block)
+        cache, cost = self._header_cache, 0
+        head = cache.entries.get(block)
         if head is None:
             try:
-                head = self._header_cache.decode(block)
+                head = cache.decode(block)
             except MalformedHeadersError:
                 head = None
-        self._open_stream(stream_id, head, end)
+            cost = cache.cost
+            if cost:
+                self.frame_budget.spend(cost)
+        self._open_stream(stream_id, head, end, cost)
 
-    def _open_stream(self, stream_id: int, head: Any, end: bool) -> None:
+    def _open_stream(self, stream_id: int, head: Any, end: bool, cost: int = 0) -> None:
+        """Open a stream; `cost` is that of its header block, which a successful call gets back."""
         if not self.last_stream_id < stream_id <= frames.MAX_WINDOW or not stream_id & 1:
             self._on_trailers(stream_id & 0x7FFFFFFF, end)
             return
         if self.closing:
             return  # the GOAWAY frame says that this stream is not served
         self.last_stream_id = stream_id
+        frame_budget = self.frame_budget
+        frame_budget.available -= OPEN_COST
+        if frame_budget.available < 0:
+            frame_budget.spend(0)
         if head is None:
             self.stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
         elif len(self.streams) + self.cancelled_running >= self.limits.streams or (
@@ -367,6 +377,7 @@ class Http2Connection(asyncio.Protocol):
             stream = self._application.open_stream(self, stream_id, head, end)
             if stream is not None:
                 self.streams[stream_id] = stream
+                stream.frame_credit += cost
                 if end:
                     stream.remote_open = False
                     stream.on_data(b"", 0, 0, True)
@@ -396,7 +407,7 @@ class Http2Connection(asyncio.Protocol):
         if stream.remote_open:
             # RFC 9113, section 8.1: the response is complete, so the rest of the request is not read.
             self.write_buffer.write_control(frames.rst_stream(stream.stream_id, ErrorCode.NO_ERROR))
-        self.frame_budget.available += _STREAM_CREDIT
+        self.frame_budget.available += stream.frame_credit
         if stream.granted_bytes or self.window_grants.waiting:
             self.window_grants.release(stream)
         if self.closing and not self.streams:
@@ -510,7 +521,7 @@ class ControlFrames:
         if kind == frames.HEADERS:
             self._headers(payload, flags, stream_id)
             return
-        self._connection.frame_budget.spend(_FRAME_COSTS.get(kind, 1))
+        self._connection.frame_budget.spend(1)
         if kind == frames.CONTINUATION:
             self._continuation(payload, flags)
         elif kind == frames.WINDOW_UPDATE:
@@ -587,19 +598,28 @@ class ControlFrames:
                     ErrorCode.FRAME_SIZE_ERROR, f"an acknowledgement of SETTINGS with {len(payload)} bytes instead of 0"
                 )
             return
+        connection.frame_budget.spend(_SETTINGS_COST + len(payload) // frames.SETTING_BYTES)
+        # Only the last entry of a kind counts: RFC 9113, section 6.5.3, allows no other frame to take effect between them.
+        values = dict(frames.read_settings(payload))
         write_buffer = connection.write_buffer
-        for name, value in frames.read_settings(payload):
-            if name == Setting.INITIAL_WINDOW_SIZE:
-                change, write_buffer.initial_window = value - write_buffer.initial_window, value
-                for stream in connection.streams.values():
-                    stream.send_window += change
-                    if stream.send_window > frames.MAX_WINDOW:
-                        raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window of a stream overflows")
-                    write_buffer.schedule_stream(stream)
-            elif name == Setting.MAX_FRAME_SIZE:
-                write_buffer.frame_bytes = value
+        initial_window = values.get(Setting.INITIAL_WINDOW_SIZE, write_buffer.initial_window)
+        if initial_window != write_buffer.initial_window:
+            connection.frame_budget.spend(len(connection.streams))
+            self._change_send_windows(initial_window - write_buffer.initial_window)
+            write_buffer.initial_window = initial_window
+        write_buffer.frame_bytes = values.get(Setting.MAX_FRAME_SIZE, write_buffer.frame_bytes)
         connection.settings_received = True
         write_buffer.write_control(frames.SETTINGS_ACK)
+
+    def _change_send_windows(self, change: int) -> None:
+        """Change the send windows of all open streams (RFC 9113, section 6.9.2); raises Http2ConnectionError."""
+        connection = self._connection
+        for stream in connection.streams.values():
+            stream.send_window += change
+            if stream.send_window > frames.MAX_WINDOW:
+                raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window of a stream overflows")
+            if stream.pending:
+                connection.write_buffer.schedule_stream(stream)
 
     def _ping(self, payload: bytes, flags: int) -> None:
         if len(payload) != 8:
@@ -612,160 +632,3 @@ class ControlFrames:
 
 def _protocol_error(text: str) -> Http2ConnectionError:
     return Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, text)
-
-
-class ConnectionTimers:
-    """Timeouts, keep-alive PINGs and graceful shutdown of one connection.
-
-    Each connection has one timer, which ticks a few times within the shortest timeout. Streams and frames have no timer of their
-    own: their age is counted in ticks.
-
-    Ownership: the event loop.
-    """
-
-    def __init__(self, connection: Http2Connection) -> None:
-        self._connection = connection
-        limits = connection.limits
-        shortest_s = min(
-            limits.handshake_s, limits.frame_s, limits.keepalive_s, limits.keepalive_timeout_s, limits.stall_s
-        )
-        self._tick_s = max(0.02, shortest_s / 4)
-        self._stall_ticks = round(limits.stall_s / self._tick_s)
-        self._message_ticks = round(limits.message_s / self._tick_s)
-        self._timer: asyncio.TimerHandle | None = None
-        self._drain_timer: asyncio.TimerHandle | None = None
-        self._last_received_ns = self._last_active_ns = monotonic_ns()
-        self._keepalive_sent = False
-        self._last_stream_id = 0
-
-    def start(self) -> None:
-        """Schedule the next tick."""
-        self._timer = self._connection.loop.call_later(self._tick_s, self._tick)
-
-    def stop(self) -> None:
-        """Cancel all timers."""
-        for timer in (self._timer, self._drain_timer):
-            if timer is not None:
-                timer.cancel()
-
-    def abort_after_linger(self) -> None:
-        """Abort the closed transport after `linger_s`, in which the peer can read the last bytes."""
-        self.stop()
-        connection = self._connection
-        self._timer = connection.loop.call_later(connection.limits.linger_s, connection.transport.abort)
-
-    def start_graceful_shutdown(self) -> None:
-        """Shut down without losing a call (RFC 9113, section 6.8).
-
-        First a GOAWAY that announces the shutdown and a PING. After the round trip, a final GOAWAY with the last stream that is
-        served. The connection is closed when that stream has ended.
-
-        The same is done before the peer's preface has arrived: the peer has our SETTINGS, so its first calls may be on the way.
-        """
-        connection = self._connection
-        if self._drain_timer is not None or connection.closing:
-            return
-        connection.write_buffer.write_control(
-            frames.goaway(MAX_WINDOW, ErrorCode.NO_ERROR) + frames.ping(_SHUTDOWN_PING, ack=False)
-        )
-        self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self._send_final_goaway)
-
-    def on_ping_ack(self, payload: bytes) -> None:
-        """Handle the acknowledgement of a PING of ours: that of the shutdown is followed by the final GOAWAY."""
-        if payload == _SHUTDOWN_PING and self._drain_timer is not None:
-            self._send_final_goaway()
-
-    def _send_final_goaway(self) -> None:
-        """Send the id of the last stream that is served; streams opened later are ignored."""
-        connection = self._connection
-        if not connection.closing:
-            connection.closing = True
-            connection.write_buffer.write_control(frames.goaway(connection.last_stream_id, ErrorCode.NO_ERROR))
-            if not connection.streams:
-                connection.close()
-
-    def _tick(self) -> None:
-        connection, limits, now_ns = self._connection, self._connection.limits, monotonic_ns()
-        connection.ticks += 1
-        connection.frame_budget.cap()
-        if connection.received_since_tick:
-            connection.received_since_tick, self._last_received_ns, self._keepalive_sent = False, now_ns, False
-        silent_s = (now_ns - self._last_received_ns) / NS_PER_S
-        unfinished_s = (
-            (now_ns - connection.partial_frame_since_ns) / NS_PER_S if connection.partial_frame_since_ns else 0.0
-        )
-        if not connection.settings_received and connection.ticks * self._tick_s >= limits.handshake_s:
-            limits.on_limit_reached("header_timeout_s")
-            connection.close_with_error(Http2ConnectionError(ErrorCode.SETTINGS_TIMEOUT, "no SETTINGS frame in time"))
-        elif unfinished_s > limits.frame_s:
-            limits.on_limit_reached("header_timeout_s")
-            connection.close_with_error(
-                Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "a frame or header block was not finished in time")
-            )
-        elif silent_s > limits.keepalive_s + limits.keepalive_timeout_s:
-            connection.transport.abort()  # without GOAWAY: the peer does not answer PINGs
-        else:
-            if silent_s > limits.keepalive_s and not self._keepalive_sent:
-                self._keepalive_sent = True
-                connection.write_buffer.write_control(frames.ping(_KEEPALIVE_PING, ack=False))
-            self._check_streams(now_ns)
-            if not connection.transport.is_closing():
-                self.start()
-
-    def _check_streams(self, now_ns: int) -> None:
-        connection = self._connection
-        if connection.streams or connection.cancelled_running or connection.last_stream_id != self._last_stream_id:
-            self._last_stream_id, self._last_active_ns = connection.last_stream_id, now_ns
-        elif (now_ns - self._last_active_ns) / NS_PER_S > connection.limits.idle_s:
-            self.start_graceful_shutdown()
-        for stream in list(connection.streams.values()):
-            age_ticks = connection.ticks - stream.progress_tick
-            if stream.pending:
-                if age_ticks > self._stall_ticks:
-                    connection.limits.on_limit_reached("stall_timeout_s")
-                    stream.reset(ErrorCode.CANCEL)
-            elif stream.awaiting_body and age_ticks > self._message_ticks:
-                connection.limits.on_limit_reached("body_timeout_s")
-                stream.on_timeout()
-
-
-class ReadPause:
-    """Pauses reading while cancelled streams still count against max_streams, instead of refusing the next stream.
-
-    A peer may cancel thousands of calls at once and then open the next one. The protocol allows that: by the peer's count no
-    stream is open. In the server the methods of the cancelled calls need a few iterations of the event loop to end. Reading
-    pauses until they have ended. Methods that do not end delay the connection by at most `MAX_PAUSED_ITERATIONS` iterations.
-
-    Args:
-        connection: whose transport is paused.
-    """
-
-    __slots__ = ("_cancelled_running", "_connection", "_iterations")
-
-    def __init__(self, connection: Http2Connection) -> None:
-        self._connection = connection
-        self._cancelled_running = 0
-        self._iterations = 0
-
-    def pause_if_full(self) -> bool:
-        """Pause reading if there is no free stream; True if the next frame must stay unread until reading resumes."""
-        connection = self._connection
-        if len(connection.streams) + connection.cancelled_running < connection.limits.streams:
-            return False
-        if self._cancelled_running and connection.cancelled_running >= self._cancelled_running:
-            self._iterations += 1
-        else:
-            self._iterations = 0
-        self._cancelled_running = connection.cancelled_running
-        if self._iterations >= MAX_PAUSED_ITERATIONS or connection.closing or connection.transport.is_closing():
-            self._cancelled_running = self._iterations = 0
-            return False
-        connection.transport.pause_reading()
-        connection.loop.call_soon(self._resume)
-        return True
-
-    def _resume(self) -> None:
-        connection = self._connection
-        if not connection.transport.is_closing():
-            connection.transport.resume_reading()
-            connection.data_received(b"")

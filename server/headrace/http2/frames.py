@@ -85,6 +85,8 @@ def settings(values: dict[Setting, int]) -> bytes:
 
 
 SETTINGS_ACK = frame(SETTINGS, ACK, 0)
+SETTING_BYTES = _SETTING.size
+"""Size of one entry of a SETTINGS frame."""
 
 
 def ping(payload: bytes, ack: bool) -> bytes:
@@ -116,7 +118,7 @@ def parse_uint32(payload: bytes, frame_name: str) -> int:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Decode the (name, value) pairs of a SETTINGS frame, unknown names included; raises Http2ConnectionError."""
+    """Decode the (name, value) pairs of a SETTINGS frame in order, unknown names included; raises Http2ConnectionError."""
     if len(payload) % _SETTING.size:
         raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes, not a multiple of 6")
     pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
@@ -170,8 +172,20 @@ _ENTRY_BYTES = 32
 TABLE_BYTES = 4096
 # No accepted header block needs a larger integer.
 _MAX_INTEGER = 1 << 24
-_CACHED_BLOCKS = 256
-_CACHED_BLOCK_BYTES = 512
+# A block whose fields are larger than this multiple of the accepted size ends the connection: decoding stops there, and with it
+# the dynamic tables of both sides differ. Blocks below the multiple are decoded to the end and refused one by one.
+_MAX_LIST_MULTIPLE = 4
+# RFC 7541, section 4.2: the size of the table changes at most twice between two header blocks.
+_MAX_TABLE_RESIZES = 2
+# Cost of decoding a block, in frames of the frame budget: the bytes of the block and of its fields, and a multiple of those in
+# Huffman code, above the size that an honest client needs, by the bytes that take as long as one frame.
+_FREE_BLOCK_BYTES = 2048
+_HUFFMAN_WEIGHT = 3
+_BYTES_PER_FRAME_SHIFT = 6
+# Largest block in the cache of a connection; size of the cache, with an overhead for each block.
+_CACHED_BLOCK_BYTES = 4096
+_CACHE_BYTES = 64 << 10
+_CACHED_BLOCK_OVERHEAD = 512
 
 _short_huffman = lru_cache(maxsize=1024)(decode_huffman)
 
@@ -184,6 +198,7 @@ class HpackDecoder:
 
     Attributes:
         changes: number of blocks that changed the dynamic table.
+        cost: cost of the last block in frames of the frame budget; 0 for a block of usual size.
     """
 
     def __init__(self, max_list_bytes: int) -> None:
@@ -191,7 +206,8 @@ class HpackDecoder:
         self._entries: list[HeaderField] = []  # the newest last
         self._size = 0
         self._capacity = TABLE_BYTES
-        self.changes = 0
+        self._huffman_bytes = 0
+        self.changes = self.cost = 0
 
     def decode(self, block: bytes) -> list[HeaderField] | None:
         """Decode a complete header block.
@@ -200,7 +216,8 @@ class HpackDecoder:
             The fields in order, or None if they exceed `max_list_bytes`; the dynamic table is updated either way.
 
         Raises:
-            Http2ConnectionError: the block is invalid (COMPRESSION_ERROR).
+            Http2ConnectionError: the block is invalid (COMPRESSION_ERROR), or its fields are far larger than `max_list_bytes`
+                (ENHANCE_YOUR_CALM).
         """
         try:
             return self._decode(block)
@@ -210,6 +227,8 @@ class HpackDecoder:
     def _decode(self, block: bytes) -> list[HeaderField] | None:
         fields: list[HeaderField] = []
         position, end, total, changed = 0, len(block), 0, False
+        resizes, self._huffman_bytes = 0, 0
+        max_total = _MAX_LIST_MULTIPLE * self._max_list_bytes
         while position < end:
             first = block[position]
             if first >= 0x80:
@@ -222,8 +241,9 @@ class HpackDecoder:
                 changed = True
             elif first >= 0x20:
                 capacity, position = _integer(block, position, 0x1F)
-                if total:
-                    raise _compression_error("a change of the table size after the first field")
+                resizes += 1
+                if total or resizes > _MAX_TABLE_RESIZES:
+                    raise _compression_error("a change of the table size after the first field, or a third one")
                 changed = changed or capacity != self._capacity
                 self._resize(capacity)
                 continue
@@ -233,7 +253,12 @@ class HpackDecoder:
             total += len(field[0]) + len(field[1]) + _ENTRY_BYTES
             if total <= self._max_list_bytes:
                 fields.append(field)
+            elif total > max_total:
+                text = f"header fields of more than {max_total} bytes; at most {self._max_list_bytes} are accepted"
+                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
         self.changes += changed
+        size_bytes = end + total + _HUFFMAN_WEIGHT * self._huffman_bytes
+        self.cost = max(0, size_bytes - _FREE_BLOCK_BYTES) >> _BYTES_PER_FRAME_SHIFT
         return fields if total <= self._max_list_bytes else None
 
     def _field(self, index: int) -> HeaderField:
@@ -248,9 +273,27 @@ class HpackDecoder:
         if index:
             name = self._field(index)[0]
         else:
-            name, position = _string(block, position)
-        value, position = _string(block, position)
+            name, position = self._string(block, position)
+        value, position = self._string(block, position)
         return (name, value), position
+
+    def _string(self, block: bytes, position: int) -> tuple[bytes, int]:
+        """Decode a string (RFC 7541, section 5.2).
+
+        Raises:
+            IndexError: the block ends before the string.
+            HPACKDecodingError: the Huffman code is invalid.
+        """
+        coded = block[position] >= 0x80
+        length, position = _integer(block, position, 0x7F)
+        end = position + length
+        if end > len(block):
+            raise IndexError
+        text = block[position:end]
+        if not coded:
+            return text, end
+        self._huffman_bytes += length
+        return (_short_huffman(text) if length <= 64 else decode_huffman(text)), end
 
     def _insert(self, field: HeaderField) -> None:
         self._size += len(field[0]) + len(field[1]) + _ENTRY_BYTES
@@ -273,7 +316,7 @@ class HpackDecoder:
 
 
 class HeaderCache(Generic[T]):
-    """Cache of decoded and parsed header blocks of one connection.
+    """Cache of decoded and parsed header blocks of one connection, bounded in bytes.
 
     Args:
         max_list_bytes: see `HpackDecoder`.
@@ -281,12 +324,20 @@ class HeaderCache(Generic[T]):
 
     Attributes:
         entries: parsed value by header block; valid until the next `decode`. The connection looks here first.
+        size_bytes: size of the cache: its blocks, and an overhead for the value of each.
+        cost: see `HpackDecoder`.
     """
 
     def __init__(self, max_list_bytes: int, parse: Callable[[list[HeaderField] | None], T]) -> None:
         self._decoder = HpackDecoder(max_list_bytes)
         self._parse = parse
         self.entries: dict[bytes, T] = {}
+        self.size_bytes = 0
+
+    @property
+    def cost(self) -> int:
+        """See the class."""
+        return self._decoder.cost
 
     def decode(self, block: bytes) -> T:
         """Decode and parse a block that is not in `entries`.
@@ -299,14 +350,21 @@ class HeaderCache(Generic[T]):
         before = decoder.changes
         fields = decoder.decode(block)
         if decoder.changes != before:
-            self.entries.clear()
+            self.clear()
             return self._parse(fields)
         value = self._parse(fields)
         if len(block) <= _CACHED_BLOCK_BYTES:
-            if len(self.entries) >= _CACHED_BLOCKS:
-                self.entries.clear()
+            self.size_bytes += len(block) + _CACHED_BLOCK_OVERHEAD
+            if self.size_bytes > _CACHE_BYTES:
+                self.clear()
+                self.size_bytes = len(block) + _CACHED_BLOCK_OVERHEAD
             self.entries[block] = value
         return value
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.entries.clear()
+        self.size_bytes = 0
 
 
 def encode(fields: Iterable[HeaderField]) -> bytes:
@@ -314,13 +372,13 @@ def encode(fields: Iterable[HeaderField]) -> bytes:
     block = bytearray()
     for name, value in fields:
         if index := _STATIC_INDEX.get((name, value)):
-            block += _encode_integer(index, 0x80, 0x7F)
+            block += encode_integer(index, 0x80, 0x7F)
             continue
         if index := _STATIC_NAMES.get(name):
-            block += _encode_integer(index, 0, 0x0F)
+            block += encode_integer(index, 0, 0x0F)
         else:
-            block += b"\0" + _encode_integer(len(name), 0, 0x7F) + name
-        block += _encode_integer(len(value), 0, 0x7F) + value
+            block += b"\0" + encode_integer(len(name), 0, 0x7F) + name
+        block += encode_integer(len(value), 0, 0x7F) + value
     return bytes(block)
 
 
@@ -345,20 +403,8 @@ def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
     return number, position
 
 
-def _string(block: bytes, position: int) -> tuple[bytes, int]:
-    """Decode a string (RFC 7541, section 5.2); raises IndexError at the end of the block, HPACKDecodingError for Huffman code."""
-    coded = block[position] >= 0x80
-    length, position = _integer(block, position, 0x7F)
-    end = position + length
-    if end > len(block):
-        raise IndexError
-    text = block[position:end]
-    if not coded:
-        return text, end
-    return (_short_huffman(text) if length <= 64 else decode_huffman(text)), end
-
-
-def _encode_integer(number: int, pattern: int, mask: int) -> bytes:
+def encode_integer(number: int, pattern: int, mask: int) -> bytes:
+    """Encode an integer (RFC 7541, section 5.1) behind the bits of `pattern` in its first byte."""
     if number < mask:
         return bytes((pattern | number,))
     coded = bytearray((pattern | mask,))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +37,12 @@ _MAX_DATA_FRAME_BYTES = 64 << 10
 _MAX_ROUND_BYTES = 256 << 10
 # The transport pauses the writer above this.
 _TRANSPORT_BUFFER_BYTES = 512 << 10
+# Frame budget: a stream costs `OPEN_COST` when it opens. An answered stream gets it back; a successful one adds `_STREAM_CREDIT`.
+# So cancelled and reset calls use up the budget, and refused calls earn nothing.
+OPEN_COST = 3
+_STREAM_CREDIT = 8
+# DATA adds one frame for each 256 bytes: a peer that opens its window in single bytes earns nothing.
+DATA_CREDIT_SHIFT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,10 @@ class Http2Limits:
 class FrameBudget:
     """Rate limiter for frames that carry no work: PING, RST_STREAM, very small DATA frames and the like.
 
-    Requests and time refill the budget. So a connection may stay open for any time and serve any number of calls, while a flood
-    of cheap frames (CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2025-8671) uses up the budget.
+    Successful requests and time refill the budget. So a connection may stay open for any time and serve any number of calls,
+    while a flood of cheap frames (CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2025-8671) uses up the budget. Frames whose cost
+    depends on their content spend by it: SETTINGS by entries and by streams whose windows change, header blocks by encoded and
+    decoded bytes. One unit is up to about 5 microseconds of the event loop.
 
     Args:
         burst: size of the budget, in frames.
@@ -116,8 +124,8 @@ class FrameBudget:
         self.available -= cost
         if self.available < 0:
             now_ns = monotonic_ns()
-            self.available += (now_ns - self._filled_ns) * self._per_s // NS_PER_S
-            self._filled_ns = now_ns
+            refill = (now_ns - self._filled_ns) * self._per_s // NS_PER_S
+            self.available, self._filled_ns = min(self.available + refill, self._burst), now_ns
             if self.available < 0:
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "a flood of frames that carry no work")
 
@@ -133,12 +141,13 @@ class WindowGrants:
         size_bytes: the budget.
 
     Attributes:
-        waiting: requests that are not granted: streams and bytes.
+        waiting: bytes requested and not granted, by stream. A closed stream is removed at once: behind a request that waits for
+            long, streams that the peer resets would keep their memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes
-        self.waiting: deque[tuple[Http2Stream, int]] = deque()
+        self.waiting: OrderedDict[Http2Stream, int] = OrderedDict()
 
     def request(self, stream: Http2Stream, size_bytes: int) -> None:
         """Increase the window of a stream now or when earlier requests are granted.
@@ -147,7 +156,7 @@ class WindowGrants:
             stream: that receives the body.
             size_bytes: the increase; at most the budget.
         """
-        self.waiting.append((stream, size_bytes))
+        self.waiting[stream] = self.waiting.get(stream, 0) + size_bytes
         self._grant_waiting()
 
     def release(self, stream: Http2Stream) -> None:
@@ -156,21 +165,20 @@ class WindowGrants:
             self._free_bytes += stream.granted_bytes
             stream.granted_bytes = 0
         if self.waiting:
+            if stream.closed:
+                self.waiting.pop(stream, None)
             self._grant_waiting()
 
     def _grant_waiting(self) -> None:
         waiting = self.waiting
         while waiting:
-            stream, size_bytes = waiting[0]
-            if stream.closed:
-                waiting.popleft()
-            elif size_bytes <= self._free_bytes:
-                waiting.popleft()
-                self._free_bytes -= size_bytes
-                stream.granted_bytes += size_bytes
-                stream.increase_window(size_bytes)
-            else:
+            stream, size_bytes = next(iter(waiting.items()))
+            if size_bytes > self._free_bytes:
                 return
+            waiting.popitem(last=False)
+            self._free_bytes -= size_bytes
+            stream.granted_bytes += size_bytes
+            stream.increase_window(size_bytes)
 
 
 class StreamConnection(Protocol):
@@ -210,10 +218,10 @@ class Http2Stream(ABC):
         progress_tick: tick of the connection at which `awaiting_body` began or, while a response is blocked by flow control, at
             which its last part was sent.
         granted_bytes: see `WindowGrants`.
+        frame_credit: frames that the end of the response adds to the frame budget.
         pending: parts of the response that are blocked by flow control; None if there never were any.
         pending_bytes: their size.
         final_frames: frames that end the stream after `pending`; b"" while the response is incomplete.
-        in_send_queue: True while the stream is in the send queue of the write buffer.
     """
 
     __slots__ = (
@@ -221,8 +229,8 @@ class Http2Stream(ABC):
         "closed",
         "connection",
         "final_frames",
+        "frame_credit",
         "granted_bytes",
-        "in_send_queue",
         "pending",
         "pending_bytes",
         "progress_tick",
@@ -242,10 +250,10 @@ class Http2Stream(ABC):
         self.awaiting_body = True
         self.progress_tick = connection.ticks
         self.granted_bytes = 0
+        self.frame_credit = OPEN_COST + _STREAM_CREDIT
         self.pending: deque[memoryview] | None = None
         self.pending_bytes = 0
         self.final_frames = b""
-        self.in_send_queue = False
 
     @abstractmethod
     def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
@@ -319,7 +327,7 @@ class WriteBuffer:
         self._scheduled = False
         self._control_bytes = 0
         self._closed = False
-        self._send_queue: deque[Http2Stream] = deque()
+        self._send_queue: OrderedDict[Http2Stream, None] = OrderedDict()  # in the order of their turns
         self.window = DEFAULT_WINDOW
         self.initial_window = DEFAULT_WINDOW
         self.frame_bytes = DEFAULT_FRAME_BYTES
@@ -390,13 +398,13 @@ class WriteBuffer:
 
     def schedule_stream(self, stream: Http2Stream) -> None:
         """Add a stream with pending data to the send queue, if its window is open."""
-        if stream.pending and not stream.in_send_queue and stream.send_window > 0:
-            stream.in_send_queue = True
-            self._send_queue.append(stream)
+        if stream.pending and stream.send_window > 0:
+            self._send_queue[stream] = None
             self.schedule_flush()
 
     def discard(self, stream: Http2Stream) -> None:
         """Discard the pending data of a stream."""
+        self._send_queue.pop(stream, None)
         self.unsent_bytes -= stream.pending_bytes
         stream.pending, stream.pending_bytes, stream.final_frames = None, 0, b""
 
@@ -460,18 +468,15 @@ class WriteBuffer:
         send_queue, round_bytes = self._send_queue, _MAX_ROUND_BYTES
         max_frame_bytes = min(self.frame_bytes, _MAX_DATA_FRAME_BYTES)
         while send_queue and self.window > 0 and round_bytes > 0:
-            stream = send_queue.popleft()
+            stream, _ = send_queue.popitem(last=False)
             size = min(self.window, stream.send_window, max_frame_bytes, stream.pending_bytes)
             if not stream.pending or size <= 0:
-                stream.in_send_queue = False  # closed, or waiting for a WINDOW_UPDATE
-                continue
+                continue  # waiting for a WINDOW_UPDATE
             round_bytes -= size
             self._write_data_frame(stream, size)
             if stream.pending:
-                send_queue.append(stream)
-                continue
-            stream.in_send_queue = False
-            if stream.final_frames:
+                send_queue[stream] = None
+            elif stream.final_frames:
                 self._chunks.append(stream.final_frames)
                 stream.connection.stream_finished(stream)
 
@@ -485,7 +490,7 @@ class WriteBuffer:
         stream.pending_bytes -= size
         self.unsent_bytes -= size
         stream.progress_tick = stream.connection.ticks
-        stream.connection.frame_budget.available += 4
+        stream.connection.frame_budget.available += size >> DATA_CREDIT_SHIFT
         self._chunks.append(FRAME_HEADER.pack(size << 8 | DATA, 0, stream.stream_id))
         while size:
             part = pending[0]

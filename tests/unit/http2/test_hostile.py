@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,99 @@ async def test_rapid_reset_ends_the_connection() -> None:
 
 
 @on_a_loop
+async def test_settings_cost_by_entries_and_by_streams_whose_windows_change() -> None:
+    wire = Wire()
+    wire.application.answers = False
+    await wire.send(*[request(2 * n + 1, end=False) for n in range(100)])
+
+    async def cost(*values: int) -> int:
+        entries = b"".join(struct.pack(">HI", Setting.INITIAL_WINDOW_SIZE, value) for value in values)
+        before = wire.connection.frame_budget.available
+        await wire.send(frames.frame(frames.SETTINGS, 0, 0, entries))
+        return before - wire.connection.frame_budget.available
+
+    assert await cost() == 2
+    assert await cost(1000) == 2 + 1 + 100
+    assert await cost(1000) == 2 + 1, "no window changes"
+    assert await cost(*[5, 6] * 200, 1000) == 2 + 401, "only the last entry counts"
+    assert await cost(*[5, 6] * 200) == 2 + 400 + 100
+    assert {stream.send_window for stream in wire.connection.streams.values()} == {6}
+
+
+@on_a_loop
+async def test_refused_and_reset_calls_earn_no_allowance() -> None:
+    wire = Wire(limits=Http2Limits(streams=2))
+    budget = wire.connection.frame_budget
+    before = budget.available
+    await wire.send(request(1))  # answered
+    assert budget.available > before
+    wire.application.answers = False
+    await wire.send(request(3, end=False), request(5, end=False))
+    before = budget.available
+    await wire.send(request(7, end=False))  # one too many
+    await wire.send(frames.rst_stream(3, ErrorCode.CANCEL))
+    assert before - budget.available == 3 + 1 + 1
+
+
+@on_a_loop
+async def test_long_header_blocks_cost_and_only_a_successful_call_gets_it_back() -> None:
+    wire = Wire()
+    budget = wire.connection.frame_budget
+    long = [*POST, (b"x", b"y" * 12_000)]
+    before = budget.available
+    await wire.send(request(1, fields=long))
+    assert 0 <= budget.available - before < 20
+    wire.application.answers = False
+    before = budget.available
+    await wire.send(request(3, fields=long), frames.rst_stream(3, ErrorCode.CANCEL))
+    assert before - budget.available > 300
+
+
+@on_a_loop
+async def test_a_flood_is_read_in_slices() -> None:
+    """Other connections are served between two slices."""
+    wire = Wire()
+    await wire.frames()
+    wire.connection.data_received(frames.ping(b"\0" * 8, ack=False) * 10_000)
+    read = 50_000 - wire.connection.frame_budget.available
+    assert read < 1100
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert 50_000 - wire.connection.frame_budget.available >= 10_000 - 100  # some time has passed
+    assert len(await wire.frames()) == 10_000
+
+
+@on_a_loop
+async def test_windows_opened_in_single_bytes_earn_nothing() -> None:
+    wire = Wire(hello=frames.PREFACE + frames.settings({Setting.INITIAL_WINDOW_SIZE: 0}))
+    wire.application.answer = b"x" * 10_000
+    await wire.send(request(1))
+    before = wire.connection.frame_budget.available
+    for _ in range(100):
+        await wire.send(frames.window_update(1, 1))
+    assert before - wire.connection.frame_budget.available == 100
+
+
+@on_a_loop
+async def test_reset_streams_do_not_stay_in_queues() -> None:
+    """Neither behind a body that waits for its window, nor while the peer's window is closed."""
+    wire = Wire(limits=Http2Limits(max_granted_bytes=1000))
+    wire.application.answers = False
+    await wire.send(request(1, end=False), request(3, end=False))
+    for stream_id in (1, 3):
+        stream = wire.application.streams[stream_id]
+        stream.request_window(stream.receive_window + 800)
+    await wire.send(frames.rst_stream(3, ErrorCode.CANCEL))
+    assert not wire.connection.window_grants.waiting
+    wire.application.answers = True
+    wire.application.answer = b"x" * 100_000
+    await wire.send(request(5), request(7), frames.rst_stream(7, ErrorCode.CANCEL))
+    assert [stream.stream_id for stream in wire.connection.write_buffer._send_queue] in ([5], [])
+    await wire.send(frames.rst_stream(5, ErrorCode.CANCEL))
+    assert not wire.connection.write_buffer._send_queue
+
+
+@on_a_loop
 async def test_streams_that_the_server_must_reset_are_a_flood_too() -> None:
     """CVE-2025-8671: the peer makes the server reset its streams."""
     wire = Wire(limits=Http2Limits(frame_burst=500, frames_per_s=100))
@@ -115,6 +209,7 @@ def test_the_frame_budget_refills_over_time() -> None:
     frame_budget = FrameBudget(burst=10, per_s=1_000_000_000)
     frame_budget.spend(10)
     frame_budget.spend(1)  # some time has passed since it was made
+    assert frame_budget.available <= 10, "a long silence is no larger budget"
     frame_budget.available = 500
     frame_budget.cap()
     assert frame_budget.available == 10

@@ -108,6 +108,7 @@ def _refused(block: str) -> None:
         "ff" + "80" * 200 + "01",  # an integer that never ends
         "3fe21f",  # a table of 4097 bytes
         "8220",  # a change of the table's size behind a field
+        "202020",  # three changes of the table's size
         "40",  # literal that ends at once
         "4003616263",  # no value
         "40036162630a61",  # value shorter than its declared length
@@ -123,8 +124,31 @@ def test_a_list_beyond_the_limit_is_none_and_updates_the_table() -> None:
     large = b"v" * 3000
     first = b"\x40\x01a\x7f" + bytes((0x80 | (3000 - 127) & 0x7F, (3000 - 127) >> 7)) + large
     assert decoder.decode(first) == [(b"a", large)]
-    assert decoder.decode(b"\xbe" * 16000) is None  # a bomb: 16 kB that mean 48 MB
+    assert decoder.decode(b"\xbe" * 5) is None
     assert decoder.decode(b"\xbe") == [(b"a", large)]
+
+
+def test_a_list_far_beyond_the_limit_ends_the_connection_early() -> None:
+    decoder = HpackDecoder(4096)
+    large = b"v" * 3000
+    decoder.decode(b"\x40\x01a\x7f" + bytes((0x80 | (3000 - 127) & 0x7F, (3000 - 127) >> 7)) + large)
+    for bomb in (b"\xbe" * 16000, b"\x82" * 16000, b"\0\0\0" * 5000):  # 16 kB that mean 48 MB; 5,000 empty fields
+        with pytest.raises(Http2ConnectionError) as caught:
+            decoder.decode(bomb)
+        assert caught.value.code == ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_decoding_costs_by_encoded_and_decoded_bytes() -> None:
+    decoder = HpackDecoder(1 << 14)
+    decoder.decode(encode([(b":method", b"POST"), (b"te", b"trailers"), (b"x", b"y" * 800)]))
+    assert decoder.cost == 0  # of usual size
+    decoder.decode(encode([(b"x", b"y" * 10_000)]))
+    assert decoder.cost == (20_000 + 6 + 33 - 2048) >> 6
+    decoder.decode(b"\x82" * 300)
+    assert decoder.cost == (300 + 300 * (len(":methodGET") + 32) - 2048) >> 6
+    code = bytes.fromhex("1c64") * 2000  # "aaa..." in Huffman code takes longer than plain bytes
+    decoder.decode(b"\x00\x01x" + b"\xff" + bytes((0x80 | (4000 - 127) & 0x7F, (4000 - 127) >> 7)) + code)
+    assert decoder.cost > 4000 * 4 >> 6
 
 
 def test_equal_blocks_are_cached_until_the_table_changes() -> None:
@@ -153,6 +177,9 @@ def test_the_memory_is_bounded() -> None:
     cache = HeaderCache(_LIMIT, lambda fields: fields)
     for number in range(3000):
         cache.decode(encode([(b"x", b"%d" % number)]))
-    assert len(cache.entries) <= 256
-    cache.decode(encode([(b"x", b"y" * 4000)]))
-    assert max(map(len, cache.entries)) <= 512
+    assert len(cache.entries) <= 128
+    cache.decode(encode([(b"x", b"y" * 5000)]))
+    assert max(map(len, cache.entries)) <= 4096
+    for number in range(100):
+        cache.decode(encode([(b"x", b"%d" % number * 1500)]))
+        assert sum(map(len, cache.entries)) <= cache.size_bytes <= 64 << 10
