@@ -41,6 +41,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "headrace.pipelines.execution headrace.cuda.devices headrace.cuda.kernels.launching"
     },
     "server/headrace/inference": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},
+    "server/headrace/access": {
+        "ours": "headrace.core headrace.config.documents headrace.config.files headrace.observability.audit",
+        "third": "jwt pydantic yaml",
+    },
     "server/headrace/http": {
         "ours": "headrace.core headrace.observability headrace.inference",
         "third": "fastapi httptools msgspec numpy orjson pydantic starlette uvicorn",
@@ -55,6 +59,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ours": "headrace.core headrace.pipelines",
         "third": "PIL grpc ml_dtypes numpy orjson rich tritonclient",
     },
+    "server/headrace/commands/keys.py": {"ours": "headrace.core headrace.access.keys_file", "third": "rich"},
     "server/headrace/commands/simulate.py": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.simulation headrace.repository.loader.handle_policy",
         "third": "numpy rich",

@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | health | validate | infer | explain | simulate | tune`, and the builder's commands."""
+"""The command line: `headrace serve | keys | health | validate | infer | explain | simulate | tune`, and builder commands."""
 
 from __future__ import annotations
 
@@ -129,6 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("tune", help="try numbers of instances and batch sizes of a model")
     tune_command.add_arguments(tune)
     tune.set_defaults(run=tune_command.main)
+
+    from headrace.commands import keys as keys_command
+
+    keys = commands.add_parser("keys", help="create, list and revoke the keys of clients")
+    keys_command.add_arguments(keys, settings.default_keys_file())
+    keys.set_defaults(run=keys_command.main)
 
     for name, text in ENGINES_COMMANDS.items():
         commands.add_parser(name, help=text)

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from headrace.access.control import KeyAccess
+from headrace.access.tokens import TokenVerifier
 from headrace.banner import Addresses
 from headrace.config.documents import refuse
 from headrace.core.access import AccessControl, OpenAccess
@@ -53,18 +55,38 @@ from headrace.tls import TlsFiles, certificate_expiry_s
 _EXTRA = "pip install 'headrace[otel]'"
 
 
-def open_observer(settings: Settings) -> tuple[Tracer, RequestObserver]:
+def open_observer(settings: Settings, has_keys: bool = False) -> tuple[Tracer, RequestObserver]:
     """Create the tracer and the observer that front ends report requests to.
 
     Args:
         settings: settings of the server.
+        has_keys: names of clients are those of keys, and no secrets.
 
     Raises:
         ConfigError: an option has an invalid value, or its file cannot be written.
     """
     telemetry = settings.telemetry
     tracer = Tracer(settings.trace_file, spans=_spans(telemetry), rate=telemetry.trace_rate)
-    return tracer, RequestObserver(tracer, _request_log(settings), is_secret(settings.client_header))
+    return tracer, RequestObserver(tracer, _request_log(settings), not has_keys and is_secret(settings.client_header))
+
+
+def open_keys(settings: Settings) -> KeyAccess | None:
+    """Create the access control of a server with keys; None for a server without keys.
+
+    Args:
+        settings: settings of the server.
+
+    Raises:
+        ConfigError: the keys file or the key set of tokens is invalid.
+    """
+    tokens = None
+    if settings.jwks:
+        tokens = TokenVerifier(settings.jwks, settings.jwt_issuer, settings.jwt_audience)
+    elif settings.jwt_issuer or settings.jwt_audience:
+        raise refuse("--jwt-issuer and --jwt-audience", None, "need --jwks", "name the key set of the issuer")
+    if not settings.api_keys_file and tokens is None:
+        return None
+    return KeyAccess(Path(settings.api_keys_file) if settings.api_keys_file else None, tokens)
 
 
 def _request_log(settings: Settings) -> RequestLog:
@@ -130,6 +152,7 @@ class HeadraceServer:
         self._bodies = bodies = BodyMemory(settings.limits)
         self._http_limits = ClientLimits(settings.limits, "http", bodies)
         self._grpc_limits = ClientLimits(settings.limits, "grpc", bodies)
+        self._keys: KeyAccess | None = None
         self._access: AccessControl = OpenAccess()
         self._exit_status = 0
 
@@ -137,7 +160,9 @@ class HeadraceServer:
         """Serve until SIGINT or SIGTERM; returns the exit status."""
         try:
             tls = tls_files(self._settings)
-            self._tracer, self._observer = open_observer(self._settings)
+            self._keys = open_keys(self._settings)
+            self._access = self._keys or self._access
+            self._tracer, self._observer = open_observer(self._settings, self._keys is not None)
         except ConfigError as error:
             logger.error("%s", error)
             return 1
@@ -166,6 +191,8 @@ class HeadraceServer:
             urls[0], format_address(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics"
         )
         reconciler.start()
+        if self._keys is not None:
+            self._keys.start(loop)
         if settings.metrics:
             self._lag.start(loop)
         serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
@@ -175,6 +202,8 @@ class HeadraceServer:
             await asyncio.gather(*serving)
         finally:
             self._lag.stop()
+            if self._keys is not None:
+                self._keys.stop()
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
             await asyncio.to_thread(self._observer.close)
         if not clean:

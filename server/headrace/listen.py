@@ -136,7 +136,7 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
         page: renders /metrics.
         reader: resolves the credentials of a request.
     """
-    app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     scope = http_operation("GET", "/metrics").scope
 
     @app.get("/metrics")

@@ -503,6 +503,11 @@ def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -
     return [words[0], "--state-dir", state, *words[1:]]
 
 
+def default_keys_file() -> str:
+    """Return the path of the keys file that `headrace keys` edits without --file."""
+    return os.environ.get(f"{PREFIX}API_KEYS_FILE") or str(Path("~/.config/headrace/keys.yaml").expanduser())
+
+
 def disable_ort_telemetry() -> None:
     """Switch off ONNX Runtime's telemetry in this process and its children; call it before the library is imported."""
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"

@@ -1,0 +1,75 @@
+"""The table of operations has every route and every RPC, and a server with another one does not start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from headrace.core.limits import ClientLimits, Limits
+from headrace.grpc.service import grpc_methods
+from headrace.http.application import control_application
+from headrace.inference import operations
+from headrace.inference.operations import OPERATIONS
+from headrace.inference.services import Services
+from headrace.listen import metrics_application
+from tritonclient.grpc import service_pb2
+
+NOTHING: Any = None
+
+
+def services() -> Services:
+    nothing: Any = type("Nothing", (), {"__getattr__": lambda self, name: lambda *args, **fields: {}})()
+    return Services(nothing, nothing, nothing, nothing, nothing, nothing, nothing, "0", (), nothing)
+
+
+def http_routes() -> set[str]:
+    app = control_application(services(), ClientLimits(Limits()), lambda accept: ("text/plain", b""))
+    routes: list[Any] = [*app.routes, *metrics_application(NOTHING, services().options_reader).routes]
+    paths = {(method, route.path) for route in routes for method in route.methods}
+    return {f"{method} {'/page/{file}' if path.startswith('/page/') else path}" for method, path in paths}
+
+
+def test_the_table_has_every_route_and_no_other() -> None:
+    table = [route for operation in OPERATIONS for route in operation.http]
+    assert len(table) == len(set(table))
+    assert http_routes() == set(table)
+
+
+def test_the_table_has_every_rpc_and_no_other() -> None:
+    table = [rpc for operation in OPERATIONS for rpc in operation.grpc]
+    assert len(table) == len(set(table))
+    described = {
+        f"/{service.full_name}/{method.name}"
+        for file in (service_pb2, health_pb2, reflection_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    methods = grpc_methods(services(), 1)
+    served = {*methods.unary, *methods.streams}
+    assert served == {rpc for rpc in table if "+" not in rpc}
+    # grpcio's packages have v1alpha only; the later standard health RPC `List` is not served.
+    assert described - served <= {"/grpc.health.v1.Health/List"}
+    variants = {rpc for rpc in table if "+" in rpc}
+    assert {rpc.partition("+")[0] for rpc in variants} <= served
+    assert methods.open_paths == {rpc for op in OPERATIONS if op.scope is None for rpc in op.grpc}
+
+
+@pytest.mark.parametrize("route", sorted(operations._BY_ROUTE))
+def test_a_route_without_an_entry_stops_the_start(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    monkeypatch.delitem(operations._BY_ROUTE, route)
+    with pytest.raises(LookupError, match="add it to OPERATIONS"):
+        http_routes()
+
+
+@pytest.mark.parametrize("rpc", sorted(set(operations._BY_RPC) - {"/grpc.health.v1.Health/Watch+service"}))
+def test_an_rpc_without_an_entry_stops_the_start(monkeypatch: pytest.MonkeyPatch, rpc: str) -> None:
+    monkeypatch.delitem(operations._BY_RPC, rpc)
+    with pytest.raises(LookupError, match="add it to OPERATIONS"):
+        grpc_methods(services(), 1)
+
+
+def test_control_and_admin_operations_are_audited() -> None:
+    for operation in OPERATIONS:
+        assert operation.audited == (operation.scope in ("control", "admin")), operation.name
