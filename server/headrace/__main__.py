@@ -20,7 +20,7 @@ from rich.text import Text
 
 from headrace import settings
 from headrace.core.command_line import Parser, open_console
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Unavailable
 from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
 
 # Commands of `python -m headrace_engines`.
@@ -143,7 +143,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.from_arguments(args)
-    configure_logging(options.log_format)
+    try:
+        configure_logging(options.log_format)
+    except Unavailable as error:
+        open_console(stderr=True, highlight=False).print(f"headrace: {error}", style="red", markup=False)
+        return 1
     from headrace.app import HeadraceServer
     from headrace.banner import announce, log_announcement
     from headrace.repository.folders import open_paths
@@ -190,6 +194,10 @@ def configure_logging(log_format: str) -> None:
     Args:
         log_format: "json" or "text".
     """
+    # Imported only where a log is written: `health` must start fast.
+    from headrace.observability.output import LineLimits, QueuedStream, queue_standard_streams
+
+    queue = queue_standard_streams()
     formatter: logging.Formatter
     if log_format == "text" and sys.stderr.isatty():
         formatter = text_formatter = TextFormatter()
@@ -203,9 +211,19 @@ def configure_logging(log_format: str) -> None:
         formatter = JsonFormatter() if log_format == "json" else LineFormatter()
         handler = logging.StreamHandler()
     handler.setFormatter(formatter)
+    limits = LineLimits(queue.call_later)
+    handler.addFilter(limits)
+    queue.before_end(limits.report)
+    if isinstance(sys.stderr, QueuedStream):
+        sys.stderr.dropped_line = lambda lines: handler.format(_dropped_lines(lines)) + "\n"
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     log_uncaught()
+
+
+def _dropped_lines(lines: int) -> logging.LogRecord:
+    message = "%d lines of the log were dropped: standard error was not read in time"
+    return logging.LogRecord("headrace", logging.WARNING, "", 0, message, (lines,), None)
 
 
 if __name__ == "__main__":

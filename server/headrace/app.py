@@ -22,7 +22,7 @@ from headrace.access.tokens import TokenVerifier
 from headrace.banner import Addresses
 from headrace.config.documents import refuse
 from headrace.core.access import AccessControl, OpenAccess
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
 from headrace.cuda.devices import Nvml
@@ -45,6 +45,7 @@ from headrace.observability.access_log import RequestLog, open_stream
 from headrace.observability.logs import LogSettings, is_secret, redact
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
+from headrace.observability.output import end_output
 from headrace.observability.tracing import RequestObserver, Spans, Tracer
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry, ServerOverview, explain
@@ -163,7 +164,7 @@ class HeadraceServer:
             self._keys = open_keys(self._settings)
             self._access = self._keys or self._access
             self._tracer, self._observer = open_observer(self._settings, self._keys is not None)
-        except ConfigError as error:
+        except (ConfigError, Unavailable) as error:
             logger.error("%s", error)
             return 1
         _configure_garbage_collector()
@@ -210,6 +211,7 @@ class HeadraceServer:
             # A backend still computes on one of the server's threads: an orderly exit would unload its library during the
             # computation.
             logging.shutdown()
+            end_output()
             os._exit(1)
         return self._exit_status
 

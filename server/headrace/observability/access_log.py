@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from datetime import datetime
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.request import BatchTimes
@@ -16,6 +16,7 @@ from headrace.core.telemetry import PHASES, RequestLogMode, TraceContext
 from headrace.observability.background import CAPACITY, BackgroundWorker
 from headrace.observability.counters import DROPPED
 from headrace.observability.logs import escape, iso8601, redact
+from headrace.observability.output import standard_error_writer
 
 OK = "ok"
 
@@ -289,8 +290,15 @@ def open_stream(path: str) -> BinaryIO:
         An unbuffered stream for bytes.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is a pipe that no process reads.
     """
     if path:
-        return Path(path).open("ab", buffering=0)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(descriptor, True)
+        return open(descriptor, "wb", buffering=0)
+    queued = standard_error_writer()
+    if queued is not None:
+        return cast(BinaryIO, queued)
+    if sys.stderr is None:
+        return open(os.devnull, "wb", buffering=0)
     return open(sys.stderr.fileno(), "wb", buffering=0, closefd=False)

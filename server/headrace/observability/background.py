@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from headrace.core.threads import start_thread
 from headrace.observability.counters import DROPPED
 
 logger = logging.getLogger("headrace.background")
@@ -22,8 +23,9 @@ _GATHER_S = 0.05
 class BackgroundWorker(Generic[T]):
     """Processes items in groups on its own thread.
 
-    `put` and `close` are called by one thread at a time: the event loop's, and after its end the one that shuts down. The first
-    item starts the thread. It is a daemon: a disk or a network that hangs must not keep the process from ending.
+    `put` and `close` are called by one thread at a time: the event loop's, and after its end the one that shuts down. The
+    constructor starts the thread: later, under an attack, the system may start no more threads. The thread is a daemon: a disk
+    or a network that hangs must not keep the process from ending.
 
     Args:
         name: of the thread.
@@ -33,6 +35,10 @@ class BackgroundWorker(Generic[T]):
         capacity: maximum number of queued items.
         gather_s: time that the first item of a group waits for more items.
         on_failed: called on the thread once `failed` is set.
+        start: start the thread; without it all items are dropped.
+
+    Raises:
+        Unavailable: the thread cannot be started.
 
     Attributes:
         failed: `work` has raised an exception, which is in the log. All further items are dropped.
@@ -47,6 +53,7 @@ class BackgroundWorker(Generic[T]):
         capacity: int = CAPACITY,
         gather_s: float = _GATHER_S,
         on_failed: Callable[[], None] | None = None,
+        start: bool = True,
     ) -> None:
         self.failed = False
         self.dropped = 0
@@ -55,17 +62,18 @@ class BackgroundWorker(Generic[T]):
         self._capacity, self._gather_s = capacity, gather_s
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
         DROPPED.declare(kind)
+        self._thread: threading.Thread | None = None
+        if start:
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            start_thread(thread)
+            self._thread = thread
 
     def put(self, item: T) -> None:
         """Queue an item. Drops and counts it if the queue is full, or the worker has failed or is closed."""
-        if self.failed or self._closing.is_set() or self._queue.qsize() >= self._capacity:
+        if self._thread is None or self.failed or self._closing.is_set() or self._queue.qsize() >= self._capacity:
             self._drop()
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
         self._queue.put(item)
 
     def close(self, timeout_s: float) -> bool:

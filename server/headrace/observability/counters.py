@@ -603,4 +603,4 @@ LOADS = LabelledCounter("model", "result")
 BUILDS = LabelledCounter("model", "result")
 """Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""
 DROPPED = LabelledCounter("kind")
-"""Dropped traces, spans and lines of the request log, by kind: headrace_telemetry_dropped_total."""
+"""Dropped traces, spans, and lines of the request log and the log, by kind: headrace_telemetry_dropped_total."""

@@ -323,7 +323,7 @@ LIMIT = _server("headrace_limit", "Limits on clients in force, by name.", "limit
 THREADS = _server("headrace_threads", "Python threads in the server's process.")
 TELEMETRY_DROPPED = _server(
     "headrace_telemetry_dropped_total",
-    "Spans, records of trace files and lines of the request log that were dropped because they could "
+    "Spans, records of trace files, lines of the request log and of the log that were dropped because they could "
     "not be written or sent in time.",
     "kind",
 )

@@ -64,12 +64,19 @@ class TraceWriter(BackgroundWorker[TraceRecord]):
     that thread has ended.
 
     Args:
-        path: of the trace file; existing files are overwritten.
+        path: of the trace file; existing files are overwritten. "" for none: then the writer has no thread.
         max_bytes: maximum size of all files together, so that no client can fill the disk. The writer stops there.
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
-        super().__init__("headrace-traces", "traces", self._write_all, _QUEUE_RECORDS, on_failed=self._close_files)
+        super().__init__(
+            "headrace-traces",
+            "traces",
+            self._write_all,
+            _QUEUE_RECORDS,
+            on_failed=self._close_files,
+            start=bool(path),
+        )
         self._path = path
         self._left_bytes = max_bytes
         self._single: _JsonArray | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from headrace.core.errors import Unavailable
 from headrace.observability.background import BackgroundWorker
 from headrace.observability.counters import DROPPED
 
@@ -32,9 +33,28 @@ def test_items_are_delivered_together_and_in_order() -> None:
     assert "test-work" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_without_items_there_is_no_thread() -> None:
+def test_the_thread_starts_with_the_worker() -> None:
+    """Later, under an attack, the system may start no more threads."""
     background: BackgroundWorker[int] = BackgroundWorker("test-idle", KIND, lambda _: None)
+    assert "test-idle" in {thread.name for thread in threading.enumerate()}
+    assert background.close(5)
     assert "test-idle" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_thread_that_cannot_start_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(Unavailable, match=r"starts no thread for 'test-refused'.*ulimit -u"):
+        BackgroundWorker("test-refused", KIND, lambda _: None)
+
+
+def test_without_a_thread_items_are_dropped() -> None:
+    before = dropped()
+    background: BackgroundWorker[int] = BackgroundWorker("test-none", KIND, lambda _: None, start=False)
+    background.put(1)
+    assert dropped() - before == 1
     assert background.close(5)
 
 

@@ -302,22 +302,33 @@ def test_files_rotate_by_their_number_of_traces(tracer: Tracer, path: Path) -> N
     assert [ids(path.parent / name) for name in names] == [["0", "1"], ["2", "3"], ["4"]]
 
 
-def test_without_traces_there_is_no_file_and_no_thread(tracer: Tracer, path: Path) -> None:
+def writers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "headrace-traces"}
+
+
+def test_without_traces_there_is_no_file(tracer: Tracer, path: Path) -> None:
     tracer.update("", {"trace_level": ["TIMESTAMPS"], "trace_rate": "10"})
     answer(tracer)
-    assert "headrace-traces" not in {thread.name for thread in threading.enumerate()}
     tracer.close()
     assert not path.exists()
 
 
+def test_without_a_trace_file_there_is_no_thread() -> None:
+    before = writers()
+    Tracer("").close()
+    assert writers() <= before
+
+
 def test_close_writes_queued_traces_and_ends_the_thread(path: Path) -> None:
+    before = writers()
     tracer = Tracer(str(path))
+    assert len(writers() - before) == 1
     tracer.update("", ON)
     for index in range(2000):
         answer(tracer, request_id=str(index))
     tracer.close()
     assert ids(path) == [str(index) for index in range(2000)]
-    assert "headrace-traces" not in {thread.name for thread in threading.enumerate()}
+    assert writers() <= before
     answer(tracer)
     tracer.close()
 
