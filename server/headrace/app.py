@@ -38,6 +38,7 @@ from headrace.listen import (
     format_address,
     grpc_engine,
     metrics_application,
+    origin_policy,
     raise_file_limit,
     tls_files,
 )
@@ -161,6 +162,7 @@ class HeadraceServer:
         """Serve until SIGINT or SIGTERM; returns the exit status."""
         try:
             tls = tls_files(self._settings)
+            self._origins = origin_policy(self._settings, RequestOptionsReader(self._settings.client_header).names)
             self._keys = open_keys(self._settings)
             self._access = self._keys or self._access
             self._tracer, self._observer = open_observer(self._settings, self._keys is not None)
@@ -239,7 +241,7 @@ class HeadraceServer:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
         has_metrics_port = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, self._http_limits, None if has_metrics_port else page)
+        application = HttpApplication(services, self._http_limits, None if has_metrics_port else page, self._origins)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
         self._servers.append(UvicornServer(application, settings, self._http_limits, context))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import uvicorn
@@ -22,6 +23,7 @@ from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol
 from headrace.http.infer_endpoint import error_response, request_principal
+from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
 from headrace.inference.operations import http_operation
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.settings import Settings
@@ -45,8 +47,12 @@ class UvicornServer(uvicorn.Server):
     def __init__(
         self, application: object, settings: Settings, client_limits: ClientLimits, tls: ssl.SSLContext | None = None
     ) -> None:
+        names = allowed_names(settings.host, is_open(settings), settings.allowed_host)
         protocol = partial(
-            HeadraceHttpProtocol, client_limits=client_limits, timeouts=ConnectionTimeouts(client_limits)
+            HeadraceHttpProtocol,
+            client_limits=client_limits,
+            timeouts=ConnectionTimeouts(client_limits),
+            hosts=HostPolicy(names),
         )
         config = uvicorn.Config(
             application,  # type: ignore[arg-type]
@@ -191,6 +197,58 @@ def bind(host: str, port: int) -> socket.socket:
         raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
     sock.setblocking(False)
     return sock
+
+
+def is_open(settings: Settings) -> bool:
+    """Return True if every program of this machine may use every operation: on a loopback address, without keys."""
+    return not needs_keys(settings) and is_loopback(settings.host)
+
+
+def needs_keys(settings: Settings) -> bool:
+    """Return True if callers need a key or a token."""
+    return bool(settings.api_keys_file or settings.jwks)
+
+
+def origin_policy(settings: Settings, request_headers: Iterable[str]) -> OriginPolicy:
+    """Create the check of requests from web pages.
+
+    Inference requests of other origins are refused where a page can send one that the server accepts: to a loopback address
+    without keys, and with the browser's client certificate. On a network address without keys any client may send them.
+
+    Args:
+        settings: settings of the server.
+        request_headers: names of the headers of request options.
+
+    Raises:
+        ConfigError: --cors-origin has an invalid value.
+    """
+    for origin in settings.cors_origin:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            message, cure = "is not an origin", "write SCHEME://HOST[:PORT] in lower case, without a path, or *"
+            raise refuse(f"--cors-origin {origin}", None, message, cure)
+    if "*" in settings.cors_origin and settings.tls_client_ca:
+        message = "would let every web page use the client certificates of its visitors"
+        raise refuse("--cors-origin *", None, message, "name the origins, or remove --tls-client-ca")
+    return OriginPolicy(settings.cors_origin, is_open(settings) or bool(settings.tls_client_ca), request_headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if an address to listen on is reached from this machine only.
+
+    Args:
+        host: address or name; a name counts only if it resolves and all its addresses are loopback addresses.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    addresses = [ipaddress.ip_address(str(address[0])) for *_, address in found]
+    return all(address.is_loopback or _is_mapped_loopback(address) for address in addresses)
+
+
+def _is_mapped_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    # ::ffff:127.0.0.1
+    return isinstance(address, ipaddress.IPv6Address) and bool(address.ipv4_mapped and address.ipv4_mapped.is_loopback)
 
 
 def format_address(host: str, port: int) -> str:

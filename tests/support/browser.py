@@ -52,9 +52,9 @@ def find_chromium() -> str:
 
 
 @contextlib.contextmanager
-def chromium(folder: Path) -> Iterator[Browser]:
-    """A browser with a profile of its own in `folder`, for the length of a `with`."""
-    browser = Browser(find_chromium(), folder)
+def chromium(folder: Path, *options: str) -> Iterator[Browser]:
+    """A browser with a profile of its own in `folder` and more options, for the length of a `with`."""
+    browser = Browser(find_chromium(), folder, options)
     try:
         yield browser
     finally:
@@ -67,14 +67,15 @@ class Browser:
     Args:
         path: of Chromium.
         folder: an empty one, for its profile and its log.
+        options: more of them; the last of two equal ones counts.
     """
 
-    def __init__(self, path: str, folder: Path) -> None:
+    def __init__(self, path: str, folder: Path, options: Sequence[str] = ()) -> None:
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         # Out of the way of 3 and 4.
         ends = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (to_read, to_write)]
-        words = [path, *_OPTIONS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        words = [path, *_OPTIONS, *options, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         self._log = folder / "chromium.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -255,6 +256,11 @@ class Page:
         """Return every requested URL, without data and blob URLs."""
         urls = [message["request"]["url"] for method, message in self._all() if method == "Network.requestWillBeSent"]
         return [url for url in urls if not url.startswith(("blob:", "data:"))]
+
+    def statuses(self, part: str) -> list[int]:
+        """Return the status of every response whose URL contains `part`."""
+        responses = [message["response"] for method, message in self._all() if method == "Network.responseReceived"]
+        return [response["status"] for response in responses if part in response["url"]]
 
     def complaints(self) -> list[str]:
         """Return uncaught exceptions, errors in the console, and violations of the content security policy."""

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from headrace.core.limits import REGION_PATTERN, ClientLimits
 from headrace.http.codec import check_json, parse_json
 from headrace.http.infer_endpoint import (
     InferEndpoint,
+    Message,
     Receive,
     Scope,
     Send,
@@ -34,9 +35,11 @@ from headrace.http.infer_endpoint import (
     send_error,
     send_method_not_allowed,
 )
+from headrace.http.origins import OriginPolicy
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
 from headrace.inference.operations import OperationCall, http_operation
 from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.response_metadata import Header
 from headrace.inference.service import internal_error
 from headrace.inference.services import Services
 
@@ -274,10 +277,18 @@ class HttpApplication:
         services: of the server.
         client_limits: limits of all connections and requests.
         metrics: see `control_application`.
+        origins: checks requests of browsers; None allows the pages of the server only.
     """
 
-    def __init__(self, services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> None:
-        self._infer = InferEndpoint(services, client_limits)
+    def __init__(
+        self,
+        services: Services,
+        client_limits: ClientLimits,
+        metrics: Metrics | None,
+        origins: OriginPolicy | None = None,
+    ) -> None:
+        self._origins = origins or OriginPolicy()
+        self._infer = InferEndpoint(services, client_limits, self._origins)
         self._control = control_application(services, client_limits, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,12 +299,19 @@ class HttpApplication:
         if path.endswith("/infer") and path.startswith("/v2/models/"):
             parts = path.split("/")
             if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions" and parts[5]):
+                if scope["method"] == "OPTIONS" and await self._answer_preflight(scope, send):
+                    return
                 if scope["method"] != "POST":
                     await send_method_not_allowed(send)
                     return
                 await self._infer(scope, receive, send, parts[3], parts[5] if len(parts) == 7 else "")
                 return
+        if self._origins.has_cors:
+            if await self._answer_preflight(scope, send):
+                return
+            send = _with_headers(send, self._origins.response_headers(scope["headers"]))
         try:
+            self._origins.check_control(scope["method"], scope["headers"])
             check_path(scope["raw_path"])
         except HeadraceError as error:
             await send_error(send, error)
@@ -301,3 +319,27 @@ class HttpApplication:
         if scope["method"] == "HEAD":  # the protocol drops the body by the method in its own scope
             scope = {**scope, "method": "GET"}
         await self._control(scope, receive, send)
+
+    async def _answer_preflight(self, scope: Scope, send: Send) -> bool:
+        """Respond to a preflight request of CORS, which has no key; returns False if the request is none."""
+        try:
+            headers = self._origins.preflight(scope["method"], scope["headers"])
+        except HeadraceError as error:
+            await send_error(send, error)
+            return True
+        if headers is None:
+            return False
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+
+def _with_headers(send: Send, headers: Sequence[Header]) -> Send:
+    """Return a `send` that adds headers to the response."""
+
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return sender

@@ -34,6 +34,7 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Overloaded, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, error_response, success_head
+from headrace.http.origins import ANY_HOST, HostPolicy
 from headrace.inference.response_metadata import header_lines
 from headrace.inference.service import PendingRequest
 from headrace.inference.tensor_codec import BodyBytes
@@ -340,6 +341,8 @@ class RepeatedRequest:
         self._connection.completion = None
         try:
             header_size, parts, extra_headers = self._endpoint.finish(pending)
+            if self._head.headers.cors:
+                extra_headers = extra_headers.with_pairs(self._head.headers.cors)
             head, parts = success_head(header_size, parts, self._head.headers.accept_encoding, extra_headers)
             self._write(head, parts)
         except Exception as error:
@@ -353,7 +356,7 @@ class RepeatedRequest:
                 self._end()
                 return
             status, headers, body = error_response(failure)
-            self._write(STATUS_LINE[status] + header_lines([*headers, *load_headers]), [body])
+            self._write(STATUS_LINE[status] + header_lines([*headers, *load_headers, *self._head.headers.cors]), [body])
         except Exception:
             logger.exception("the response of a failed request could not be written")
             self._end()
@@ -400,6 +403,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     Args:
         client_limits: limits of all connections and requests. The endpoint checks the Content-Length.
         timeouts: of all connections of the listener.
+        hosts: checks the host of each parsed request.
 
     Attributes:
         completion: completion of the running request, which a disconnect abandons; None for none.
@@ -408,8 +412,16 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
     """
 
-    def __init__(self, *args: Any, client_limits: ClientLimits, timeouts: ConnectionTimeouts, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        client_limits: ClientLimits,
+        timeouts: ConnectionTimeouts,
+        hosts: HostPolicy = ANY_HOST,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._hosts = hosts
         self.completion: LoopCompletion | None = None
         self.stage, self.since = Stage.HEADERS, timeouts.epoch
         self._client_limits = client_limits
@@ -487,13 +499,16 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._reservation = self.scope["headrace.reservation"] = self._client_limits.reserve()  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
-        """Check the size of the headers."""
+        """Check the size of the headers, and the host."""
         limit = self._client_limits.limits.max_header_bytes
         if self._header_bytes + 2 * READ_BYTES > limit:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > limit:
                 self._client_limits.hit(_HEADERS)
                 self._refuse_from_parser(431, f"the headers are larger than {limit} bytes")
+        refusal = self._hosts.refusal(self.url, self.headers, self.parser.get_http_version())
+        if refusal is not None:
+            self._refuse_from_parser(*refusal)
         self.stage, self.since = Stage.BODY, self._timeouts.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
         super().on_headers_complete()

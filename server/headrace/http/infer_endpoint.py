@@ -20,6 +20,7 @@ from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unauthent
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
 from headrace.http.codec import Body, ModelCodec
+from headrace.http.origins import OriginPolicy
 from headrace.inference import compression
 from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
 from headrace.inference.response_metadata import (
@@ -42,7 +43,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _ENDPOINT_HEADERS = frozenset(
-    (b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length")
+    (
+        *(b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length"),
+        *(b"origin", b"sec-fetch-site"),
+    )
 )
 _JSON_TYPE = (b"content-type", b"application/json")
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
@@ -89,11 +93,15 @@ class InferHeaders:
         accept_encoding: value of Accept-Encoding, several joined by commas; "" for none.
         content_encoding: in lower case, "" for none.
         content_length: bytes, 0 for none.
+        cors: headers of the response that let a page of another origin read it.
+        from_browser: True if the request has a header that only browsers send.
         header_size: Inference-Header-Content-Length in bytes, None for none.
         options: request options.
     """
 
-    __slots__ = ("accept_encoding", "content_encoding", "content_length", "header_size", "options")
+    __slots__ = (
+        *("accept_encoding", "content_encoding", "content_length", "cors", "from_browser", "header_size", "options"),
+    )
 
     def __init__(
         self,
@@ -114,6 +122,8 @@ class InferHeaders:
         self.accept_encoding = ""
         self.content_encoding = ""
         self.content_length = 0
+        self.cors: list[Header] = []
+        self.from_browser = False
         self.header_size: int | None = None
         self.options = options_reader.no_options
         option_values: dict[str, str] = {}
@@ -129,6 +139,8 @@ class InferHeaders:
                 self.content_length = _length(name, value)
             elif name == b"content-encoding":
                 self.content_encoding = value.decode("latin-1").strip().lower()
+            elif name in (b"origin", b"sec-fetch-site"):
+                self.from_browser = True
             else:
                 accepted = value.decode("latin-1")
                 self.accept_encoding = f"{self.accept_encoding},{accepted}" if self.accept_encoding else accepted
@@ -159,12 +171,14 @@ class InferEndpoint:
     Args:
         services: models, shared memory regions and the destination of request records.
         client_limits: limits of all requests.
+        origins: checks requests of browsers; None allows the pages of the server only.
 
     Attributes:
         service: the steps of a request.
     """
 
-    def __init__(self, services: Services, client_limits: ClientLimits) -> None:
+    def __init__(self, services: Services, client_limits: ClientLimits, origins: OriginPolicy | None = None) -> None:
+        self._origins = origins or OriginPolicy()
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
         self.service = InferenceService(
             services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits)
@@ -193,6 +207,9 @@ class InferEndpoint:
                 pending.options = headers.options
             handle = service.lease(pending)
             headers = headers or self._parse_headers(scope)
+            if headers.from_browser:
+                self._origins.check_inference(scope["headers"])
+                headers.cors = self._origins.response_headers(scope["headers"])
             options = pending.options = headers.options
             # The deadline starts with the first bytes: the client's timeout includes the upload of the body.
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
@@ -204,6 +221,8 @@ class InferEndpoint:
                 connection.remember_head(self, ParsedHead(model, version, headers))
             await _wait(completion, connection, receive)
             size, parts, extra_headers = self.finish(pending)
+            if headers.cors:
+                extra_headers = extra_headers.with_pairs(headers.cors)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(scope, send, error, pending)
             return
@@ -220,7 +239,7 @@ class InferEndpoint:
         failure, load_headers = self.fail(pending, error)
         forget_frames(error)
         if not isinstance(failure, Cancelled):
-            await send_error(send, failure, load_headers)
+            await send_error(send, failure, [*load_headers, *self._origins.response_headers(scope["headers"])])
 
     def finish(self, pending: PendingRequest) -> tuple[int | None, Body, Headers]:
         """Encode the response of a request whose completion is settled.
