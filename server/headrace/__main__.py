@@ -113,11 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     from headrace.simulation import options as simulation
 
     infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
-    infer_command.add_arguments(infer)
+    infer_command.add_arguments(infer, settings.api_key())
     infer.set_defaults(run=infer_command.main)
 
     explain = commands.add_parser("explain", help="what limits a model of a running server now")
-    explain_command.add_arguments(explain)
+    explain_command.add_arguments(explain, settings.api_key())
     explain.set_defaults(run=explain_command.main)
 
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
@@ -171,9 +171,8 @@ def _health(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
     defaults = settings.from_arguments(parser.parse_args([]))
-    return health_command.main(
-        arguments, health_command.ListenAddress(defaults.host, defaults.http_port, defaults.tls_cert)
-    )
+    address = health_command.ListenAddress(defaults.host, defaults.http_port, defaults.tls_cert)
+    return health_command.main(arguments, address, settings.api_key())
 
 
 def _validate(args: argparse.Namespace) -> int:

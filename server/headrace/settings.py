@@ -508,6 +508,15 @@ def default_keys_file() -> str:
     return os.environ.get(f"{PREFIX}API_KEYS_FILE") or str(Path("~/.config/headrace/keys.yaml").expanduser())
 
 
+def api_key(environ: Mapping[str, str] | None = None) -> str:
+    """Return the API key of commands that talk to a server, from HEADRACE_API_KEY; "" without one.
+
+    Args:
+        environ: environment variables; None for those of the process.
+    """
+    return (os.environ if environ is None else environ).get(f"{PREFIX}API_KEY", "")
+
+
 def disable_ort_telemetry() -> None:
     """Switch off ONNX Runtime's telemetry in this process and its children; call it before the library is imported."""
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import http.client
-from collections.abc import Mapping, Sequence
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +15,15 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from headrace.commands.health import get
+from headrace.commands.connection import (
+    ConnectionOptions,
+    connection_error_text,
+    get,
+    host_of,
+)
+from headrace.commands.connection import (
+    add_arguments as add_connection_arguments,
+)
 from headrace.core.command_line import open_console, printable
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
 
@@ -33,13 +43,14 @@ _SHOWN = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
+def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
+    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY."""
     add = parser.add_argument
     add("model", help="name of the model")
     add("--url", default=DEFAULT_URL, help="the server's address (%(default)s)")
     add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
     add("--json", action="store_true", help="print JSON")
+    add_connection_arguments(parser, api_key)
 
 
 def main(args: argparse.Namespace, console: Console | None = None, errors: Console | None = None) -> int:
@@ -54,10 +65,11 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
         0, or 1 if the server returned an error or cannot be reached.
     """
     console = console or open_console(highlight=False)
+    errors = errors or open_console(stderr=True, highlight=False)
     try:
-        document = fetch(args.url, args.model, args.model_version)
+        options = ConnectionOptions.from_arguments(args)
+        document = fetch(args.url, args.model, args.model_version, options=options, warn=partial(_warn, errors))
     except HeadraceError as error:
-        errors = errors or open_console(stderr=True, highlight=False)
         errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
         return 1
     if args.json:
@@ -70,7 +82,14 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
     return 0
 
 
-def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+def fetch(
+    url: str,
+    model: str,
+    version: str = "",
+    timeout_s: float = _TIMEOUT_S,
+    options: ConnectionOptions | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
     """Fetch the explanation of a model from a server.
 
     Args:
@@ -78,6 +97,8 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
         model: name of the model.
         version: version of the model; "" lets the server choose.
         timeout_s: for connecting, and for every wait for bytes.
+        options: TLS files and key of the client; None for neither.
+        warn: is called with a warning if the key travels without TLS to another machine.
 
     Returns:
         The JSON object of `GET /v2/models/MODEL/explain`.
@@ -89,10 +110,12 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
         ModelFailed: the response is not a JSON object.
     """
     path = f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+    options = options or ConnectionOptions()
     try:
-        status, body = get(url, path + "/explain", timeout_s)
-    except ValueError as error:
-        raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_URL}") from None
+        host, is_tls = host_of(url)
+        if not is_tls and (warning := options.clear_text_warning(host)):
+            warn(warning)
+        status, body = get(url, path + "/explain", timeout_s, options)
     except ConnectionRefusedError:
         cure = "start one with `headrace serve` (or `make serve`), or name its address with --url"
         raise Unavailable(f"no server answers at {url}: {cure}") from None
@@ -100,10 +123,11 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
         cure = "the server may be busy or stopped: read its log"
         raise Unavailable(f"no answer from {url} within {timeout_s:g} s: {cure}") from None
     except (OSError, http.client.HTTPException) as error:
-        reason = str(error) or type(error).__name__
-        raise Unavailable(
-            f"the connection to {url} failed ({reason}): check the address, and read the server's log"
-        ) from None
+        reason = connection_error_text(error, url, options)
+        cure = "" if isinstance(error, ssl.SSLError) else "; check the address, and read the server's log"
+        raise Unavailable(f"the connection to {url} failed: {reason}{cure}") from None
+    except ValueError as error:  # after OSError, because a certificate that is not trusted is both
+        raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_URL}") from None
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -111,11 +135,16 @@ def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S
     if isinstance(document, dict) and status == 200:
         return document
     if isinstance(document, dict) and isinstance(document.get("error"), str):
-        raise HeadraceError(f"the server returned {status}: {document['error']}")
+        cure = options.refusal_cure(status, host)
+        raise HeadraceError(f"the server returned {status}: {document['error']}" + (f"; {cure}" if cure else ""))
     start = body[:200].decode("utf-8", "replace").strip() or "no text"
     raise ModelFailed(
         f"the response is {status} {start}, expected a JSON object: check that the URL is that of a V2 inference server"
     )
+
+
+def _warn(errors: Console, warning: str) -> None:
+    errors.print(Text.assemble(("warning: ", "yellow"), printable(warning)), soft_wrap=True)
 
 
 def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:

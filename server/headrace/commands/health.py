@@ -12,44 +12,11 @@ import ssl
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
-
-def get(
-    url: str, path: str, timeout_s: float, context: ssl.SSLContext | None = None, max_bytes: int | None = None
-) -> tuple[int, bytes]:
-    """Send a GET request and return the response's status and body.
-
-    Args:
-        url: address of the server, e.g. "http://127.0.0.1:8000"; the scheme may be missing, a path is a prefix of
-            every route.
-        path: route, quoted.
-        timeout_s: for connecting, and for every wait for bytes.
-        context: TLS settings for an https URL; None trusts the system's authorities.
-        max_bytes: number of bytes of the body to read; None reads all.
-
-    Raises:
-        ValueError: the URL is not one of HTTP.
-        OSError: no server listens, TLS fails, or no response comes in time.
-        http.client.HTTPException: the peer does not speak HTTP, or closes the connection early.
-    """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("no URL of an HTTP server")
-    connection = (
-        http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
-        if parts.scheme == "http"
-        else http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
-    )
-    try:
-        connection.request("GET", parts.path.rstrip("/") + path)
-        response = connection.getresponse()
-        return response.status, response.read(max_bytes)
-    finally:
-        connection.close()
-
+from headrace.commands.connection import ConnectionOptions, add_arguments, connection_error_text, get, host_of
+from headrace.core.errors import BadRequest
 
 _MAX_BODY_BYTES = 4096
 
@@ -83,12 +50,13 @@ class ListenAddress:
         return f"{'https' if self.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def main(arguments: Sequence[str], address: ListenAddress) -> int:
+def main(arguments: Sequence[str], address: ListenAddress, api_key: str = "") -> int:
     """Run the command.
 
     Args:
         arguments: command line after `health`.
         address: default server if no URL is given.
+        api_key: value of HEADRACE_API_KEY. The server's health routes need no key, a proxy in front may.
 
     Returns:
         0 if the server is ready (with --live: if it responds at all), else 1; standard error has the reason.
@@ -99,18 +67,21 @@ def main(arguments: Sequence[str], address: ListenAddress) -> int:
     add("--url", default=address.url, help="the server's address (%(default)s)")
     add("--live", action="store_true", help="check only that the server is live")
     add("--timeout", type=float, default=3.0, metavar="S", help="timeout of the check in seconds (%(default)s)")
-    add("--client-cert", default="", metavar="FILE", help="client certificate for a server with --tls-client-ca (PEM)")
-    add("--client-key", default=None, metavar="FILE", help="private key of --client-cert (PEM)")
+    add_arguments(parser, api_key, prefix="--client-")  # names of earlier versions
     args = parser.parse_args(arguments)
-    certificate = address.certificate if args.url == address.url else ""
+    certificate = address.certificate if args.url == address.url and not args.ca else ""
+    options = ConnectionOptions()
     try:
-        reason = readiness_error(
-            args.url, args.live, args.timeout, _context(certificate, args.client_cert, args.client_key)
-        )
-    except ssl.SSLError as error:
-        reason = f"TLS: {error.reason or error}"
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = str(error) or type(error).__name__
+        host, is_tls = host_of(args.url)
+        options = ConnectionOptions.from_arguments(args)
+        warning = "" if is_tls else options.clear_text_warning(host)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)  # noqa: T201
+        reason = readiness_error(args.url, args.live, args.timeout, options, certificate)
+    except (OSError, http.client.HTTPException) as error:
+        reason = connection_error_text(error, args.url, options)
+    except (BadRequest, ValueError) as error:  # after OSError, because a certificate that is not trusted is both
+        reason = str(error)
     word = "live" if args.live else "ready"
     if reason:
         print(f"{args.url} is not {word}: {reason}", file=sys.stderr)  # noqa: T201
@@ -119,22 +90,29 @@ def main(arguments: Sequence[str], address: ListenAddress) -> int:
     return 0
 
 
-def readiness_error(url: str, live: bool, timeout_s: float, context: ssl.SSLContext) -> str:
+def readiness_error(url: str, live: bool, timeout_s: float, options: ConnectionOptions, certificate: str = "") -> str:
     """Return the reason why a server is not ready, "" if it is.
 
     Args:
         url: address of the server.
         live: check only that it responds.
         timeout_s: for every wait.
-        context: TLS settings of an https URL.
+        options: TLS files and key of the client.
+        certificate: path of the server's own certificate (PEM), trusted whatever names it has; "" to check the name.
 
     Raises:
+        BadRequest: a TLS file is invalid.
         OSError: no server listens, TLS fails, or no response comes in time.
         ValueError: the URL is not one of HTTP.
         http.client.HTTPException: the peer does not speak HTTP.
     """
-    status, body = get(url, f"/v2/health/{'live' if live else 'ready'}", timeout_s, context, _MAX_BODY_BYTES)
-    return "" if status == 200 else f"{status} {_error_text(body)}".rstrip()
+    host, is_tls = host_of(url)
+    context = _context(certificate, options) if is_tls else None
+    status, body = get(url, f"/v2/health/{'live' if live else 'ready'}", timeout_s, options, context, _MAX_BODY_BYTES)
+    if status == 200:
+        return ""
+    cure = options.refusal_cure(status, host)
+    return f"{status} {_error_text(body)}".rstrip() + (f": {cure}" if cure else "")
 
 
 def _error_text(body: bytes) -> str:
@@ -145,12 +123,8 @@ def _error_text(body: bytes) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:500]
 
 
-def _context(certificate: str, client_cert: str, client_key: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=certificate or None)
-    if certificate:
-        # Trust exactly the certificate that the server sends, whatever its names and issuer.
-        context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if client_cert:
-        context.load_cert_chain(client_cert, client_key)
+def _context(certificate: str, options: ConnectionOptions) -> ssl.SSLContext:
+    context = (replace(options, ca=certificate) if certificate else options).ssl_context()
+    # Trust exactly the certificate that the server sends, whatever its names and issuer.
+    context.check_hostname = not certificate
     return context

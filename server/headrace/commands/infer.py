@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.commands import connection
 from headrace.core.clock import NS_PER_MS
 from headrace.core.command_line import number_parser, open_console, plural, positive_count, printable
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
@@ -380,8 +381,8 @@ def _value(value: object) -> str:
 _seconds = number_parser(float, lambda number: 0 < number < 1e6, "is not a number of seconds over 0")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
+def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
+    """Declare the command's options; `api_key` is the value of HEADRACE_API_KEY."""
     add = parser.add_argument
     add("model", help="name of the model")
     add("files", nargs="*", metavar="PICTURE", help="pictures to classify: JPEG, PNG, WebP, GIF, BMP, TIFF")
@@ -393,6 +394,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--raw", type=Path, metavar="FILE.npz", help="send the named arrays of this file instead of pictures")
     add("--json-input", type=Path, metavar="FILE.json", help='send {"inputs": [...]} of this file instead of pictures')
     add("--json", action="store_true", help="print JSON")
+    connection.add_arguments(parser, api_key)
 
 
 def main(args: argparse.Namespace, console: Console | None = None, errors: Console | None = None) -> int:
@@ -415,7 +417,11 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
     from headrace.commands.infer_client import InferClient
 
     try:
-        with InferClient(args.url, args.timeout) as client:
+        options = connection.ConnectionOptions.from_arguments(args)
+        client = InferClient(args.url, args.timeout, options)
+        if client.warning:
+            errors.print(Text.assemble(("warning: ", "yellow"), printable(client.warning)), soft_wrap=True)
+        with client:
             if args.files:
                 _classify(client, args, console)
             else:

@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 import math
-import ssl
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ import orjson
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from headrace.commands.connection import ConnectionOptions, channel_error_text
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
 from headrace.core.tensor import BF16, BY_NAME, BYTES, Array, Datatype
 
@@ -161,21 +161,29 @@ class InferClient:
     Args:
         address: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS; the port may be missing.
         timeout_s: for every call.
+        options: TLS files and key; None for neither.
+
+    Attributes:
+        warning: "", or a warning that the key travels without TLS to another machine.
 
     Raises:
-        BadRequest: the address is not one of gRPC.
+        BadRequest: the address is not one of gRPC, or a TLS file is invalid.
         Unavailable: no server listens, or no response comes in time; from every method.
         HeadraceError: the server returns an error; from every method.
     """
 
-    def __init__(self, address: str, timeout_s: float = 60.0) -> None:
-        target, tls = parse_address(address)
+    def __init__(self, address: str, timeout_s: float = 60.0, options: ConnectionOptions | None = None) -> None:
+        target, self._is_tls = parse_address(address)
         self._address, self._timeout_s = address, timeout_s
         self._is_connected = False
-        authorities = ssl.get_default_verify_paths().cafile if tls else None
+        self._options = options or ConnectionOptions()
+        self._host = target.rpartition(":")[0]
+        self.warning = "" if self._is_tls else self._options.clear_text_warning(self._host)
+        credentials = self._options.channel_credentials() if self._is_tls else None
         self._triton = triton.InferenceServerClient(
-            target, ssl=tls, root_certificates=authorities, channel_args=_CHANNEL_ARGUMENTS
+            target, ssl=self._is_tls, creds=credentials, channel_args=_CHANNEL_ARGUMENTS
         )
+        self._headers = self._options.headers()
 
     def __enter__(self) -> Self:
         self._call(self._triton.is_server_live)
@@ -235,7 +243,7 @@ class InferClient:
 
     def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         try:
-            return method(*arguments, client_timeout=self._timeout_s, **named)
+            return method(*arguments, headers=self._headers, client_timeout=self._timeout_s, **named)
         except InferenceServerException as error:
             raise self._failure(error) from None
 
@@ -250,10 +258,13 @@ class InferClient:
                 f"read its log, or wait longer with --timeout"
             )
         if self._is_connected or status != "UNAVAILABLE":
-            return HeadraceError(f"the server returned {status}: {message}")
+            cure = self._options.refusal_cure(status, self._host)
+            return HeadraceError(f"the server returned {status}: {message}" + (f"; {cure}" if cure else ""))
         if "Connection refused" in message:
             cure = "start one with `headrace serve` (or `make serve`), or name its gRPC address with --url"
             return Unavailable(f"no server answers at {self._address}: {cure}")
+        if reason := channel_error_text(message or "", self._options, self._is_tls):
+            return Unavailable(f"the connection to {self._address} failed: {reason}")
         return Unavailable(
             f"the connection to {self._address} failed ({message}): check that it is the server's gRPC address, and read its log"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from headrace.__main__ import main
 from headrace.commands import explain as explain_command
+from headrace.commands.connection import ConnectionOptions
 from headrace.commands.explain import fetch
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
 from rich.console import Console
@@ -43,8 +44,10 @@ ANSWER = {
 def explain(url: str, *, version: str = "", as_json: bool = False) -> tuple[int, str, str]:
     out, errors = io.StringIO(), io.StringIO()
     console = Console(file=out, width=100, highlight=False)
-    args = argparse.Namespace(model="net", url=url, model_version=version, json=as_json)
-    status = explain_command.main(args, console, Console(file=errors, width=200))
+    parser = argparse.ArgumentParser()
+    explain_command.add_arguments(parser)
+    words = ["net", "--url", url, "--model-version", version, *(["--json"] if as_json else [])]
+    status = explain_command.main(parser.parse_args(words), console, Console(file=errors, width=200))
     return status, out.getvalue(), errors.getvalue()
 
 
@@ -112,12 +115,33 @@ def test_urls_that_are_none(url: str) -> None:
         fetch(url, "m")
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [400, 403, 404, 413, 429, 500, 502, 503, 504])
 def test_a_status_is_shown_with_the_servers_text(server: Any, status: int) -> None:
     server.say("GET /v2/models/m/explain", b'{"error":"model \'m\' is wrong"}', status)
     with pytest.raises(HeadraceError) as caught:
         fetch(server.url, "m")
     assert str(caught.value) == f"the server returned {status}: model 'm' is wrong"
+
+
+@pytest.mark.parametrize(
+    ("status", "key", "cure"),
+    [
+        (401, "", "the server needs an API key: name one with --api-key-file FILE or the variable HEADRACE_API_KEY"),
+        (401, "hr_x", "the server does not accept the API key of FILE: `headrace keys list` has the valid ones"),
+        (403, "hr_x", "the API key of FILE does not allow it: use a key with that scope and model"),
+        (
+            421,
+            "",
+            "start the server with --allowed-host 127.0.0.1, or write a name or address that it accepts in the URL",
+        ),
+    ],
+)
+def test_a_refusal_is_shown_with_its_cure(server: Any, status: int, key: str, cure: str) -> None:
+    server.say("GET /v2/models/m/explain", b'{"error":"no"}', status)
+    with pytest.raises(HeadraceError) as caught:
+        fetch(server.url, "m", options=ConnectionOptions(api_key=key, api_key_source="FILE"))
+    assert str(caught.value) == f"the server returned {status}: no; {cure}"
+    assert server.received[-1].headers.get("authorization", "") == (f"Bearer {key}" if key else "")
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>Not here</html>", b'{"detail":1}', b"[1]", b"\xff\xfe"])

@@ -38,9 +38,12 @@ class Answers(BaseHTTPRequestHandler):
 
 
 class Peer(ThreadingHTTPServer):
-    """A server that answers by `responses`."""
+    """A server that answers by `responses`. The handshakes run one at a time: tests make one at a time."""
 
     daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A handshake that fails prints no traceback."""
 
     def __init__(self, tls: TlsFiles | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -48,7 +51,10 @@ class Peer(ThreadingHTTPServer):
             self.socket = tls.ssl_context(()).wrap_socket(self.socket, server_side=True)
 
     def answer(self, **bodies: tuple[int, bytes]) -> None:
-        Answers.responses = {f"/v2/health/{name}": responses for name, responses in bodies.items()}
+        self.answer_paths({f"/v2/health/{name}": response for name, response in bodies.items()})
+
+    def answer_paths(self, responses: dict[str, tuple[int, bytes]]) -> None:
+        Answers.responses = responses
 
     @property
     def here(self) -> ListenAddress:
@@ -57,10 +63,10 @@ class Peer(ThreadingHTTPServer):
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    yield from _running(Peer())
+    yield from running_peer(Peer())
 
 
-def _running(server: Peer) -> Iterator[Peer]:
+def running_peer(server: Peer) -> Iterator[Peer]:
     with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -108,7 +114,7 @@ def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixt
 def test_its_own_certificate_is_trusted_and_no_other(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     tls = TlsFiles(str(certificates.server.certificate), str(certificates.server.key))
-    for server in _running(Peer(tls)):
+    for server in running_peer(Peer(tls)):
         server.answer(ready=(200, b""))
         here = ListenAddress(port=server.server_port, certificate=tls.certificate)
         assert health([], here) == 0
@@ -120,7 +126,7 @@ def test_its_own_certificate_is_trusted_and_no_other(tmp_path: Path) -> None:
 def test_it_sends_a_client_certificate_if_one_is_required(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     own, client = certificates.server, certificates.client
-    for server in _running(Peer(TlsFiles(str(own.certificate), str(own.key), str(certificates.authority)))):
+    for server in running_peer(Peer(TlsFiles(str(own.certificate), str(own.key), str(certificates.authority)))):
         server.answer(ready=(200, b""))
         here = ListenAddress(port=server.server_port, certificate=str(own.certificate))
         assert health([], here) == 1
