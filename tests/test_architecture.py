@@ -84,7 +84,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/headrace/banner.py": {
-        "ours": "headrace.core headrace.observability headrace.repository.registry",
+        "ours": "headrace.core headrace.observability headrace.repository.registry headrace.settings",
         "third": "orjson rich",
     },
     "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},

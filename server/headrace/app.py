@@ -19,9 +19,9 @@ import uvloop
 
 from headrace.access.control import KeyAccess
 from headrace.access.tokens import TokenVerifier
-from headrace.banner import Addresses
+from headrace.banner import Addresses, describe_access
 from headrace.config.documents import refuse
-from headrace.core.access import AccessControl, OpenAccess
+from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Grant, OpenAccess, Principal
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
@@ -37,6 +37,7 @@ from headrace.listen import (
     bind,
     format_address,
     grpc_engine,
+    is_loopback,
     metrics_application,
     origin_policy,
     raise_file_limit,
@@ -89,6 +90,13 @@ def open_keys(settings: Settings) -> KeyAccess | None:
     if not settings.api_keys_file and tokens is None:
         return None
     return KeyAccess(Path(settings.api_keys_file) if settings.api_keys_file else None, tokens)
+
+
+def open_access(settings: Settings) -> OpenAccess:
+    """Create the access control of a server without keys: on a network address, callers may not change the server."""
+    if settings.insecure_control or is_loopback(settings.host):
+        return OpenAccess()
+    return OpenAccess(Principal("", Grant(NETWORK_SCOPES, cure=NETWORK_CURE)))
 
 
 def _request_log(settings: Settings) -> RequestLog:
@@ -164,7 +172,7 @@ class HeadraceServer:
             tls = tls_files(self._settings)
             self._origins = origin_policy(self._settings, RequestOptionsReader(self._settings.client_header).names)
             self._keys = open_keys(self._settings)
-            self._access = self._keys or self._access
+            self._access = self._keys or open_access(self._settings)
             self._tracer, self._observer = open_observer(self._settings, self._keys is not None)
         except (ConfigError, Unavailable) as error:
             logger.error("%s", error)
@@ -191,7 +199,11 @@ class HeadraceServer:
         urls = [f"{'https' if tls else 'http'}://{format_address(*sock.getsockname()[:2])}" for sock in sockets]
         # The last URL is that of the metrics, which have their own port or that of HTTP.
         self._addresses = Addresses(
-            urls[0], format_address(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics"
+            urls[0],
+            format_address(settings.host, port) if self._grpc else "",
+            f"{urls[-1]}/metrics",
+            describe_access(settings, is_loopback(settings.host)),
+            self._keys is not None,
         )
         reconciler.start()
         if self._keys is not None:

@@ -17,6 +17,7 @@ from headrace.core.command_line import open_console
 from headrace.core.tensor import BOOL, BY_CONFIG_NAME, BYTES
 from headrace.observability.logs import FIELDS
 from headrace.repository.registry import Registry
+from headrace.settings import Settings
 
 logger = logging.getLogger("headrace")
 
@@ -28,11 +29,43 @@ class Addresses(NamedTuple):
         url: URL of HTTP.
         grpc: host and port of gRPC; "" without gRPC.
         metrics: URL of the metrics page.
+        access: operations that are open, and to which callers; "" to leave it out.
+        has_keys: callers need a key.
     """
 
     url: str
     grpc: str
     metrics: str
+    access: str = ""
+    has_keys: bool = False
+
+
+def describe_access(settings: Settings, is_loopback: bool) -> str:
+    """Return which operations are open, to which callers, and how to close them.
+
+    Args:
+        settings: of the server.
+        is_loopback: the server is reached from this machine only.
+    """
+    if settings.api_keys_file or settings.jwks:
+        text = "every operation needs a key; health routes and the static files of the page are open"
+        if not (is_loopback or settings.tls_cert):
+            text += ". Keys travel unencrypted: add --tls-cert and --tls-key, or a proxy that ends TLS"
+        return text
+    cure = "; keys (--api-keys-file) close it"
+    if is_loopback:
+        return f"every program on this machine may use every operation{cure}"
+    callers = "every client with a certificate" if settings.tls_client_ca else "every client"
+    callers += f" that reaches {settings.host or 'this machine'}"
+    if settings.insecure_control:
+        return (
+            f"{callers} may use every operation, also load models and change settings (--insecure-control), without a "
+            f"key{cure}"
+        )
+    return (
+        f"{callers} may run models, read and scrape metrics without a key{cure}. Loading models, shared memory, log and trace "
+        "settings are closed: --api-keys-file FILE opens them to keys, --insecure-control to every client"
+    )
 
 
 def startup_rows(registry: Registry) -> list[dict[str, str]]:
@@ -75,12 +108,16 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
     console.print(_addresses_line(addresses), soft_wrap=True, markup=False)
     if addresses.grpc:
         console.print(f"gRPC: {addresses.grpc}", soft_wrap=True, markup=False)
+    if addresses.access:
+        console.print(f"Access: {addresses.access}.", soft_wrap=True, markup=False)
     ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
     line = (
         model_example(url, first_model, registry.config(first_model, ""))
         if first_model in ready
         else example(url, ready)
     )
+    if addresses.has_keys:
+        line = line.replace("curl ", 'curl -H "Authorization: Bearer $HEADRACE_API_KEY" ')
     console.print("Try:  " + line, soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:
         command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
@@ -98,7 +135,13 @@ def log_announcement(addresses: Addresses, registry: Registry) -> None:
     for row in startup_rows(registry):
         message = f"model {row['model']} version {row['version']} is {row['state']} after start-up"
         logger.info("%s", message, extra={FIELDS: {"event": "startup_model", **row}})
-    fields = {"event": "listening", "http": addresses.url, "grpc": addresses.grpc, "metrics": addresses.metrics}
+    fields = {
+        "event": "listening",
+        "http": addresses.url,
+        "grpc": addresses.grpc,
+        "metrics": addresses.metrics,
+        "access": addresses.access,
+    }
     logger.info("%s", _addresses_line(addresses), extra={FIELDS: fields})
 
 

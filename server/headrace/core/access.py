@@ -239,6 +239,14 @@ class AccessControl(Protocol):
         """Call `callback` on the event loop after every change of keys, for caches of principals."""
 
 
+# Rights of every caller of a server without keys on a network address: what changes the server needs a key.
+NETWORK_SCOPES = ALL_SCOPES - {Scope.CONTROL, Scope.ADMIN}
+NETWORK_CURE = (
+    "this server has no keys and listens on a network address: create keys (headrace keys new) and start it with "
+    "--api-keys-file FILE, or allow this to every client with --insecure-control"
+)
+
+
 class OpenAccess:
     """`AccessControl` of a server without keys: all requests are anonymous.
 
