@@ -51,7 +51,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/http2": {"ours": "headrace.core", "third": "hpack uvloop"},
     "server/headrace/grpc": {
-        "ours": "headrace.core headrace.observability headrace.inference headrace.http2 headrace.tls",
+        "ours": "headrace.core headrace.observability headrace.inference headrace.http2 headrace.accept headrace.tls",
         "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
@@ -81,6 +81,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/settings.py": {"ours": "headrace.core", "third": "pydantic"},
     "server/headrace/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
+    "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},
     "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/headrace/banner.py": {

@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from headrace.accept import bind
 from headrace.access.control import KeyAccess
 from headrace.access.tokens import TokenVerifier
 from headrace.banner import Addresses, describe_access
 from headrace.config.documents import refuse
 from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Grant, OpenAccess, Principal
-from headrace.core.errors import ConfigError, Unavailable
+from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
 from headrace.cuda.devices import Nvml
@@ -34,14 +35,13 @@ from headrace.inference.services import Services
 from headrace.listen import (
     GrpcListener,
     UvicornServer,
-    bind,
     format_address,
     grpc_engine,
     is_loopback,
     metrics_application,
     origin_policy,
     raise_file_limit,
-    tls_files,
+    server_tls,
 )
 from headrace.observability.access_log import RequestLog, open_stream
 from headrace.observability.logs import LogSettings, is_secret, redact
@@ -53,7 +53,7 @@ from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry, ServerOverview, explain
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
-from headrace.tls import TlsFiles, certificate_expiry_s
+from headrace.tls import ServerTls
 
 _EXTRA = "pip install 'headrace[otel]'"
 
@@ -145,6 +145,10 @@ class HeadraceServer:
         settings: settings of the server.
         announce: called on the event loop with the addresses and the registry after the initial load.
         model_filter: names of the served models, for each repository that is served in part.
+
+    Attributes:
+        reload_callbacks: called on SIGHUP, on a thread. Each returns what it has reloaded, None if it logs that by itself, and
+            raises an error that says why all stays as it was.
     """
 
     def __init__(
@@ -165,11 +169,14 @@ class HeadraceServer:
         self._keys: KeyAccess | None = None
         self._access: AccessControl = OpenAccess()
         self._exit_status = 0
+        self.reload_callbacks: list[Callable[[], str | None]] = []
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_again = False
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; returns the exit status."""
         try:
-            tls = tls_files(self._settings)
+            tls = server_tls(self._settings)
             self._origins = origin_policy(self._settings, RequestOptionsReader(self._settings.client_header).names)
             self._keys = open_keys(self._settings)
             self._access = self._keys or open_access(self._settings)
@@ -182,10 +189,13 @@ class HeadraceServer:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(self._serve(tls))
 
-    async def _serve(self, tls: TlsFiles | None) -> int:
+    async def _serve(self, tls: ServerTls | None) -> int:
         settings, loop = self._settings, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        if tls is not None:
+            self.reload_callbacks.append(tls.reload)
         self._data_plane = DataPlane(settings, loop, self._on_loaded, self._model_filter, self._bodies)
         self._registry, reconciler = self._data_plane.registry, self._data_plane.reconciler
         services = self._services(reconciler)
@@ -208,6 +218,7 @@ class HeadraceServer:
         reconciler.start()
         if self._keys is not None:
             self._keys.start(loop)
+            self.reload_callbacks.append(self._keys.reload)
         if settings.metrics:
             self._lag.start(loop)
         serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
@@ -249,34 +260,33 @@ class HeadraceServer:
             options_reader=RequestOptionsReader(settings.client_header, self._access),
         )
 
-    def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
+    def _listen(self, services: Services, tls: ServerTls | None) -> list[socket.socket]:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
         has_metrics_port = settings.metrics_port is not None and settings.metrics_port != settings.http_port
         application = HttpApplication(services, self._http_limits, None if has_metrics_port else page, self._origins)
-        context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
-        self._servers.append(UvicornServer(application, settings, self._http_limits, context))
+        self._servers.append(UvicornServer(application, settings, self._http_limits, tls))
         if has_metrics_port and page is not None and settings.metrics_port is not None:
             sockets.append(bind(settings.host, settings.metrics_port))
             self._servers.append(
-                UvicornServer(metrics_application(page, services.options_reader), settings, self._http_limits, context)
+                UvicornServer(metrics_application(page, services.options_reader), settings, self._http_limits, tls)
             )
         return sockets
 
-    def _metrics(self, tls: TlsFiles | None) -> MetricsPage:
+    def _metrics(self, tls: ServerTls | None) -> MetricsPage:
         facts = ServerFacts(
             states=self._registry,
             version=version("headrace"),
             lag=self._lag,
             client_limits=(self._http_limits, self._grpc_limits),
-            certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
+            certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
         )
         return MetricsPage(
             self._registry.sources, self._data_plane.gpu_model_cache, facts, Nvml(), self._settings.metrics_config
         )
 
-    async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:
+    async def _listen_grpc(self, services: Services, tls: ServerTls | None) -> int:
         settings = self._settings
         if not settings.grpc:
             return 0
@@ -306,6 +316,29 @@ class HeadraceServer:
             self._stop()
             return
         self._announce(self._addresses, self._registry)
+
+    def _hang_up(self) -> None:
+        """SIGHUP: reload certificates and keys. A server whose terminal is gone goes on."""
+        self._reload_again = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.get_running_loop().create_task(self._reload())
+
+    async def _reload(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            if not self.reload_callbacks:
+                logger.info("SIGHUP: there are no certificates or keys to reload")
+            for reload in self.reload_callbacks:
+                try:
+                    reloaded = await asyncio.to_thread(reload)  # reads files, which may hang
+                except (OSError, HeadraceError) as error:
+                    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+                    logger.error("SIGHUP: nothing is changed, the reload failed: %s", reason)
+                except Exception:
+                    logger.exception("SIGHUP: nothing is changed, the reload failed")
+                else:
+                    if reloaded:
+                        logger.info("SIGHUP: reloaded %s", reloaded)
 
     def _interrupt(self) -> None:
         # Only a second Ctrl-C aborts: supervisors repeat SIGTERM.

@@ -8,7 +8,6 @@ import ipaddress
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -17,9 +16,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.accept import BACKLOG, TlsListener
 from headrace.config.documents import refuse
 from headrace.core.errors import HeadraceError
-from headrace.core.limits import ClientLimits
+from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol
 from headrace.http.infer_endpoint import error_response, request_principal
@@ -27,9 +27,11 @@ from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_name
 from headrace.inference.operations import http_operation
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.settings import Settings
-from headrace.tls import TlsFiles
+from headrace.tls import ServerTls, TlsFiles
 
 logger = logging.getLogger("headrace")
+
+_ALPN = "http/1.1"
 
 MetricsRender = Callable[[str], tuple[str, bytes]]
 
@@ -41,11 +43,11 @@ class UvicornServer(uvicorn.Server):
         application: an ASGI callable.
         settings: timeouts.
         client_limits: limits on clients.
-        tls: TLS context for HTTPS, or None.
+        tls: TLS of the server, or None.
     """
 
     def __init__(
-        self, application: object, settings: Settings, client_limits: ClientLimits, tls: ssl.SSLContext | None = None
+        self, application: object, settings: Settings, client_limits: ClientLimits, tls: ServerTls | None = None
     ) -> None:
         names = allowed_names(settings.host, is_open(settings), settings.allowed_host)
         protocol = partial(
@@ -54,6 +56,8 @@ class UvicornServer(uvicorn.Server):
             timeouts=ConnectionTimeouts(client_limits),
             hosts=HostPolicy(names),
         )
+        self._tls = tls
+        self._client_limits = client_limits
         config = uvicorn.Config(
             application,  # type: ignore[arg-type]
             http=protocol,  # type: ignore[arg-type]
@@ -66,10 +70,31 @@ class UvicornServer(uvicorn.Server):
             date_header=False,
             timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
             timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]
-            backlog=4096,
-            ssl_context_factory=None if tls is None else (lambda _config, _default: tls),
+            backlog=BACKLOG,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on bound sockets."""
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        config, limits = self.config, self._client_limits
+        protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
+        factory = partial(
+            protocol,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=asyncio.get_running_loop(),
+        )
+        listeners = [
+            TlsListener(sock, factory, self._tls, _ALPN, limits, reserved=RESERVED_CONNECTIONS)
+            for sock in sockets or []
+        ]
+        self.servers = listeners  # type: ignore[assignment]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -102,7 +127,7 @@ class GrpcListener:
         self._ending.set()
 
 
-def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None) -> GrpcEngine:
+def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None) -> GrpcEngine:
     """Create the gRPC engine of the settings; the other one is not imported."""
     if settings.grpc_engine == "fast":
         from headrace.grpc.fast_server import FastGrpcServer
@@ -113,8 +138,8 @@ def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimit
     return GrpcioServer(methods, client_limits, tls)
 
 
-def tls_files(settings: Settings) -> TlsFiles | None:
-    """Return the TLS files, None if TLS is off.
+def server_tls(settings: Settings) -> ServerTls | None:
+    """Return the TLS of the listeners, None if TLS is off.
 
     Raises:
         ConfigError: certificate or key is missing, or the files are invalid.
@@ -132,7 +157,7 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     except (OSError, ValueError) as error:  # SSLError is an OSError
         message, cure = f"the files for TLS cannot be used: {error}", "check that they are PEM, and belong together"
         raise refuse("command line", None, message, cure) from None
-    return tls
+    return ServerTls(tls)
 
 
 def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> FastAPI:
@@ -173,30 +198,6 @@ def raise_file_limit(connections: int) -> None:
             "the system gives this process %d file descriptors: lower --max-connections, or raise its limit (ulimit -n)"
         )
         logger.warning(text, hard)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a listening socket.
-
-    Args:
-        host: address.
-        port: port; 0 lets the system choose.
-
-    Raises:
-        OSError: the address cannot be bound; the text has host and port.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
-    sock.setblocking(False)
-    return sock
 
 
 def is_open(settings: Settings) -> bool:

@@ -1,4 +1,4 @@
-"""TLS files of the server, in the form each protocol's server needs, and the expiry time of its certificate.
+"""TLS of the server: its files, contexts that follow them, and the expiry time of its certificate.
 
 Python's TLS reports the expiry time of a peer's certificate only, so the certificate file is parsed here. A certificate is nested
 values, each a tag, a length and content (DER, X.690). Only the validity field is read: the fifth field (RFC 5280, section 4.1),
@@ -110,14 +110,70 @@ class TlsFiles:
             context.set_alpn_protocols(list(alpn))
         return context
 
+
+class ServerTls:
+    """TLS of all listeners: contexts for new connections, which `reload` replaces together.
+
+    Ownership: the event loop. `reload` reads files and may run on any thread, one call at a time; it replaces attributes as a
+    whole.
+
+    Args:
+        files: paths of the files; the listeners' first contexts raise the errors of `TlsFiles.ssl_context`.
+
+    Attributes:
+        files: see Args.
+        expiry_s: expiry time of the certificate in force, in seconds since 1970; None if it cannot be read.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self.expiry_s = certificate_expiry_s(files.certificate)
+        self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
+        self._grpc_pair: grpc.ServerCertificateConfiguration | None = None
+
+    def context(self, *alpn: str) -> ssl.SSLContext:
+        """Return the context for new connections of a listener; see `TlsFiles.ssl_context`."""
+        context = self._contexts.get(alpn)
+        if context is None:
+            context = self._contexts[alpn] = self.files.ssl_context(alpn)
+        return context
+
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Create credentials for grpcio; raises the errors of `ssl_context`."""
+        """Create credentials for grpcio that follow `reload`; raises the errors of `TlsFiles.ssl_context`."""
         import grpc  # only here: a server without gRPC does not need the library
 
-        self.ssl_context(())  # grpcio only reports "failed to bind" for invalid files
-        authority = _read("client CA", self.client_ca) if self.client_ca else None
-        pair = (_read("key", self.key), _read("certificate", self.certificate))
-        return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+        pair = self._grpc_pair = self._read_pair()
+        return grpc.dynamic_ssl_server_credentials(
+            pair, lambda: self._grpc_pair or pair, require_client_authentication=bool(self.files.client_ca)
+        )
+
+    def reload(self) -> str:
+        """Read the files again for new connections; open connections keep their certificate.
+
+        Returns:
+            What was reloaded, for the log.
+
+        Raises:
+            OSError: a file cannot be read or is invalid; the certificates in force stay.
+        """
+        contexts = {alpn: self.files.ssl_context(alpn) for alpn in self._contexts}
+        pair = None if self._grpc_pair is None else self._read_pair()
+        self._contexts, self._grpc_pair = contexts, pair
+        self.expiry_s = certificate_expiry_s(self.files.certificate)
+        expiry = (
+            ""
+            if self.expiry_s is None
+            else f", valid until {datetime.fromtimestamp(self.expiry_s, UTC):%Y-%m-%d %H:%M} UTC"
+        )
+        return f"the TLS certificate {self.files.certificate}{expiry}"
+
+    def _read_pair(self) -> grpc.ServerCertificateConfiguration:
+        import grpc
+
+        self.files.ssl_context(())  # grpcio only reports "failed to bind" for invalid files
+        authority = _read("client CA", self.files.client_ca) if self.files.client_ca else None
+        pair = (_read("key", self.files.key), _read("certificate", self.files.certificate))
+        return grpc.ssl_server_certificate_configuration([pair], authority)
 
 
 def _read(what: str, path: str) -> bytes:

@@ -18,7 +18,7 @@ from headrace.core.limits import ClientLimits
 from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.http2.stream import Http2Limits
-from headrace.tls import TlsFiles
+from headrace.tls import ServerTls, TlsFiles
 
 HOST = "127.0.0.1"
 MAX_MESSAGE_BYTES = 64 << 20
@@ -57,7 +57,7 @@ class EchoServer:
         self.engine = FastGrpcServer(
             Methods(unary, streams),
             ClientLimits(core_limits.Limits(max_body_bytes=max_message_bytes), "grpc"),
-            tls,
+            ServerTls(tls) if tls is not None else None,
             limits,
         )
         self.loop: asyncio.AbstractEventLoop

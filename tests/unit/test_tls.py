@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from headrace.tls import TlsFiles
+from headrace.tls import ServerTls, TlsFiles
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def test_a_client_ca_makes_a_client_certificate_necessary(files: TlsFiles) -> No
 
 
 def test_grpcio_accepts_the_files(files: TlsFiles) -> None:
-    assert files.grpc_credentials() is not None
-    assert TlsFiles(files.certificate, files.key).grpc_credentials() is not None
+    assert ServerTls(files).grpc_credentials() is not None
+    assert ServerTls(TlsFiles(files.certificate, files.key)).grpc_credentials() is not None
 
 
 @pytest.mark.parametrize("field", ["certificate", "key", "client_ca"])
@@ -38,7 +38,7 @@ def test_a_wrong_file_is_named(files: TlsFiles, tmp_path: Path, field: str, wron
     if wrong == "garbage":
         path.write_text("no PEM")
     paths = {"certificate": files.certificate, "key": files.key, "client_ca": files.client_ca, field: str(path)}
-    for use in (lambda: TlsFiles(**paths).ssl_context(()), lambda: TlsFiles(**paths).grpc_credentials()):
+    for use in (lambda: TlsFiles(**paths).ssl_context(()), lambda: ServerTls(TlsFiles(**paths)).grpc_credentials()):
         with pytest.raises(OSError, match="TLS") as caught:
             use()
         assert str(path) in str(caught.value.strerror)
@@ -48,3 +48,31 @@ def test_a_key_of_another_certificate_is_refused(files: TlsFiles, tmp_path: Path
     trustme.CA().issue_cert("127.0.0.1").private_key_pem.write_to_path(tmp_path / "other.pem")
     with pytest.raises(OSError, match="belong together"):
         TlsFiles(files.certificate, str(tmp_path / "other.pem")).ssl_context(())
+
+
+def replace_files(files: TlsFiles, name: str = "127.0.0.1") -> None:
+    pair = trustme.CA().issue_cert(name)
+    pair.cert_chain_pems[0].write_to_path(files.certificate)
+    pair.private_key_pem.write_to_path(files.key)
+
+
+def test_reload_replaces_all_contexts(files: TlsFiles) -> None:
+    tls = ServerTls(files)
+    before = {name: tls.context(name) for name in ("h2", "http/1.1")}
+    assert tls.context("h2") is before["h2"]
+    replace_files(files)
+    assert files.certificate in tls.reload()
+    for name, context in before.items():
+        assert tls.context(name) is not context
+    assert tls.expiry_s is not None
+
+
+def test_a_broken_file_keeps_all_contexts(files: TlsFiles) -> None:
+    tls = ServerTls(files)
+    before, expiry_s = tls.context("h2"), tls.expiry_s
+    tls.grpc_credentials()
+    Path(files.key).write_text("no PEM")
+    with pytest.raises(OSError, match="TLS"):
+        tls.reload()
+    assert tls.context("h2") is before
+    assert tls.expiry_s == expiry_s

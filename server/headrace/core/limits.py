@@ -30,6 +30,9 @@ _RATE_INTERVAL_NS = NS_PER_S // 2
 # Most clients that give way to one request: each costs a few tens of microseconds.
 _MAX_GIVEN_WAY = 64
 
+# Connections over `max_connections` on which liveness, readiness and metrics are served.
+RESERVED_CONNECTIONS = 64
+
 
 def _limit(default: Any, text: str) -> Any:
     """Declare a limit that is an option, with its help text."""

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from weakref import ref
 
+from headrace.accept import BACKLOG, TlsListener, bind
 from headrace.core.access import certificate_names
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
@@ -37,9 +38,8 @@ from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
 from headrace.http2.stream import DATA_CREDIT_SHIFT, OPEN_COST, Http2Limits, Http2Stream
-from headrace.tls import TlsFiles
+from headrace.tls import ServerTls
 
-_BACKLOG = 4096
 # Smaller messages are joined and sent in one piece; larger ones are sent part by part.
 _JOIN_BELOW_BYTES = 16384
 # Backpressure: `StreamingCall.write` waits while more than this is pending.
@@ -60,7 +60,7 @@ class FastGrpcServer:
     Args:
         methods: served methods.
         client_limits: limits of all connections and requests.
-        tls: certificate files, None for HTTP/2 with prior knowledge.
+        tls: TLS of the server, None for HTTP/2 with prior knowledge.
         limits: of one connection; None: from `client_limits`.
 
     Attributes:
@@ -72,12 +72,13 @@ class FastGrpcServer:
     deadline_timer: DeadlineTimer
 
     def __init__(
-        self, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None, limits: Http2Limits | None = None
+        self, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None, limits: Http2Limits | None = None
     ) -> None:
         self._methods = methods
         self.client_limits = client_limits
         client_limits.connections = 0
         self._tls = tls
+        self._tls_listener: TlsListener | None = None
         limits = limits or _http2_limits(client_limits)
         max_message_bytes = client_limits.limits.max_body_bytes
         self._limits = replace(
@@ -97,25 +98,28 @@ class FastGrpcServer:
         """See `GrpcEngine.start`."""
         loop = asyncio.get_running_loop()
         self.deadline_timer = DeadlineTimer(loop)
-        self._server = await loop.create_server(
-            lambda: Http2Connection(self, self._limits, loop),
-            host,
-            port,
-            backlog=_BACKLOG,
-            reuse_address=True,
-            ssl=self._tls.ssl_context(("h2",)) if self._tls else None,
-            ssl_handshake_timeout=self._limits.handshake_s if self._tls else None,
-        )
+
+        def connection() -> asyncio.Protocol:
+            return Http2Connection(self, self._limits, loop)
+
+        if self._tls is not None:
+            sock = bind(host, port)
+            self._tls_listener = TlsListener(
+                sock, connection, self._tls, "h2", self.client_limits, self._limits.handshake_s
+            )
+            return int(sock.getsockname()[1])
+        self._server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_address=True)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """See `GrpcEngine.stop`."""
-        if self._server is None:
+        listener = self._server or self._tls_listener
+        if listener is None:
             return
         end_ns = monotonic_ns() + int(grace_s * NS_PER_S)
         self.stopping = True
-        self._server.close()
+        listener.close()
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
                 if isinstance(stream, StreamingCall):

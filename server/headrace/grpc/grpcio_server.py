@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 
+from headrace.accept import HANDSHAKE_TIMEOUT_S, bind
 from headrace.core.access import Principal
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
@@ -23,7 +23,7 @@ from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import error_status
 from headrace.inference.request_options import RequestOptions
-from headrace.tls import TlsFiles
+from headrace.tls import ServerTls
 
 # Shortest interval between PINGs of a client, also without an open call. After two PINGs that come sooner, the connection is
 # closed.
@@ -31,7 +31,6 @@ MIN_PING_INTERVAL_S = 10
 # Keep-alive PINGs of the server: a client that vanished must not hold its requests forever.
 KEEPALIVE_S = 60
 KEEPALIVE_TIMEOUT_S = 20
-HANDSHAKE_TIMEOUT_S = 20
 
 # Extra time at the end of a shutdown to send UNAVAILABLE to the remaining calls.
 _REJECTION_S = 1.0
@@ -58,14 +57,14 @@ class GrpcioServer:
         client_limits: limits of all connections and requests. grpcio enforces them in its own way: it does not count their
             violations, has its own timeouts, and stops decompression at the largest message, whatever the ratio. The limit of
             all bodies is enforced here. It counts complete messages only: grpcio does not expose parts of them.
-        tls: certificate files, None for plain text.
+        tls: TLS of the server, None for plain text.
 
     Attributes:
         methods, client_limits: see Args.
         stopping: True from `stop` on.
     """
 
-    def __init__(self, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None) -> None:
+    def __init__(self, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None) -> None:
         self.methods = methods
         self.client_limits = client_limits
         self._tls = tls
@@ -112,6 +111,7 @@ class GrpcioServer:
 
     def _options(self) -> list[tuple[str, int]]:
         limits = self.client_limits.limits
+        handshake_s = min(HANDSHAKE_TIMEOUT_S, limits.header_timeout_s)
         return [
             ("grpc.so_reuseport", 0),  # a port in use is an error, and not shared
             ("grpc.max_receive_message_length", limits.max_body_bytes),
@@ -124,7 +124,7 @@ class GrpcioServer:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
-            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000),
+            ("grpc.server_handshake_timeout_ms", round(handshake_s * 1000)),
         ]
 
     def _handlers(self) -> _Handlers:
@@ -295,12 +295,4 @@ async def _abort(context: Any, error: Exception) -> None:
 
 def _check_address(host: str, port: int) -> None:
     """Bind to the address once: grpcio reports only that it failed, the system reports the reason. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
+    bind(host, port).close()

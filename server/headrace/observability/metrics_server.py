@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,14 +79,14 @@ class ServerFacts:
         version: of Headrace.
         lag: of the event loop.
         client_limits: limits on clients and their counters, one for each protocol.
-        certificate_expiry_s: seconds since 1970; None without TLS.
+        certificate_expiry_s: returns seconds since 1970, None if they are unknown; None without TLS.
     """
 
     states: States
     version: str
     lag: LoopLag
     client_limits: Sequence[ClientLimits] = ()
-    certificate_expiry_s: float | None = None
+    certificate_expiry_s: Callable[[], float | None] | None = None
 
 
 class ServerCollector(table.ScrapeCollector):
@@ -108,8 +108,9 @@ class ServerCollector(table.ScrapeCollector):
         yield lag
         yield from _limit_metrics(facts.client_limits)
         expiry = table.CERTIFICATE.gauge()
-        if facts.certificate_expiry_s is not None:
-            expiry.add_metric([], facts.certificate_expiry_s)
+        expiry_s = None if facts.certificate_expiry_s is None else facts.certificate_expiry_s()
+        if expiry_s is not None:
+            expiry.add_metric([], expiry_s)
         yield expiry
         for family, labelled_counter in _LABELLED_COUNTERS:
             counter = family.counter()

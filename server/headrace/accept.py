@@ -1,0 +1,151 @@
+"""Listening sockets, and TLS connections from accept to the end of their handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from headrace.core.limits import ClientLimits
+from headrace.tls import ServerTls
+
+# Longest TLS handshake; `--header-timeout-s` shortens it.
+HANDSHAKE_TIMEOUT_S = 10.0
+BACKLOG = 4096
+# Connections that one event accepts, before the event loop continues.
+_ACCEPTS = 32
+# Pause after an accept that failed because descriptors or memory are used up: the socket stays readable.
+_PAUSE_S = 0.1
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a listening socket.
+
+    Args:
+        host: address.
+        port: port; 0 lets the system choose.
+
+    Raises:
+        OSError: the address cannot be bound; the text has host and port.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+class TlsListener:
+    """Accepts the TLS connections of one listening socket: counts each from accept on and bounds the time of its handshake.
+
+    The server of asyncio counts nothing before the end of the handshake, and cannot replace its certificate. A connection over
+    the limit takes the place of the oldest one whose handshake has not ended. Without such a one it is closed once
+    `reserved` connections are over the limit.
+
+    Ownership: the event loop.
+
+    Args:
+        sock: bound socket; closed by `close`.
+        factory: makes the protocol of a connection, which counts it from then on.
+        tls: contexts for new connections.
+        alpn: the protocol that is offered.
+        client_limits: limit and number of connections whose handshake has ended.
+        timeout_s: maximum time of a handshake in seconds.
+        reserved: connections over the limit that are accepted.
+
+    Raises:
+        OSError: a TLS file is invalid.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ServerTls,
+        alpn: str,
+        client_limits: ClientLimits,
+        timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        reserved: int = 0,
+    ) -> None:
+        self._socket = sock
+        self._factory = factory
+        self._tls = tls
+        self._alpn = alpn
+        self._limits = client_limits
+        self._timeout_s = min(timeout_s, client_limits.limits.header_timeout_s)
+        self._reserved = reserved
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        tls.context(alpn)
+        sock.listen(BACKLOG)
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Stop accepting, and abort all handshakes; other connections stay open."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        for task in self._handshakes:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until all handshakes have ended; call `close` before."""
+        if self._handshakes:
+            await asyncio.wait(self._handshakes)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._abort_oldest()
+                self._loop.remove_reader(self._socket)
+                self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+                return
+            self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        limits = self._limits
+        over = (limits.connections or 0) + len(self._handshakes) + 1 - limits.limits.max_connections
+        if over > 0:
+            limits.hit("max_connections")
+            if not self._abort_oldest() and over > self._reserved:
+                sock.close()
+                return
+        sock.setblocking(False)
+        task = self._loop.create_task(self._handshake(sock))
+        self._handshakes[task] = None
+        task.add_done_callback(partial(self._end, sock))
+
+    def _abort_oldest(self) -> bool:
+        for task in self._handshakes:
+            del self._handshakes[task]
+            task.cancel()
+            return True
+        return False
+
+    async def _handshake(self, sock: socket.socket) -> None:
+        await self._loop.connect_accepted_socket(
+            self._factory, sock, ssl=self._tls.context(self._alpn), ssl_handshake_timeout=self._timeout_s
+        )
+
+    def _end(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+        if task.cancelled() or task.exception() is not None:
+            sock.close()

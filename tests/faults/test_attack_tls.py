@@ -1,0 +1,184 @@
+"""Attacks on TLS: connections that never begin their handshake (S13), and SIGHUP, which reloads certificates (S22)."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+
+from tests.support.attacks import SERVICE, build, grpc_request, http_body, is_closed
+from tests.support.certificates import Certificates
+from tests.support.serving import HOST, Server, free_port, serving
+from tests.support.waiting import until
+
+MAX_CONNECTIONS = 50
+SILENT = 900
+
+
+class Secure:
+    """A server with TLS on all ports.
+
+    Attributes:
+        server: the server.
+        engine: of gRPC.
+        metrics_port: port of the metrics.
+        certificates: certificates of the server and of a client.
+    """
+
+    def __init__(self, server: Server, engine: str, metrics_port: int, certificates: Certificates) -> None:
+        self.server, self.engine, self.metrics_port = server, engine, metrics_port
+        self.certificates = certificates
+        self.context = ssl.create_default_context(cafile=str(certificates.authority))
+
+    def get(self, path: str, port: int = 0, timeout_s: float = 10) -> tuple[int, bytes]:
+        """Status and body of a request on a connection of its own."""
+        connection = http.client.HTTPSConnection(
+            HOST, port or self.server.port, timeout=timeout_s, context=self.context
+        )
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def infer(self) -> int:
+        """Status of an inference request over HTTP."""
+        connection = http.client.HTTPSConnection(HOST, self.server.port, timeout=10, context=self.context)
+        try:
+            connection.request("POST", "/v2/models/affine/infer", http_body())
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    def call(self, authority: bytes | None = None) -> None:
+        """An inference call over gRPC."""
+        roots = authority or self.certificates.authority.read_bytes()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(self.server.grpc_address, grpc.ssl_channel_credentials(roots), options) as channel:
+            channel.unary_unary(SERVICE + "ModelInfer")(grpc_request().SerializeToString(), timeout=20)
+
+    def descriptors(self) -> int:
+        """Number of open files and sockets of the server."""
+        return len(list(Path(f"/proc/{self.server.process.pid}/fd").iterdir()))
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def secure(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
+    folder = tmp_path_factory.mktemp("secure")
+    certificates, port = Certificates(folder), free_port()
+    pair = certificates.server
+    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key), "--grpc-engine", request.param]
+    options += ["--max-connections", str(MAX_CONNECTIONS), "--metrics-port", str(port), "--header-timeout-s", "3"]
+    with serving(build(folder / "models"), folder, *options) as server:
+        yield Secure(server, request.param, port, certificates)
+        assert "Traceback" not in server.text
+
+
+@pytest.mark.parametrize("listener", ["http", "metrics", "grpc"])
+def test_connections_that_never_begin_the_handshake(secure: Secure, listener: str) -> None:
+    """They count from accept on, the oldest gives way to the next, and all are closed after the timeout of the handshake."""
+    ports = {"http": secure.server.port, "metrics": secure.metrics_port, "grpc": secure.server.grpc_port}
+    secure.call()
+    assert secure.infer() == 200
+    before = secure.descriptors()
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((HOST, ports[listener]), timeout=10)) for _ in range(SILENT)
+        ]
+        until(lambda: secure.descriptors() - before < 3 * MAX_CONNECTIONS)
+        start_s = time.monotonic()
+        assert secure.get("/v2/health/live")[0] == 200
+        assert secure.get("/metrics", secure.metrics_port)[0] == 200
+        assert secure.infer() == 200
+        if listener != "grpc" or secure.engine == "fast":
+            secure.call()
+        assert time.monotonic() - start_s < 5
+        until(lambda: secure.descriptors() - before <= 4, timeout_s=40)
+        assert is_closed(silent[-1], 5)
+    secure.call()
+    assert secure.infer() == 200
+
+
+def test_garbage_instead_of_a_handshake(secure: Secure) -> None:
+    before = secure.descriptors()
+    for port in (secure.server.port, secure.metrics_port, secure.server.grpc_port):
+        for _ in range(20):
+            with socket.create_connection((HOST, port), timeout=10) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+                with suppress(ConnectionResetError):
+                    sock.recv(1000)
+    until(lambda: secure.descriptors() - before <= 2)
+    secure.call()
+    assert secure.infer() == 200
+
+
+def served_certificate(port: int) -> bytes:
+    """Certificate that the server shows to a new connection."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with socket.create_connection((HOST, port), timeout=10) as sock, context.wrap_socket(sock) as connected:
+        return connected.getpeercert(binary_form=True) or b""
+
+
+@pytest.mark.parametrize("engine", ["fast", "grpcio"])
+def test_sighup_reloads_the_certificate(tmp_path: Path, engine: str) -> None:
+    """New connections of all listeners get the new certificate, open ones stay; a broken file changes nothing."""
+    certificates, metrics_port = Certificates(tmp_path), free_port()
+    pair = certificates.server
+    options = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key), "--grpc-engine", engine]
+    with serving(build(tmp_path / "models"), tmp_path, *options, "--metrics-port", str(metrics_port)) as server:
+        secure = Secure(server, engine, metrics_port, certificates)
+        ports = (server.port, metrics_port, server.grpc_port)
+        first = served_certificate(server.port)
+        kept = http.client.HTTPSConnection(HOST, server.port, timeout=10, context=secure.context)
+        kept.request("GET", "/v2/health/live")
+        assert kept.getresponse().read()
+
+        old_key = pair.key.read_bytes()
+        pair.key.write_text("no key")
+        server.signal(signal.SIGHUP)
+        until(lambda: "the reload failed" in server.text)
+        assert str(pair.key) in server.text
+        assert {served_certificate(port) for port in ports} == {first}
+        pair.key.write_bytes(old_key)
+        secure.call()
+
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1", "localhost")
+        issued.private_key_pem.write_to_path(pair.key)
+        issued.cert_chain_pems[0].write_to_path(pair.certificate)
+        server.signal(signal.SIGHUP)
+        until(lambda: f"reloaded the TLS certificate {pair.certificate}, valid until" in server.text)
+        shown = {served_certificate(port) for port in ports}
+        assert len(shown) == 1
+        assert shown != {first}
+        secure.call(authority.cert_pem.bytes())
+        kept.request("GET", "/v2/health/live")
+        assert kept.getresponse().status == 200
+        kept.close()
+
+
+@pytest.mark.parametrize("engine", ["fast", "grpcio"])
+def test_sighup_loses_no_request(tmp_path: Path, engine: str) -> None:
+    """A server without certificates and keys goes on, also with a request in flight; SIGTERM twice stops it once."""
+    with serving(build(tmp_path / "models"), tmp_path, "--grpc-engine", engine) as server:
+        for _ in range(3):
+            server.signal(signal.SIGHUP)
+            assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
+        until(lambda: "SIGHUP: there are no certificates or keys to reload" in server.text)
+        server.signal(signal.SIGPIPE)
+        assert server.request("POST", "/v2/models/affine/infer", http_body())[0] == 200
+        server.signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
