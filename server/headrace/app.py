@@ -199,6 +199,7 @@ class HeadraceServer:
         self._data_plane = DataPlane(settings, loop, self._on_loaded, self._model_filter, self._bodies)
         self._registry, reconciler = self._data_plane.registry, self._data_plane.reconciler
         services = self._services(reconciler)
+        services.codec_threads.start()
         try:
             sockets = self._listen(services, tls)
             port = await self._listen_grpc(services, tls)
@@ -231,6 +232,7 @@ class HeadraceServer:
             if self._keys is not None:
                 self._keys.stop()
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
+            await asyncio.to_thread(services.codec_threads.close)
             await asyncio.to_thread(self._observer.close)
         if not clean:
             # A backend still computes on one of the server's threads: an orderly exit would unload its library during the

@@ -125,6 +125,19 @@ def table_lookup(size: int = 4) -> onnx.ModelProto:
     return onnx_model([node], {"X": (int64, ("batch", 1))}, {"Y": (int64, ("batch", 1))}, table)
 
 
+def ramp() -> onnx.ModelProto:
+    """Y (n,) FP32 is 0.5, 1.5, 2.5 ..., COUNT (1,) INT64 numbers of them: a small request for a large response."""
+    constants = {name: np.array(value, np.int64) for name, value in (("zero", 0), ("one", 1))}
+    constants |= {"axes": np.array([0], np.int64), "half": np.array(0.5, np.float32)}
+    nodes = [
+        helper.make_node("Squeeze", ["COUNT", "axes"], ["count"]),
+        helper.make_node("Range", ["zero", "count", "one"], ["numbers"]),
+        helper.make_node("Cast", ["numbers"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["floats", "half"], ["Y"]),
+    ]
+    return onnx_model(nodes, {"COUNT": (TensorProto.INT64, (1,))}, {"Y": (TensorProto.FLOAT, ("n",))}, constants)
+
+
 def pictures(height: int = 224, width: int = 224, classes: int = 10, seed: int = 0) -> onnx.ModelProto:
     """LOGITS (batch, classes) of IMAGE (batch, 3, height, width), FP32: a convolution, its mean, and a matrix; seeded weights."""
     rng = np.random.default_rng(seed)

@@ -15,6 +15,8 @@ import logging
 import os
 import re
 import threading
+import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,11 +89,12 @@ class OnnxRuntimeModel:
 
 
 class _ArenaTrimmer:
-    """Returns the memory of a session's large batches to the system, after `_IDLE_S` without one.
+    """Returns the memory of a session's large batches to the system, after `_IDLE_S` without one and without their outputs.
 
-    Its thread starts with a large batch and ends once the memory is returned.
+    Its thread starts with a large batch and ends once the memory is returned. An output may be in use for long after the batch:
+    until it is encoded, or until a slow client has read it.
 
-    Ownership: `_lock` guards `_thread`; `_last_ns` is written by single steps of the interpreter.
+    Ownership: `_lock` guards `_thread` and `_outputs`; `_last_ns` is written by single steps of the interpreter.
 
     Args:
         session: of the model.
@@ -103,11 +106,13 @@ class _ArenaTrimmer:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._last_ns = 0
+        self._outputs: list[weakref.ref[Array]] = []
 
-    def on_large_batch(self) -> None:
+    def on_large_batch(self, outputs: Iterable[Array]) -> None:
         """Record that a large batch has run; any thread may call."""
         self._last_ns = monotonic_ns()
         with self._lock:
+            self._outputs = [*self._live_outputs(), *map(weakref.ref, outputs)]
             if self._thread is None and not self._closed.is_set():
                 thread = threading.Thread(target=self._main, name="memory of a model", daemon=True)
                 with suppress(RuntimeError):  # the system starts no more threads: the next large batch tries again
@@ -124,15 +129,18 @@ class _ArenaTrimmer:
 
     def _main(self) -> None:
         while True:
-            due_ns = self._last_ns + int(_IDLE_S * NS_PER_S)
-            if self._closed.wait(max(0, due_ns - monotonic_ns()) / NS_PER_S):
+            if self._closed.wait(_IDLE_S):
                 return
             with self._lock:
-                if monotonic_ns() < self._last_ns + int(_IDLE_S * NS_PER_S):
+                self._outputs = self._live_outputs()
+                if self._outputs or monotonic_ns() < self._last_ns + int(_IDLE_S * NS_PER_S):
                     continue
                 self._thread = None
             self._trim()
             return
+
+    def _live_outputs(self) -> list[weakref.ref[Array]]:
+        return [output for output in self._outputs if output() is not None]
 
     def _trim(self) -> None:
         """Shrink the arena at the end of a run, the only point at which ONNX Runtime does, of a run that computes nothing."""
@@ -186,7 +194,7 @@ class OnnxRuntimeExecution:
         for array in arrays:
             size_bytes += array.nbytes
         if size_bytes >= _LARGE_BYTES:
-            self._trimmer.on_large_batch()
+            self._trimmer.on_large_batch(arrays)
         outputs: dict[str, Array] = dict(zip(self._names, arrays, strict=True))
         for name in self._text_outputs:
             outputs[name] = _to_bytes(outputs[name])

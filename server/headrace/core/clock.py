@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,3 +13,14 @@ monotonic_ns: Clock = time.monotonic_ns
 NS_PER_US = 1_000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
+
+# The shortest wait of Linux is about 0.06 ms longer. After a wait of 0 the thread would have the interpreter lock again before
+# another thread wakes.
+_PAUSE_S = 20e-6
+_never_released = threading.Lock()
+_never_released.acquire()
+
+
+def pause() -> None:
+    """Let other threads run between two steps of a long computation in Python; for a codec thread, never on the event loop."""
+    _never_released.acquire(timeout=_PAUSE_S)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, SupportsIndex, TypeGuard, cast
 import numpy as np
 import numpy.typing as npt
 
+from headrace.core.clock import pause
 from headrace.core.errors import BadRequest
 
 Array = npt.NDArray[np.generic]
@@ -281,6 +282,13 @@ def check_range(offset: int, size_bytes: int, region_bytes: int) -> None:
         )
 
 
+# Most classes of one output in a response, over all rows: each is formatted in Python.
+MAX_CLASSES = 65_536
+# A step of a codec thread: formatting so many classes, or sorting so many scores, takes about a millisecond.
+_PAUSE_CLASSES = 2048
+_SORTED_SCORES = 16_384
+
+
 def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array:
     """Return the `count` highest scores of every row, best first (Triton's classification extension).
 
@@ -294,7 +302,7 @@ def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array
         Object array of `bytes` "score:index:label", of shape (rows, count) or (count,).
 
     Raises:
-        BadRequest: the output is not numeric.
+        BadRequest: the output is not numeric, or the classes of all rows are more than `MAX_CLASSES`.
     """
     if array.dtype.hasobject or array.dtype.kind == "b":
         raise BadRequest(f"output '{spec.name}' is {spec.datatype}, classification needs numbers")
@@ -302,13 +310,48 @@ def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array
         array = (array.astype(np.uint32) << 16).view(np.float32)
     scores = array.reshape(array.shape[0], -1) if batched else array.reshape(1, -1)
     count = min(count, scores.shape[1])
-    # Stable: of equal scores the lower index comes first.
-    order = np.argsort(-scores.astype(np.float64), axis=1, kind="stable")[:, :count]
-    best = np.take_along_axis(scores, order, axis=1)
-    text = np.empty(order.shape, dtype=object)
-    for row, (indices, values) in enumerate(zip(order.tolist(), best.tolist(), strict=True)):
-        text[row] = [_line(value, index, spec.labels) for value, index in zip(values, indices, strict=True)]
-    return text if batched else text[0]
+    if count * len(scores) > MAX_CLASSES:
+        raise BadRequest(
+            f"output '{spec.name}': classification of {count} classes in {len(scores)} rows, at most {MAX_CLASSES} classes are "
+            "allowed in one response: request fewer classes, or the scores as binary data"
+        )
+    texts = np.empty((len(scores), count), dtype=object)
+    labels, written = spec.labels, 0
+    rows_at_once = max(1, _SORTED_SCORES // max(1, scores.shape[1]))
+    for start in range(0, len(scores), rows_at_once):
+        block = scores[start : start + rows_at_once]
+        order = _best(block, count)
+        best = np.take_along_axis(block, order, axis=1)
+        for row, (indices, values) in enumerate(zip(order.tolist(), best.tolist(), strict=True), start):
+            for first in range(0, count, _PAUSE_CLASSES):
+                if written >= _PAUSE_CLASSES:
+                    written = 0
+                    pause()
+                last = min(first + _PAUSE_CLASSES, count)
+                pairs = zip(values[first:last], indices[first:last], strict=True)
+                texts[row, first:last] = [_line(value, index, labels) for value, index in pairs]
+                written += last - first
+    return texts if batched else texts[0]
+
+
+def _best(scores: Array, count: int) -> npt.NDArray[np.intp]:
+    """Return the indices of the highest scores of each row, best first; of equal scores the lower index comes first, NaN is last.
+
+    Args:
+        scores: numbers, of shape (rows, classes).
+        count: number of indices for each row, at most the classes.
+    """
+    # In ascending order of the keys. A negated unsigned integer would overflow; a negated NaN stays last.
+    keys: Array = np.negative(scores) if scores.dtype.kind == "f" else np.invert(scores)
+    if len(keys) > 1 or count >= keys.shape[1] >> 1:
+        return np.argsort(keys, axis=1, kind="stable")[:, :count]
+    keys = keys[0]  # a long row: sorting all of it takes ten times longer than to select its best
+    limit = np.partition(keys, count)[count]
+    is_nan = keys.dtype.kind == "f" and np.isnan(limit)
+    below = np.flatnonzero(~np.isnan(keys) if is_nan else keys < limit)
+    equal = np.flatnonzero(np.isnan(keys) if is_nan else keys == limit)
+    selected = np.concatenate((below, equal[: count - len(below)]))
+    return selected[np.argsort(keys[selected], kind="stable")].reshape(1, -1)
 
 
 def _line(value: float, index: int, labels: tuple[str, ...]) -> bytes:

@@ -21,11 +21,13 @@ from headrace.core.request import InferResponse
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
+from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
     MAX_TEMPLATE_BYTES,
     Codec,
+    ReadContent,
     RequestTemplate,
     TemplateBuilder,
 )
@@ -193,8 +195,14 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
         super().__init__(spec, regions, max_shared_bytes)
         self._head = _response(model_name=spec.name, model_version=spec.version)
         self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
+        self._has_text = any(tensor.datatype is BYTES for tensor in spec.inputs.values())
 
-    def _read(self, message: bytes, envelope: Envelope) -> tuple[RequestTemplate, dict[str, Array], str]:
+    def is_large_request(self, message: bytes, envelope: Envelope) -> bool:
+        """See `Codec.is_large_request`: typed contents and texts are read one by one, other tensors are views of the message."""
+        return len(message) > LARGE_BYTES and (self._has_text or len(envelope.header) > LARGE_BYTES)
+
+    def read(self, message: bytes, envelope: Envelope) -> ReadContent:
+        """See `Codec.read`."""
         header, spans = envelope.header, envelope.spans
         template = self._templates.find(header) if len(header) <= MAX_TEMPLATE_BYTES else None
         if template is None:

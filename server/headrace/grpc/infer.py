@@ -17,9 +17,10 @@ from tritonclient.grpc import service_pb2
 
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
-from headrace.core.errors import HeadraceError, Unauthenticated, Unavailable, forget_frames
+from headrace.core.errors import Cancelled, HeadraceError, Unauthenticated, Unavailable, forget_frames
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
+from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import RequestOptions
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
 from headrace.inference.services import Services
@@ -55,7 +56,10 @@ class GrpcInference:
         except HeadraceError as error:
             self.service.fail(PendingRequest("", "", call.received_ns), error)
             raise
-        pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
+        if len(message) <= LARGE_BYTES:
+            pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
+        else:
+            pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
         call.completion = pending.completion
         try:
             await pending.completion
@@ -66,6 +70,8 @@ class GrpcInference:
             pass  # `finish` counts and raises it
         finally:
             call.completion = None
+        if pending.template.is_costly and self.service.is_large(pending):
+            return await self.finish_large(pending)
         return self.finish(pending)
 
     def begin(
@@ -86,7 +92,7 @@ class GrpcInference:
             options: of the call's metadata.
 
         Returns:
-            The request. The caller must pass it to `finish` or `service.drop`, once.
+            The request. The caller must pass it to `finish`, `finish_large` or `service.drop`, once.
 
         Raises:
             HeadraceError: the request cannot be served; the error is counted.
@@ -102,16 +108,46 @@ class GrpcInference:
             self._raise(pending, error)
         return pending
 
-    def finish(self, pending: PendingRequest) -> Message:
+    async def begin_large(
+        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int, options: RequestOptions
+    ) -> PendingRequest:
+        """Decode a request on a codec thread if that takes long, and queue it; see `begin`."""
+        pending = PendingRequest(envelope.model_name, envelope.model_version, received_ns, options)
+        pending.id = envelope.id
+        try:
+            handle = self.service.lease(pending)
+            if options.timeout_ns:
+                deadline_ns = options.deadline_ns(received_ns, deadline_ns)
+            parts = await self.service.read_large(handle, message, envelope)
+            self.service.enqueue(pending, handle, message, envelope, deadline_ns, parts)
+        except asyncio.CancelledError:
+            self.service.fail(pending, Cancelled("the client disconnected"))
+            raise
+        except Exception as error:
+            self._raise(pending, error)
+        return pending
+
+    def finish(self, pending: PendingRequest, encoded: Message | None = None) -> Message:
         """Encode the response to a request whose completion is settled.
 
         Raises:
             HeadraceError: the request failed; the error is for the caller, and counted.
         """
         try:
-            return self.service.finish(pending)
+            return self.service.finish(pending, encoded)
         except Exception as error:
             self._raise(pending, error)
+
+    async def finish_large(self, pending: PendingRequest) -> Message:
+        """Encode a large response on a codec thread; see `finish`."""
+        try:
+            encoded = await self.service.encode_large(pending)
+        except asyncio.CancelledError:
+            self.service.fail(pending, Cancelled("the client disconnected"))
+            raise
+        except Exception as error:
+            self._raise(pending, error)
+        return self.finish(pending, encoded)
 
     def _raise(self, pending: PendingRequest, error: Exception) -> NoReturn:
         failure = self.service.fail(pending, error)
@@ -232,7 +268,7 @@ class _Stream:
                 return
             self._in_flight += 1
             self._in_flight_bytes += len(message)
-            self._begin(message)
+            await self._begin(message)
             del message  # otherwise it stays in memory until the next message
             while self._in_flight >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
                 self._room.clear()
@@ -247,7 +283,7 @@ class _Stream:
                 entry = ready.popleft()
                 response = entry.response
                 if isinstance(response, PendingRequest):
-                    await self._call.write(self._finish(response))
+                    await self._call.write(await self._finish(response))
                     self._call.reservation.shrink(entry.request_bytes)
                 elif isinstance(response, HeadraceError):
                     raise response
@@ -265,7 +301,7 @@ class _Stream:
             self._infer.service.drop(pending)
         self._queued.clear()
 
-    def _begin(self, message: bytes) -> None:
+    async def _begin(self, message: bytes) -> None:
         received_ns, reservation, entry = monotonic_ns(), self._call.reservation, _StreamEntry(len(message))
         request_id = ""
         try:
@@ -278,7 +314,10 @@ class _Stream:
                 raise
             try:
                 # Without the deadline of the stream: the engine ends the whole stream at its deadline.
-                pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
+                if len(message) <= LARGE_BYTES:
+                    pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
+                else:
+                    pending = await self._infer.begin_large(message, envelope, received_ns, 0, self._options)
             except BaseException:
                 reservation.shrink(len(message))
                 raise
@@ -315,10 +354,14 @@ class _Stream:
         self._ready.append(entry)
         self._anything_ready.set()
 
-    def _finish(self, pending: PendingRequest) -> Message:
+    async def _finish(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)
+        infer = self._infer
         try:
-            parts = self._infer.finish(pending)
+            if pending.template.is_costly and infer.service.is_large(pending):
+                parts = await infer.finish_large(pending)
+            else:
+                parts = infer.finish(pending)
         except HeadraceError as error:
             forget_frames(error)
             if self._options.ends_stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -20,12 +21,14 @@ import orjson
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
 from headrace.core.request import InferResponse
-from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, classify
+from headrace.core.tensor import BYTES, ModelSpec, TensorSpec, classify
 from headrace.inference import tensor_codec
+from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import flag, integer, request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
     Codec,
+    ReadContent,
     RequestTemplate,
     TemplateBuilder,
     TemplateCache,
@@ -203,6 +206,8 @@ class _Request(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Request)
 # Characters of a parser's message in an error: the message may repeat the client's JSON.
 _MAX_MESSAGE_CHARS = 200
+# Stands for a large output. No client can guess it, and so write it into a request id.
+_LARGE_ARRAY = b'"%s"' % secrets.token_hex(16).encode()
 _MAX_HEADERS = 256  # Cached JSON headers of responses for a model version.
 
 
@@ -227,9 +232,15 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         super().__init__(spec, regions, max_shared_bytes)
         self._headers: dict[tuple[object, ...], bytes] = {}
         self._raw_templates = TemplateCache()
+        self._has_text = any(tensor.datatype is BYTES for tensor in spec.inputs.values())
         self._client_limits = client_limits or ClientLimits()
 
-    def _read(self, body: bytes | BodyBytes, header_size: int | None) -> tuple[RequestTemplate, dict[str, Array], str]:
+    def is_large_request(self, body: bytes | BodyBytes, header_size: int | None) -> bool:
+        """See `Codec.is_large_request`: JSON and texts are read one by one, other tensors are views of the body."""
+        return len(body) > LARGE_BYTES and (self._has_text or header_size is None or header_size > LARGE_BYTES)
+
+    def read(self, body: bytes | BodyBytes, header_size: int | None) -> ReadContent:
+        """See `Codec.read`."""
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
@@ -299,7 +310,8 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         parameters: Mapping[str, int | str] | None,
     ) -> tuple[int | None, Body]:
         outputs: list[dict[str, object]] = []
-        body: Body = [b""]
+        body: Body = []
+        large: list[list[bytes]] = []  # JSON of large outputs, in parts
         binary = False
         for output in template.outputs:
             spec = output.spec
@@ -315,11 +327,17 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
                 description["parameters"] = {"binary_data_size": len(data)}
                 body.append(data)
                 binary = True
-            else:
+            elif not tensor_codec.is_large(array, datatype):
                 description["data"] = tensor_codec.to_json(array, datatype)
+            else:
+                description["data"] = orjson.Fragment(_LARGE_ARRAY)
+                large.append(list(tensor_codec.json_chunks(array, datatype)))
             outputs.append(description)
-        body[0] = self._header(outputs, request_id, parameters)
-        return (len(body[0]) if binary else None), body
+        header = self._header(outputs, request_id, parameters)
+        if not large:
+            return (len(header) if binary else None), [header, *body]
+        json = _insert(header, large)
+        return (sum(map(len, json)) if binary else None), [*json, *body]
 
     def _header(
         self,
@@ -384,6 +402,15 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         )
         self._templates.add(header, template)
         return template
+
+
+def _insert(header: bytes, arrays: list[list[bytes]]) -> list[bytes]:
+    """Return the parts of a response's JSON, with large arrays in place of `_LARGE_ARRAY`."""
+    first, *rest = header.split(_LARGE_ARRAY)
+    parts = [first]
+    for array, text in zip(arrays, rest, strict=True):
+        parts += (b"[", *array, b"]" + text)
+    return parts
 
 
 def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int]]:

@@ -33,7 +33,7 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Overloaded, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
-from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, error_response, success_head
+from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response, success_head
 from headrace.http.origins import ANY_HOST, HostPolicy
 from headrace.inference.response_metadata import header_lines
 from headrace.inference.service import PendingRequest
@@ -328,6 +328,7 @@ class RepeatedRequest:
         """End the request with an error after the drain timeout; see `asyncio.Task.cancel`."""
         if self._writing is not None:
             self._writing.cancel()
+            self._end()
             self._connection.transport.abort()
         elif self._pending is not None:
             self._pending.completion.settle(
@@ -339,11 +340,16 @@ class RepeatedRequest:
         pending = self._pending
         assert pending is not None, "a completion calls back once"
         self._connection.completion = None
+        endpoint, accept_encoding = self._endpoint, self._head.headers.accept_encoding
         try:
-            header_size, parts, extra_headers = self._endpoint.finish(pending)
+            if (pending.template.is_costly or accept_encoding) and endpoint.service.is_large(pending, True):
+                large = endpoint.respond_large(pending, self._head.headers, self._write, self._fail)
+                self._writing = self._connection.loop.create_task(large)
+                return
+            header_size, parts, extra_headers = endpoint.finish(pending)
             if self._head.headers.cors:
                 extra_headers = extra_headers.with_pairs(self._head.headers.cors)
-            head, parts = success_head(header_size, parts, self._head.headers.accept_encoding, extra_headers)
+            head, parts = success_head(header_size, parts, accept_encoding, extra_headers)
             self._write(head, parts)
         except Exception as error:
             self._fail(pending, error)
@@ -641,7 +647,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             or not head.startswith(b"POST ")
             or b"upgrade" in head.lower()
             or len(head) + self._body_bytes != len(data)
-            or _content_length(cycle.scope["headers"]) != self._body_bytes  # type: ignore[arg-type]
+            or content_length(cycle.scope["headers"]) != self._body_bytes  # type: ignore[arg-type]
         ):
             return b""
         return head
@@ -722,7 +728,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """Receive the rest of a body without the parser, if it belongs to an inference request and is large."""
         if cycle.response_complete or cycle.waiting_for_100_continue or not self.scope["path"].endswith("/infer"):
             return
-        size_bytes = _content_length(cycle.scope["headers"])  # type: ignore[arg-type]
+        size_bytes = content_length(cycle.scope["headers"])  # type: ignore[arg-type]
         if not MIN_DIRECT_BYTES <= size_bytes <= self._client_limits.limits.max_body_bytes:
             return
 
@@ -789,11 +795,3 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             transport.write_eof()
         else:
             transport.close()
-
-
-def _content_length(headers: Sequence[tuple[bytes, bytes]]) -> int:
-    """Return the Content-Length in bytes, 0 for none or an invalid one."""
-    for name, value in headers:
-        if name == b"content-length" and value.isdigit() and len(value) < 20:
-            return int(value)
-    return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from headrace.core.request import InferResponse
 from headrace.http.codec import Body, ModelCodec
 from headrace.http.origins import OriginPolicy
 from headrace.inference import compression
+from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
 from headrace.inference.response_metadata import (
     Header,
@@ -216,18 +218,24 @@ class InferEndpoint:
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = monotonic_ns()
-            completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns)
+            content = None
+            if len(body) > LARGE_BYTES:
+                content = await service.read_large(handle, body, headers.header_size)
+            completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns, content)
             if connection is not None and not headers.content_encoding and options.trace is None:
                 connection.remember_head(self, ParsedHead(model, version, headers))
             await _wait(completion, connection, receive)
-            size, parts, extra_headers = self.finish(pending)
+            if service.is_large(pending, bool(headers.accept_encoding)):
+                size, parts, extra_headers = await self.finish_large(pending)
+            else:
+                size, parts, extra_headers = self.finish(pending)
             if headers.cors:
                 extra_headers = extra_headers.with_pairs(headers.cors)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(scope, send, error, pending)
             return
         try:
-            await _send_response(send, connection, size, parts, headers.accept_encoding, extra_headers)
+            await self._respond(send, connection, size, parts, headers.accept_encoding, extra_headers)
         except Exception as error:
             await self._fail(scope, send, error, pending)
 
@@ -241,8 +249,14 @@ class InferEndpoint:
         if not isinstance(failure, Cancelled):
             await send_error(send, failure, [*load_headers, *self._origins.response_headers(scope["headers"])])
 
-    def finish(self, pending: PendingRequest) -> tuple[int | None, Body, Headers]:
+    def finish(
+        self, pending: PendingRequest, encoded: tuple[int | None, Body] | None = None
+    ) -> tuple[int | None, Body, Headers]:
         """Encode the response of a request whose completion is settled.
+
+        Args:
+            pending: the request.
+            encoded: from `InferenceService.encode_large`, None to encode the response here.
 
         Returns:
             Size of the JSON header in front of binary tensors, None if there are none; parts of the body; further headers.
@@ -250,12 +264,44 @@ class InferEndpoint:
         Raises:
             HeadraceError: the request failed; the error is for the caller.
         """
-        size, parts = self.service.finish(pending)
+        size, parts = self.service.finish(pending, encoded)
         assert pending.handle is not None
         extra_headers = self._load_headers(pending.handle, pending.done_ns)
         if pending.options is not NO_OPTIONS or pending.template.timing:
             extra_headers = _requested_headers(pending, extra_headers)
         return size, parts, extra_headers
+
+    async def finish_large(self, pending: PendingRequest) -> tuple[int | None, Body, Headers]:
+        """Encode a large response on a codec thread; see `finish`."""
+        return self.finish(pending, await self.service.encode_large(pending))
+
+    async def respond_large(
+        self,
+        pending: PendingRequest,
+        headers: InferHeaders,
+        write: Callable[[bytes, Body], None],
+        fail: Callable[[PendingRequest, Exception], None],
+    ) -> None:
+        """Encode and compress a large response on codec threads, and write it.
+
+        Args:
+            pending: the request.
+            headers: of the request.
+            write: writes status line, headers and body.
+            fail: responds with an error instead.
+        """
+        accept_encoding = headers.accept_encoding
+        try:
+            size, parts, extra_headers = await self.finish_large(pending)
+            if headers.cors:
+                extra_headers = extra_headers.with_pairs(headers.cors)
+            run = self.service.codec_threads.run
+            write(*await run(success_head, size, parts, accept_encoding, extra_headers))
+        except asyncio.CancelledError as error:  # the drain timeout has passed
+            self.fail(pending, error)
+            raise
+        except Exception as error:
+            fail(pending, error)
 
     def fail(self, pending: PendingRequest, error: BaseException) -> tuple[HeadraceError, Sequence[Header]]:
         """Record a failed request; returns the error for the caller and further headers of its response."""
@@ -297,6 +343,31 @@ class InferEndpoint:
         if load is None:
             load = self._loads[handle] = LoadHeaders()
         return load.at(now_ns, handle)
+
+    async def _respond(
+        self,
+        send: Send,
+        connection: Connection | None,
+        header_size: int | None,
+        parts: Body,
+        accept_encoding: str,
+        extra_headers: Headers,
+    ) -> None:
+        run, is_large = self.service.codec_threads.run, False
+        if accept_encoding:
+            is_large = sum(map(len, parts)) > LARGE_BYTES
+            compress = partial(_success_headers, header_size, parts, accept_encoding)
+            headers, parts = await run(compress) if is_large else compress()
+            head = _STATUS_OK + header_lines(headers) + extra_headers.lines
+        else:
+            head, parts = success_head(header_size, parts, "", extra_headers)
+        if connection is not None and connection.write_response(send, head, parts):
+            return
+        if not accept_encoding:
+            headers, parts = _success_headers(header_size, parts, "")
+            is_large = sum(map(len, parts)) > LARGE_BYTES
+        body = await run(b"".join, parts) if is_large else b"".join(parts)
+        await _send(send, 200, [*headers, *extra_headers.pairs], body)
 
     async def _read(
         self,
@@ -394,22 +465,6 @@ def _requested_headers(pending: PendingRequest, extra_headers: Headers) -> Heade
     return extra_headers
 
 
-async def _send_response(
-    send: Send,
-    connection: Connection | None,
-    header_size: int | None,
-    parts: Body,
-    accept_encoding: str,
-    extra_headers: Headers,
-) -> None:
-    if connection is not None:
-        head, encoded = success_head(header_size, parts, accept_encoding, extra_headers)
-        if connection.write_response(send, head, encoded):
-            return
-    headers, parts = _success_headers(header_size, parts, accept_encoding)
-    await _send(send, 200, [*headers, *extra_headers.pairs], b"".join(parts))
-
-
 def success_head(
     header_size: int | None, parts: Body, accept_encoding: str, extra_headers: Headers
 ) -> tuple[bytes, Body]:
@@ -430,7 +485,7 @@ def _success_headers(header_size: int | None, parts: Body, accept_encoding: str)
     if header_size is not None:
         headers = [_BINARY_TYPE, (b"inference-header-content-length", b"%d" % header_size)]
     if encoding:
-        parts = [compression.compress(b"".join(parts), encoding)]
+        parts = [compression.compress_parts(parts, encoding)]
         size = len(parts[0])
         headers.append((b"content-encoding", encoding.encode()))
     headers.append((b"content-length", b"%d" % size))
@@ -481,3 +536,11 @@ def _length(name: bytes, value: bytes) -> int:
     if not value.isdigit() or len(value) > 20:
         raise BadRequest(f"{name.decode()}: {value[:32]!r} is not a number of bytes")
     return int(value)
+
+
+def content_length(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Return the Content-Length in bytes, 0 for none or an invalid one."""
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit() and len(value) < 20:
+            return int(value)
+    return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 from headrace.core.errors import BadRequest
@@ -98,5 +99,11 @@ def _preferred(accepted: str) -> tuple[str, bool]:
 
 def compress(body: bytes, encoding: str) -> bytes:
     """Compress a body with the encoding that `select_encoding` has returned, "gzip" or "deflate"."""
+    return compress_parts([body], encoding)
+
+
+def compress_parts(parts: Sequence[bytes | memoryview], encoding: str) -> bytes:
+    """Compress a body in parts; see `compress`."""
     stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW if encoding == "gzip" else _ZLIB_WINDOW)
-    return stream.compress(body) + stream.flush()
+    compressed = [stream.compress(part) for part in parts]
+    return b"".join((*compressed, stream.flush()))

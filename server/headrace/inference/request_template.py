@@ -20,6 +20,7 @@ from headrace.core.errors import BadRequest, Forbidden, TooLarge
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BYTES, Array, ModelSpec, Region, TensorSpec, as_input
 from headrace.inference import tensor_codec
+from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import (
     DEADLINE_PARAMETER,
     MAX_TIMEOUT_NS,
@@ -94,6 +95,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         deadline_us: deadline in microseconds after the arrival of the request, 0 for none.
         timing: True to return the time of each phase.
         unordered: True if the response may be sent before those of earlier requests on its stream.
+        is_costly: True if encoding takes time in proportion to the outputs: JSON, text, classes, shared memory.
         targets: regions that receive outputs, by output; empty before `attach` and in cached templates.
     """
 
@@ -110,6 +112,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     deadline_us: int = 0
     timing: bool = False
     unordered: bool = False
+    is_costly: bool = False
     targets: dict[str, Region] = {}
 
     def attach(
@@ -173,6 +176,10 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
             "shared_memory_offset": shared_range.offset,
             "shared_memory_byte_size": len(data),
         }
+
+
+ReadContent = tuple[RequestTemplate, dict[str, Array], str]
+"""Template of a request, its inputs outside shared memory, and its id."""
 
 
 class TemplateFactory:
@@ -316,6 +323,7 @@ class TemplateBuilder:
             deadline_us=_clamped_us(integer(parameters, DEADLINE_PARAMETER)),
             timing=flag(parameters, TIMING_PARAMETER),
             unordered=flag(parameters, UNORDERED_PARAMETER),
+            is_costly=any(_is_costly(output) for output in selected),
         )
 
     def _rows(self) -> int:
@@ -342,6 +350,35 @@ class TemplateBuilder:
         return tuple((name, shapes[name][start:]) for name in model.inputs if name in shapes)
 
 
+def _is_costly(output: RequestedOutput) -> bool:
+    return not output.binary or output.spec.datatype is BYTES or bool(output.classes) or output.shared is not None
+
+
+# Size of a tensor that takes as long to encode as one class: score, index and label.
+_CLASS_BYTES = 32
+
+
+def is_large_response(response: InferResponse, template: RequestTemplate, compressed: bool) -> bool:
+    """Return True if encoding a response takes longer than the event loop can wait.
+
+    Args:
+        response: every output of the model.
+        template: of the request.
+        compressed: True if the response may be compressed.
+    """
+    size_bytes = 0
+    for output in template.outputs:
+        array = response.outputs[output.spec.name]
+        size_bytes += max(array.nbytes, array.size * tensor_codec.NUMBER_BYTES)
+        if output.classes:
+            size_bytes += min(output.classes * template.rows, array.size) * _CLASS_BYTES
+        elif output.spec.datatype is BYTES:
+            size_bytes += array.size * tensor_codec.TEXT_BYTES
+            if size_bytes <= LARGE_BYTES:
+                size_bytes += sum(map(len, array.reshape(-1).tolist()))
+    return size_bytes > LARGE_BYTES and (template.is_costly or compressed)
+
+
 class TemplateCache:
     """Cache of templates by the bytes of the header; it is bounded and cleared when it is full."""
 
@@ -366,7 +403,7 @@ class TemplateCache:
 class Codec(ABC, Generic[Content, Layout, Encoded]):
     """Reads and writes the bytes of one wire format for one model version.
 
-    Ownership: the event loop.
+    Ownership: the event loop. Codec threads call `read` and `encode` too: both change caches in single steps of the interpreter.
 
     Args:
         spec: input and output tensor specs of the version.
@@ -383,7 +420,13 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
         self._templates = TemplateCache()
 
     def decode(
-        self, content: Content, layout: Layout, received_ns: int, deadline_ns: int = 0, client: str = ""
+        self,
+        content: Content,
+        layout: Layout,
+        received_ns: int,
+        deadline_ns: int = 0,
+        client: str = "",
+        parts: ReadContent | None = None,
     ) -> tuple[InferRequest, RequestTemplate]:
         """Decode a request.
 
@@ -392,6 +435,7 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             layout: positions of its parts, e.g. the size of the JSON header.
             received_ns, deadline_ns: arrival of the content and deadline of the transport, monotonic; deadline 0 for none.
             client: as in `InferRequest`.
+            parts: result of `read`, None to read the content here.
 
         Returns:
             The request, and its template for `encode`.
@@ -400,7 +444,7 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             BadRequest: the request is invalid.
             NotFound, Forbidden: shared memory that does not exist or is disabled.
         """
-        template, inputs, request_id = self._read(content, layout)
+        template, inputs, request_id = self.read(content, layout) if parts is None else parts
         if template.deadline_us:
             deadline_ns = earlier(received_ns + template.deadline_us * NS_PER_US, deadline_ns)
         shared_bytes = 0
@@ -421,8 +465,12 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
         return request, template
 
     @abstractmethod
-    def _read(self, content: Content, layout: Layout) -> tuple[RequestTemplate, dict[str, Array], str]:
+    def read(self, content: Content, layout: Layout) -> ReadContent:
         """Return the template of a request, its inputs outside shared memory and its id; raises BadRequest."""
+
+    @abstractmethod
+    def is_large_request(self, content: Content, layout: Layout) -> bool:
+        """Return True if `read` takes longer than the event loop can wait."""
 
     @abstractmethod
     def encode(

@@ -21,7 +21,15 @@ from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavaila
 from headrace.core.request import InferResponse, ModelLoad
 from headrace.core.tensor import ModelSpec
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
-from headrace.inference.request_template import Codec, Content, Encoded, Layout, RequestTemplate
+from headrace.inference.request_template import (
+    Codec,
+    Content,
+    Encoded,
+    Layout,
+    ReadContent,
+    RequestTemplate,
+    is_large_response,
+)
 from headrace.inference.response_metadata import load_parameters, timing
 from headrace.inference.services import Handle, Services
 from headrace.observability.access_log import OK, AccessRecord
@@ -129,6 +137,9 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         services: models, shared memory regions and the destination of request records.
         wire: the protocol.
         new_codec: creates the codec of a model version, which lives as long as the version.
+
+    Attributes:
+        codec_threads: decode and encode large bodies.
     """
 
     def __init__(
@@ -137,6 +148,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         wire: Wire,
         new_codec: Callable[[ModelSpec], Codec[Content, Layout, Encoded]],
     ) -> None:
+        self.codec_threads = services.codec_threads
         self._models = services.models
         self._observer = services.observer
         self._wire = wire
@@ -158,8 +170,35 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         handle.admit()
         return handle
 
+    def codec(self, handle: Handle) -> Codec[Content, Layout, Encoded]:
+        """Return the codec of a model version."""
+        codec = self._codecs.get(handle)
+        if codec is None:
+            codec = self._codecs[handle] = self._new_codec(handle.spec)
+        return codec
+
+    async def read_large(self, handle: Handle, content: Content, layout: Layout) -> ReadContent | None:
+        """Read a large request on a codec thread; None if it is small, so that `enqueue` reads it.
+
+        Args:
+            handle, content, layout: as in `enqueue`.
+
+        Raises:
+            HeadraceError: the request is invalid.
+        """
+        codec = self.codec(handle)
+        if not codec.is_large_request(content, layout):
+            return None
+        return await self.codec_threads.run(codec.read, content, layout)
+
     def enqueue(
-        self, pending: PendingRequest, handle: Handle, content: Content, layout: Layout, deadline_ns: int
+        self,
+        pending: PendingRequest,
+        handle: Handle,
+        content: Content,
+        layout: Layout,
+        deadline_ns: int,
+        parts: ReadContent | None = None,
     ) -> LoopCompletion:
         """Decode a request and queue it.
 
@@ -168,15 +207,14 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             handle: from `lease`.
             content, layout: as in `Codec.decode`; `content` must not change until the request is finished.
             deadline_ns: monotonic deadline of the transport, 0 for none.
+            parts: from `read_large`.
 
         Raises:
             HeadraceError: the request is invalid or rejected.
         """
-        codec = self._codecs.get(handle)
-        if codec is None:
-            codec = self._codecs[handle] = self._new_codec(handle.spec)
+        codec = self._codecs.get(handle) or self.codec(handle)
         options = pending.options
-        request, template = codec.decode(content, layout, pending.received_ns, deadline_ns, options.client)
+        request, template = codec.decode(content, layout, pending.received_ns, deadline_ns, options.client, parts)
         pending.codec, pending.template, pending.id, pending.rows = codec, template, request.id, request.rows
         if self._observer.active:
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
@@ -184,21 +222,49 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         completion = pending.completion = handle.infer(request)
         return completion
 
-    def finish(self, pending: PendingRequest) -> Encoded:
+    def is_large(self, pending: PendingRequest, compressed: bool = False) -> bool:
+        """Return True if the response is large: it is encoded by `encode_large`.
+
+        Args:
+            pending: a request whose completion is settled.
+            compressed: True if the response may be compressed.
+        """
+        response = pending.completion.outcome
+        return isinstance(response, InferResponse) and is_large_response(response, pending.template, compressed)
+
+    async def encode_large(self, pending: PendingRequest) -> Encoded:
+        """Encode a large response on a codec thread, for `finish`; raises HeadraceError."""
+        handle, response = pending.handle, pending.completion.outcome
+        assert handle is not None
+        assert isinstance(response, InferResponse)
+        pending.done_ns = monotonic_ns()
+        pending.parameters = self._parameters(pending, handle, response)
+        encode = pending.codec.encode
+        encoded: Encoded = await self.codec_threads.run(
+            encode, response, pending.template, pending.id, pending.parameters
+        )
+        return encoded
+
+    def finish(self, pending: PendingRequest, encoded: Encoded | None = None) -> Encoded:
         """Encode the response of a request whose completion is settled, record it and release the lease.
+
+        Args:
+            pending: the request.
+            encoded: from `encode_large`, None to encode the response here.
 
         Raises:
             HeadraceError: the request failed; the error is for the caller.
         """
-        done_ns = pending.done_ns = monotonic_ns()
+        done_ns = pending.done_ns = pending.done_ns or monotonic_ns()
         handle, response = pending.handle, pending.completion.outcome
         assert handle is not None
         if not isinstance(response, InferResponse):
             raise response if isinstance(response, Exception) else Unavailable("the request has no response: retry it")
-        options = pending.options
-        if options is not NO_OPTIONS or pending.template.timing:
-            pending.parameters = self._parameters(pending, handle, response)
-        encoded: Encoded = pending.codec.encode(response, pending.template, pending.id, pending.parameters)
+        if encoded is None:
+            if pending.options is not NO_OPTIONS or pending.template.timing:
+                pending.parameters = self._parameters(pending, handle, response)
+            encoded = pending.codec.encode(response, pending.template, pending.id, pending.parameters)
+        assert encoded is not None
         ended_ns = monotonic_ns()
         times = response.times
         encode_from_ns = done_ns if times is None else times.split_ns

@@ -11,6 +11,7 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, ModelLoad
 from headrace.core.tensor import ModelSpec, Region
+from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.observability.counters import Recorder
 from headrace.observability.logs import LogSettings
@@ -164,6 +165,7 @@ class Services:
         explain: reports the bottleneck of a version ("" for the latest) as JSON values; see `headrace.repository.registry`.
         name: of the server, in its metadata.
         options_reader: parser of the request options and credentials in headers and metadata.
+        codec_threads: decode and encode large bodies.
     """
 
     models: Models
@@ -178,6 +180,7 @@ class Services:
     explain: Callable[..., Mapping[str, object]]
     name: str = "headrace"
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
+    codec_threads: CodecThreads = field(default_factory=CodecThreads)
 
     @property
     def access(self) -> AccessControl:

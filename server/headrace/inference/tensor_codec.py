@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from headrace.core.clock import pause
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.inference.codec_threads import LARGE_BYTES
 
 # Body of a request as uint8[size_bytes].
 BodyBytes = npt.NDArray[np.uint8]
@@ -28,9 +30,18 @@ _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 1 << 62
 # Limit on the other dimensions of a tensor with a dimension of 0: a model may create outputs of that size.
 _MAX_EMPTY_ELEMENTS = 1 << 24
+# A text of 2 bytes becomes an object of 56 bytes.
+_MAX_TEXTS = 1 << 20
+TEXT_OBJECT_BYTES = 56
 # Copying so many bytes takes 0.05 us, making a view of them 1 us.
 _MAX_COPIED_BYTES = 4096
 _MAX_SEARCHED_ELEMENTS = 256
+# Size of a tensor that takes as long to encode as one number in JSON, as one element of BYTES.
+NUMBER_BYTES = 4
+TEXT_BYTES = 32
+# A step of a codec thread: encoding so many numbers, or so many bytes of a text, takes about a millisecond.
+_CHUNK_ELEMENTS = 8192
+_CHUNK_BYTES = 256 << 10
 _BF16_INFINITY = 0x7F80
 _BF16_MAX = float.fromhex("0x1.fep127")
 
@@ -80,6 +91,11 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
         return _check_empty(spec, shape, model)
     if elements > _MAX_ELEMENTS:
         raise BadRequest(f"input '{spec.name}' has shape {list(shape)}: more elements than any memory holds")
+    if elements > _MAX_TEXTS and spec.datatype is BYTES:
+        raise BadRequest(
+            f"input '{spec.name}' has shape {list(shape)[:16]}: {elements} elements of BYTES, at most {_MAX_TEXTS} are allowed "
+            "in one tensor: send several requests"
+        )
     return elements
 
 
@@ -146,9 +162,10 @@ def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
     """Encode a tensor in the binary form: a copy of a small tensor, else a view of the array if it is contiguous."""
     if datatype is BYTES:
         parts: list[bytes] = []
-        for item in array.reshape(-1).tolist():
-            parts.append(_LENGTH.pack(len(item)))
-            parts.append(item)
+        for chunk in _chunks(array):
+            for item in chunk.tolist():
+                parts.append(_LENGTH.pack(len(item)))
+                parts.append(item)
         return b"".join(parts)
     if array.nbytes <= _MAX_COPIED_BYTES:
         return array.tobytes()
@@ -187,9 +204,7 @@ def to_json(array: Array, datatype: Datatype) -> object:
         try:
             return [item.decode("utf-8") for item in flat.tolist()]
         except UnicodeDecodeError as error:
-            raise BadRequest(
-                "the output is not UTF-8 text, which JSON requires: request it with binary_data: true"
-            ) from error
+            raise _not_text() from error
     values: npt.NDArray[Any] = (
         (flat.astype(np.uint32) << 16).view(np.float32) if datatype is BF16 else np.ascontiguousarray(flat)
     )
@@ -202,6 +217,61 @@ def to_json(array: Array, datatype: Datatype) -> object:
     if np.isfinite(values).all():
         return values
     return orjson.Fragment(_with_literals(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY), values))
+
+
+def is_large(array: Array, datatype: Datatype) -> bool:
+    """Return True for a tensor that is encoded in JSON in steps, by `json_chunks`."""
+    if array.size * NUMBER_BYTES > LARGE_BYTES or datatype is not BYTES:
+        return array.size * NUMBER_BYTES > LARGE_BYTES
+    return array.size * TEXT_BYTES + sum(map(len, array.reshape(-1).tolist())) > LARGE_BYTES
+
+
+def json_chunks(array: Array, datatype: Datatype) -> Iterator[bytes]:
+    """Encode a large tensor as the parts of a flat JSON array, without its brackets, for a codec thread.
+
+    Raises:
+        BadRequest: as in `to_json`.
+    """
+    separator = b""
+    for chunk in _chunks(array):
+        if datatype is BYTES and sum(map(len, chunk.tolist())) > _CHUNK_BYTES:
+            for text in chunk.tolist():
+                yield separator + b'"'
+                yield from _json_text(text)
+                yield b'"'
+                separator = b","
+            continue
+        yield separator + orjson.dumps(to_json(chunk, datatype), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        separator = b","
+
+
+def _json_text(text: bytes) -> Iterator[bytes]:
+    """Encode a text as the parts of a JSON string, without its quotes."""
+    start = 0
+    while start < len(text):
+        stop = min(start + _CHUNK_BYTES, len(text))
+        while stop < len(text) and text[stop] & 0xC0 == 0x80 and stop > start + _CHUNK_BYTES - 4:
+            stop -= 1  # within a character
+        if start:
+            pause()
+        try:
+            yield orjson.dumps(text[start:stop].decode())[1:-1]
+        except UnicodeDecodeError as error:
+            raise _not_text() from error
+        start = stop
+
+
+def _not_text() -> BadRequest:
+    return BadRequest("the output is not UTF-8 text, which JSON requires: request it with binary_data: true")
+
+
+def _chunks(array: Array) -> Iterator[Array]:
+    """Split a tensor into flat arrays, with a pause between two of them."""
+    flat = array.reshape(-1)
+    yield flat[:_CHUNK_ELEMENTS]
+    for start in range(_CHUNK_ELEMENTS, flat.size, _CHUNK_ELEMENTS):
+        pause()
+        yield flat[start : start + _CHUNK_ELEMENTS]
 
 
 def _with_literals(text: bytes, values: npt.NDArray[Any]) -> bytes:
@@ -294,7 +364,11 @@ def _split_bytes(
     data = bytes(body[start : start + size_bytes])
     result = np.empty(elements, dtype=object)
     position = 0
+    # On the event loop, where smaller data are split, there is no pause.
+    pause_mask = _CHUNK_ELEMENTS - 1 if size_bytes > LARGE_BYTES else -1
     for index in range(elements):
+        if index & pause_mask == pause_mask:
+            pause()
         if position + _LENGTH.size > size_bytes:
             raise BadRequest(f"input '{name}': the data end before element {index} of {elements}")
         (length,) = _LENGTH.unpack_from(data, position)

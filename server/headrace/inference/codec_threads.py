@@ -1,0 +1,68 @@
+"""Threads that decode and encode large bodies, so that the event loop keeps serving small requests and health checks.
+
+Code for JSON, texts and classes holds the interpreter lock. So a thread alone is not enough: the codecs work in steps of about a
+millisecond and call `headrace.core.clock.pause` between two of them, which gives the lock to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from headrace.core.errors import HeadraceError, Overloaded
+
+# A switch of threads takes about 0.1 ms. Smaller bodies are decoded and encoded on the event loop.
+LARGE_BYTES = 128 << 10
+# More threads would only wait for the interpreter lock; compression works without it.
+THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class CodecThreads:
+    """The codec threads of a server.
+
+    Ownership: the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(THREADS, "codec")
+
+    def start(self) -> None:
+        """Start the threads now, so that a large body never meets a machine without room for them.
+
+        Raises:
+            RuntimeError: the threads cannot be started.
+        """
+        together = threading.Barrier(THREADS)
+        for future in [self._executor.submit(together.wait, 10.0) for _ in range(THREADS)]:
+            future.result()
+
+    async def run(self, function: Callable[..., Result], *args: object) -> Result:
+        """Run a function on a codec thread, after the functions that wait for one. A cancelled function that waits never runs.
+
+        Raises:
+            Overloaded: no thread can be started.
+        """
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._executor, _call, function, args)
+        except RuntimeError as error:
+            raise Overloaded(f"no thread for a large body: {error}, retry later") from None
+        try:
+            return await future
+        finally:
+            del future  # with an error, a reference cycle: error, traceback, this frame
+
+    def close(self) -> None:
+        """Wait for the running functions and end the threads."""
+        self._executor.shutdown(cancel_futures=True)
+
+
+def _call(function: Callable[..., Result], args: tuple[object, ...]) -> Result:
+    try:
+        return function(*args)
+    except HeadraceError as error:
+        raise error.with_traceback(None) from None  # the frames hold tensors
