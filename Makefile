@@ -8,7 +8,7 @@ PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu tools screenshots image-test dist site
+.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu tools screenshots image-test dist site fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -81,6 +81,17 @@ load: $(VENV)/.dev models ## locust, headless, against a server of its own, with
 soak: $(VENV)/.dev ## ten minutes of everything at once, judged (SOAK_SECONDS=60: a minute)
 	$(BIN)/python -m loadtest.soak
 
+# Its own lock, on top of the others, as for the documentation site.
+$(VENV)/.fuzz: requirements/fuzz.lock $(VENV)/.dev | $(BIN)/python
+	$(PIP) install --quiet --require-hashes --no-deps -r requirements/fuzz.lock
+	@touch $@
+
+# E.g. make fuzz FUZZ="http2 http1"; FUZZ=--merge keeps the inputs that reach new code.
+FUZZ_SECONDS ?= 60
+FUZZ ?=
+fuzz: $(VENV)/.fuzz ## fuzz the readers of untrusted bytes with coverage guidance (FUZZ_SECONDS=3600: an hour)
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
+
 docs: $(VENV)/.serve ## write the generated pages of docs/
 	$(BIN)/python -m headrace.config.documentation docs
 	$(BIN)/python -m headrace.observability.metrics_table docs
@@ -100,11 +111,14 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
 	uv pip compile --group gpu-packages --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-header -c requirements/serve.lock -c requirements/image-gpu.lock -q -o requirements/gpu.lock
+	uv pip compile --group fuzz --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-annotate --no-header -c requirements/dev.lock -q -o requirements/fuzz.lock
 	uv pip compile --group docs --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-header -c requirements/dev.lock -q -o requirements/docs.lock
 
-# Debian's; a test that needs one skips where it is not there.
-TOOLS ?= chromium prometheus docker-compose
+# Debian's; a test that needs one skips where it is not there. Tests of clients also take Go, Java, Maven and Node.js if they
+# are there: Debian's Go is too old for grpc-go.
+TOOLS ?= chromium prometheus docker-compose libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config
 tools: ## install the programs that some tests run beside ours (Debian, as root)
 	@missing=""; for tool in $(TOOLS); do dpkg -s $$tool >/dev/null 2>&1 || missing="$$missing $$tool"; done; \
 	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \

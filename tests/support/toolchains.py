@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from tests.support.serving import ROOT
 from tests.support.tools import tool
 
 CLIENTS = ROOT / "tests" / "clients"
+# The protocol as files: a test compares them with the descriptors of tritonclient.
+PROTOCOL = CLIENTS / "protocol"
+MODULE = "headrace/tests/clients/go"
 CACHE = ROOT / "build" / "clients"
 # A first build downloads packages; pytest's own timeout is that of the test.
 BUILD_TIMEOUT_S = 400
@@ -53,3 +57,57 @@ def go_tool(package: str) -> Path:
         run([go, "build", "-mod=readonly", "-o", partial, package], module, GOFLAGS="-buildvcs=false")
         partial.replace(program)
     return program
+
+
+def go_client() -> list[str | Path]:
+    """Build tests/clients/go; return the command."""
+    go, protoc, source = tool("go"), tool("protoc"), CLIENTS / "go"
+    folder = cached("go", [*source.iterdir(), *PROTOCOL.iterdir()])
+    program = folder / "client"
+    if not program.exists():
+        shutil.copytree(source, folder / "source", dirs_exist_ok=True)
+        plugins = ["google.golang.org/protobuf/cmd/protoc-gen-go", "google.golang.org/grpc/cmd/protoc-gen-go-grpc"]
+        programs = [go_tool(plugin) for plugin in plugins]
+        package = "headrace/tests/clients/go/inference"
+        words: list[str | Path] = [protoc, f"-I{PROTOCOL}"]
+        for kind, plugin in zip(("go", "go-grpc"), programs, strict=True):
+            words += [f"--plugin=protoc-gen-{kind}={plugin}", f"--{kind}_out=.", f"--{kind}_opt=module={MODULE}"]
+            words += [f"--{kind}_opt=M{file.name}={package}" for file in sorted(PROTOCOL.iterdir())]
+        run([*words, *(file.name for file in sorted(PROTOCOL.iterdir()))], folder / "source")
+        run([go, "build", "-mod=readonly", "-o", program, "."], folder / "source", GOFLAGS="-buildvcs=false")
+    return [program]
+
+
+def java_client() -> list[str | Path]:
+    """Build tests/clients/java; return the command."""
+    maven, java, source = tool("mvn"), tool("java"), CLIENTS / "java"
+    main = source / "src" / "main" / "java" / "Client.java"
+    folder = cached("java", [source / "pom.xml", main, *PROTOCOL.iterdir()])
+    if not (folder / "complete").exists():
+        run([maven, "-q", "-B", f"-Dbuild.folder={folder}", "compile", "dependency:copy-dependencies"], source)
+        (folder / "complete").touch()
+    return [java, "-cp", f"{folder}/classes:{folder}/dependency/*", "Client"]
+
+
+def cpp_client() -> list[str | Path]:
+    """Build tests/clients/cpp; return the command."""
+    make, source = tool("make"), CLIENTS / "cpp"
+    for name in ("c++", "pkg-config", "protoc", "grpc_cpp_plugin"):
+        tool(name)
+    folder = cached("cpp", [*source.iterdir(), *PROTOCOL.iterdir()])
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    run([make, f"PROTOCOL={PROTOCOL}", "client"], folder)
+    return [folder / "client"]
+
+
+def node_client() -> list[str | Path]:
+    """Install the packages of tests/clients/node; return the command."""
+    node, npm, source = tool("node"), tool("npm"), CLIENTS / "node"
+    files = [source / name for name in ("client.js", "package.json", "package-lock.json")]
+    folder = cached("node", files)
+    if not (folder / "complete").exists():
+        for file in files:
+            shutil.copy(file, folder)
+        run([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], folder)
+        (folder / "complete").touch()
+    return [node, folder / "client.js", PROTOCOL]

@@ -14,5 +14,5 @@ def tool(name: str) -> str:
     if path is not None:
         return path
     if os.environ.get("CI"):
-        pytest.fail(f"{name} is not installed: .ci/run installs it by `make tools`")
-    pytest.skip(f"{name} is not installed: `make tools` installs it")
+        pytest.fail(f"{name} is not installed: `make tools` installs it, but for Go, Java, Maven and Node.js")
+    pytest.skip(f"{name} is not installed: `make tools` installs it, but for Go, Java, Maven and Node.js")
