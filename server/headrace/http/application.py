@@ -103,6 +103,7 @@ def _endpoint(
         LookupError: the route has no scope.
     """
     operation = http_operation(route.method, route.path)
+    has_keys = reader.access.has_keys
 
     async def run(request: Request) -> object:
         parameters = request.path_params
@@ -117,6 +118,12 @@ def _endpoint(
             return await result if isinstance(result, Awaitable) else result
 
     async def endpoint(request: Request) -> Response:
+        response = await respond(request)
+        if has_keys:  # an answer to one key must not be stored for others
+            response.headers.setdefault("cache-control", "no-store")
+        return response
+
+    async def respond(request: Request) -> Response:
         try:
             result = await run(request)
             if result is None:

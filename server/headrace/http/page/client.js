@@ -1,8 +1,10 @@
 // Asking the server. Paths are relative, so that the pages work behind a proxy that puts a prefix before them.
 
+import { credentials } from "./key.js";
+
 /** A JSON answer; an error says what the server says. */
 export async function get(path) {
-  return parsed(await fetch(path, { headers: { accept: "application/json" }, cache: "no-store" }));
+  return parsed(await fetch(path, { headers: { accept: "application/json", ...credentials() }, cache: "no-store" }));
 }
 
 /** Where a version of a model is. */
@@ -25,7 +27,7 @@ export async function inferJson(model, text) {
 }
 
 async function post(model, body, headers) {
-  return parsed(await fetch(`${versionPath(model)}/infer`, { method: "POST", body, headers }));
+  return parsed(await fetch(`${versionPath(model)}/infer`, { method: "POST", body, headers: { ...headers, ...credentials() } }));
 }
 
 /** Parse JSON that may have NaN, Infinity and -Infinity among its numbers: they become strings. */

@@ -2,6 +2,7 @@
 
 import { get } from "./client.js";
 import { element } from "./dom.js";
+import { anotherKey, askForKey, credentials, keyAccepted } from "./key.js";
 
 const MAX_SHOWN = 100_000;
 const at = (id) => document.getElementById(id);
@@ -69,7 +70,7 @@ function asking(path, verb, of) {
     const target = fields.reduce((all, [name, field]) => all.replace(`{${name}}`, encodeURIComponent(field.value)), path).slice(1);
     answer.hidden = false;
     try {
-      const response = await fetch(target, { method: verb, ...(body ? { body: body.value, headers: { "content-type": "application/json" } } : {}) });
+      const response = await fetch(target, { method: verb, headers: credentials(), ...(body ? { body: body.value, headers: { "content-type": "application/json", ...credentials() } } : {}) });
       const text = await response.text();
       answer.textContent = `${response.status}\n${pretty(text)}`;
     } catch (error) {
@@ -101,8 +102,23 @@ function filter() {
   }
 }
 
+/** The document, once the key allows it. */
+async function read() {
+  for (;;) {
+    try {
+      const page = await get("openapi.json");
+      keyAccepted();
+      return page;
+    } catch (error) {
+      if (error.status !== 401 && error.status !== 403) throw error;
+      askForKey(error.message);
+      await anotherKey();
+    }
+  }
+}
+
 async function start() {
-  const page = await get("openapi.json");
+  const page = await read();
   schemas = page.components.schemas;
   at("version").textContent = page.info.version;
   at("summary").textContent = page.info.summary;

@@ -3,6 +3,7 @@
 import { get } from "./client.js";
 import { sparkline } from "./charts.js";
 import { say } from "./dom.js";
+import { anotherKey, askForKey, keyAccepted } from "./key.js";
 import { count, duration, milliseconds, rate } from "./format.js";
 import { History, keyOf, percentile, together } from "./history.js";
 import { ModelCards } from "./models.js";
@@ -51,13 +52,20 @@ async function look() {
   try {
     const fresh = history.add(await get("v2/status"));
     at("lost").hidden = true;
+    keyAccepted();
     document.body.classList.remove("stale");
     if (fresh) show();
   } catch (error) {
+    document.body.classList.add("stale");
+    if (error.status === 401 || error.status === 403) {
+      at("lost").hidden = true;
+      askForKey(error.message);
+      await anotherKey();
+      return;
+    }
     // What stands here is what was last known.
     say(at("lost"), `The server does not answer (${error.message}). This page goes on asking.`);
     at("lost").hidden = false;
-    document.body.classList.add("stale");
   }
 }
 
