@@ -220,6 +220,7 @@ class HeadraceServer:
         if self._keys is not None:
             self._keys.start(loop)
             self.reload_callbacks.append(self._keys.reload)
+            self.reload_callbacks.append(self._keys.reload)
         if settings.metrics:
             self._lag.start(loop)
         serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import queue
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,6 +168,15 @@ def test_a_broken_or_deleted_file_neither_opens_nor_closes_the_server(case: tupl
         assert attacked.infer(http_body(), **{"x-api-key": keys.keys["all"]})[0] == 200
         assert attacked.infer(http_body())[0] == 401
     keys.write()
+
+
+def test_a_hang_up_reads_the_keys_again(case: tuple[Attacked, Keys]) -> None:
+    attacked, keys = case
+    server = attacked.server
+    before = server.text.count("audit: reload keys")
+    server.signal(signal.SIGHUP)
+    until(lambda: server.text.count("audit: reload keys") == before + 1, "the file was not read")
+    assert attacked.infer(http_body(), **{"x-api-key": keys.keys["all"]})[0] == 200
 
 
 def test_errors_do_not_show_which_models_exist(case: tuple[Attacked, Keys]) -> None:
