@@ -69,6 +69,9 @@ class WireTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         self.reading = True
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def is_closing(self) -> bool:
         return self.closed
 

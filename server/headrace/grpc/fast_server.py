@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from weakref import ref
@@ -18,7 +19,14 @@ from headrace.accept import BACKLOG, TlsListener, bind
 from headrace.core.access import certificate_names
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
-from headrace.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable, forget_frames
+from headrace.core.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    Unavailable,
+    forget_frames,
+)
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.fast_wire import (
     PREFIX,
@@ -34,6 +42,7 @@ from headrace.grpc.fast_wire import (
     unpack_prefix,
 )
 from headrace.grpc.methods import Message, Methods
+from headrace.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
 from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
@@ -66,6 +75,7 @@ class FastGrpcServer:
     Attributes:
         client_limits: see Args.
         deadline_timer: ends calls at their deadlines; exists from `start` on.
+        rooms: room for responses of each open connection.
         stopping: True from `stop` on.
     """
 
@@ -84,9 +94,10 @@ class FastGrpcServer:
         self._limits = replace(
             limits,
             max_granted_bytes=max(limits.max_granted_bytes, max_message_bytes + PREFIX_BYTES),
-            max_unsent_bytes=max(limits.max_unsent_bytes, 2 * max_message_bytes),
+            max_unsent_bytes=max(limits.max_unsent_bytes, max_held_bytes(client_limits.limits)),
         )
         self._connections: set[Http2Connection] = set()
+        self.rooms: dict[Http2Connection, ResponseRoom] = {}
         self._access = methods.options_reader.access
         self._access.on_change(self._forget_heads)
         self._peer_names: dict[Http2Connection, tuple[str, ...]] = {}
@@ -193,6 +204,8 @@ class FastGrpcServer:
     def connection_opened(self, connection: Http2Connection) -> bool:
         """See `Application`."""
         self._connections.add(connection)
+        room = self.rooms[connection] = ResponseRoom(self.client_limits, partial(_drop_unread, connection))
+        connection.write_buffer.on_unread = partial(self._on_unread, connection, room)
         names = certificate_names(connection.transport.get_extra_info("peercert"))
         if names:
             self._peer_names[connection] = names
@@ -201,10 +214,34 @@ class FastGrpcServer:
     def connection_closed(self, connection: Http2Connection) -> None:
         """See `Application`."""
         self._connections.discard(connection)
+        self.rooms.pop(connection).close()
         self._peer_names.pop(connection, None)
         self.client_limits.leave()
         if not self._connections:
             self._disconnected.set()
+
+    def _on_unread(self, connection: Http2Connection, room: ResponseRoom, unread_bytes: int) -> None:
+        """Account the unread responses of a connection. Above `max_unsent_bytes` the calls that still run are refused.
+
+        That many are unread only if the responses are larger than those that the model has sent before.
+        """
+        room.update(unread_bytes)
+        if unread_bytes > self._limits.max_unsent_bytes:
+            error = unread_error()
+            for stream in list(connection.streams.values()):
+                if isinstance(stream, UnaryCall) and stream.is_running:
+                    stream.fail(error)
+
+
+def _drop_unread(connection: Http2Connection) -> bool:
+    """Reset the streams whose responses the client does not read; False if there is nothing to drop."""
+    blocked = [stream for stream in connection.streams.values() if stream.pending]
+    for stream in blocked:
+        stream.reset(ErrorCode.CANCEL)
+    if not blocked and connection.transport.get_write_buffer_size():
+        connection.transport.abort()
+        return True
+    return bool(blocked)
 
 
 def _http2_limits(client_limits: ClientLimits) -> Http2Limits:
@@ -283,6 +320,7 @@ class FastCall(Http2Stream):
         options: see `GrpcCall`.
         received_ns: see `GrpcCall`.
         reservation: reservation of the call's bytes in the budget for all bodies, from the first byte of a message on.
+        room: see `GrpcCall`.
     """
 
     __slots__ = (
@@ -293,6 +331,7 @@ class FastCall(Http2Stream):
         "_head",
         "_headers_sent",
         "_reader",
+        "_server",
         "_task",
         "completion",
         "deadline_ns",
@@ -306,6 +345,7 @@ class FastCall(Http2Stream):
     def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead, server: FastGrpcServer) -> None:
         super().__init__(connection, stream_id)
         self._head = head
+        self._server = server
         self._client_limits = server.client_limits
         self.reservation = BodyReservation(server.client_limits)
         self.options = head.options
@@ -327,6 +367,31 @@ class FastCall(Http2Stream):
     def on_timeout(self) -> None:
         """Fail the call: the message has not arrived in time."""
         self.fail(DeadlineExceeded("the request did not arrive in time"))
+
+    def on_tick(self, now_ns: int) -> bool:
+        """Observe the rate of an incomplete message; see `Http2Stream`."""
+        if not self.reservation.held_bytes or self in self.connection.window_grants.waiting:
+            self.reservation.pause()
+            return False
+        return self.reservation.observe(self._body_bytes, now_ns, self._give_way)
+
+    def _give_way(self) -> bool:
+        """Refuse an incomplete message that arrives slowly while memory for bodies is full; False if it is complete."""
+        if self.closed or not self.awaiting_body:
+            return False
+        self._client_limits.hit("min_body_bytes_per_s")
+        self.fail(DeadlineExceeded("the request arrives too slowly, and memory for request bodies is full"))
+        return True
+
+    @property
+    def room(self) -> ResponseRoom:
+        """See the class."""
+        return self._server.rooms[self.connection]
+
+    @property
+    def is_running(self) -> bool:
+        """True while the method runs, and no part of the response is written."""
+        return self._task is not None and not self._task.done() and not self.pending
 
     def expire(self) -> None:
         """Fail the call at its deadline. A no-op if it has ended."""
@@ -371,9 +436,12 @@ class FastCall(Http2Stream):
         """Send the response of a unary call, if any, and end the call with status OK."""
         if not self.closed:
             write_buffer = self.connection.write_buffer
+            if message:
+                message = _with_prefix(message)
+                self.room.admit(sum(map(len, message)))
             self._send_headers()
             if message:
-                write_buffer.queue_data(self, _with_prefix(message))
+                write_buffer.queue_data(self, message)
             write_buffer.end_stream(self, ok_trailers(self.stream_id))
 
     def _send_error(self, status: ErrorStatus) -> None:
@@ -583,7 +651,9 @@ class StreamingCall(FastCall):
                 write_buffer.write((header, PREFIX.pack(0, len(content)), content))
                 self.connection.frame_budget.available += _MESSAGE_CREDIT
                 return
-        write_buffer.queue_data(self, _with_prefix(message))
+        message = _with_prefix(message)
+        self.room.admit(sum(map(len, message)))
+        write_buffer.queue_data(self, message)
         while self.pending_bytes > _WRITE_AHEAD_BYTES and not self.closed:
             self._drained.clear()
             await self._drained.wait()

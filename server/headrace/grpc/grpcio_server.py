@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -19,8 +20,9 @@ from headrace.core.access import Principal
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Unavailable, forget_frames
-from headrace.core.limits import BodyReservation, ClientLimits
+from headrace.core.limits import SMALL_BODY_BYTES, BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
+from headrace.grpc.response_room import ResponseRoom, max_held_bytes, unread_error
 from headrace.grpc.status import error_status
 from headrace.inference.request_options import RequestOptions
 from headrace.tls import ServerTls
@@ -61,6 +63,7 @@ class GrpcioServer:
 
     Attributes:
         methods, client_limits: see Args.
+        rooms: room for responses of each client address, while a call uses it.
         stopping: True from `stop` on.
     """
 
@@ -72,6 +75,7 @@ class GrpcioServer:
         self._streams: set[_StreamCall] = set()
         self.stopping = False
         self._server: Any = None
+        self.rooms: WeakValueDictionary[str, ResponseRoom] = WeakValueDictionary()
 
     async def start(self, host: str, port: int) -> int:
         """See `GrpcEngine.start`; raises OSError also for invalid TLS files."""
@@ -109,6 +113,13 @@ class GrpcioServer:
             stream.end(rejection)
         await server_stop
 
+    def refuse_calls(self, peer: str) -> None:
+        """Refuse the calls of a client address whose inference still runs: it has not read earlier responses."""
+        error = unread_error()
+        for call in list(self._calls):
+            if call.completion is not None and call.peer == peer:
+                call.completion.settle(error)
+
     def _options(self) -> list[tuple[str, int]]:
         limits = self.client_limits.limits
         handshake_s = min(HANDSHAKE_TIMEOUT_S, limits.header_timeout_s)
@@ -142,7 +153,10 @@ class GrpcioServer:
             self._calls.add(call)
             try:
                 call.reservation.grow(len(message))
-                return b"".join(await method(message, call))
+                content = b"".join(await method(message, call))
+                if len(content) > SMALL_BODY_BYTES:
+                    call.hold(len(content))
+                return content
             except Exception as error:
                 await _abort(context, error)
                 raise
@@ -172,6 +186,11 @@ class GrpcioServer:
         return serve
 
 
+def _nothing_to_drop() -> bool:
+    """Grpcio does not expose the responses that it holds."""
+    return False
+
+
 class _Handlers(grpc.GenericRpcHandler):
     def __init__(self, handlers: dict[str, Any]) -> None:
         self._handlers = handlers
@@ -183,10 +202,11 @@ class _Handlers(grpc.GenericRpcHandler):
 class _Call:
     """Common part of unary and streaming calls; see `GrpcCall`."""
 
-    __slots__ = ("_context", "_options_reader", "deadline_ns", "received_ns", "reservation")
+    __slots__ = ("_context", "_options_reader", "_server", "deadline_ns", "received_ns", "reservation")
 
     def __init__(self, context: Any, server: GrpcioServer) -> None:
         self._context = context
+        self._server = server
         self._options_reader = server.methods.options_reader
         self.reservation = BodyReservation(server.client_limits)
         self.received_ns = monotonic_ns()
@@ -202,6 +222,14 @@ class _Call:
                 return reader.read({name: value for name, value in metadata if name in names}, self._peer_principal())
         peer = self._peer_principal()
         return reader.no_options if peer is None else reader.read({}, peer)
+
+    @property
+    def room(self) -> ResponseRoom:
+        rooms, peer = self._server.rooms, str(self._context.peer())
+        room = rooms.get(peer)
+        if room is None:
+            room = rooms[peer] = ResponseRoom(self._server.client_limits, _nothing_to_drop)
+        return room
 
     @property
     def peer(self) -> str:
@@ -228,6 +256,15 @@ class _UnaryCall(_Call):
     def __init__(self, context: Any, server: GrpcioServer) -> None:
         super().__init__(context, server)
         self.completion: LoopCompletion | None = None
+
+    def hold(self, size_bytes: int) -> None:
+        """Count a response as unread until grpcio has sent it; raises Overloaded if memory for unread responses is full."""
+        room = self.room
+        room.admit(size_bytes)
+        room.add(size_bytes)
+        self._context.add_done_callback(lambda _: room.add(-size_bytes))
+        if room.unread_bytes > max_held_bytes(self._server.client_limits.limits):
+            self._server.refuse_calls(self.peer)
 
 
 class _StreamCall(_Call):

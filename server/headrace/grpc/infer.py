@@ -18,8 +18,11 @@ from tritonclient.grpc import service_pb2
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, HeadraceError, Unauthenticated, Unavailable, forget_frames
+from headrace.core.limits import SMALL_BODY_BYTES
+from headrace.core.request import InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
+from headrace.grpc.response_room import unread_error
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import RequestOptions
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
@@ -44,6 +47,7 @@ class GrpcInference:
     def __init__(self, services: Services, max_shared_bytes: int) -> None:
         regions = services.regions
         self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes))
+        self._response_bytes: dict[str, int] = {}  # expected size of responses, of models with large ones
 
     async def infer(self, message: bytes, call: GrpcCall) -> Message:
         """Serve ModelInfer: one ModelInferRequest in, one ModelInferResponse out.
@@ -56,6 +60,22 @@ class GrpcInference:
         except HeadraceError as error:
             self.service.fail(PendingRequest("", "", call.received_ns), error)
             raise
+        if self._response_bytes and envelope.model_name in self._response_bytes:
+            return await self._infer_large(message, envelope, call, options)
+        return await self._run(message, envelope, call, options)
+
+    async def _infer_large(
+        self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions
+    ) -> Message:
+        """Serve a request whose response will be large: it waits while the client does not read earlier ones."""
+        room, expected_bytes = call.room, self._response_bytes[envelope.model_name]
+        await room.start(expected_bytes)
+        try:
+            return await self._run(message, envelope, call, options)
+        finally:
+            room.end(expected_bytes)
+
+    async def _run(self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions) -> Message:
         if len(message) <= LARGE_BYTES:
             pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
         else:
@@ -134,9 +154,29 @@ class GrpcInference:
             HeadraceError: the request failed; the error is for the caller, and counted.
         """
         try:
-            return self.service.finish(pending, encoded)
+            response = self.service.finish(pending, encoded)
         except Exception as error:
             self._raise(pending, error)
+        size_bytes = sum(map(len, response))
+        if size_bytes > SMALL_BODY_BYTES or self._response_bytes:
+            self._expect(pending.model, size_bytes)
+        return response
+
+    def expected_bytes(self, message: bytes) -> int:
+        """Size of the response to a serialized request by the last responses of its model; 0 if it is small or unknown."""
+        if not self._response_bytes:
+            return 0
+        try:
+            return self._response_bytes.get(scan(message).model_name, 0)
+        except HeadraceError:
+            return 0
+
+    def _expect(self, model: str, size_bytes: int) -> None:
+        """Update the expected size of a model's responses: the largest of the last ones, which decays by 1/8 with each."""
+        before_bytes = self._response_bytes.pop(model, 0)
+        expected_bytes = max(size_bytes, before_bytes - (before_bytes >> 3))
+        if expected_bytes > SMALL_BODY_BYTES:
+            self._response_bytes[model] = expected_bytes
 
     async def finish_large(self, pending: PendingRequest) -> Message:
         """Encode a large response on a codec thread; see `finish`."""
@@ -165,6 +205,9 @@ class GrpcInference:
 # earlier one counts as in flight.
 
 logger = logging.getLogger("headrace.grpc")
+
+# Responses up to this size are not counted while they wait in a stream: all of them together are small.
+_SMALL_RESPONSE_BYTES = 4096
 
 # Maximum requests of one stream between their arrival and their response.
 MAX_IN_FLIGHT = 256
@@ -223,11 +266,13 @@ class _StreamEntry:
 
     Attributes:
         request_bytes: size of its message.
+        response_bytes: size of its response, or of the one that is expected; reserved in the room for responses.
         response: a request whose completion is settled, an encoded error, or an error that ends the stream; None while the
             request runs.
     """
 
     request_bytes: int
+    response_bytes: int = 0
     response: PendingRequest | Message | HeadraceError | None = None
 
 
@@ -242,6 +287,9 @@ class _Stream:
         self._streams = streams
         self._infer = streams.infer
         self._call = call
+        self._response_room = call.room
+        self._response_bytes = 0
+        self._closed = False
         self._options = call.options
         self._in_flight = 0
         self._in_flight_bytes = 0
@@ -268,7 +316,11 @@ class _Stream:
                 return
             self._in_flight += 1
             self._in_flight_bytes += len(message)
-            await self._begin(message)
+            expected_bytes = self._infer.expected_bytes(message)
+            if expected_bytes:
+                await self._response_room.start(expected_bytes)
+                self._response_bytes += expected_bytes
+            await self._begin(message, expected_bytes)
             del message  # otherwise it stays in memory until the next message
             while self._in_flight >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
                 self._room.clear()
@@ -282,6 +334,8 @@ class _Stream:
             while ready:
                 entry = ready.popleft()
                 response = entry.response
+                if entry.response_bytes:
+                    self._expect(entry, 0)  # written bytes count in the connection
                 if isinstance(response, PendingRequest):
                     await self._call.write(await self._finish(response))
                     self._call.reservation.shrink(entry.request_bytes)
@@ -297,12 +351,31 @@ class _Stream:
 
     def close(self) -> None:
         """Abandon all requests in flight."""
+        self._closed = True
         for pending in self._queued:
             self._infer.service.drop(pending)
         self._queued.clear()
+        self._response_room.end(self._response_bytes)
 
-    async def _begin(self, message: bytes) -> None:
-        received_ns, reservation, entry = monotonic_ns(), self._call.reservation, _StreamEntry(len(message))
+    def _expect(self, entry: _StreamEntry, size_bytes: int) -> None:
+        """Change the reserved size of a response: its actual size once it is settled, 0 once it is sent.
+
+        More than `max_bytes` wait only if they are larger than those that the model has sent before. Then the requests that have
+        no response yet are refused.
+        """
+        if self._closed:
+            return  # `close` has released all
+        change, entry.response_bytes = size_bytes - entry.response_bytes, size_bytes
+        self._response_bytes += change
+        self._response_room.expect(change)
+        if change > 0 and self._response_bytes > self._streams.max_bytes:
+            error = unread_error()
+            for pending in list(self._queued):
+                pending.completion.settle(error)
+
+    async def _begin(self, message: bytes, expected_bytes: int) -> None:
+        received_ns, reservation = monotonic_ns(), self._call.reservation
+        entry = _StreamEntry(len(message), expected_bytes)
         request_id = ""
         try:
             try:
@@ -342,6 +415,8 @@ class _Stream:
 
     def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
         entry.response = response
+        if isinstance(response, PendingRequest):
+            self._count_response(entry, response)
         ordered = self._ordered
         if ordered[0] is not entry:
             return
@@ -351,8 +426,18 @@ class _Stream:
 
     def _on_settled_unordered(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         entry.response = pending
+        self._count_response(entry, pending)
         self._ready.append(entry)
         self._anything_ready.set()
+
+    def _count_response(self, entry: _StreamEntry, pending: PendingRequest) -> None:
+        """Count a response from its completion on: it may wait for earlier ones, and for a client that does not read."""
+        outcome, size_bytes = pending.completion.outcome, 0
+        if isinstance(outcome, InferResponse):
+            for array in outcome.outputs.values():
+                size_bytes += array.nbytes
+        if size_bytes > _SMALL_RESPONSE_BYTES or entry.response_bytes:
+            self._expect(entry, size_bytes)
 
     async def _finish(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)

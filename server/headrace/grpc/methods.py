@@ -13,6 +13,7 @@ from typing import Protocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.limits import BodyReservation
+from headrace.grpc.response_room import ResponseRoom
 from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 
 # The parts of one serialized message, in order.
@@ -29,6 +30,7 @@ class GrpcCall(Protocol):
         completion: completion for which the method waits, set by the method. The engine settles or abandons it when the client
             disconnects.
         peer: address of the client, host:port.
+        room: room for responses of the connection, in which a large response is reserved before its inference starts.
     """
 
     received_ns: int
@@ -37,6 +39,10 @@ class GrpcCall(Protocol):
 
     @property
     def options(self) -> RequestOptions:
+        """See the class."""
+
+    @property
+    def room(self) -> ResponseRoom:
         """See the class."""
 
     @property
@@ -50,6 +56,7 @@ class StreamCall(Protocol):
     Attributes:
         deadline_ns: as in `GrpcCall`.
         options: as in `GrpcCall`; for each message of the stream.
+        room: as in `GrpcCall`.
         reservation: of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
             keeps the message must grow the reservation and shrink it again. The engine releases the rest when the call ends.
         stopping: True once the server stops. The method then accepts no new request and ends as soon as it can.
@@ -61,6 +68,10 @@ class StreamCall(Protocol):
 
     @property
     def options(self) -> RequestOptions:
+        """See the class."""
+
+    @property
+    def room(self) -> ResponseRoom:
         """See the class."""
 
     async def read(self) -> bytes | None:

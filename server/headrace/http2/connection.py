@@ -157,6 +157,7 @@ class Http2Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Stop writing: the transport's buffer is full."""
         self.write_buffer.paused = True
+        self.write_buffer.report_unread()
 
     def resume_writing(self) -> None:
         """Write again: the transport's buffer has room."""

@@ -270,6 +270,10 @@ class Http2Stream(ABC):
     def on_closed(self) -> None:
         """Called after the stream is closed before its end: the peer has reset it or disconnected, or the server has reset it."""
 
+    def on_tick(self, now_ns: int) -> bool:
+        """Called now and then while `awaiting_body`; True if the body arrives too slowly, and `on_timeout` follows."""
+        return False
+
     @abstractmethod
     def on_timeout(self) -> None:
         """Called when the body has not arrived within `message_s`."""
@@ -299,6 +303,10 @@ class Http2Stream(ABC):
             self.connection.reset_stream(self.stream_id, code)
 
 
+def _ignore(_unread_bytes: int) -> None:
+    pass
+
+
 class WriteBuffer:
     """Frames to send on a connection, under flow control: one write per event loop iteration.
 
@@ -315,6 +323,7 @@ class WriteBuffer:
         frame_bytes: largest payload of a frame, from the peer's SETTINGS.
         paused: True while the transport's buffer is full.
         unsent_bytes: pending bytes of all streams. Above `max_unsent_bytes` new streams are refused.
+        on_unread: called with the bytes that streams and transport hold for the peer, when they change; set by the application.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, limits: Http2Limits) -> None:
@@ -332,7 +341,8 @@ class WriteBuffer:
         self.initial_window = DEFAULT_WINDOW
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.paused = False
-        self.unsent_bytes = 0
+        self.unsent_bytes = self._reported_bytes = 0
+        self.on_unread: Callable[[int], None] = _ignore
 
     def reserve_window(self, stream: Http2Stream, size_bytes: int) -> bool:
         """Subtract one DATA frame from the windows of stream and connection.
@@ -387,6 +397,7 @@ class WriteBuffer:
                 stream.pending_bytes += view.nbytes
                 self.unsent_bytes += view.nbytes
         self.schedule_stream(stream)
+        self.report_unread()
 
     def end_stream(self, stream: Http2Stream, frames: bytes) -> None:
         """Send the frames that end a stream, after its pending data."""
@@ -407,6 +418,14 @@ class WriteBuffer:
         self._send_queue.pop(stream, None)
         self.unsent_bytes -= stream.pending_bytes
         stream.pending, stream.pending_bytes, stream.final_frames = None, 0, b""
+        self.report_unread()
+
+    def report_unread(self) -> None:
+        """Report the bytes that the peer has not read, unless there were none before either."""
+        unread_bytes = 0 if self._closed else self.unsent_bytes + self._transport.get_write_buffer_size()
+        if unread_bytes or self._reported_bytes:
+            self._reported_bytes = unread_bytes
+            self.on_unread(unread_bytes)
 
     def increase_window(self, increment: int) -> None:
         """Increase the send window of the connection; raises Http2ConnectionError if it overflows."""
@@ -422,6 +441,7 @@ class WriteBuffer:
             self.paused = False
             self._control_bytes = 0
             self.schedule_flush()
+            self.report_unread()
 
     def close(self, flush: bool = False) -> None:
         """Stop writing, after a last write of the frames that are ready if `flush`."""
@@ -463,6 +483,8 @@ class WriteBuffer:
             self._transport.write(b"".join(chunks))
         if self._send_queue and self.window > 0:
             self.schedule_flush()
+        if self._reported_bytes:
+            self.report_unread()
 
     def _send_round(self) -> None:
         send_queue, round_bytes = self._send_queue, _MAX_ROUND_BYTES

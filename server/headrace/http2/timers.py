@@ -114,6 +114,7 @@ class ConnectionTimers:
         connection, limits, now_ns = self._connection, self._connection.limits, monotonic_ns()
         connection.ticks += 1
         connection.frame_budget.cap()
+        connection.write_buffer.report_unread()
         if connection.received_since_tick:
             connection.received_since_tick, self._last_received_ns, self._keepalive_sent = False, now_ns, False
         silent_s = (now_ns - self._last_received_ns) / NS_PER_S
@@ -150,9 +151,13 @@ class ConnectionTimers:
                 if age_ticks > self._stall_ticks:
                     connection.limits.on_limit_reached("stall_timeout_s")
                     stream.reset(ErrorCode.CANCEL)
-            elif stream.awaiting_body and age_ticks > self._message_ticks:
-                connection.limits.on_limit_reached("body_timeout_s")
-                stream.on_timeout()
+            elif stream.awaiting_body:
+                if age_ticks > self._message_ticks:
+                    connection.limits.on_limit_reached("body_timeout_s")
+                    stream.on_timeout()
+                elif stream.on_tick(now_ns):
+                    connection.limits.on_limit_reached("min_body_bytes_per_s")
+                    stream.on_timeout()
 
 
 class ReadPause:

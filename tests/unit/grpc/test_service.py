@@ -23,6 +23,7 @@ from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.grpc.infer import GrpcInference, InferStreams
+from headrace.grpc.response_room import ResponseRoom
 from headrace.grpc.status import error_status
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.services import Services
@@ -111,6 +112,7 @@ class Streaming:
 
     def __init__(self, client_limits: ClientLimits | None = None) -> None:
         self.reservation = (client_limits or ClientLimits()).reserve()
+        self.room = ResponseRoom(client_limits or ClientLimits(), lambda: False)
         self.sent: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.got: list[Any] = []
         self.reads = 0

@@ -1,0 +1,128 @@
+"""Room for responses: inference waits on a connection whose client does not read its responses."""
+
+from __future__ import annotations
+
+from asyncio import Future, get_running_loop
+from collections import deque
+from collections.abc import Callable
+
+from headrace.core.clock import monotonic_ns
+from headrace.core.errors import Overloaded
+from headrace.core.limits import SMALL_BODY_BYTES, ClientLimits, Limits, UnreadResponses
+
+# A connection may hold more than `max_unread_bytes` where the size of responses was not expected: up to this, or to two of the
+# largest message. Above, the calls that still run are refused.
+MIN_HELD_BYTES = 64 << 20
+
+
+def max_held_bytes(limits: Limits) -> int:
+    """Response bytes of one connection above which its running calls are refused."""
+    return max(MIN_HELD_BYTES, 2 * limits.max_body_bytes)
+
+
+def unread_error() -> Overloaded:
+    """Return the error of calls on a connection that has too many unread responses."""
+    return Overloaded("the client has not read earlier responses on this connection: read them, then retry")
+
+
+class ResponseRoom:
+    """Response bytes of one connection: those that its client has not read, and those that running calls will produce.
+
+    A call of a model with large responses reserves the expected size before it starts, and waits while the connection is over
+    `max_unread_bytes`. So the bytes count from the start of a call, and not from its end.
+
+    Ownership: the event loop.
+
+    Args:
+        client_limits: limits and counters of the connection's protocol.
+        give_way: see `UnreadResponses.observe`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_expected_bytes",
+        "_give_way",
+        "_max_bytes",
+        "_unread",
+        "_unread_bytes",
+        "_waiting",
+    )
+
+    def __init__(self, client_limits: ClientLimits, give_way: Callable[[], bool]) -> None:
+        self._unread = UnreadResponses(client_limits)
+        self._max_bytes = client_limits.limits.max_unread_bytes
+        self._give_way = give_way
+        self._expected_bytes = self._unread_bytes = 0
+        self._closed = False
+        self._waiting: deque[Future[None]] = deque()
+
+    async def start(self, size_bytes: int) -> None:
+        """Wait until the connection is within its bound, then reserve the expected size of a response; calls start in order.
+
+        The caller must call `end` with the same size.
+        """
+        if self._waiting or self._unread.held_bytes > self._max_bytes:
+            turn: Future[None] = get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except BaseException:
+                if turn.done() and not turn.cancelled():
+                    self._wake()  # the turn passes to the next call
+                elif turn in self._waiting:
+                    self._waiting.remove(turn)
+                raise
+        self.expect(size_bytes)
+
+    def expect(self, size_bytes: int) -> None:
+        """Reserve the size of a response that waits for earlier ones, without a wait."""
+        self._expected_bytes += size_bytes
+        self._update()
+
+    def end(self, size_bytes: int) -> None:
+        """Release the expected size: the response is written, or the call has failed."""
+        self._expected_bytes -= size_bytes
+        self._update()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that are written and not read."""
+        return self._unread_bytes
+
+    def admit(self, size_bytes: int) -> None:
+        """Check that a response may be written; raises Overloaded if memory for unread responses is full."""
+        if size_bytes > SMALL_BODY_BYTES and not self._unread.admits(size_bytes):
+            raise Overloaded("clients have not read earlier responses, and memory for them is full: retry later")
+
+    def update(self, unread_bytes: int) -> None:
+        """Set the number of bytes that are written and not read."""
+        self._unread_bytes = unread_bytes
+        self._update()
+        if not self._closed:
+            self._unread.observe(monotonic_ns(), self._give_way)
+
+    def add(self, change_bytes: int) -> None:
+        """Change the number of bytes that are written and not read."""
+        self.update(self._unread_bytes + change_bytes)
+
+    def close(self) -> None:
+        """Release everything: the connection is closed. Calls that end later change nothing."""
+        self._closed = True
+        self._unread.update(0)
+
+    def _update(self) -> None:
+        if self._closed:
+            return
+        self._unread.update(self._unread_bytes + self._expected_bytes)
+        if self._waiting:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the next call start. It reserves its size in the next iteration of the event loop, and wakes the one after it."""
+        waiting = self._waiting
+        while waiting and self._unread.held_bytes <= self._max_bytes:
+            turn = waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return

@@ -1,0 +1,140 @@
+"""Responses over gRPC that their client does not read (attack 7 of the second table in docs/security.md)."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import onnx
+import pytest
+from headrace.http2 import frames
+from onnx import TensorProto, helper
+from tritonclient.grpc import service_pb2
+
+from loadtest.onnx_models import onnx_model
+from tests.support.attacks import SERVICE, Attacked, attack, watched
+from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
+from tests.support.models import add_model
+from tests.support.waiting import until
+
+pb: Any = service_pb2
+INFER, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
+ELEMENTS = 4 << 20  # 16 MiB
+CALLS = 40
+# The responses of all calls together have 640 MiB. Those up to the bound of a connection may be held, and those of the first
+# batches, whose size is not known before.
+MOST_BYTES = {"fast": 300 << 20, "grpcio": 640 << 20}  # grpcio copies each response
+
+
+def zeros() -> onnx.ModelProto:
+    """Y FP32: as many zeros as SIZE INT64 (1) says."""
+    node = helper.make_node("ConstantOfShape", ["SIZE"], ["Y"])
+    return onnx_model([node], {"SIZE": (TensorProto.INT64, (1,))}, {"Y": (TensorProto.FLOAT, ("n",))})
+
+
+def zeros_request(elements: int = ELEMENTS, request_id: str = "") -> bytes:
+    created = pb.ModelInferRequest(model_name="zeros", id=request_id, raw_input_contents=[struct.pack("<q", elements)])
+    created.inputs.add(name="SIZE", datatype="INT64", shape=[1])
+    return bytes(created.SerializeToString())
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    folder = tmp_path_factory.mktemp("unread")
+    add_model(folder / "models", "zeros", zeros())
+    with attack(request.param, folder) as running:
+        yield running
+
+
+def open_calls(peer: RawPeer, calls: int, content: bytes) -> None:
+    """Open calls on one connection, all at once."""
+    for stream_id in range(1, 2 * calls, 2):
+        peer.send(request(stream_id, end=False, fields=grpc_head(INFER)), data(stream_id, message(content), end=True))
+
+
+def unread_bytes(server: Attacked) -> float:
+    (size,) = server.samples("headrace_unread_bytes")
+    return size
+
+
+def grown_within(server: Attacked, before_bytes: int, more_bytes: int = 0) -> None:
+    """Let the calls run for some time; fail if the server's memory grows beyond the bound."""
+    bound_bytes = MOST_BYTES[server.engine] + more_bytes
+    time.sleep(4.0)
+    grown = server.peak_bytes() - before_bytes
+    assert grown < bound_bytes, f"the server's memory grew by {grown >> 20} MiB"
+
+
+@pytest.mark.parametrize("connections", [1, 4])
+def test_calls_that_are_opened_at_once_and_not_read(server: Attacked, connections: int) -> None:
+    """630 MB for a connection, 2.6 GB for four: the bound was looked at only when a stream opened."""
+    with watched(server, f"S7 answers unread on {connections} connections") as watch, ExitStack() as stack:
+        peers = [stack.enter_context(RawPeer(server.server.grpc_port)) for _ in range(connections)]
+        for peer in peers:
+            open_calls(peer, CALLS, zeros_request())
+        until(lambda: unread_bytes(server) > 0)
+        grown_within(server, watch.before_bytes, (connections - 1) * (96 << 20))
+        server.still_serves()
+    watch.check(128 << 20)
+    until(lambda: unread_bytes(server) == 0)
+    server.still_serves()
+
+
+def test_small_answers_do_not_hide_large_ones(server: Attacked) -> None:
+    """The expected size decays; then the calls that still run are refused at the bound."""
+    with watched(server, "S7 small answers first") as watch, server.channel() as channel:
+        infer = channel.unary_unary(INFER)
+        for _ in range(80):
+            infer(zeros_request(1), timeout=30)
+        with RawPeer(server.server.grpc_port) as peer:
+            open_calls(peer, CALLS, zeros_request())
+            grown_within(server, watch.before_bytes)
+    watch.check(128 << 20)
+
+
+def test_a_stream_that_is_not_read(server: Attacked) -> None:
+    """Its requests in flight were bounded, and not their responses."""
+    with watched(server, "S7 stream unread") as watch, RawPeer(server.server.grpc_port) as peer:
+        peer.send(request(1, end=False, fields=grpc_head(STREAM)))
+        for _ in range(CALLS):
+            peer.send(data(1, message(zeros_request())))
+        grown_within(server, watch.before_bytes)
+        server.still_serves()
+    watch.check(128 << 20)
+
+
+def test_calls_wait_until_the_client_reads(server: Attacked) -> None:
+    """Calls of an honest client that sends many at once are answered, all of them."""
+    with server.channel() as channel, ThreadPoolExecutor(20) as pool:
+        infer = channel.unary_unary(INFER)
+        infer(zeros_request(), timeout=60)
+        answers = pool.map(lambda _: infer(zeros_request(), timeout=60), range(20))
+        assert {len(pb.ModelInferResponse.FromString(each).raw_output_contents[0]) for each in answers} == {
+            4 * ELEMENTS
+        }
+        stream = channel.stream_stream(STREAM)
+        names = [str(number) for number in range(20)]
+        served = [
+            pb.ModelStreamInferResponse.FromString(each).infer_response
+            for each in stream(iter([zeros_request(request_id=name) for name in names]), timeout=60)
+        ]
+        assert [each.id for each in served] == names
+        assert {len(each.raw_output_contents[0]) for each in served} == {4 * ELEMENTS}
+    until(lambda: unread_bytes(server) == 0)
+    server.still_serves()
+
+
+def test_waiting_calls_of_a_client_that_disconnects(server: Attacked) -> None:
+    with server.channel() as channel:
+        channel.unary_unary(INFER)(zeros_request(), timeout=60)  # the size is known
+    for _ in range(3):
+        with RawPeer(server.server.grpc_port) as peer:
+            open_calls(peer, CALLS, zeros_request())
+            until(lambda: unread_bytes(server) > 0)
+            peer.send(frames.rst_stream(2 * CALLS - 1, frames.ErrorCode.CANCEL))
+    until(lambda: unread_bytes(server) == 0 and server.samples("headrace_body_bytes") == [0.0])
+    server.still_serves()
