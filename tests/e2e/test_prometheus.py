@@ -1,15 +1,18 @@
 """A real Prometheus scrapes real servers under load: every query of every panel, rule and alert gives data.
 
-One server has a GPU (a fake, in its process) and every kind of model; the other has TLS.
+One server has a GPU (a fake, in its process) and every kind of model; the other has TLS, and keys: Prometheus sends the one
+with the scope metrics.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import ssl
 import sys
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ import pytest
 import yaml
 
 from deploy.grafana.dashboards import DASHBOARDS
+from deploy.make_keys import KEYS_FILE, make_keys
 from tests.support.certificates import Certificates
 from tests.support.fake_builder import publish
 from tests.support.fake_gpu import install_gpu
@@ -198,6 +202,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     port = free_port()
     control = ("--metrics-port", str(port), "--model-control", "explicit", "--load-model", "*")
     tls = ("--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key), "--no-grpc")
+    make_keys(folder)
+    tls += ("--api-keys-file", str(folder / KEYS_FILE))
     gpu = start(repository, folder / "gpu.log", *control, command=COMMAND)
     try:
         gpu.wait_until_ready()
@@ -208,6 +214,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                     "static_configs": [{"targets": [secure.address]}],
                     "scheme": "https",
                     "tls_config": {"ca_file": str(certificates.authority)},
+                    "authorization": {"credentials_file": str(folder / "metrics.key")},
                 },
             ]
             feature = "--enable-feature=native-histograms,exemplar-storage"
@@ -247,6 +254,19 @@ def test_both_servers_are_scraped(watched: Watched) -> None:
     for one in (watched.classic, watched.native):
         targets = one.get("targets?state=active")["activeTargets"]
         assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")] * 2
+
+
+def test_metrics_need_the_key_that_prometheus_sends(watched: Watched) -> None:
+    folder = watched.tls.log.parent
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    for name, expected in ((None, 401), ("infer", 403), ("metrics", 200)):
+        headers = {"Authorization": f"Bearer {(folder / f'{name}.key').read_text().strip()}"} if name else {}
+        request = urllib.request.Request(f"https://{watched.tls.address}/metrics", headers=headers)
+        try:
+            status = urllib.request.urlopen(request, timeout=30, context=context).status
+        except urllib.error.HTTPError as error:
+            status = error.code
+        assert status == expected, name
 
 
 def test_nothing_is_lost_between_the_server_and_prometheus(watched: Watched) -> None:

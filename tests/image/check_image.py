@@ -42,6 +42,7 @@ DEPLOY = ROOT / "deploy"
 # Services of Compose that are not started here.
 NOT_STARTED = {
     "headrace-gpu": "needs a GPU and NVIDIA's TensorRT image",
+    "keys-gpu": "is keys on NVIDIA's TensorRT image",
     "grafana": "its image cannot be had without a registry, and Debian has no package of it",
     "jaeger": "its image cannot be had without a registry, and Debian has no package of it",
 }
@@ -147,9 +148,9 @@ class Container:
         command = [tool("podman"), "--runtime", tool("runc"), "exec", self.id, *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    def get(self, port: int, path: str) -> tuple[int, str]:
+    def get(self, port: int, path: str, key: str = "") -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
         return response.status, response.read().decode()
 
@@ -282,17 +283,28 @@ def compose_options(service: dict[str, Any], volumes: dict[str, str]) -> list[st
         volumes: name or folder of what is mounted, by the name or folder in deploy/compose.yaml that it stands for.
     """
     entry = {"build", "image", "profiles", "restart", "networks", "ports", "init", "ulimits", "command", "deploy"}
+    entry |= {"depends_on", "entrypoint", "network_mode"}
     options = [f"-e={name}={value}" for name, value in service.get("environment", {}).items()]
     options += [f"--cap-drop={one}" for one in service.get("cap_drop", ())]
     options += [f"--security-opt={one.replace(':true', '')}" for one in service.get("security_opt", ())]
     options += [f"--tmpfs={one}" for one in service.get("tmpfs", ())]
+    options += [f"--group-add={one}" for one in service.get("group_add", ())]
     options += ["--read-only"] if service.get("read_only") else []
     if "stop_grace_period" in service:
         options.append(f"--stop-timeout={service['stop_grace_period'].rstrip('s')}")
     for volume in service.get("volumes", ()):
         source, target, mode = volume.split(":")
         options.append(f"-v={volumes.get(source, source)}:{target}:{mode}")
-    handled = {"environment", "cap_drop", "security_opt", "tmpfs", "read_only", "stop_grace_period", "volumes"}
+    handled = {
+        "environment",
+        "cap_drop",
+        "security_opt",
+        "tmpfs",
+        "read_only",
+        "stop_grace_period",
+        "volumes",
+        "group_add",
+    }
     assert set(service) <= entry | handled, "a setting of Compose that is not tried here"
     return options
 
@@ -314,6 +326,14 @@ class Composed(Container):
         self.id = podman("run", "-d", "--network=host", *limits, *free, *compose_options(service, volumes), image)
 
 
+def create_keys(service: dict[str, Any], image: str, volumes: dict[str, str]) -> str:
+    """Run the service of Compose that creates the keys, to its end; what it prints."""
+    program, *words = service["entrypoint"]
+    limits = ["--network=host", "--ulimit=nofile=4096:4096", "--ulimit=nproc=8192:8192"]
+    options = compose_options(service, volumes)
+    return podman("run", "--rm", *limits, *options, f"--entrypoint={program}", image, *words)
+
+
 @pytest.fixture
 def volume() -> Iterator[Callable[[str], str]]:
     """Names volumes of podman that are removed at the end."""
@@ -329,7 +349,7 @@ def volume() -> Iterator[Callable[[str], str]]:
 
 
 def test_every_compose_service_is_started_here_or_listed() -> None:
-    assert set(composed()) == {"headrace", "prometheus", *NOT_STARTED}
+    assert set(composed()) == {"keys", "headrace", "prometheus", *NOT_STARTED}
     for name, why in NOT_STARTED.items():
         print(f"not started: {name}: {why}")
 
@@ -348,12 +368,15 @@ def test_composes_server_builds_an_engine_once_beside_models_that_are_read_only(
     )
     for path in (tmp_path, *tmp_path.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    volumes = {"demo-models": str(tmp_path / "models"), "state": volume("state")}
+    volumes = {"demo-models": str(tmp_path / "models"), "state": volume("state"), "keys": volume("keys")}
     service = composed()["headrace"]
+    assert create_keys(composed()["keys"], alone, volumes).startswith("created keys: infer, metrics, admin")
+    assert create_keys(composed()["keys"], alone, volumes).startswith("kept the keys that exist")
     before = sorted(folder.rglob("*"))
 
     def parameters(container: Container) -> dict[str, Any]:
-        return dict(json.loads(container.get(container.http, "/v2/models/net")[1]).get("parameters", {}))
+        key = container.inside("cat", "/keys/infer.key").stdout.strip()
+        return dict(json.loads(container.get(container.http, "/v2/models/net", key)[1]).get("parameters", {}))
 
     logs = []
     for _ in range(2):
@@ -384,10 +407,12 @@ def test_composes_prometheus_finds_composes_server(
     )
     image = f"{IMAGE}:prometheus"
     podman("build", "--isolation", "chroot", "--format", "docker", "-t", image, tmp_path, timeout_s=BUILD_S)
-    volumes = {"demo-models": volume("demo-models"), "state": volume("state")}
+    volumes = {"demo-models": volume("demo-models"), "state": volume("state"), "keys": volume("keys")}
+    create_keys(services["keys"], demo, volumes)
     server = Composed(services["headrace"], demo, volumes)
     try:
         server.wait()
+        assert server.get(server.http, "/v2")[0] == 401, "a key is needed"
         # The port of metrics is a free one here, so the configuration names it in place of 8002.
         configuration = tmp_path / "etc"
         shutil.copytree(DEPLOY / "prometheus", configuration)
@@ -399,6 +424,7 @@ def test_composes_prometheus_finds_composes_server(
         (port,) = ports(1)
         service = services["prometheus"]
         mounted = {str(DEPLOY / "prometheus"): str(configuration), "prometheus": volume("prometheus")}
+        mounted["keys"] = volumes["keys"]  # it reads metrics.key, as another user of the group
         words = [
             "--network=host",
             "--add-host=headrace:127.0.0.1",

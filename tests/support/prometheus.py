@@ -46,6 +46,8 @@ def configuration(targets: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shipped["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     shipped["rule_files"] = [str(FOLDER / name) for name in shipped["rule_files"]]
     (job,) = shipped["scrape_configs"]
+    # A target names the file of its own key, or needs none.
+    assert set(job.pop("authorization")) == {"credentials_file"}
     relabel = [{"target_label": "job", "replacement": job["job_name"]}]
     shipped["scrape_configs"] = [
         {**job, **target, "job_name": f"{job['job_name']}-{number}", "relabel_configs": relabel}

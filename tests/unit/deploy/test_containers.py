@@ -5,22 +5,31 @@ That the image really builds and serves is `make image-test`.
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from headrace.settings import Settings
+from headrace.tls import TlsFiles
 
-from tests.support.serving import ROOT
+from deploy.make_keys import KEYS, KEYS_FILE
+from tests.support.certificates import Certificates
+from tests.support.models import add_model, affine
+from tests.support.serving import ROOT, serving
 from tests.support.tools import tool
 
 DEPLOY = ROOT / "deploy"
@@ -169,13 +178,14 @@ def test_compose_starts_one_server_that_prometheus_finds() -> None:
     assert port == environment(DOCKERFILES[0])["HEADRACE_METRICS_PORT"]
     for profile, server in (("cpu", "headrace"), ("gpu", "headrace-gpu")):
         result = services(COMPOSE_PROFILES=profile)
-        assert set(result) == {server, "prometheus", "grafana"}
+        keys = "keys" if profile == "cpu" else "keys-gpu"
+        assert set(result) == {server, keys, "prometheus", "grafana"}
         assert result[server]["networks"]["default"]["aliases"] == [host]
 
 
 def test_compose_starts_a_trace_collector_with_its_profile() -> None:
     result = services(COMPOSE_PROFILES="cpu,traces", HEADRACE_OTLP_ENDPOINT="http://jaeger:4317")
-    assert set(result) == {"headrace", "jaeger", "prometheus", "grafana"}
+    assert set(result) == {"keys", "headrace", "jaeger", "prometheus", "grafana"}
     assert result["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "http://jaeger:4317"
     assert services()["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == ""
     folder = DEPLOY / "grafana/provisioning/datasources"
@@ -200,7 +210,7 @@ def test_compose_limits_the_rights_of_the_server(profile: str) -> None:
     dockerfile = ROOT / server["build"]["dockerfile"]
     assert dockerfile in DOCKERFILES
     assert f"AS {server['build']['target']}" in dockerfile.read_text()
-    assert set(mounts(server)) == {"/models", "/var/lib/headrace"}
+    assert set(mounts(server)) == {"/models", "/var/lib/headrace", "/keys"}
 
 
 def test_compose_shows_nothing_to_strangers() -> None:
@@ -300,3 +310,173 @@ def test_kubernetes_waits_for_requests_in_flight() -> None:
     drain = float({variable["name"]: variable["value"] for variable in container["env"]}["HEADRACE_DRAIN_TIMEOUT_S"])
     pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > pause + drain
+
+
+# --- keys --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_creates_keys_before_the_server_starts(profile: str) -> None:
+    result = services(COMPOSE_PROFILES=profile)
+    (server,) = [service for name, service in result.items() if name.startswith("headrace")]
+    ((name, condition),) = server["depends_on"].items()
+    assert condition["condition"] == "service_completed_successfully"
+    keys = result[name]
+    assert keys["image"] == server["image"]
+    assert keys["read_only"] is True
+    assert keys["cap_drop"] == ["ALL"]
+    assert keys["network_mode"] == "none"
+    assert keys["entrypoint"] == ["python3", "/make_keys.py", "--folder", "/keys", "--group-readable", "metrics"]
+    volume = mounts(server)["/keys"].removesuffix(":ro")
+    assert mounts(keys) == {"/make_keys.py": f"{DEPLOY / 'make_keys.py'}:ro", "/keys": f"{volume}:rw"}
+    assert server["environment"]["HEADRACE_API_KEYS_FILE"] == f"/keys/{KEYS_FILE}"
+    # A new volume gets the owner and the mode of the folder in the image.
+    (owner,) = [
+        re.search(r"mkdir -m 0750 /keys && chown (\d+):(\d+) /keys", rest)
+        for word, rest in instructions(ROOT / server["build"]["dockerfile"])
+        if word == "RUN" and "/keys" in rest
+    ]
+    assert owner is not None
+    assert owner.groups() == (str(USER), str(USER))
+    assert result["prometheus"]["group_add"] == [str(USER)]
+    assert mounts(result["prometheus"])["/keys"] == f"{volume}:ro"
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scraped["authorization"] == {"credentials_file": "/keys/metrics.key"}
+
+
+@pytest.fixture(scope="module")
+def key_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys as the service of Compose creates them."""
+    folder = tmp_path_factory.mktemp("keys")
+    words = services()["keys"]["entrypoint"][1:]
+    named = {"/make_keys.py": str(DEPLOY / "make_keys.py"), "/keys": str(folder)}
+    done = make_keys(*(named.get(word, word) for word in words))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"created keys: {', '.join(KEYS)}\n{folder}: {KEYS_FILE} for the server" in done.stdout
+    return folder
+
+
+def make_keys(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run make_keys.py with the Python that has Headrace, as in the image."""
+    environment = os.environ | variables
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_keys_are_created_once_and_for_their_readers_only(key_folder: Path) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in key_folder.iterdir() if not path.name.startswith(".")}
+    assert modes == {KEYS_FILE: 0o600, "infer.key": 0o600, "admin.key": 0o600, "metrics.key": 0o640}
+    before = {path.name: path.read_bytes() for path in key_folder.iterdir()}
+    clients = yaml.safe_load(before[KEYS_FILE])["clients"]
+    assert {name: tuple(client["scopes"]) for name, client in clients.items()} == KEYS
+    for name, client in clients.items():
+        key = before[f"{name}.key"].strip()
+        assert [entry["sha256"] for entry in client["keys"]] == [hashlib.sha256(key).hexdigest()]
+    done = make_keys(str(DEPLOY / "make_keys.py"), "--folder", str(key_folder))
+    assert done.stdout.startswith("kept the keys that exist\n")
+    assert {path.name: path.read_bytes() for path in key_folder.iterdir()} == before
+
+
+def test_a_server_with_these_keys_gives_each_its_scope(key_folder: Path, tmp_path: Path) -> None:
+    """The server of Compose: its environment, its health check, its Prometheus and its clients."""
+    add_model(tmp_path / "repository", "net", affine())
+    variables = {"HEADRACE_API_KEYS_FILE": str(key_folder / KEYS_FILE)}
+    keys = {name: (key_folder / f"{name}.key").read_text().strip() for name in KEYS}
+    options = ("--model-control", "explicit", "--load-model", "net")
+    routes = [("GET", "/v2"), ("GET", "/metrics"), ("POST", "/v2/repository/models/net/load")]
+    with serving(tmp_path / "repository", tmp_path, *options, env=variables) as server:
+        for name, expected in (
+            (None, [401] * 3),
+            ("infer", [200, 403, 403]),
+            ("metrics", [403, 200, 403]),
+            ("admin", [200] * 3),
+        ):
+            headers = {"Authorization": f"Bearer {keys[name]}"} if name else {}
+            statuses = [
+                server.request(method, path, b"" if method == "POST" else None, headers)[0] for method, path in routes
+            ]
+            assert statuses == expected, name
+        health = [sys.executable, "-m", "headrace", "health", "--url", server.url]
+        done = subprocess.run(health, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+
+
+class KubernetesApi(BaseHTTPRequestHandler):
+    """Keeps the Secrets that are posted, as the API of a cluster does."""
+
+    secrets: ClassVar[dict[str, Any]] = {}
+    tokens: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        secret = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.tokens.append(self.headers["Authorization"])
+        name = f"{self.path}/{secret['metadata']['name']}"
+        status = 403 if self.tokens[-1] != "Bearer account-token" else 409 if name in self.secrets else 201
+        if status == 201:
+            self.secrets[name] = secret
+        self.send_response(status)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_job_of_kubernetes_creates_the_secret_that_the_pod_mounts(tmp_path: Path) -> None:
+    account, role, binding, job, script = yaml.safe_load_all((MANIFEST.with_name("keys.yaml")).read_text())
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == account["metadata"]["name"]
+    assert script["data"]["make_keys.py"] == (DEPLOY / "make_keys.py").read_text()
+    (container,) = pod["containers"]
+    assert container["command"][:2] == ["python3", "/script/make_keys.py"]
+
+    certificates = Certificates(tmp_path)
+    shutil.copy(certificates.authority, tmp_path / "ca.crt")
+    (tmp_path / "namespace").write_text("serving")
+    (tmp_path / "token").write_text("account-token\n")
+    (tmp_path / "make_keys.py").write_text(script["data"]["make_keys.py"])
+    pair = certificates.server
+    with ThreadingHTTPServer(("127.0.0.1", 0), KubernetesApi) as api:
+        context = TlsFiles(str(pair.certificate), str(pair.key)).ssl_context(())
+        api.socket = context.wrap_socket(api.socket, server_side=True)
+        thread = threading.Thread(target=api.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        variables = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(api.server_port)}
+
+        def run_job() -> subprocess.CompletedProcess[str]:
+            words = [str(tmp_path / "make_keys.py"), *container["command"][2:], "--service-account", str(tmp_path)]
+            return make_keys(*words, **variables)
+
+        try:
+            assert run_job().stdout == "the Secret headrace-keys was created\n"
+            assert run_job().stdout == "the Secret headrace-keys exists and is kept\n"
+            (tmp_path / "token").write_text("another")
+            assert "the Kubernetes API answered 403" in run_job().stderr
+        finally:
+            api.shutdown()
+            thread.join()
+    ((path, secret),) = KubernetesApi.secrets.items()
+    assert path == "/api/v1/namespaces/serving/secrets/headrace-keys"
+    data = {name: base64.b64decode(text) for name, text in secret["data"].items()}
+    assert set(data) == {KEYS_FILE, *(f"{name}.key" for name in KEYS)}
+    deployment, _ = yaml.safe_load_all(MANIFEST.read_text())
+    (volume,) = [one["secret"] for one in deployment["spec"]["template"]["spec"]["volumes"] if "secret" in one]
+    assert volume["secretName"] == secret["metadata"]["name"]
+    assert volume["items"] == [{"key": KEYS_FILE, "path": KEYS_FILE}], "the keys themselves are not for the server"
+    monitor = yaml.safe_load(MANIFEST.with_name("pod-monitor.yaml").read_text())["spec"]
+    assert monitor["podMetricsEndpoints"][0]["authorization"]["credentials"] == {
+        "name": "headrace-keys",
+        "key": "metrics.key",
+    }
+    entries = yaml.safe_load(data[KEYS_FILE])["clients"]["metrics"]["keys"]
+    assert [entry["sha256"] for entry in entries] == [hashlib.sha256(data["metrics.key"].strip()).hexdigest()]
+
+
+def test_the_network_policy_names_the_pods_and_ports_of_the_server() -> None:
+    policy = yaml.safe_load(MANIFEST.with_name("network-policy.yaml").read_text())["spec"]
+    deployment, service = yaml.safe_load_all(MANIFEST.read_text())
+    assert policy["podSelector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
+    ports = [port["port"] for rule in policy["ingress"] for port in rule["ports"]]
+    assert ports == [port["port"] for port in service["spec"]["ports"]]
