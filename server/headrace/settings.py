@@ -201,7 +201,7 @@ class Settings:
         tls_client_ca: CA certificates (PEM) that sign client certificates; "" if clients need none.
         api_keys_file: YAML file with names, hashed keys and scopes; "" for none.
         insecure_control: without keys, allow control, logging and trace settings on an address that is not loopback.
-        allowed_host: further host names that the header Host may have; a server without keys refuses others.
+        allowed_host: further names in the header Host; on a loopback address without keys, and if given, others are refused.
         cors_origin: origins whose web pages may read responses and change state.
         jwks: file or HTTPS URL with the public keys of JSON web tokens; "" for none.
         jwt_issuer: `iss` of accepted tokens.
@@ -424,8 +424,16 @@ OPTIONS: tuple[_Option, ...] = (
         "without keys: let any client of a network address load models and change settings",
         _switch,
     ),
-    _Option("allowed_host", "host name that requests may have in Host, without keys; repeatable", metavar="NAME"),
-    _Option("cors_origin", "origin of web pages that may call the server; repeatable", metavar="ORIGIN"),
+    _Option(
+        "allowed_host",
+        "name in the header Host that the server answers to, besides localhost and IP addresses; repeatable",
+        metavar="NAME",
+    ),
+    _Option(
+        "cors_origin",
+        "origin of web pages that may use the server, such as https://app.example; repeatable",
+        metavar="ORIGIN",
+    ),
     _Option("jwks", "public keys of JSON web tokens: a file, or an https:// URL (none)", metavar="FILE_OR_URL"),
     _Option("jwt_issuer", "issuer of accepted tokens, with --jwks", metavar="ISSUER"),
     _Option("jwt_audience", "audience of accepted tokens, with --jwks", metavar="AUDIENCE"),

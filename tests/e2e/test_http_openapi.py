@@ -17,6 +17,7 @@ from headrace_engines.demo import networks
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
 from tests.support import models
+from tests.support.keys import Keys
 from tests.support.serving import Server, serving
 
 # A schema has the form of a request, not the memory that the client has allocated or the inputs of the model: it is no fault to
@@ -84,6 +85,33 @@ def test_the_page_is_openapi(page: Any) -> None:
     assert set(infer["requestBody"]["content"]) == {"application/json", "application/octet-stream"}
     assert {"200", "400", "403", "404", "413", "503", "504"} <= set(infer["responses"])
     assert infer["responses"]["503"]["headers"]["Retry-After"]["required"]
+
+
+def test_the_page_declares_keys(page: Any, described: Server) -> None:
+    assert set(page["components"]["securitySchemes"]) == {"bearer", "api_key"}
+    for path, methods in page["paths"].items():
+        for operation in methods.values():
+            is_open = path in ("/", "/docs", "/v2/health/live", "/v2/health/ready")
+            assert operation["security"] == ([] if is_open else [{"bearer": []}, {"api_key": []}, {}]), path
+            assert ("401" in operation["responses"]) is ("403" in operation["responses"]) is not is_open, path
+            assert {"400", "421", "431", "500"} <= set(operation["responses"]), path
+
+
+def test_the_page_requires_keys_on_a_server_with_keys(tmp_path: Path) -> None:
+    keys = Keys(tmp_path)
+    models.add_model(tmp_path / "repository", "row_sums", models.row_sums())
+    with serving(tmp_path / "repository", tmp_path, "--api-keys-file", str(keys.path)) as running:
+        assert running.request("GET", "/openapi.json")[0] == 401
+        status, _, content = running.request("GET", "/openapi.json", None, keys.bearer("read"))
+        assert status == 200
+        document = json.loads(content)
+        jsonschema_rs.Draft202012Validator(OPENAPI_31).validate(document)
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                target = path.format(model="row_sums", version="1", region="region")
+                status, headers, _ = running.request(method.upper(), target, b"{}" if method == "post" else None)
+                assert (status == 401) is (operation["security"] != []), path
+                assert status != 401 or headers["www-authenticate"] == "Bearer"
 
 
 def test_undocumented_routes_are_not_served(described: Server, page: Any) -> None:

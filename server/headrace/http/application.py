@@ -78,7 +78,7 @@ def control_application(services: Services, client_limits: ClientLimits, metrics
 
     @functools.cache
     def openapi() -> bytes:
-        return orjson.dumps(document(app, table))
+        return orjson.dumps(document(app, table, services.access.has_keys))
 
     table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:

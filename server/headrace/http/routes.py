@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies
 from headrace.inference.control_plane import ControlPlane
+from headrace.inference.operations import http_operation
 from headrace.inference.services import Services
 
 # Limit of a control request that carries no model files.
@@ -344,18 +345,30 @@ TAGS = {
 }
 _ERRORS = {
     400: "Invalid request; the text names the field, its value and what is allowed",
-    403: "Disabled by the operator; the text names the option that enables it",
+    401: "No valid key; only on a server with keys",
+    403: (
+        "Disabled by the operator, closed without keys, a scope or model that the key does not have, or a web page of another "
+        "origin; the text says which, and what opens it"
+    ),
     404: "No such model, version or region",
     409: "Conflict with the present state",
     413: "Request body too large",
+    421: "Host that the server does not answer to; see --allowed-host",
     429: "Quota of this client exceeded; other clients are served",
     431: "Request headers too large",
     500: "The server or the model failed; the log has the cause under the reference in the text",
     503: "Overloaded, deadline would be missed, loading, not available or draining; another replica may serve the request",
     504: "Deadline of the request exceeded",
 }
-# Possible at any route: malformed HTTP, headers that never end, a fault of the server.
-_EVERYWHERE = (400, 431, 500)
+# Possible at any route: malformed HTTP, a foreign host, headers that never end, a fault of the server.
+_EVERYWHERE = (400, 421, 431, 500)
+# Possible at any route that needs a scope.
+_WITH_SCOPE = (401, 403, 429)
+_SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key of this server, or a JSON web token (--jwks)"},
+    "api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "A key of this server"},
+}
+_CHALLENGE = {"WWW-Authenticate": {"description": "Bearer", "required": True, "schema": {"type": "string"}}}
 _RETRY_HEADERS = {
     "Retry-After": {"description": "seconds", "required": True, "schema": {"type": "integer", "minimum": 1}},
     "Retry-After-Ms": {"description": "milliseconds", "required": True, "schema": {"type": "integer", "minimum": 0}},
@@ -383,11 +396,8 @@ def add_route(app: FastAPI, route: Route, endpoint: Any) -> None:
     responses: dict[int | str, dict[str, Any]] = {200: {"description": route.summary}}
     if route.response is not None and not is_json:  # without the parameters of the media type
         responses[200]["content"] = {route.media_type.partition(";")[0]: {"schema": {"type": "string"}}}
-    statuses = (
-        {*_EVERYWHERE, *route.statuses} | ({413} if route.body else set()) | ({404} if "{" in route.path else set())
-    )
-    for status in sorted(statuses):
-        headers = {"headers": _RETRY_HEADERS} if status in (429, 503) else {}
+    for status in sorted(_error_statuses(route)):
+        headers = {"headers": _CHALLENGE if status == 401 else _RETRY_HEADERS} if status in (401, 429, 503) else {}
         responses[status] = {"description": _ERRORS[status], "content": _json_body(bodies.Error), **headers}
     parameters = [_path_parameter(name) for name in re.findall(r"{(\w+)}", route.path)]
     extra = {**route.openapi_extra, "parameters": [*parameters, *route.openapi_extra.get("parameters", ())]}
@@ -408,12 +418,25 @@ def add_route(app: FastAPI, route: Route, endpoint: Any) -> None:
     )
 
 
-def document(app: FastAPI, table: Sequence[Route]) -> dict[str, Any]:
+def _error_statuses(route: Route) -> set[int]:
+    """Return the statuses of all errors that a route can return."""
+    statuses = {*_EVERYWHERE, *route.statuses}
+    if route.body is not None:
+        statuses.add(413)
+    if "{" in route.path:
+        statuses.add(404)
+    if http_operation(route.method, route.path).scope is not None:
+        statuses.update(_WITH_SCOPE)
+    return statuses
+
+
+def document(app: FastAPI, table: Sequence[Route], has_keys: bool) -> dict[str, Any]:
     """The OpenAPI document of an application whose routes were added by `add_route`.
 
     Args:
         app: FastAPI application.
         table: its routes; the types of their request bodies become components.
+        has_keys: True if callers need a key.
     """
     requests = {route.body for route in table if route.body is not None}
     _, structs = msgspec.json.schema_components(requests, ref_template=_REFERENCE.format(model="{name}"))
@@ -423,6 +446,14 @@ def document(app: FastAPI, table: Sequence[Route]) -> dict[str, Any]:
     _, schemas = models_json_schema(models, ref_template=_REFERENCE, schema_generator=_Schema)
     openapi = app.openapi()
     openapi["components"]["schemas"] |= {**structs, **schemas["$defs"]}
+    openapi["components"]["securitySchemes"] = _SECURITY_SCHEMES
+    keys: list[dict[str, list[str]]] = [{name: []} for name in _SECURITY_SCHEMES]
+    for route in table:
+        if route.documented:
+            is_open = http_operation(route.method, route.path).scope is None
+            # An empty entry: a key is optional.
+            security = [] if is_open else keys if has_keys else [*keys, {}]
+            openapi["paths"][route.path][route.method.lower()]["security"] = security
     return openapi
 
 
