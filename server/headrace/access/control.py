@@ -152,7 +152,7 @@ class KeyAccess:
         bucket = self._buckets.get(name)
         if bucket is None:
             return QuotaBucket(name, quota)
-        bucket.quota = quota
+        bucket.set_quota(quota)
         return bucket
 
     def _changed(self) -> None:

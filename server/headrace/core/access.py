@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import Forbidden, QuotaExceeded, Unauthenticated
-from headrace.core.quota import Quota, charge
+from headrace.core.quota import Quota
 
 
 class Scope(StrEnum):
@@ -51,21 +51,32 @@ class QuotaBucket:
 
     Args:
         name: of the client, for the error.
-        quota: rate and burst. A change keeps the level of the bucket.
+        quota: rate and burst.
     """
 
-    __slots__ = ("_full_ns", "_name", "quota")
+    __slots__ = ("_burst_ns", "_full_ns", "_name", "_quota", "_token_ns")
 
     def __init__(self, name: str, quota: Quota) -> None:
         self._name = name
-        self.quota = quota
         self._full_ns = 0
+        self.set_quota(quota)
 
-    def charge(self) -> None:
-        """Take a token; raises QuotaExceeded if there is none."""
-        quota = self.quota
-        wait_ns, self._full_ns = charge(quota, self._full_ns, monotonic_ns())
-        if wait_ns:
+    def set_quota(self, quota: Quota) -> None:
+        """Change rate and burst; the level of the bucket stays."""
+        self._quota = quota
+        self._token_ns = max(1, int(NS_PER_S / quota.rate_hz))
+        self._burst_ns = (quota.burst - 1) * self._token_ns
+
+    def charge(self, now_ns: int) -> None:
+        """Take a token, as `headrace.core.quota.charge`; raises QuotaExceeded if there is none."""
+        full_ns = self._full_ns
+        if full_ns < now_ns:
+            full_ns = now_ns
+        wait_ns = full_ns - now_ns - self._burst_ns
+        if wait_ns <= 0:
+            self._full_ns = full_ns + self._token_ns
+        else:
+            quota = self._quota
             message = (
                 f"client '{self._name}' exceeded the quota of its key, {quota.rate_hz:g} requests/s (burst {quota.burst}): "
                 "retry later, or raise its quota in the keys file"
@@ -103,7 +114,7 @@ class Principal:
         refusal: text of Unauthenticated without a grant.
     """
 
-    __slots__ = ("__weakref__", "_is_unbounded", "_models", "grant", "name", "refusal")
+    __slots__ = ("__weakref__", "_is_unbounded", "_may_infer", "_models", "grant", "name", "refusal")
 
     def __init__(self, name: str = "", grant: Grant | None = None, refusal: str = NO_KEY) -> None:
         self.name = name
@@ -114,12 +125,9 @@ class Principal:
         """Replace the rights; None withdraws them, also for cached heads and open streams."""
         self.grant = grant
         self._models: dict[str, bool] = {}
+        self._may_infer = grant is not None and Scope.INFER in grant.scopes
         self._is_unbounded = (
-            grant is not None
-            and Scope.INFER in grant.scopes
-            and not grant.models
-            and not grant.expires_ns
-            and grant.bucket is None
+            grant is not None and self._may_infer and not grant.models and not grant.expires_ns and grant.bucket is None
         )
 
     def revoke(self, refusal: str = REVOKED) -> None:
@@ -142,8 +150,16 @@ class Principal:
         Raises:
             HeadraceError: as `require`.
         """
-        if not self._is_unbounded:
-            self.require(Scope.INFER, model)
+        if self._is_unbounded:
+            return
+        grant = self.grant
+        if grant is not None and self._may_infer and (not grant.models or self._models.get(model)):
+            now_ns = monotonic_ns()
+            if not grant.expires_ns or now_ns < grant.expires_ns:
+                if grant.bucket is not None:
+                    grant.bucket.charge(now_ns)
+                return
+        self.require(Scope.INFER, model)
 
     def require(self, scope: Scope, model: str = "") -> None:
         """Check an operation and charge it to the quota.
@@ -159,7 +175,7 @@ class Principal:
         """
         self.check(scope, model)
         if self.grant is not None and self.grant.bucket is not None:
-            self.grant.bucket.charge()
+            self.grant.bucket.charge(monotonic_ns())
 
     def check(self, scope: Scope, model: str = "") -> None:
         """Check an operation as `require`, without a charge: for the further steps of a call."""
