@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +34,7 @@ from headrace.http.application import HttpApplication
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
 from headrace.listen import (
+    METRICS_CONNECTIONS,
     GrpcListener,
     UvicornServer,
     format_address,
@@ -157,15 +159,21 @@ class HeadraceServer:
         announce: Callable[[Addresses, Registry], None],
         model_filter: Mapping[Path, frozenset[str]] | None = None,
     ) -> None:
-        self._settings = settings
+        limits = settings.limits
+        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
+        self._settings = settings = replace(settings, limits=limits)
         self._announce = announce
         self._model_filter = model_filter or {}
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         self._lag = LoopLag()
-        self._bodies = bodies = BodyMemory(settings.limits)
-        self._http_limits = ClientLimits(settings.limits, "http", bodies)
-        self._grpc_limits = ClientLimits(settings.limits, "grpc", bodies)
+        self._bodies = bodies = BodyMemory(limits)
+        self._http_limits = ClientLimits(limits, "http", bodies)
+        self._grpc_limits = ClientLimits(limits, "grpc", bodies)
+        self._has_metrics_port = settings.metrics_port is not None and settings.metrics_port != settings.http_port
+        # The metrics port has connections of its own: clients of the HTTP port cannot use them up.
+        metrics_limits = replace(limits, max_connections=min(METRICS_CONNECTIONS, limits.max_connections))
+        self._metrics_limits = ClientLimits(metrics_limits, "metrics", bodies)
         self._keys: KeyAccess | None = None
         self._access: AccessControl = OpenAccess()
         self._exit_status = 0
@@ -185,7 +193,6 @@ class HeadraceServer:
             logger.error("%s", error)
             return 1
         _configure_garbage_collector()
-        raise_file_limit(self._settings.limits.max_connections)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(self._serve(tls))
 
@@ -266,14 +273,15 @@ class HeadraceServer:
     def _listen(self, services: Services, tls: ServerTls | None) -> list[socket.socket]:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
-        has_metrics_port = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, self._http_limits, None if has_metrics_port else page, self._origins)
+        application = HttpApplication(
+            services, self._http_limits, None if self._has_metrics_port else page, self._origins
+        )
         sockets = [bind(settings.host, settings.http_port)]
         self._servers.append(UvicornServer(application, settings, self._http_limits, tls))
-        if has_metrics_port and page is not None and settings.metrics_port is not None:
+        if self._has_metrics_port and page is not None and settings.metrics_port is not None:
             sockets.append(bind(settings.host, settings.metrics_port))
             self._servers.append(
-                UvicornServer(metrics_application(page, services.options_reader), settings, self._http_limits, tls)
+                UvicornServer(metrics_application(page, services.options_reader), settings, self._metrics_limits, tls)
             )
         return sockets
 
@@ -282,7 +290,11 @@ class HeadraceServer:
             states=self._registry,
             version=version("headrace"),
             lag=self._lag,
-            client_limits=(self._http_limits, self._grpc_limits),
+            client_limits=(
+                self._http_limits,
+                self._grpc_limits,
+                *([self._metrics_limits] if self._has_metrics_port else []),
+            ),
             certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
         )
         return MetricsPage(

@@ -21,9 +21,10 @@ from headrace.config.documents import refuse
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
-from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol
+from headrace.http.connection import ConnectionTimeouts
 from headrace.http.infer_endpoint import error_response, request_principal
 from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
+from headrace.http.reserve import ConnectionReserve, LimitedHttpProtocol
 from headrace.inference.operations import http_operation
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.settings import Settings
@@ -32,6 +33,8 @@ from headrace.tls import ServerTls, TlsFiles
 logger = logging.getLogger("headrace")
 
 _ALPN = "http/1.1"
+# Connections to the metrics port: that many Prometheus servers scrape none.
+METRICS_CONNECTIONS = 64
 
 MetricsRender = Callable[[str], tuple[str, bytes]]
 
@@ -51,9 +54,10 @@ class UvicornServer(uvicorn.Server):
     ) -> None:
         names = allowed_names(settings.host, is_open(settings), settings.allowed_host)
         protocol = partial(
-            HeadraceHttpProtocol,
+            LimitedHttpProtocol,
             client_limits=client_limits,
             timeouts=ConnectionTimeouts(client_limits),
+            reserve=ConnectionReserve(client_limits),
             hosts=HostPolicy(names),
         )
         self._tls = tls
@@ -90,7 +94,7 @@ class UvicornServer(uvicorn.Server):
             _loop=asyncio.get_running_loop(),
         )
         listeners = [
-            TlsListener(sock, factory, self._tls, _ALPN, limits, reserved=RESERVED_CONNECTIONS)
+            TlsListener(sock, factory, self._tls, _ALPN, limits, reserved=limits.reserved_connections)
             for sock in sockets or []
         ]
         self.servers = listeners  # type: ignore[assignment]
@@ -184,20 +188,33 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
     return app
 
 
-def raise_file_limit(connections: int) -> None:
-    """Raise the process's limit of file descriptors to what `connections` of each protocol need, plus 512."""
+def raise_file_limit(connections: int) -> int:
+    """Raise the process's limit of file descriptors to what connections of each protocol need, plus 512.
+
+    Args:
+        connections: maximum connections of each protocol, without the reserve.
+
+    Returns:
+        `connections`, or fewer if the system gives this process fewer descriptors.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = 2 * connections + 512
+    required = 2 * (connections + 2 * RESERVED_CONNECTIONS) + 512
     if soft == resource.RLIM_INFINITY or soft >= required:
-        return
+        return connections
     limit = required if hard == resource.RLIM_INFINITY else min(required, hard)
     with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below the hard one
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit < required:
-        text = (
-            "the system gives this process %d file descriptors: lower --max-connections, or raise its limit (ulimit -n)"
-        )
-        logger.warning(text, hard)
+    if limit == required:
+        return connections
+    share = (limit - min(512, limit // 2)) // 2
+    # See `ClientLimits.reserved_connections`: connections over the limit take up to twice the reserve.
+    affordable = min(connections, max(share - 2 * RESERVED_CONNECTIONS, share // 3, 1))
+    text = (
+        "the system gives this process %d file descriptors: --max-connections is %d in place of %d; raise its limit"
+        " (ulimit -n)"
+    )
+    logger.warning(text, limit, affordable, connections)
+    return affordable
 
 
 def is_open(settings: Settings) -> bool:

@@ -30,7 +30,7 @@ _RATE_INTERVAL_NS = NS_PER_S // 2
 # Most clients that give way to one request: each costs a few tens of microseconds.
 _MAX_GIVEN_WAY = 64
 
-# Connections over `max_connections` on which liveness, readiness and metrics are served.
+# Largest number of connections over `max_connections`; liveness, readiness and metrics are served on them.
 RESERVED_CONNECTIONS = 64
 
 
@@ -400,6 +400,11 @@ class ClientLimits:
     def reserve(self) -> BodyReservation:
         """Return an empty reservation for the body of a new request."""
         return BodyReservation(self)
+
+    @property
+    def reserved_connections(self) -> int:
+        """Connections over `max_connections` that wait for their first request, and as many that read their refusal."""
+        return min(RESERVED_CONNECTIONS, self.limits.max_connections)
 
     def enter(self) -> bool:
         """Count a new connection; False (and a hit) if it is over the limit. Call `leave` in either case."""

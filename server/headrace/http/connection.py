@@ -456,10 +456,12 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self.peer_names = certificate_names(transport.get_extra_info("peercert"))
         self._timeouts.add(self)
         if not self._client_limits.enter():
-            self._refuse(
-                503,
-                f"the server has {self._client_limits.limits.max_connections} connections, which is its limit: retry later",
-            )
+            max_connections = self._client_limits.limits.max_connections
+            self.on_over_limit(f"the server has {max_connections} connections, which is its limit: retry later")
+
+    def on_over_limit(self, text: str) -> None:
+        """Refuse a new connection over the limit."""
+        self._refuse(503, text)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Abandon the running request and break reference cycles."""
