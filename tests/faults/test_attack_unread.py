@@ -1,4 +1,4 @@
-"""Responses over gRPC that their client does not read (attack 7 of the second table in docs/security.md)."""
+"""Large messages of gRPC: responses that are not read, typed contents, compressed requests (S4 and S7 in docs/security.md)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx
 import pytest
+from headrace.grpc.codec import varint
 from headrace.http2 import frames
 from onnx import TensorProto, helper
 from tritonclient.grpc import service_pb2
@@ -137,4 +138,45 @@ def test_waiting_calls_of_a_client_that_disconnects(server: Attacked) -> None:
             until(lambda: unread_bytes(server) > 0)
             peer.send(frames.rst_stream(2 * CALLS - 1, frames.ErrorCode.CANCEL))
     until(lambda: unread_bytes(server) == 0 and server.samples("headrace_body_bytes") == [0.0])
+    server.still_serves()
+
+
+# --- Requests that are expensive to decode -----------------------------------------------------------------------------
+
+
+def typed(field: int, packed: bytes) -> bytes:
+    """A request of one input with typed contents, serialized by hand: no client library sends so many."""
+    tensor = bytes(pb.ModelInferRequest.InferInputTensor(name="SIZE", datatype="INT64", shape=[1]).SerializeToString())
+    contents = bytes([field << 3 | 2]) + varint(len(packed)) + packed
+    tensor += b"\x2a" + varint(len(contents)) + contents
+    return bytes(pb.ModelInferRequest(model_name="zeros").SerializeToString()) + b"\x2a" + varint(len(tensor)) + tensor
+
+
+def typed_texts(count: int) -> bytes:
+    """The same, of empty texts."""
+    tensor = bytes(pb.ModelInferRequest.InferInputTensor(name="X", datatype="BYTES", shape=[count]).SerializeToString())
+    contents = b"\x42\x00" * count
+    tensor += b"\x2a" + varint(len(contents)) + contents
+    head = bytes(pb.ModelInferRequest(model_name="identity_bytes").SerializeToString())
+    return head + b"\x2a" + varint(len(tensor)) + tensor
+
+
+EXPENSIVE = {
+    "integers of one byte": typed(3, b"\x01" * (11 << 20)),
+    "numbers": typed(6, bytes(11 << 20)),
+    "empty texts": typed_texts(5 << 20),
+    "shapes": pb.ModelInferRequest(model_name="zeros").SerializeToString()
+    + b"\x2a\x85\x80\xc0\x05\x1a\x80\x80\xc0\x05"
+    + b"\x01" * (11 << 20),
+}
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_typed_contents_of_many_elements(server: Attacked, name: str) -> None:
+    """Protobuf holds the interpreter lock while it parses: 11 MiB of one-byte integers stalled the server for 7 s."""
+    with watched(server, f"S4 typed contents: {name}") as watch:
+        for _ in range(3):
+            code, _ = server.call(EXPENSIVE[name])
+            assert code in ("INVALID_ARGUMENT", "OK")
+    watch.check(256 << 20)
     server.still_serves()

@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferResponse
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
+from headrace.grpc import large_contents
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -65,9 +66,7 @@ def from_contents(spec: TensorSpec, shape: tuple[int, ...], elements: int, conte
         BadRequest: the field does not fit the datatype, the number of elements differs, or a value is out of range.
     """
     if spec.datatype.name not in _FIELDS:
-        raise BadRequest(
-            f"input '{spec.name}' is {spec.datatype}, which has no contents: send it as raw_input_contents"
-        )
+        raise _no_contents(spec)
     field, wire = _FIELDS[spec.datatype.name]
     for other, _ in contents.ListFields():
         if other.name != field:
@@ -81,7 +80,25 @@ def from_contents(spec: TensorSpec, shape: tuple[int, ...], elements: int, conte
         texts = np.empty(elements, dtype=object)
         texts[:] = values[:]
         return texts.reshape(shape)
-    array: npt.NDArray[Any] = np.fromiter(values, np.dtype(wire), elements)
+    return _narrow(spec, np.fromiter(values, np.dtype(wire), elements)).reshape(shape)
+
+
+def from_large_contents(spec: TensorSpec, shape: tuple[int, ...], elements: int, contents: memoryview) -> Array:
+    """Decode a tensor from serialized InferTensorContents on a codec thread; see `from_contents`."""
+    if spec.datatype.name not in _FIELDS:
+        raise _no_contents(spec)
+    field, _ = _FIELDS[spec.datatype.name]
+    if spec.datatype is BYTES:
+        return large_contents.decode_texts(spec.name, elements, contents).reshape(shape)
+    return _narrow(spec, large_contents.decode_numbers(spec.name, field, elements, contents)).reshape(shape)
+
+
+def _no_contents(spec: TensorSpec) -> BadRequest:
+    return BadRequest(f"input '{spec.name}' is {spec.datatype}, which has no contents: send it as raw_input_contents")
+
+
+def _narrow(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Convert 32-bit elements to the datatype of the input; raises BadRequest for a value out of range."""
     dtype = spec.datatype.dtype
     if array.dtype != dtype:  # 8 and 16 bits travel as 32
         info = np.iinfo(dtype)  # type: ignore[type-var]
@@ -92,7 +109,7 @@ def from_contents(spec: TensorSpec, shape: tuple[int, ...], elements: int, conte
                 f"{array[outside][0]} is not"
             )
         array = array.astype(dtype)
-    return array.reshape(shape)
+    return array
 
 
 # --- Requests and responses --------------------------------------------------------------------------------------------
@@ -272,6 +289,9 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
             header: of an envelope.
             contents: number of raw contents in the message.
         """
+        large: list[memoryview | None] = []
+        if len(header) > LARGE_BYTES:
+            header, large = large_contents.cut_contents(header)
         try:
             message = service_pb2.ModelInferRequest.FromString(header)
         except DecodeError:
@@ -281,7 +301,7 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
         parameters.pop("triton_enable_empty_final_response", None)
         request_parameters(parameters)
         builder = TemplateBuilder(self._factory)
-        for tensor in message.inputs:
+        for index, tensor in enumerate(message.inputs):
             entry = builder.declare(tensor.name, tensor.datatype, tensor.shape)
             shared = tensor_parameters(_parameters(tensor.parameters), "input", tensor.name)
             if not tensor.HasField("contents"):
@@ -295,6 +315,8 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
                 raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes no contents")
             elif contents:
                 raise BadRequest(f"input '{tensor.name}' has contents, but raw_input_contents came too: send one kind")
+            elif large and (view := large[index]) is not None:
+                builder.add_literal(entry, from_large_contents(entry.spec, entry.shape, entry.elements, view))
             else:
                 builder.add_literal(entry, from_contents(entry.spec, entry.shape, entry.elements, tensor.contents))
         outputs: Iterable[tuple[str, dict[str, Any]]] = (

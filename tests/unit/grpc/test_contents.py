@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from headrace.grpc.codec import GrpcCodec, scan
+from headrace.grpc.codec import GrpcCodec, scan, varint
 from tritonclient.grpc import service_pb2 as pb
 
 TYPED: list[tuple[str, str, list[Any]]] = [
@@ -78,3 +78,51 @@ def test_half_precision_has_no_contents(datatype: str, field: str) -> None:
     value = b"1" if field == "bytes_contents" else 1
     with pytest.raises(BadRequest, match=f"'X' is {datatype}, which has no contents: send it as raw_input_contents"):
         decode(contents(datatype, field, [value, value]), datatype)
+
+
+LARGE: list[tuple[str, str, Any]] = [
+    ("BOOL", "bool_contents", lambda index: index % 3 == 0),
+    ("INT8", "int_contents", lambda index: index % 256 - 128),
+    ("INT32", "int_contents", lambda index: (index * 7919 - 2**31) % 2**32 - 2**31),
+    ("INT64", "int64_contents", lambda index: (index * 0x9E3779B97F4A7C15) % 2**64 - 2**63),
+    ("UINT16", "uint_contents", lambda index: index % 65536),
+    ("UINT64", "uint64_contents", lambda index: (index * 0x9E3779B97F4A7C15) % 2**64 >> index % 64),
+    ("FP32", "fp32_contents", lambda index: index / 8),
+    ("FP64", "fp64_contents", lambda index: index / 7),
+    ("BYTES", "bytes_contents", lambda index: b"x" * (index % 5)),
+]
+
+
+@pytest.mark.parametrize(("datatype", "field", "value"), LARGE, ids=[each[0] for each in LARGE])
+def test_large_contents_are_decoded_as_small_ones(datatype: str, field: str, value: Any) -> None:
+    values = [value(index) for index in range(200_000)]
+    message = contents(datatype, field, values, (1, len(values)))
+    assert len(message.SerializeToString()) > 128 << 10
+    assert decode(message, datatype).reshape(-1).tolist() == values
+    message.inputs[0].shape[1] += 1
+    with pytest.raises(BadRequest, match="elements came"):
+        decode(message, datatype)
+    wrong = contents("FP32" if datatype != "FP32" else "INT64", field, values, (1, len(values)))
+    with pytest.raises(BadRequest, match="go into"):
+        decode(wrong, wrong.inputs[0].datatype)
+
+
+def test_large_contents_that_are_not_packed_or_damaged() -> None:
+    def request(contents: bytes) -> bytes:
+        tensor = pb.ModelInferRequest.InferInputTensor(name="X", datatype="INT64", shape=[1, 2]).SerializeToString()
+        tensor += b"\x2a" + varint(len(contents)) + contents
+        return b"\x0a\x01m\x2a" + varint(len(tensor)) + tensor
+
+    spec = TensorSpec("X", BY_NAME["INT64"], (-1, -1))
+    one = GrpcCodec(ModelSpec("m", "1", "test", {"X": spec}, {"Y": spec}, 8))
+    size = 200_000
+    for damaged, text in {
+        b"\x18\x01" * size: "packed|fields",
+        b"\x1a" + varint(size) + b"\x80" * size: "elements",
+        b"\x1a" + varint(size) + b"\x80" * (size - 2) + b"\x01\x01": "more than 10 bytes",
+        b"\x1a" + varint(2 * size) + b"\x01" * size: "middle of a field",
+        b"\x7b" * size: "wire type",
+    }.items():
+        content = request(damaged)
+        with pytest.raises(BadRequest, match=text):
+            one.decode(content, scan(content), 1)
