@@ -13,17 +13,21 @@ call of grpcio would stop all of them; grpcio's own gevent support (experimental
 
 from __future__ import annotations
 
+import os
 import random
+import ssl
 import sys
 import time
-from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc.experimental.gevent
 import numpy as np
 import tritonclient.grpc as triton
+from headrace.commands.connection import API_KEY_VARIABLE, ConnectionOptions, add_arguments
+from headrace.commands.infer_client import parse_address
 from locust import FastHttpUser, User, events, task
 from tritonclient.utils import InferenceServerException
 
@@ -145,7 +149,10 @@ def _print_first_error(request_type: str, name: str, exception: BaseException | 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--grpc-address", default="127.0.0.1:8001", help="HOST:PORT of gRPC")
+    parser.add_argument(
+        "--grpc-address", default="127.0.0.1:8001", help="HOST:PORT of gRPC, grpcs://HOST:PORT with TLS"
+    )
+    add_arguments(parser)
     parser.add_argument(
         "--think-s", type=float, default=0.0, help="pause between an answer and the next request, on average"
     )
@@ -157,6 +164,13 @@ def _pause_s(user: User) -> float:
     return random.uniform(0.5, 1.5) * think_s
 
 
+def _connection_options(options: Namespace) -> ConnectionOptions:
+    """TLS files and key. The key is not an option, because locust shows all options on its page."""
+    return ConnectionOptions.from_arguments(
+        Namespace(**(vars(options) | {"api_key": os.environ.get(API_KEY_VARIABLE, "")}))
+    )
+
+
 def _mostly(often: list[Question], rarely: list[Question]) -> list[Question]:
     """Twenty of the first for each of the second, in an order of its own."""
     questions = often * (20 * len(rarely)) + rarely * len(often)
@@ -164,7 +178,21 @@ def _mostly(often: list[Question], rarely: list[Question]) -> list[Question]:
     return questions
 
 
-class _HttpUser(FastHttpUser):
+class _ConnectedUser(FastHttpUser):
+    """A user with TLS files and a key. A certificate that is not trusted is an error, and redirects are not followed."""
+
+    abstract = True
+    insecure = False
+    max_redirects = 0
+
+    def __init__(self, environment: Any) -> None:
+        options = _connection_options(environment.parsed_options)
+        self.default_headers = options.headers()
+        self.ssl_context_factory: Callable[[], ssl.SSLContext] = options.ssl_context
+        super().__init__(environment)
+
+
+class _HttpUser(_ConnectedUser):
     """A user that sends the next request after the answer."""
 
     abstract = True
@@ -230,7 +258,7 @@ class BatchUser(_HttpUser):
     questions = BATCHES
 
 
-class OnlookerUser(FastHttpUser):
+class OnlookerUser(_ConnectedUser):
     """Monitoring of a server: probes, metrics, statistics."""
 
     wait_time = _pause_s
@@ -250,8 +278,13 @@ class _GrpcUser(User):
 
     def on_start(self) -> None:
         """Open a connection that no other user shares."""
-        address = self.environment.parsed_options.grpc_address
-        self._client = triton.InferenceServerClient(address, channel_args=[("grpc.use_local_subchannel_pool", 1)])
+        options = _connection_options(self.environment.parsed_options)
+        target, is_tls = parse_address(self.environment.parsed_options.grpc_address)
+        credentials = options.channel_credentials() if is_tls else None
+        self._client = triton.InferenceServerClient(
+            target, ssl=is_tls, creds=credentials, channel_args=[("grpc.use_local_subchannel_pool", 1)]
+        )
+        self._headers = options.headers()
         self._turn = random.randrange(len(self.questions))
 
     def on_stop(self) -> None:
@@ -270,7 +303,7 @@ class _GrpcUser(User):
         failure: Exception | None = None
         start = time.perf_counter()
         try:
-            result = self._client.infer(question.model, tensors, client_timeout=30.0)
+            result = self._client.infer(question.model, tensors, client_timeout=30.0, headers=self._headers)
         except InferenceServerException as error:
             failure = error
         spent_ms = (time.perf_counter() - start) * 1e3

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +24,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from headrace.commands.connection import (
+    API_KEY_VARIABLE,
+    ConnectionOptions,
+    add_arguments,
+    connection_error_text,
+    get,
+    host_of,
+)
+from headrace.core.errors import BadRequest
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -60,17 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stem = RESULTS / time.strftime("%Y%m%d-%H%M%S")
     try:
         with _target(options) as (host, grpc_address):
-            check_target(host, grpc_address, MIXES[options.mix])
+            connection = ConnectionOptions.from_arguments(options)
+            name, is_tls = host_of(host)
+            if not is_tls and (warning := connection.clear_text_warning(name)):
+                console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+            check_target(host, grpc_address, MIXES[options.mix], connection)
             console.print(f"{options.mix}: {MIXES[options.mix].text}", markup=False, highlight=False)
             console.print(
                 f"{options.users} users ({options.shape}) for {options.duration_s} s on {host}", highlight=False
             )
-            status = _run_locust(host, grpc_address, options, stem)
+            status = _run_locust(host, grpc_address, options, stem, connection.api_key)
         if status not in (0, 1):
             console.print(f"locust exited with {status}: see its output above", style="red")
             return 2
         lines = summarise(json.loads(stem.with_suffix(".json").read_text()), options.duration_s)
-    except (TargetNotReady, ServerFailed, OSError, subprocess.TimeoutExpired) as error:
+    except (TargetNotReady, ServerFailed, BadRequest, OSError, ValueError, subprocess.TimeoutExpired) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
     console.print(_table(lines))
@@ -83,54 +95,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(problems))
 
 
-def check_target(host: str, grpc_address: str, mix: Mix, timeout_s: float = 5.0) -> None:
+def check_target(
+    host: str, grpc_address: str, mix: Mix, options: ConnectionOptions | None = None, timeout_s: float = 5.0
+) -> None:
     """Check that the server and the models of a mix are there, before any load.
 
     Args:
         host: URL of the server.
         grpc_address: host and port of gRPC; used only where the mix has users of gRPC.
         mix: users and models.
+        options: TLS files and key; None for neither.
         timeout_s: of each question.
 
     Raises:
         TargetNotReady: the first thing that is missing.
     """
+    options = options or ConnectionOptions()
     start = "start one with `headrace serve`, or leave out --host for a server of its own"
-    _get(f"{host}/v2/health/ready", f"no server is ready at {host}", start, timeout_s)
+    _get(host, "/v2/health/ready", options, f"no server is ready at {host}", start, timeout_s)
     for model in mix.models:
         cure = "the load needs the demo models: `make models` builds them, `headrace serve` serves them"
-        _get(f"{host}/v2/models/{model}/ready", f"model {model} is not ready at {host}", cure, timeout_s)
+        problem = f"model {model} is not ready at {host}"
+        _get(host, f"/v2/models/{model}/ready", options, problem, cure, timeout_s)
     if any(user.startswith("Grpc") for user in mix.users):
         # Imported where it is needed: runs over HTTP do without.
-        from tritonclient.grpc import InferenceServerClient
-        from tritonclient.utils import InferenceServerException
+        from headrace.commands.infer_client import InferClient
+        from headrace.core.errors import HeadraceError
 
         try:
-            with InferenceServerClient(grpc_address) as client:
-                client.is_server_ready(client_timeout=timeout_s)
-        except InferenceServerException as error:
-            cure = "name the port of gRPC with --grpc-address HOST:PORT"
-            raise TargetNotReady(f"no server answers gRPC at {grpc_address}: {error.message()}; {cure}") from None
+            with InferClient(grpc_address, timeout_s, options):
+                pass
+        except HeadraceError as error:
+            cure = "name the address of gRPC with --grpc-address HOST:PORT, grpcs://HOST:PORT with TLS"
+            raise TargetNotReady(f"no server answers gRPC at {grpc_address}: {error}; {cure}") from None
 
 
-def _get(url: str, problem: str, cure: str, timeout_s: float) -> None:
-    """GET a URL that must answer 200.
+def _get(host: str, path: str, options: ConnectionOptions, problem: str, cure: str, timeout_s: float) -> None:
+    """GET a route of a server that must answer 200.
 
     Raises:
         TargetNotReady: it does not; with the server's own words, or the system's.
     """
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s):
+        status, content = get(host, path, timeout_s, options, max_bytes=1000)
+        if status == 200:
             return
-    except urllib.error.HTTPError as error:
-        body = error.read(1000).decode(errors="replace")
+        body = content.decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
             body = json.loads(body)["error"]
-        reason = f"{error.code} {body}".strip()
-    except urllib.error.URLError as error:
-        reason = str(error.reason)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = str(error) or type(error).__name__
+        reason = f"{status} {body}".strip()
+        cure = options.refusal_cure(status, host_of(host)[0]) or cure
+    except (OSError, http.client.HTTPException) as error:
+        reason = connection_error_text(error, host, options)
+    except ValueError as error:  # after OSError, because a certificate that is not trusted is both
+        reason = str(error)
     raise TargetNotReady(f"{problem}: {reason}; {cure}")
 
 
@@ -199,7 +217,8 @@ def allowed_p99_ms(options: argparse.Namespace, name: str) -> float:
 def _target(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The URL and the gRPC address of the server named, or of one that lives as long as the test."""
     if options.host:
-        yield options.host, options.grpc_address or f"{urlsplit(options.host).hostname}:8001"
+        scheme = "grpcs://" if urlsplit(options.host).scheme == "https" else ""
+        yield options.host, options.grpc_address or f"{scheme}{urlsplit(options.host).hostname}:8001"
         return
     with (
         tempfile.TemporaryDirectory(prefix="headrace-load-") as scratch,
@@ -210,7 +229,7 @@ def _target(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield server.url, f"{HOST}:{server.grpc_port}"
 
 
-def _run_locust(host: str, grpc_address: str, options: argparse.Namespace, stem: Path) -> int:
+def _run_locust(host: str, grpc_address: str, options: argparse.Namespace, stem: Path, api_key: str) -> int:
     mix = MIXES[options.mix]
     command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py,loadtest/shapes.py"]
     command += ["--headless", "--only-summary", "--host", host, "--grpc-address", grpc_address]
@@ -218,10 +237,13 @@ def _run_locust(host: str, grpc_address: str, options: argparse.Namespace, stem:
     think_s = mix.think_s if options.think_s is None else options.think_s
     command += ["--think-s", str(think_s), "--stop-timeout", "10", "--loglevel", "WARNING"]
     command += ["--html", str(stem.with_suffix(".html")), "--json-file", str(stem)]  # locust adds .json
+    for name in ("ca", "cert", "key"):
+        command += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     weights = [{"user_class_name": name, "weight": weight} for name, weight in mix.users.items()]
     # Last, as it takes all words that follow.
     command += [*mix.users, "--config-users", *map(json.dumps, weights)]
-    process = subprocess.Popen(command, cwd=ROOT)
+    # Not on the command line, which all users of the machine can read.
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {API_KEY_VARIABLE: api_key})
     try:
         for _ in track(range(options.duration_s), "load", refresh_per_second=1, transient=True):
             with suppress(subprocess.TimeoutExpired):
@@ -256,6 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", metavar="URL", help="a running server (default: one of its own, on a free port)")
     parser.add_argument("--grpc-address", metavar="HOST:PORT", help="of a running server (default: its port 8001)")
+    add_arguments(parser, os.environ.get(API_KEY_VARIABLE, ""))
     mixes = "; ".join(f"{name}: {mix.text}" for name, mix in MIXES.items())
     parser.add_argument("--mix", choices=list(MIXES), default="everything", help=f"{mixes} (default: %(default)s)")
     parser.add_argument("--shape", choices=list(SHAPES), default="steady", help="how the number of users changes")

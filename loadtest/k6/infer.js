@@ -1,5 +1,8 @@
 // k6 run -e URL=http://127.0.0.1:8000 -e MODEL=tiny -e RATE=500 loadtest/k6/infer.js
 //
+// The variable HEADRACE_API_KEY has the key of a server with keys: with -e all users of the machine could read it. TLS trusts the
+// system's authorities, and those of SSL_CERT_FILE; CERT and KEY are the files of a client certificate.
+//
 // An open load: so many requests a second, whether or not the last ones are answered. request.json beside this file is the body.
 import http from 'k6/http';
 import { check } from 'k6';
@@ -12,12 +15,18 @@ const p99_ms = Number(__ENV.P99_MS || 100);
 // Who waits longer than this has gone: the server answers 504, or 503 at once if it knows beforehand.
 const deadline_ms = 5 * p99_ms;
 const body = open('./request.json');
+const key = __ENV.HEADRACE_API_KEY;
 const parameters = {
-  headers: { 'Content-Type': 'application/json', 'X-Request-Timeout-Ms': `${deadline_ms}` },
+  headers: {
+    'Content-Type': 'application/json',
+    'X-Request-Timeout-Ms': `${deadline_ms}`,
+    ...(key ? { Authorization: `Bearer ${key}` } : {}),
+  },
   responseCallback: http.expectedStatuses(200),
 };
 
 export const options = {
+  tlsAuth: __ENV.CERT ? [{ cert: open(__ENV.CERT), key: open(__ENV.KEY || __ENV.CERT) }] : [],
   scenarios: {
     infer: {
       executor: 'ramping-arrival-rate',

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from deploy.make_keys import KEYS_FILE, make_keys
 from loadtest.mixes import MIXES
 from tests.e2e.test_demo_models import DEMO
+from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
 from tests.support.serving import ROOT, Server, serving
 
@@ -57,6 +59,34 @@ def test_a_mix_passes(demo: Server, mix: str) -> None:
         assert name in page, f"{name} did nothing"
     for path in ROOT.glob(report.replace(".html", ".*")):
         path.unlink()
+
+
+def test_a_mix_passes_with_keys_and_tls(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    server_pair, client = certificates.server, certificates.client
+    make_keys(tmp_path)
+    options = [word for name in MODELS for word in ("--load-model", name)]
+    options += ["--tls-cert", str(server_pair.certificate), "--tls-key", str(server_pair.key)]
+    options += ["--tls-client-ca", str(certificates.authority), "--api-keys-file", str(tmp_path / KEYS_FILE)]
+    with serving(DEMO, tmp_path, "--model-control", "explicit", *options) as server:
+        address = ("--host", server.url.replace("http", "https"), "--grpc-address", f"grpcs://{server.grpc_address}")
+        trusted = ("--ca", str(certificates.authority), "--cert", str(client.certificate), "--key", str(client.key))
+        admin = ("--api-key-file", str(tmp_path / "admin.key"))  # the mix reads metrics, too
+        words = ("--mix", "web", "--p99-ms", "30000", "--think-s", "0.05", *address)
+        done = load(server, *words, *trusted, *admin)
+        assert (done.returncode, "PASS" in done.stdout) == (0, True), done.stdout
+        assert "gRPC" in done.stdout
+        for given, error in (
+            ((*trusted,), "the server needs an API key"),
+            (trusted[2:], "the server's certificate is not trusted"),
+            (trusted[:2], "requires a client certificate"),
+            (
+                (*trusted, "--api-key-file", str(tmp_path / "metrics.key")),
+                "does not allow it: use a key with that scope",
+            ),
+        ):
+            done = load(server, *words, *given)
+            assert (done.returncode, error in done.stdout) == (2, True), done.stdout
 
 
 def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
