@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--command", default=shlex.join(HEADRACE_COMMAND), help="how to start a server (default: %(default)s)"
     )
-    parser.add_argument("--grpc-engine", choices=("grpcio", "fast"), default="grpcio", help="default: %(default)s")
+    parser.add_argument("--grpc-engine", choices=("fast", "grpcio"), default="fast", help="default: %(default)s")
     bounds = Bounds()
     parser.add_argument(
         "--p99-ratio",

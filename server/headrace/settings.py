@@ -33,7 +33,7 @@ _LEVELS = "not needed: POST /v2/logging changes the level of the running server"
 _TRACES = (
     "not here: POST /v2/trace/setting changes it in the running server; --trace-file and --trace-rate set the start"
 )
-_PINGS = "not here: the defaults of gRPC apply"
+_PINGS = "not here: the times of the gRPC engine are fixed"
 _AGE = "not here: a load balancer in front closes connections; --keep-alive-timeout-s closes idle ones of HTTP"
 _PORTS = "not here: start each server on a port of its own behind a load balancer"
 _RESTRICTED = (
@@ -171,7 +171,7 @@ class Settings:
         host: address to listen on.
         http_port: HTTP port; 0 lets the system choose.
         grpc_port: gRPC port; 0 lets the system choose.
-        grpc_engine: "grpcio", or "fast" (Headrace's own HTTP/2).
+        grpc_engine: "fast" (Headrace's own HTTP/2), or "grpcio" for one more release.
         grpc: serve gRPC.
         metrics_port: port of /metrics; None for the HTTP port.
         model_control: "none" loads all models at start, "explicit" only `load_model` and those that clients load, "poll"
@@ -213,7 +213,7 @@ class Settings:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
-    grpc_engine: str = "grpcio"
+    grpc_engine: str = "fast"
     grpc: bool = True
     metrics_port: int | None = None
     model_control: Literal["none", "explicit", "poll"] = "none"
@@ -413,7 +413,7 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
     _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
     _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
-    _Option("grpc_engine", "fast: our own HTTP/2 (%(default)s)", ("grpcio", "fast")),
+    _Option("grpc_engine", "fast: our own HTTP/2; grpcio: for one more release (%(default)s)", ("fast", "grpcio")),
     _Option("grpc", "serve gRPC (on)", _switch),
     _Option("tls_cert", "certificate chain of the server (PEM): TLS for HTTP and gRPC", metavar="FILE"),
     _Option("tls_key", "private key of --tls-cert (PEM)", metavar="FILE"),
