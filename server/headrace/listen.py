@@ -183,7 +183,9 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
             status, headers, content = error_response(error)
             return Response(content, status, {name.decode(): value.decode() for name, value in headers})
         content_type, body = await asyncio.to_thread(page, request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        # With keys, an answer to one key must not be stored for others.
+        private = {"cache-control": "no-store"} if reader.access.has_keys else {}
+        return Response(body, headers={"content-type": content_type, **private})
 
     return app
 
