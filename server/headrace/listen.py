@@ -21,10 +21,10 @@ from headrace.config.documents import refuse
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
-from headrace.http.connection import ConnectionTimeouts
 from headrace.http.infer_endpoint import error_response, request_principal
 from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
 from headrace.http.reserve import ConnectionReserve, LimitedHttpProtocol
+from headrace.http.timeouts import ConnectionTimeouts
 from headrace.inference.operations import http_operation
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.settings import Settings

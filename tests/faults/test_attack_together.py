@@ -134,10 +134,10 @@ def test_pipelined_requests_of_a_disconnecting_client(small: Attacked) -> None:
     first = http_body({"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [20 * NAP_STEPS]})
     second = http_body()
     row = [head("/v2/models/busy/infer", f"Content-Length: {len(first)}") + first]
-    row += [head("/v2/models/affine/infer", f"Content-Length: {len(second)}") + second] * 20
+    row += [head("/v2/models/affine/infer", f"Content-Length: {len(second)}") + second] * 7  # more would not be parsed
     with small.connect() as wire:
         wire.pour([b"".join(row)])
-        until(lambda: held_bytes(small) == len(first) + 20 * len(second))
+        until(lambda: held_bytes(small) == len(first) + 7 * len(second))
         wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
     until(lambda: held_bytes(small) == 0 and is_idle(small, "busy"))
 

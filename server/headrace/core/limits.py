@@ -143,7 +143,7 @@ class BodyMemory:
         unread_bytes: response bytes that clients have not read.
         requests: requests with at least one byte of a body reserved now.
         max_bytes: largest allowed sum of `reserved_bytes` and `unread_bytes`.
-        max_large_bytes: largest sum that a body above `SMALL_BODY_BYTES` may reach; the rest is for small ones.
+        max_large_bytes: largest sum that a body or a response above `SMALL_BODY_BYTES` may reach; the rest is for small ones.
         rates: transfers that a protocol observes now, by their reservation.
     """
 
@@ -330,13 +330,13 @@ class UnreadResponses:
             bodies.rates.pop(self, None)
 
     def admits(self, size_bytes: int) -> bool:
-        """Return True if a response of `size_bytes` may be written: with it, all unread responses fit into `max_bytes`.
+        """Return True if a response of `size_bytes` may be written: with it, all unread responses fit into `max_large_bytes`.
 
         If it does not fit, connections that have stopped reading give way. The first unread response always fits: it may be
         larger than the limit of all.
         """
         bodies = self._bodies
-        excess_bytes = bodies.unread_bytes + size_bytes - bodies.max_bytes
+        excess_bytes = bodies.unread_bytes + size_bytes - bodies.max_large_bytes
         if excess_bytes <= 0 or not bodies.unread_bytes or bodies.make_room(excess_bytes, monotonic_ns(), self):
             return True
         self._client_limits.hit("max_total_body_bytes")

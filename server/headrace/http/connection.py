@@ -11,394 +11,75 @@ The endpoint reaches the fast paths through `headrace.connection` in the ASGI sc
 
 The fast paths use attributes of uvicorn's request cycle. The pinned version has them, and tests run with and without the fast
 paths.
+
+Memory of a connection is bounded by what it reads: reading pauses while the client does not read its responses, and while
+pipelined requests wait. A client that half-closes gets its responses; see docs/decisions/0011-half-closed-clients.md.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from types import SimpleNamespace
+import socket
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import httptools
-import numpy as np
 import orjson
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headrace.core.access import certificate_names
-from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion
-from headrace.core.errors import Cancelled, Overloaded, Unavailable, forget_frames
-from headrace.core.limits import BodyReservation, ClientLimits
-from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response, success_head
+from headrace.core.errors import Overloaded
+from headrace.core.limits import BodyReservation, ClientLimits, UnreadResponses
+from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response
 from headrace.http.origins import ANY_HOST, HostPolicy
+from headrace.http.repeated_request import RepeatedRequest
+from headrace.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, SocketReader
+from headrace.http.timeouts import ConnectionTimeouts, Stage
 from headrace.inference.response_metadata import header_lines
-from headrace.inference.service import PendingRequest
 from headrace.inference.tensor_codec import BodyBytes
-
-# --- Timeouts: headers, body, and a client that does not read its response ---------------------------------------------
-#
-# One timer serves all connections and ticks a few times within the shortest timeout, so that no request sets a timer. Each
-# connection stores its stage and the tick at which that stage began.
-
-# Time for a client to read the error on a connection that the server has ended, seconds.
-LINGER_S = 2.0
-
-
-class Stage(IntEnum):
-    """Stage of an HTTP connection: the event it waits for.
-
-    Attributes:
-        BETWEEN: the next request; nothing has arrived.
-        HEADERS: the end of the headers, since the connection was made or since their first byte.
-        BODY: the end of the request body.
-        ENDING: the client's close: the server has sent its last response.
-    """
-
-    BETWEEN = 0
-    HEADERS = 1
-    BODY = 2
-    ENDING = 3
-
-
-class ConnectionTimeouts:
-    """Enforces the timeouts of all connections of one listener.
-
-    Ownership: the event loop.
-
-    Args:
-        client_limits: `header_timeout_s`, `body_timeout_s` and `stall_timeout_s`; counts the connections that reach one.
-
-    Attributes:
-        epoch: ticks of the timer since the start.
-    """
-
-    def __init__(self, client_limits: ClientLimits) -> None:
-        limits = client_limits.limits
-        shortest_s = min(limits.header_timeout_s, limits.body_timeout_s, limits.stall_timeout_s)
-        self._tick_s = min(5.0, max(0.02, shortest_s / 4))
-        self._header_ticks = round(limits.header_timeout_s / self._tick_s)
-        self._body_ticks = round(limits.body_timeout_s / self._tick_s)
-        self._stall_ticks = round(limits.stall_timeout_s / self._tick_s)
-        self._linger_ticks = max(1, round(LINGER_S / self._tick_s))
-        self._client_limits = client_limits
-        self._timer: asyncio.TimerHandle | None = None
-        # For each connection: its unread bytes when they last changed, and the epoch of that change.
-        self._connections: dict[HeadraceHttpProtocol, tuple[int, int]] = {}
-        self.epoch = 0
-
-    def add(self, connection: HeadraceHttpProtocol) -> None:
-        """Add a new connection."""
-        self._connections[connection] = (0, self.epoch)
-        if self._timer is None:
-            self._arm()
-
-    def discard(self, connection: HeadraceHttpProtocol) -> None:
-        """Remove a closed connection; the timer stops with the last one."""
-        self._connections.pop(connection, None)
-        if not self._connections and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
-
-    def _tick(self) -> None:
-        self.epoch += 1
-        self._timer = None
-        for connection, unread in list(self._connections.items()):
-            self._check(connection, *unread)
-        if self._connections:
-            self._arm()
-
-    def _check(self, connection: HeadraceHttpProtocol, unread_before: int, since: int) -> None:
-        # Bytes of responses that the client has not read.
-        unread, epoch = connection.transport.get_write_buffer_size(), self.epoch
-        if not unread or unread != unread_before:
-            self._connections[connection] = (unread, epoch)
-        elif epoch - since > self._stall_ticks:
-            self._client_limits.hit("stall_timeout_s")
-            connection.abort()
-            return
-        stage, age = connection.stage, epoch - connection.since
-        if stage is Stage.BETWEEN:
-            if connection.is_idle_without_timer():
-                connection.stage, connection.since = Stage.HEADERS, epoch
-        elif stage is Stage.HEADERS:
-            if age > self._header_ticks:
-                self._client_limits.hit("header_timeout_s")
-                connection.time_out("the headers of a request did not arrive in time")
-        elif stage is Stage.BODY:
-            if connection.is_waiting_for_server():
-                connection.since = epoch
-            elif age > self._body_ticks:
-                self._client_limits.hit("body_timeout_s")
-                connection.time_out("the body of the request did not arrive in time")
-        elif age > self._linger_ticks:
-            connection.abort()
-
-
-# --- Socket reader -----------------------------------------------------------------------------------------------------
-#
-# Headers and small bodies go through the HTTP parser, large bodies directly into one array. The parser copies a body four times
-# (socket buffer, parser, request cycle, joined chunks), which is a large part of the cost of a 600 KB image. After the headers,
-# the rest of a body with Content-Length needs no parser: `recv` writes into its final array.
-
-# Smaller bodies go through the parser: its copies cost less than the switch to direct reading.
-MIN_DIRECT_BYTES = 65536
-
-# `recv` writes bytes for the parser here. The buffer is small, so that little of a large body goes through the parser. All
-# connections of a process share one: it is emptied before the event loop continues.
-READ_BYTES = 16384
-_SCRATCH = memoryview(bytearray(READ_BYTES))
-
-
-@dataclass(slots=True)
-class _Body:
-    array: BodyBytes | None
-    missing_bytes: int
-    complete: asyncio.Future[BodyBytes | None]
-    on_complete: Callable[[BodyBytes | None], None]
-
-
-class SocketReader(asyncio.BufferedProtocol):
-    """Transport protocol in front of the HTTP protocol: selects the buffer for the next bytes.
-
-    Args:
-        http: HTTP protocol of the connection; receives all other events.
-        on_body_data: called with the number of bytes when a part of a direct body has arrived; may call `end_body` or
-            `drop_body`.
-    """
-
-    def __init__(self, http: asyncio.Protocol, on_body_data: Callable[[int], None]) -> None:
-        self._http = http
-        self._on_body_data = on_body_data
-        self._body: _Body | None = None
-
-    def receive_body(
-        self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
-    ) -> asyncio.Future[BodyBytes | None]:
-        """Receive the rest of a body directly into one array.
-
-        The array is not touched before data arrive, so that a large Content-Length alone commits no memory.
-
-        Args:
-            size_bytes: of the complete body, larger than `start`.
-            start: first part of the body, already received.
-            on_complete: called with the complete body as uint8[size_bytes], or None if it was dropped, before further bytes
-                are read.
-
-        Returns:
-            Future of the complete body; its result is None if the client disconnects first or the body is dropped.
-        """
-        array: BodyBytes = np.empty(size_bytes, np.uint8)
-        array.data[: len(start)] = start
-        complete: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
-        self._body = _Body(array, size_bytes - len(start), complete, on_complete)
-        return complete
-
-    def drop_body(self) -> None:
-        """Free the array; the rest of the body is read and discarded."""
-        if self._body is not None:
-            self._body.array = None
-
-    def end_body(self) -> None:
-        """End the direct body: the next bytes go to the HTTP parser."""
-        body, self._body = self._body, None
-        if body is not None and not body.complete.done():
-            body.complete.set_result(None)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next bytes; it ends with the body, so that bytes of the next request stay out of it."""
-        body = self._body
-        if body is None:
-            return _SCRATCH
-        return _SCRATCH[: body.missing_bytes] if body.array is None else body.array.data[-body.missing_bytes :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Process `nbytes` that were written into the buffer."""
-        body = self._body
-        if body is None:
-            self._http.data_received(bytes(_SCRATCH[:nbytes]))
-            return
-        body.missing_bytes -= nbytes
-        self._on_body_data(nbytes)
-        if self._body is body and not body.missing_bytes:
-            self._body = None
-            body.on_complete(body.array)
-            if not body.complete.done():
-                body.complete.set_result(body.array)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End an incomplete body and pass the event on."""
-        self.end_body()
-        self._http.connection_lost(exc)
-
-    def eof_received(self) -> bool | None:
-        """Pass the event on: the client has half-closed."""
-        return self._http.eof_received()
-
-    def pause_writing(self) -> None:
-        """Pass the event on."""
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        """Pass the event on."""
-        self._http.resume_writing()
-
-
-# --- Repeated requests -------------------------------------------------------------------------------------------------
-#
-# Clients repeat the same head with each request, byte for byte. Parsing, the task and the steps of ASGI take half of the event
-# loop's time of a small request. So parsed heads are cached by their bytes, as HTTP/2 caches header blocks. A read that has a
-# cached head and exactly its body is decoded and queued immediately, and the callback of its completion writes the response.
-# uvicorn serves all other requests.
-
-logger = logging.getLogger("headrace.http")
-
-
-class RepeatedRequest:
-    """One request: `begin` starts it, the callback of its completion ends it.
-
-    It replaces uvicorn's RequestResponseCycle in the connection, and the task of the request in the server's set of tasks. A
-    shutdown waits for these tasks and cancels them after the drain timeout.
-
-    Ownership: the event loop.
-
-    Args:
-        connection: of the request.
-        endpoint: serves the request.
-        head: of the request, cached.
-        reservation: of its body; released at the end of the request.
-
-    Attributes:
-        disconnected, keep_alive, response_started, response_complete: see uvicorn's RequestResponseCycle.
-    """
-
-    __slots__ = (
-        "_connection",
-        "_endpoint",
-        "_head",
-        "_pending",
-        "_reservation",
-        "_writing",
-        "disconnected",
-        "keep_alive",
-        "on_response",
-        "response_complete",
-        "response_started",
-    )
-
-    body = b""
-    more_body = waiting_for_100_continue = False
-    message_event = SimpleNamespace(set=bool)  # nothing waits for parts of the request: `set` does nothing
-
-    def __init__(
-        self, connection: HeadraceHttpProtocol, endpoint: InferEndpoint, head: ParsedHead, reservation: BodyReservation
-    ) -> None:
-        self._connection = connection
-        self._endpoint = endpoint
-        self._head = head
-        self._reservation = reservation
-        self._pending: PendingRequest | None = None
-        self._writing: asyncio.Task[None] | None = None
-        self.on_response = connection.on_repeated_complete
-        self.disconnected = self.response_started = self.response_complete = False
-        self.keep_alive = True
-
-    def begin(self, body: bytes) -> None:
-        """Decode and queue the request; never raises."""
-        endpoint, head = self._endpoint, self._head
-        service, options = endpoint.service, head.headers.options
-        pending = self._pending = PendingRequest(head.model, head.version, monotonic_ns(), options)
-        try:
-            handle = service.lease(pending)
-            deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
-            completion = service.enqueue(pending, handle, body, head.headers.header_size, deadline_ns)
-        except Exception as error:
-            self._fail(pending, error)
-            return
-        self._connection.completion = completion
-        completion.then(self._finish)
-
-    def cancel(self, msg: str | None = None) -> None:
-        """End the request with an error after the drain timeout; see `asyncio.Task.cancel`."""
-        if self._writing is not None:
-            self._writing.cancel()
-            self._end()
-            self._connection.transport.abort()
-        elif self._pending is not None:
-            self._pending.completion.settle(
-                Unavailable("the server is shutting down and could not wait for this request")
-            )
-
-    def _finish(self) -> None:
-        """Write the response, after the completion is settled; never raises."""
-        pending = self._pending
-        assert pending is not None, "a completion calls back once"
-        self._connection.completion = None
-        endpoint, accept_encoding = self._endpoint, self._head.headers.accept_encoding
-        try:
-            if (pending.template.is_costly or accept_encoding) and endpoint.service.is_large(pending, True):
-                large = endpoint.respond_large(pending, self._head.headers, self._write, self._fail)
-                self._writing = self._connection.loop.create_task(large)
-                return
-            header_size, parts, extra_headers = endpoint.finish(pending)
-            if self._head.headers.cors:
-                extra_headers = extra_headers.with_pairs(self._head.headers.cors)
-            head, parts = success_head(header_size, parts, accept_encoding, extra_headers)
-            self._write(head, parts)
-        except Exception as error:
-            self._fail(pending, error)
-
-    def _fail(self, pending: PendingRequest, error: Exception) -> None:
-        try:
-            failure, load_headers = self._endpoint.fail(pending, error)
-            forget_frames(error)
-            if isinstance(failure, Cancelled):
-                self._end()
-                return
-            status, headers, body = error_response(failure)
-            self._write(STATUS_LINE[status] + header_lines([*headers, *load_headers, *self._head.headers.cors]), [body])
-        except Exception:
-            logger.exception("the response of a failed request could not be written")
-            self._end()
-            self._connection.transport.abort()
-
-    def _write(self, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-        if self._connection.write(self, head, parts):
-            self._end()
-        else:
-            self._writing = self._connection.loop.create_task(self._write_later(head, parts))
-
-    async def _write_later(self, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-        """Write the response after the write buffer has room again."""
-        try:
-            while not self._connection.write(self, head, parts):
-                await self._connection.flow.drain()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._reservation.end()
-        self._connection.tasks.discard(self)
-        self._pending = self._writing = None  # an idle connection holds no tensors
-
 
 # --- Connection --------------------------------------------------------------------------------------------------------
 
 # Larger responses are written in parts: joining them costs more than another entry in the write queue.
 _JOIN_BELOW_BYTES = 65536
+# Larger responses are written in pieces over TLS: its transport encrypts all that it gets at once, without flow control.
+_TLS_PIECE_BYTES = 256 << 10
+# Pieces after which other tasks of the event loop run.
+_TLS_PIECES_AT_ONCE = 8
+# Pipelined requests that wait; the rest of the bytes stays unparsed, since a parsed request needs 5 KB.
+_MAX_PIPELINED = 8
+# Seconds between two probes of a half-closed client.
+_PROBE_S = 2.0
+_TCP_CLOSE = 7  # state of a Linux TCP socket that the peer has reset
 # Allowed bytes per chunk besides its data: size, two line ends, an extension. More bytes count as headers.
 _CHUNK_FRAME_BYTES = 32
 _HEADERS, _CHUNKS = "max_header_bytes", "max_chunks"
+_HEAD_END = b"\r\n\r\n"
+# A read up to this size has few pipelined requests.
+_SHORT_PIPELINE_BYTES = 512
 
 
 class _RefusedError(Exception):
     """Raised in callbacks of the parser to stop it; the parser replaces it by its own error."""
+
+
+class ConnectionFlow(FlowControl):
+    """Flow control that does not resume reading while the client is ahead; see `HeadraceHttpProtocol.is_ahead`."""
+
+    def __init__(self, transport: asyncio.Transport, connection: HeadraceHttpProtocol) -> None:
+        super().__init__(transport)
+        self._connection: HeadraceHttpProtocol | None = connection
+
+    def resume_reading(self) -> None:
+        """Resume reading, unless responses are unread or pipelined requests wait."""
+        if self._connection is not None and not self._connection.is_ahead:
+            super().resume_reading()
+
+    def detach(self) -> None:
+        """Break the reference cycle with the connection, which is lost."""
+        self._connection = None
 
 
 class HeadraceHttpProtocol(HttpToolsProtocol):
@@ -416,7 +97,10 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         peer_names: names in the client certificate; empty without one.
         stage: the event that the connection waits for.
         since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
+        is_half_closed: True after the client has ended its side, while complete requests are served.
     """
+
+    flow: ConnectionFlow
 
     def __init__(
         self,
@@ -444,6 +128,12 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._idle_since_s = 0.0  # event loop time at which the last repeated request was answered
         self._refusal = (0, "")
         self._has_received = False
+        self.is_half_closed = False
+        self._next_probe_s = 0.0  # event loop time
+        self._unread = UnreadResponses(client_limits)
+        self._unwritten_bytes = 0  # of the response that `write_later` writes in pieces
+        self._unparsed = b""  # bytes behind the pipelined requests that wait
+        self._downgraded_head = b""  # head of a request for an upgrade without its Upgrade header; b"" for none
         self._reservation = client_limits.reserve()  # of the request that is being read; also in its scope
         # Of the request that is being read: header bytes without the first read; chunks; body bytes with chunk framing; body
         # bytes without it.
@@ -452,6 +142,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Install the socket reader; refuse the connection if there are too many."""
         super().connection_made(transport)
+        self.flow = ConnectionFlow(transport, self)
         transport.set_protocol(self._reader)
         self.peer_names = certificate_names(transport.get_extra_info("peercert"))
         self._timeouts.add(self)
@@ -470,11 +161,15 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._mark_disconnected()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._unread.update(0)
+        self._reservation.pause()
+        self.flow.detach()
         if self.completion is not None:
             self.completion.abandon()
         for cycle, _ in self.pipeline:  # pipelined requests that were not started
             cycle.scope["headrace.reservation"].end()  # type: ignore[typeddict-item]
         self.pipeline.clear()
+        self._unparsed = b""
         # Break reference cycles: otherwise a body would stay in memory until the garbage collector runs.
         self.cycle = self.scope = self._reader = self._direct_body = self._checked_cycle = None  # type: ignore[assignment]
 
@@ -497,17 +192,144 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         self._active_cycle = None
 
+    # --- Half-closed clients, and clients that are ahead --------------------------------------------------------------
+
+    @property
+    def is_ahead(self) -> bool:
+        """True while nothing more is read: the client has not read its responses, or its pipelined requests wait."""
+        return self.flow.write_paused or bool(self.pipeline) or bool(self._unparsed)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Serve the complete requests of a client that has half-closed, then close; returns True to keep the transport open.
+
+        An incomplete request is dropped. Over TLS there is no half-close: the transport closes.
+        """
+        if self.scheme == "https" or self.stage is Stage.ENDING or self.parser is None:
+            return False
+        cycle: RequestResponseCycle | None = self.cycle
+        if self.stage is Stage.BODY:  # the body of the last request is incomplete
+            if not self.pipeline:
+                return False
+            incomplete, _ = self.pipeline.popleft()
+            incomplete.scope["headrace.reservation"].end()  # type: ignore[typeddict-item]
+            cycle = self.pipeline[0][0] if self.pipeline else self._active_cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        self.cycle, self.stage, self.parser = cycle, Stage.BETWEEN, None  # type: ignore[assignment]
+        self.is_half_closed = True
+        self._next_probe_s = self.loop.time() + _PROBE_S
+        return True
+
+    def _probe(self) -> None:
+        """Abort the connection if a half-closed client is gone.
+
+        A client that has closed its socket completely sends the same FIN, and a reset only in response to bytes. The probe is
+        an interim response (RFC 9110, section 15.2), which clients skip.
+        """
+        active = self._active_cycle
+        if active is None or active.response_complete or self.transport.is_closing():
+            return
+        if _is_reset(self.transport):
+            self.abort()
+            return
+        is_http_10 = isinstance(active, RequestResponseCycle) and active.scope["http_version"] == "1.0"
+        now_s = self.loop.time()
+        if now_s >= self._next_probe_s and not active.response_started and not is_http_10:
+            self._next_probe_s = now_s + _PROBE_S
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def pause_writing(self) -> None:
+        """Stop reading until the client has read its responses."""
+        super().pause_writing()
+        self.flow.pause_reading()
+        self._update_unread()
+
+    def resume_writing(self) -> None:
+        """Serve the next pipelined request, or read on."""
+        super().resume_writing()
+        self._update_unread()
+        active = self._active_cycle
+        if active is None or active.response_complete:
+            self._continue()
+        else:
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        """Serve the next pipelined request, or read on."""
+        self.server_state.total_requests += 1
+        self._continue()
+
+    def _continue(self) -> None:
+        """Serve the next pipelined request, if any, and read on; no request is running."""
+        if self.transport.is_closing() or self.flow.write_paused:
+            return
+        self._unset_keepalive_if_required()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        if self._unparsed and not self.pipeline:
+            self._parse_pipelined()
+        if self.stage is Stage.BETWEEN and (self.cycle is None or self.cycle.response_complete):
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        self.flow.resume_reading()
+
+    def _update_unread(self) -> int:
+        unread = self.transport.get_write_buffer_size() + self._unwritten_bytes
+        if unread != self._unread.held_bytes:
+            self._unread.update(unread)
+        return unread
+
+    def observe_client(self, now_ns: int) -> int:
+        """See `ObservedConnection`."""
+        if self.is_half_closed:
+            self._probe()
+        unread = self._update_unread()
+        if unread:
+            self._unread.observe(now_ns, self._drop_unread)
+        return unread
+
+    def _drop_unread(self) -> bool:
+        """Close a connection that reads slowly while memory is full."""
+        self._client_limits.hit("min_body_bytes_per_s")
+        self.abort()
+        self._unread.update(0)
+        return True
+
+    def observe_body(self, now_ns: int) -> bool:
+        """See `ObservedConnection`."""
+        reservation = self._reservation
+        if self.flow.read_paused:
+            reservation.pause()
+            return False
+        return reservation.observe(reservation.held_bytes, now_ns, self._drop_body)
+
+    def _drop_body(self) -> bool:
+        """Refuse a request whose body arrives slowly while memory is full."""
+        if self.stage is not Stage.BODY or self.flow.read_paused:
+            return False
+        self._client_limits.hit("min_body_bytes_per_s")
+        minimum = self._client_limits.limits.min_body_bytes_per_s
+        text = f"the body arrives more slowly than {minimum} bytes per second while the memory for bodies is full"
+        self._reservation.end()
+        self._refuse(408, text)
+        return True
+
     # --- The parser's callbacks ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Begin a request; its scope refers to this connection."""
+        if self.cycle is not None and not self.cycle.keep_alive:
+            raise _RefusedError("bytes after a request that closes the connection")
         super().on_message_begin()
+        self._downgraded_head = b""
         self.stage, self.since, self._header_bytes = Stage.HEADERS, self._timeouts.epoch, 0
         self.scope["headrace.connection"] = self  # type: ignore[typeddict-unknown-key]
         self._reservation = self.scope["headrace.reservation"] = self._client_limits.reserve()  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
-        """Check the size of the headers, and the host."""
+        """Check the headers and the host. A request for an upgrade is parsed again without its Upgrade header; see `_parse`."""
         limit = self._client_limits.limits.max_header_bytes
         if self._header_bytes + 2 * READ_BYTES > limit:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -517,6 +339,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         refusal = self._hosts.refusal(self.url, self.headers, self.parser.get_http_version())
         if refusal is not None:
             self._refuse_from_parser(*refusal)
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._refuse_from_parser(501, "CONNECT is not supported: this server is no proxy")
+            self._downgraded_head = self._head_without_upgrade()
+            return
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.lower() != b"chunked":
+                self._refuse_from_parser(501, "the only supported Transfer-Encoding is chunked")
         self.stage, self.since = Stage.BODY, self._timeouts.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
         super().on_headers_complete()
@@ -542,8 +372,16 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request: it has arrived completely."""
+        if self._downgraded_head:
+            return
         self.stage = Stage.BETWEEN
+        self._reservation.pause()
         super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _refuse_from_parser(self, status: int, text: str) -> NoReturn:
         self._refusal = (status, text)
@@ -555,10 +393,30 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """Pass bytes to the parser, then receive the rest of a large body directly."""
         if self.parser is None or (self._endpoint is not None and self._serve_repeated(data, self._endpoint)):
             return
+        if len(data) > _SHORT_PIPELINE_BYTES and data.count(_HEAD_END) > _MAX_PIPELINED:
+            self._unparsed = data
+            self._parse_pipelined()
+            if self.is_ahead:
+                self.flow.pause_reading()
+        else:
+            self._receive(data)
+
+    def _parse_pipelined(self) -> None:
+        """Parse unparsed bytes up to the end of each head, until `_MAX_PIPELINED` requests wait."""
+        while self._unparsed and self.parser is not None and len(self.pipeline) < _MAX_PIPELINED:
+            end = self._unparsed.find(_HEAD_END) + len(_HEAD_END)
+            if end < len(_HEAD_END):
+                end = len(self._unparsed)
+            data, self._unparsed = self._unparsed[:end], self._unparsed[end:]
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
+        """Parse bytes, then receive the rest of a large body directly."""
         stage_before, scope = self.stage, self.scope
         is_alone = stage_before is Stage.BETWEEN or not self._has_received
         self._has_received = True
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         self._repeatable_head = self._read_head(data) if is_alone and self.scope is not scope else b""
         if self.stage is stage_before and self.scope is scope and stage_before is not Stage.BETWEEN:
             self._count(len(data))
@@ -568,8 +426,29 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.more_body and cycle is not self._checked_cycle and self.parser is not None:
             # Only right after the headers: once the task of the request has run, `receive` returns the body.
             self._checked_cycle = cycle
-            if not self.pipeline:
+            if not self.pipeline and not self._unparsed:
                 self._receive_directly(cycle)
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser.
+
+        It stops after the headers of a request for an upgrade, also if a body follows. A server may ignore Upgrade (RFC 9110,
+        section 7.8). So the head is parsed again without that header, and the body is a body.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._downgraded_head + data[upgrade.args[0] :]
+                self._new_parser()
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _new_parser(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _count(self, size_bytes: int) -> None:
         """Count a read that contains only headers or only body of one request."""
@@ -588,6 +467,11 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Respond to bytes that are no HTTP, or to a request that a callback has refused."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.keep_alive and self.stage is Stage.BETWEEN:
+            self.parser = None  # type: ignore[assignment]  # bytes after the last request are dropped
+            return
+        self.logger.warning(msg)
         status, text = self._refusal
         self._refuse(status or 400, text or msg)
 
@@ -596,11 +480,13 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def is_idle_without_timer(self) -> bool:
         """Return True between two requests if no keep-alive timer is set; an empty line unsets it."""
         cycle = self.cycle
-        return cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is None
+        if cycle is None or not cycle.response_complete or self.timeout_keep_alive_task is not None:
+            return False
+        return not self.is_ahead
 
     def is_waiting_for_server(self) -> bool:
-        """Return True if the server delays the body: an earlier request on the connection is still running."""
-        return bool(self.pipeline)
+        """See `ObservedConnection`: earlier requests on the connection are running, or their responses are unread."""
+        return self.is_ahead
 
     def time_out(self, text: str) -> None:
         """Respond 408 with a text and end the connection."""
@@ -700,31 +586,74 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """See `Connection`."""
         return self.write(send.__self__, head, parts)
 
+    async def write_response_later(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
+        """See `Connection`."""
+        await self.write_later(send.__self__, head, parts)
+
     def write(
         self, cycle: RequestResponseCycle | RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]
     ) -> bool:
-        """Write a complete response; returns False if the write buffer is full and the response must wait.
+        """Write a complete response; returns False if it must be written by `write_later`.
 
         Args:
             cycle: of the request.
             head: status line and headers, each with its line end, without the empty line.
             parts: of the body.
         """
-        if self.flow.write_paused or cycle.response_started:
-            return False
         if cycle.disconnected:
             return True
-        cycle.response_started = cycle.response_complete = True
-        cycle.message_event.set()
+        if self.flow.write_paused or cycle.response_started:
+            return False
         end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
-        if sum(map(len, parts)) < _JOIN_BELOW_BYTES:
+        size_bytes = sum(map(len, parts))
+        if size_bytes < _JOIN_BELOW_BYTES:
             self.transport.write(b"".join((head, end, *parts)))
+        elif not self._unread.admits(size_bytes):
+            self.transport.write(_unread_error(end))
+        elif self.scheme == "https" and size_bytes > _TLS_PIECE_BYTES:
+            return False
         else:
             self.transport.writelines([head + end, *parts])
+        self._complete(cycle)
+        return True
+
+    def _complete(self, cycle: RequestResponseCycle | RepeatedRequest) -> None:
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
         if not cycle.keep_alive:
             self.transport.close()
         cycle.on_response()
-        return True
+
+    async def write_later(
+        self, cycle: RequestResponseCycle | RepeatedRequest, head: bytes, parts: Sequence[bytes | memoryview]
+    ) -> None:
+        """Write a complete response after the write buffer has room again; over TLS piece by piece. See `write`."""
+        while self.flow.write_paused:
+            await self.flow.drain()
+        if self.write(cycle, head, parts):
+            return
+        cycle.response_started = True
+        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+        self._unwritten_bytes = sum(map(len, parts))
+        try:
+            self.transport.write(head + end)
+            for number, piece in enumerate(_pieces(parts)):
+                if number % _TLS_PIECES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                if self.flow.write_paused:
+                    self._update_unread()
+                    await self.flow.drain()
+                if cycle.disconnected:
+                    return
+                self._unwritten_bytes -= len(piece)
+                self.transport.write(piece)
+            self._complete(cycle)
+        except BaseException:  # the drain timeout of the shutdown has passed: half a response is no response
+            cycle.disconnected = True
+            self.transport.abort()
+            raise
+        finally:
+            self._unwritten_bytes = 0
 
     def _receive_directly(self, cycle: RequestResponseCycle) -> None:
         """Receive the rest of a body without the parser, if it belongs to an inference request and is large."""
@@ -749,8 +678,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
             # The parser still waits for that body: a new one parses the next request.
             self.stage = Stage.BETWEEN
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._reservation.pause()
+            self._new_parser()
 
         self._direct_body = cycle, self._reader.receive_body(size_bytes, cycle.body, complete)
 
@@ -785,6 +714,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self._reader.end_body()
+        self._unparsed = b""
         self.flow.resume_reading()
         if is_silent:
             transport.close()
@@ -797,3 +727,30 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             transport.write_eof()
         else:
             transport.close()
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """Yield the parts of a body in pieces for TLS."""
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), _TLS_PIECE_BYTES):
+            yield view[start : start + _TLS_PIECE_BYTES]
+
+
+def _unread_error(end: bytes) -> bytes:
+    """Response in place of one that does not fit into the memory of unread responses."""
+    status, headers, body = error_response(
+        Overloaded(
+            "the responses that clients have not read exceed max_total_body_bytes together with this one: retry later"
+        )
+    )
+    return b"".join((STATUS_LINE[status], header_lines(headers), end, body))
+
+
+def _is_reset(transport: asyncio.BaseTransport) -> bool:
+    """Return True if the peer has reset the connection; False where the system does not say so."""
+    sock = transport.get_extra_info("socket")
+    try:
+        return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
+    except (OSError, AttributeError):
+        return False

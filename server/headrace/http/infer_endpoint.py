@@ -85,7 +85,10 @@ class Connection(Protocol):
         """Serve the next requests with the head of this request without the parser, if it allows that."""
 
     def write_response(self, send: Send, head: bytes, parts: Body) -> bool:
-        """Write a complete response; returns False if it must go through `send`."""
+        """Write a complete response; returns False if it must be written by `write_response_later`."""
+
+    async def write_response_later(self, send: Send, head: bytes, parts: Body) -> None:
+        """Write a complete response after the client has read earlier ones."""
 
 
 class InferHeaders:
@@ -361,7 +364,9 @@ class InferEndpoint:
             head = _STATUS_OK + header_lines(headers) + extra_headers.lines
         else:
             head, parts = success_head(header_size, parts, "", extra_headers)
-        if connection is not None and connection.write_response(send, head, parts):
+        if connection is not None:
+            if not connection.write_response(send, head, parts):
+                await connection.write_response_later(send, head, parts)
             return
         if not accept_encoding:
             headers, parts = _success_headers(header_size, parts, "")

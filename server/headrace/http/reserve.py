@@ -19,7 +19,8 @@ from heapq import nsmallest
 from typing import Any
 
 from headrace.core.limits import ClientLimits
-from headrace.http.connection import HeadraceHttpProtocol, Stage
+from headrace.http.connection import HeadraceHttpProtocol
+from headrace.http.timeouts import Stage
 
 RESERVED_PATHS = frozenset((b"/v2/health/live", b"/v2/health/ready", b"/metrics"))
 # One search of idle connections finds at most this many; a search takes some hundred microseconds.
@@ -132,7 +133,7 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
                 self._refuse_from_parser(503, self._over_text)
             self._is_over = False
         super().on_headers_complete()
-        if self._is_over:
+        if self._is_over and not self._downgraded_head:
             self.cycle.keep_alive = False
 
     def refuse_connection(self, with_response: bool) -> None:

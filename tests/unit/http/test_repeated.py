@@ -10,8 +10,10 @@ import pytest
 import uvicorn
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits, Limits
-from headrace.http.connection import ConnectionTimeouts, HeadraceHttpProtocol, RepeatedRequest
+from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.infer_endpoint import InferEndpoint
+from headrace.http.repeated_request import RepeatedRequest
+from headrace.http.timeouts import ConnectionTimeouts
 from uvicorn.server import ServerState
 
 from tests.unit.http.test_infer_endpoint import Handle, binary_request, services
