@@ -19,7 +19,7 @@ from rich.console import Console
 
 from loadtest.bench import machine
 from loadtest.servers import HEADRACE_COMMAND, ROOT, Running, ServerFailed, headrace, running
-from loadtest.soak.clients import Client, GrpcClient, HttpClient, Onlooker, StreamClient
+from loadtest.soak.clients import Client, ConnectionCrowd, GrpcClient, HttpClient, Onlooker, StreamClient
 from loadtest.soak.judge import Bounds, Run, verdicts
 from loadtest.soak.leavers import GrpcLeaver, HttpLeaver
 from loadtest.soak.ledger import Ledger
@@ -33,6 +33,10 @@ _DEFAULT_S = 600.0
 _LONGEST_PHASE_S = 60.0
 _FEWEST_PHASES = 5
 _JOIN_S = 90.0
+# Requests of --connections, all together: of 1,000 connections each sends one in 20 s.
+_CROWD_PER_S = 50.0
+# Connections of HTTP stay open between phases, too.
+_KEEP_ALIVE = ("--keep-alive-timeout-s", "600")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +85,7 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
             repository.folder,
             command=shlex.split(options.command),
             models=MODELS,
-            options=("--grpc-engine", options.grpc_engine, "--state-dir", ""),
+            options=("--grpc-engine", options.grpc_engine, "--state-dir", "", *_KEEP_ALIVE),
         )
         phases = []
         logs = folder / "log"
@@ -89,15 +93,21 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
         for old in logs.glob("headrace.*.log"):
             old.unlink()
         with running(command, logs) as server:
+            crowd = ConnectionCrowd(server, ledger, _CROWD_PER_S, 7, repository.cases[STEADY], options.connections)
+            crowd.open()
             watch = Watch(server)
             try:
                 for number in range(count):
                     start_s = time.monotonic()
-                    _phase(_clients(server, ledger, repository, phase_s, number), phase_s)
+                    clients = _clients(server, ledger, repository, phase_s, number)
+                    _phase([*clients, crowd] if options.connections else clients, phase_s)
+                    if options.connections:
+                        crowd.check()
                     phases.append(settled(server, start_s, time.monotonic()))
                     console.print(f"phase {number} of {count - 1}: {phases[-1].held}", markup=False, highlight=False)
             finally:
                 watch.stop()
+                crowd.end()
             said = counted(server)
     tracebacks = [
         line
@@ -170,6 +180,13 @@ def _parser() -> argparse.ArgumentParser:
         "--command", default=shlex.join(HEADRACE_COMMAND), help="how to start a server (default: %(default)s)"
     )
     parser.add_argument("--grpc-engine", choices=("fast", "grpcio"), default="fast", help="default: %(default)s")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"further connections, nine of ten over gRPC, with {_CROWD_PER_S:g} requests/s in all (default: none)",
+    )
     bounds = Bounds()
     parser.add_argument(
         "--p99-ratio",

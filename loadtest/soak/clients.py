@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import queue
 import random
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -143,6 +145,51 @@ class GrpcClient(ChannelClient):
         took_s = time.perf_counter() - start_s
         outcome, detail = read_grpc(case, answer)
         self.ledger.note("gRPC", case.model, outcome, took_s, detail)
+
+
+class ConnectionCrowd(Client):
+    """Many clients with a connection each, nine of ten over gRPC, which send one request after the other, in turn.
+
+    The connections stay open from phase to phase: `run` does not close them.
+
+    Args:
+        server, ledger, per_s, seed, cases: see `Client`; `per_s` is the rate of all connections together.
+        connections: number of them.
+    """
+
+    def __init__(
+        self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case], connections: int
+    ) -> None:
+        super().__init__(server, ledger, per_s, seed, cases)
+        self._clients = [
+            (GrpcClient if number % 10 else HttpClient)(server, ledger, per_s, seed + number, cases)
+            for number in range(connections)
+        ]
+        self._next = itertools.cycle(self._clients)
+
+    def open(self) -> None:
+        """Open all connections, with one request on each."""
+        for client in self._clients:
+            client.turn()
+
+    def turn(self) -> None:
+        """One request on the next connection."""
+        next(self._next).turn()
+
+    def check(self) -> None:
+        """Note a failure if the server has fewer open connections than there should be."""
+        connection = connect(self.server)
+        connection.request("GET", "/metrics")
+        page = connection.getresponse().read().decode()
+        connection.close()
+        found = sum(float(value) for value in re.findall(r"(?m)^headrace_connections\{[^}]*\} (\S+)$", page))
+        outcome = Outcome.RIGHT if found >= len(self._clients) else Outcome.FAILED
+        self.ledger.note("crowd", "", outcome, 0.0, f"{found:.0f} of {len(self._clients)} connections are open")
+
+    def end(self) -> None:
+        """Close all connections."""
+        for client in self._clients:
+            client.close()
 
 
 class StreamClient(ChannelClient):

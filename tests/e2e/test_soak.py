@@ -50,6 +50,15 @@ def test_nothing_is_lost_or_wrong_and_nothing_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_hundreds_of_connections_stay_open(tmp_path: Path) -> None:
+    words = ("--seconds", "20", "--connections", "300", "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, *words)
+    assert status == 0, printed
+    counts = {line["way"]: line for line in soak_report["requests"]}
+    assert "crowd" in counts, printed
+
+
+@pytest.mark.timeout(240)
 def test_a_server_with_faults_does_not_pass(tmp_path: Path) -> None:
     words = ("--seconds", "18", "--grpc-engine", "fast", "--command", FAULTY)
     status, printed, soak_report = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.bench.cases.grpc import GrpcFrontEnd, GrpcMillion, GrpcStream
+from loadtest.bench.cases.grpc import GrpcDefault, GrpcFrontEnd, GrpcMillion, GrpcStream
 from loadtest.bench.cases.http import FrontEnd, IdleConnections, Memory, MetricsCost, Mixed
 from loadtest.bench.cases.models import ModelThroughput, Quantized
 from loadtest.bench.cases.shared_memory import SharedMemoryInputs
@@ -18,6 +18,10 @@ CASES: tuple[Case, ...] = (
     IdleConnections("idle-connections", 16, idle=1000),
     Memory("memory", 64, warm_up_requests=20_000, requests=200_000, growth=at_most(1.05)),
     GrpcFrontEnd("grpc-tiny-64", 4, in_flight=16, grpcio_to_echo=at_least(0.8), fast_to_echo=at_least(4.0)),
+    GrpcDefault("grpc-default-tiny-64", 4, in_flight=16, model="tiny", to_echo=at_least(8.0)),
+    GrpcDefault("grpc-default-mlp-64", 4, in_flight=16, model="mlp", to_echo=at_least(4.0)),
+    GrpcDefault("grpc-default-tiny-1", 1, in_flight=1, model="tiny", to_echo=at_least(1.2)),
+    GrpcDefault("grpc-default-mlp-1", 1, in_flight=1, model="mlp", to_echo=at_least(1.2)),
     GrpcStream("grpc-stream-64", 4, in_flight=16, to_unary=at_least(1.5)),
     GrpcMillion("grpc-million", 1, in_flight=64, calls=1_000_000),
     SharedMemoryInputs("shm", 1, copies=at_most(1.5)),

@@ -23,6 +23,7 @@ MODEL = "tiny"
 MEBIBYTE = 1024 * 1024
 DELAY_US = 1000
 WITH_DELAY = f"{GRPCIO}, queue delay {DELAY_US} us"
+DEFAULT = "headrace, default options"
 UNARY, STREAM = "unary", "stream"
 
 
@@ -92,6 +93,55 @@ class GrpcFrontEnd(GrpcCase):
             f"h2load used at most {_busiest(list(samples.values())):.0%} of its core",
         )
         return CaseResult(self.name, self.title, figures, comparisons, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcDefault(GrpcCase):
+    """Unary calls to a server with its default options, beside the bare `grpc.aio` server in the same rounds.
+
+    Attributes:
+        model: of the repository that `loadtest.peers` measures: tiny or mlp.
+        to_echo: target of calls a second over the bare server's.
+    """
+
+    model: str
+    to_echo: Target
+
+    @property
+    def title(self) -> str:
+        """One-line description of the measurement."""
+        total = self.connections * self.in_flight
+        return f"{self.model}, unary gRPC with default options, {total} in flight, server on one core"
+
+    def run(self, bench: Bench) -> CaseResult:
+        """Check all answers, then measure in interleaved rounds."""
+        from loadtest.peers.__main__ import prepare
+
+        h2load.require()
+        folder = bench.scratch / self.name
+        prepare(folder, bench.model_path(MODEL))
+        bench = replace(bench, repository=folder / "repository")
+        question = bench.question(self.model)
+        with bench.headrace(self.model, name=DEFAULT) as server:
+            headrace = grpc_calls.headrace_target(server, question)
+            size = grpc_calls.answer_size(headrace)
+            with bench.start(grpc_calls.echo_command(size, bench.cores.server)) as echo:
+                load = self.call_load(bench, question.message, record_latencies=True)
+                seconds = bench.seconds(self.sample_s)
+                targets = (headrace, grpc_calls.echo_target(echo, question.message))
+                samples = interleave(
+                    {target.name: grpc_calls.unary_contender(bench, target, load, seconds) for target in targets},
+                    bench.rounds,
+                )
+        figures = figures_of(samples, {"calls_per_s": "calls/s", "p50_us": "p50 us", "p99_us": "p99 us"})
+        ratio = Comparison.ratio(
+            f"{self.model}: {DEFAULT} / {ECHO}, calls/s", "calls_per_s", samples[DEFAULT], samples[ECHO], self.to_echo
+        )
+        notes = (
+            f"request message {len(question.message)} bytes, answer {size} bytes, the same for the bare server",
+            f"h2load used at most {_busiest(list(samples.values())):.0%} of its core",
+        )
+        return CaseResult(self.name, self.title, figures, (ratio,), notes)
 
 
 def _with_delay(bench: Bench) -> Bench:
