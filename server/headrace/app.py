@@ -91,7 +91,7 @@ def open_keys(settings: Settings) -> KeyAccess | None:
         raise refuse("--jwt-issuer and --jwt-audience", None, "need --jwks", "name the key set of the issuer")
     if not settings.api_keys_file and tokens is None:
         return None
-    return KeyAccess(Path(settings.api_keys_file) if settings.api_keys_file else None, tokens)
+    return KeyAccess(Path(settings.api_keys_file).expanduser() if settings.api_keys_file else None, tokens)
 
 
 def open_access(settings: Settings) -> OpenAccess:

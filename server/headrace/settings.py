@@ -513,7 +513,7 @@ def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -
 
 def default_keys_file() -> str:
     """Return the path of the keys file that `headrace keys` edits without --file."""
-    return os.environ.get(f"{PREFIX}API_KEYS_FILE") or str(Path("~/.config/headrace/keys.yaml").expanduser())
+    return os.environ.get(f"{PREFIX}API_KEYS_FILE") or "~/.config/headrace/keys.yaml"
 
 
 def api_key(environ: Mapping[str, str] | None = None) -> str:
