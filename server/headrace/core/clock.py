@@ -14,13 +14,21 @@ NS_PER_US = 1_000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
+# Time between two pauses of a thread.
+_STEP_NS = 1_500_000
 # The shortest wait of Linux is about 0.06 ms longer. After a wait of 0 the thread would have the interpreter lock again before
 # another thread wakes.
 _PAUSE_S = 20e-6
 _never_released = threading.Lock()
 _never_released.acquire()
+_last_pause = threading.local()
 
 
 def pause() -> None:
-    """Let other threads run between two steps of a long computation in Python; for a codec thread, never on the event loop."""
-    _never_released.acquire(timeout=_PAUSE_S)
+    """Let other threads run between two steps of a long computation in Python, if the last pause is more than a step ago.
+
+    Codec threads call it, never the event loop.
+    """
+    if time.monotonic_ns() - getattr(_last_pause, "ended_ns", 0) >= _STEP_NS:
+        _never_released.acquire(timeout=_PAUSE_S)
+        _last_pause.ended_ns = time.monotonic_ns()

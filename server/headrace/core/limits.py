@@ -58,6 +58,7 @@ class Limits:
     max_total_body_bytes: int = _limit(
         1 << 30, "bytes of the bodies of all requests in the server, and of responses that clients have not read"
     )
+    max_json_bytes: int = _limit(32 << 20, "bytes of the JSON of one inference request over HTTP, without binary data")
     max_header_bytes: int = _limit(16 << 10, "bytes of the headers of one request, or of its gRPC metadata")
     max_chunks: int = 65_536
     max_json_depth: int = 64

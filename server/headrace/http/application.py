@@ -23,7 +23,6 @@ from starlette.routing import Match
 
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError
 from headrace.core.limits import REGION_PATTERN, ClientLimits
-from headrace.http.codec import check_json, parse_json
 from headrace.http.infer_endpoint import (
     InferEndpoint,
     Message,
@@ -35,6 +34,7 @@ from headrace.http.infer_endpoint import (
     send_error,
     send_method_not_allowed,
 )
+from headrace.http.json_text import check_json, parse_json
 from headrace.http.origins import OriginPolicy
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
 from headrace.inference.operations import OperationCall, http_operation

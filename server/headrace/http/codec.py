@@ -6,11 +6,8 @@ It is independent of the web framework: bytes to `InferRequest`, `InferResponse`
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import secrets
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +18,23 @@ import orjson
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
 from headrace.core.request import InferResponse
-from headrace.core.tensor import BYTES, ModelSpec, TensorSpec, classify
+from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, classify
+from headrace.http.json_text import (
+    Outline,
+    check_json,
+    check_unique,
+    needs_outline,
+    outline,
+    parse_non_finite,
+    read_array,
+)
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import flag, integer, request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
     Codec,
+    RawInput,
     ReadContent,
     RequestTemplate,
     TemplateBuilder,
@@ -35,148 +42,6 @@ from headrace.inference.request_template import (
 )
 from headrace.inference.services import Regions
 from headrace.inference.tensor_codec import BodyBytes
-
-# --- Limits on JSON texts before they are parsed: nesting depth, number of keys, duplicate keys ------------------------
-#
-# Parsers differ in which of two duplicate keys they use, so a proxy may check another value than the one the server runs. Deep
-# nesting and a million keys take far more memory as objects than on the wire. The checks read only brackets, colons and quotes,
-# of which inference requests have few: most of their text is numbers.
-
-# An exponent of three digits, or 300 digits in a row: every number outside the range of FP64 has one of the two.
-_HUGE = re.compile(rb"[eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
-# The parser that accepts NaN is ten times slower than the other: it needs one second for this many bytes.
-_MAX_NON_FINITE_BYTES = 16 << 20
-# Splitting at quotes creates an object for each part; texts with Inf or -NaN have few strings.
-_MAX_QUOTES = 1 << 17
-_STRUCTURE = b'[]{}:"'
-_NOT_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
-_STEPS = np.zeros(256, np.int8)
-_STEPS[[ord("["), ord("{")]] = 1
-_STEPS[[ord("]"), ord("}")]] = -1
-
-
-def check_json(text: bytes, client_limits: ClientLimits) -> int:
-    """Check the number of keys and the nesting depth of a JSON text before it is parsed.
-
-    Args:
-        text: UTF-8; the result is meaningless for a text that is not JSON, which the parser rejects afterwards.
-        client_limits: `max_json_keys` and `max_json_depth`; counts violations.
-
-    Returns:
-        Number of keys in all objects of the text.
-
-    Raises:
-        BadRequest: the text has too many keys or is nested too deep.
-    """
-    outside = _outside_strings(text)
-    limits = client_limits.limits
-    keys = outside.count(b":")
-    if keys > limits.max_json_keys:
-        raise client_limits.refused(
-            "max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are allowed"
-        )
-    if outside.count(b"[") + outside.count(b"{") > limits.max_json_depth:
-        steps = _STEPS[np.frombuffer(outside, np.uint8)]
-        depth = int(np.max(np.cumsum(steps, dtype=np.int32)))
-        if depth > limits.max_json_depth:
-            detail = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} levels are allowed"
-            raise client_limits.refused("max_json_depth", detail)
-    return keys
-
-
-def check_unique(text: bytes) -> None:
-    """Check that no object of a JSON text has a key twice.
-
-    Raises:
-        BadRequest: an object has a key twice, or the text is not JSON.
-    """
-    try:
-        json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the request is not valid JSON: {str(error)[:200]}") from None
-
-
-def parse_non_finite(text: bytes) -> Any:
-    """Parse JSON with the literals NaN, Inf and Infinity, with or without a sign, which Triton's parser accepts.
-
-    This parser is slower than the one of ordinary requests: use it only for texts that the other has rejected.
-
-    Args:
-        text: UTF-8, within the limits of `check_json`.
-
-    Returns:
-        The value, in plain Python types.
-
-    Raises:
-        BadRequest: an object has a key twice.
-        ValueError: the text is not JSON or not UTF-8, or a number is outside the range of FP64.
-    """
-    if len(text) > _MAX_NON_FINITE_BYTES:
-        raise ValueError(
-            f"NaN or Infinity in JSON of {len(text)} bytes, at most {_MAX_NON_FINITE_BYTES}: send the tensors as binary data"
-        )
-    if b"Inf" in text or b"-NaN" in text:
-        text = _standard_literals(text)
-    # A call for each number makes parsing ten times slower: only where a number may be outside FP64.
-    parse_float = _finite if _HUGE.search(text) else None
-    return parse_json(text, parse_float=parse_float)
-
-
-def parse_json(text: bytes, **hooks: Any) -> Any:
-    """Parse JSON without duplicate keys, by `json.loads` with further hooks.
-
-    Raises:
-        BadRequest: an object has a key twice.
-        ValueError: the text is not JSON or not UTF-8, or has a lone surrogate, which is not valid UTF-8.
-    """
-    parsed = json.loads(text.decode(), object_pairs_hook=unique, **hooks)
-    if b"\\u" in text:
-        json.dumps(parsed, ensure_ascii=False).encode()
-    return parsed
-
-
-def _standard_literals(text: bytes) -> bytes:
-    """Replace Inf by Infinity and -NaN by NaN outside of strings."""
-    masked = text
-    if b'\\"' in text:
-        # The text keeps its length, and every remaining quote begins or ends a string.
-        masked = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    if masked.count(b'"') > _MAX_QUOTES:
-        raise ValueError(f"Inf and -NaN beside more than {_MAX_QUOTES // 2} strings: write Infinity and NaN")
-    parts: list[bytes] = []
-    position = 0
-    for index, masked_part in enumerate(masked.split(b'"')):
-        part = text[position : position + len(masked_part)]
-        position += len(part) + 1
-        if index % 2 == 0:  # outside strings
-            part = part.replace(b"Infinity", b"Inf").replace(b"Inf", b"Infinity").replace(b"-NaN", b"NaN")
-        parts.append(part)
-    return b'"'.join(parts)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if number in (math.inf, -math.inf):
-        raise ValueError(f"the number {text[:32]} is beyond FP64")
-    return number
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of the members of a JSON object; raises BadRequest for a duplicate key."""
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise BadRequest(f"the JSON has the key {twice[:64]!r} twice in one object")
-    return members
-
-
-def _outside_strings(text: bytes) -> bytes:
-    r"""Return the brackets, braces and colons of a text that are not in a string."""
-    if b'\\"' in text:  # quotes within strings; escaped backslashes first, whose second character escapes nothing
-        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    structure = text.translate(None, _NOT_STRUCTURE)
-    return b"".join(structure.split(b'"')[::2])
-
 
 # --- Requests and responses --------------------------------------------------------------------------------------------
 
@@ -244,6 +109,8 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
+        if size > LARGE_BYTES:
+            check_json_bytes(size, self._client_limits)
         if size or header_size is None:
             header = bytes(body[:size])  # no copy if the whole body is JSON
             template = self._templates.find(header) or self._parse_template(header)
@@ -380,7 +247,9 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         return template, 0 if template.raw else len(body)
 
     def _parse_template(self, header: bytes) -> RequestTemplate:
-        message = _parse(header, check_json(header, self._client_limits))
+        large = outline(header, self._client_limits) if needs_outline(header) else None
+        text, keys = (header, check_json(header, self._client_limits)) if large is None else (large.text, large.keys)
+        message = _parse(text, keys)
         parameters = message.parameters
         request_parameters(parameters)
         builder = TemplateBuilder(self._factory)
@@ -391,9 +260,13 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             if shared is not None:
                 builder.add_shared(entry, shared)
             elif size_bytes is None:
-                builder.add_literal(entry, tensor_codec.from_json(entry.spec, entry.shape, entry.elements, tensor.data))
+                builder.add_literal(entry, self._literal(entry, tensor.data, header, large))
             else:
                 builder.add_raw(entry, size_bytes)
+        if large is not None and len(large.arrays) != sum(
+            large.array(each.data) is not None for each in message.inputs
+        ):
+            raise BadRequest("the JSON has a large array that is not the data of an input: leave it out")
         template = builder.finish(
             ((output.name, output.parameters) for output in message.outputs or ()),
             flag(parameters, "binary_data_output"),
@@ -402,6 +275,25 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         )
         self._templates.add(header, template)
         return template
+
+    def _literal(self, entry: RawInput, data: object, header: bytes, large: Outline | None) -> Array:
+        """Return the tensor of an input in JSON; raises BadRequest."""
+        span = None if large is None else large.array(data)
+        if span is None:
+            return tensor_codec.from_json(entry.spec, entry.shape, entry.elements, data)
+        return read_array(entry.spec, entry.shape, entry.elements, header, span)
+
+
+def check_json_bytes(size_bytes: int, client_limits: ClientLimits) -> None:
+    """Check the size of the JSON of a request, without its binary data.
+
+    Raises:
+        TooLarge: the JSON exceeds `max_json_bytes`.
+    """
+    limit = client_limits.limits.max_json_bytes
+    if size_bytes > limit:
+        text = f"the request's JSON has {size_bytes} bytes, at most {limit} are allowed (--max-json-bytes)"
+        raise client_limits.too_large("max_json_bytes", f"{text}: send the tensors as binary data")
 
 
 def _insert(header: bytes, arrays: list[list[bytes]]) -> list[bytes]:

@@ -20,7 +20,7 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unauthenticated, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
-from headrace.http.codec import Body, ModelCodec
+from headrace.http.codec import Body, ModelCodec, check_json_bytes
 from headrace.http.origins import OriginPolicy
 from headrace.inference import compression
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -386,6 +386,8 @@ class InferEndpoint:
         if headers.content_length > limit:
             text = f"the body has {headers.content_length} bytes, at most {limit} are allowed"
             raise self._client_limits.too_large("max_body_bytes", text)
+        if headers.header_size is None and not headers.content_encoding:  # before the body is read
+            check_json_bytes(headers.content_length, self._client_limits)
         body = None if connection is None else await connection.read_body(send)
         if body is None:
             body = await _receive_all(receive, self._client_limits)

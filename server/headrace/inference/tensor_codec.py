@@ -304,6 +304,15 @@ def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], se
     return data, tuple(shape), kinds
 
 
+def from_values(spec: TensorSpec, values: list[Any], kinds: set[type]) -> Array:
+    """Convert elements from JSON, and the types of them, to a tensor of one dimension.
+
+    Raises:
+        BadRequest: elements have another datatype, or are out of its range.
+    """
+    return _convert(spec, values, kinds)
+
+
 def _convert(spec: TensorSpec, flat: list[Any], kinds: set[type]) -> Array:
     datatype = spec.datatype
     allowed, expected = _JSON_TYPES[datatype.name]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits, Limits
-from headrace.http.codec import check_json, check_unique, parse_non_finite
+from headrace.http.json_text import check_json, check_unique, parse_non_finite
 from hypothesis import given
 from hypothesis import strategies as st
 
