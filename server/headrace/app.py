@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Gr
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
+from headrace.core.threads import start_pool
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
@@ -57,6 +59,8 @@ from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import ServerTls
 
+# Threads for metrics, pages and reloads; they start with the server.
+_POOL_THREADS = 4
 _EXTRA = "pip install 'headrace[otel]'"
 
 
@@ -193,8 +197,15 @@ class HeadraceServer:
             logger.error("%s", error)
             return 1
         _configure_garbage_collector()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        try:
             return runner.run(self._serve(tls))
+        except Unavailable as error:
+            logger.error("%s", error)
+            return 1
+        finally:
+            with suppress(RuntimeError):  # asyncio starts a thread to end its pool, and the system may start no more
+                runner.close()
 
     async def _serve(self, tls: ServerTls | None) -> int:
         settings, loop = self._settings, asyncio.get_running_loop()
@@ -206,7 +217,7 @@ class HeadraceServer:
         self._data_plane = DataPlane(settings, loop, self._on_loaded, self._model_filter, self._bodies)
         self._registry, reconciler = self._data_plane.registry, self._data_plane.reconciler
         services = self._services(reconciler)
-        services.codec_threads.start()
+        self._start_threads(services, loop)
         try:
             sockets = self._listen(services, tls)
             port = await self._listen_grpc(services, tls)
@@ -223,11 +234,13 @@ class HeadraceServer:
             describe_access(settings, is_loopback(settings.host)),
             self._keys is not None,
         )
-        reconciler.start()
-        if self._keys is not None:
-            self._keys.start(loop)
-            self.reload_callbacks.append(self._keys.reload)
-            self.reload_callbacks.append(self._keys.reload)
+        try:
+            reconciler.start()
+        except Unavailable:
+            if self._grpc is not None:
+                self._grpc.stop(now=True)
+                await self._grpc.serve()
+            raise
         if settings.metrics:
             self._lag.start(loop)
         serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
@@ -249,6 +262,14 @@ class HeadraceServer:
             end_output()
             os._exit(1)
         return self._exit_status
+
+    def _start_threads(self, services: Services, loop: asyncio.AbstractEventLoop) -> None:
+        """Start all threads that requests need later; raises Unavailable."""
+        loop.set_default_executor(start_pool(_POOL_THREADS, "headrace-pool"))
+        services.codec_threads.start()
+        if self._keys is not None:
+            self._keys.start(loop)
+            self.reload_callbacks.append(self._keys.reload)
 
     def _services(self, reconciler: Reconciler) -> Services:
         settings = self._settings

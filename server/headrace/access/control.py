@@ -21,6 +21,7 @@ from headrace.core.access import NO_KEY, Grant, Principal, QuotaBucket
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError
 from headrace.core.quota import Quota
+from headrace.core.threads import start_thread
 from headrace.observability.audit import AUDIT, AuditRecord
 
 logger = logging.getLogger("headrace.access")
@@ -194,9 +195,9 @@ class _KeysWatcher:
         return keys
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread."""
+        """Start the thread; raises Unavailable if the system starts no further thread."""
         self._loop = loop
-        self._thread.start()
+        start_thread(self._thread)
 
     def wake(self) -> None:
         """Read the file now."""

@@ -31,6 +31,7 @@ from headrace.config.documents import open_regular_file, refuse
 from headrace.core.access import Grant, Principal, Scope
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.limits import CLIENT_PATTERN
+from headrace.core.threads import start_thread
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -219,9 +220,9 @@ class KeySetReader:
             raise refuse(f"--jwks {self._source}", None, f"cannot be read: {error}", "check the file") from None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread."""
+        """Start the thread; raises Unavailable if the system starts no further thread."""
         self._loop = loop
-        self._thread.start()
+        start_thread(self._thread)
 
     def wake(self) -> None:
         """Read the set now."""

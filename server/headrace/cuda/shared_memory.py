@@ -29,6 +29,7 @@ import numpy as np
 
 from headrace.core.errors import BadRequest, HeadraceError, Unsupported
 from headrace.core.tensor import Array, ResidentRows, check_range
+from headrace.core.threads import start_thread
 from headrace.cuda.driver import CudaStream, DeviceError, load, loaded, primary_context, pushed
 from headrace.cuda.memory import PinnedMapping, Release
 
@@ -53,8 +54,9 @@ class DriverThread:
     def start(self) -> None:
         """Start the thread unless it is alive."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            start_thread(thread)
+            self._thread = thread
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job after those queued before; an error of the driver is logged."""

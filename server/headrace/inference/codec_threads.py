@@ -7,12 +7,12 @@ millisecond and call `headrace.core.clock.pause` between two of them, which give
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.core.errors import HeadraceError, Overloaded
+from headrace.core.threads import start_pool
 
 # A switch of threads takes about 0.1 ms. Smaller bodies are decoded and encoded on the event loop.
 LARGE_BYTES = 128 << 10
@@ -35,11 +35,9 @@ class CodecThreads:
         """Start the threads now, so that a large body never meets a machine without room for them.
 
         Raises:
-            RuntimeError: the threads cannot be started.
+            Unavailable: the threads cannot be started.
         """
-        together = threading.Barrier(THREADS)
-        for future in [self._executor.submit(together.wait, 10.0) for _ in range(THREADS)]:
-            future.result()
+        self._executor = start_pool(THREADS, "codec")
 
     async def run(self, function: Callable[..., Result], *args: object) -> Result:
         """Run a function on a codec thread, after the functions that wait for one. A cancelled function that waits never runs.

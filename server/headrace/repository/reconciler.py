@@ -16,6 +16,7 @@ from headrace.config.documents import read_config_json
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
 from headrace.core.model_config import name_problem
+from headrace.core.threads import start_thread
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource, PrivateFolder, VersionCloser, check_files
 from headrace.repository.folders import (
@@ -197,8 +198,8 @@ class Reconciler:
         self._clean = True
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread; raises Unavailable if the system starts no further thread."""
+        start_thread(self._thread)
 
     def stop(self, timeout_s: float) -> bool:
         """Close every model after its queued requests have completed.
