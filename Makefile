@@ -86,7 +86,7 @@ $(VENV)/.fuzz: requirements/fuzz.lock $(VENV)/.dev | $(BIN)/python
 	$(PIP) install --quiet --require-hashes --no-deps -r requirements/fuzz.lock
 	@touch $@
 
-# E.g. make fuzz FUZZ="http2 http1"; FUZZ=--merge keeps the inputs that reach new code.
+# E.g. make fuzz FUZZ="http2 http1"; FUZZ=--keep keeps inputs that reached new code.
 FUZZ_SECONDS ?= 60
 FUZZ ?=
 fuzz: $(VENV)/.fuzz ## fuzz the readers of untrusted bytes with coverage guidance (FUZZ_SECONDS=3600: an hour)
