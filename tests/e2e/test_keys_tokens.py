@@ -68,6 +68,10 @@ def test_tokens_work_on_every_protocol_and_end_at_their_expiry(case: Case) -> No
         assert (case.infer(short), unary(channel, short)) == (200, "OK")
         until(lambda: case.infer(short) == 401, "an expired token still works")
         assert unary(channel, short) == "UNAUTHENTICATED"
+        early = case.issuer.token("es256", nbf=int(time.time()) + 13)
+        assert (case.infer(early), unary(channel, early)) == (401, "UNAUTHENTICATED")
+        until(lambda: unary(channel, early) == "OK", "a token stays invalid on the connection that sent it too early")
+        assert case.infer(early) == 200
         reader = case.issuer.token("es256", scope="read")
         assert (case.infer(reader), unary(channel, reader)) == (403, "PERMISSION_DENIED")
         bound = case.issuer.token("es256", models=["other"])

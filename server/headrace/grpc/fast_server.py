@@ -193,6 +193,7 @@ class FastGrpcServer:
             try:
                 principal.authenticate()
             except HeadraceError as error:
+                connection.forget_heads()  # the same token may be valid later (`nbf`, new keys of the issuer)
                 return rejected(error_status(error))
         return head
 
