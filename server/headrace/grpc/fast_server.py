@@ -94,7 +94,7 @@ class FastGrpcServer:
         self._limits = replace(
             limits,
             max_granted_bytes=max(limits.max_granted_bytes, max_message_bytes + PREFIX_BYTES),
-            max_unsent_bytes=max(limits.max_unsent_bytes, max_held_bytes(client_limits.limits)),
+            max_unsent_bytes=max(limits.max_unsent_bytes, max_held_bytes(max_message_bytes)),
         )
         self._connections: set[Http2Connection] = set()
         self.rooms: dict[Http2Connection, ResponseRoom] = {}

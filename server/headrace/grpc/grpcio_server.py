@@ -263,7 +263,7 @@ class _UnaryCall(_Call):
         room.admit(size_bytes)
         room.add(size_bytes)
         self._context.add_done_callback(lambda _: room.add(-size_bytes))
-        if room.unread_bytes > max_held_bytes(self._server.client_limits.limits):
+        if room.unread_bytes > max_held_bytes(self._server.client_limits.limits.max_body_bytes):
             self._server.refuse_calls(self.peer)
 
 

@@ -22,7 +22,7 @@ from headrace.core.limits import SMALL_BODY_BYTES
 from headrace.core.request import InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
-from headrace.grpc.response_room import unread_error
+from headrace.grpc.response_room import max_held_bytes, unread_error
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import RequestOptions
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
@@ -42,12 +42,13 @@ class GrpcInference:
 
     Attributes:
         service: runs the steps of each request.
+        large_responses: expected size of a response in bytes, by the requested names of the models whose last ones were large.
     """
 
     def __init__(self, services: Services, max_shared_bytes: int) -> None:
         regions = services.regions
         self.service = InferenceService(services, WIRE, lambda spec: GrpcCodec(spec, regions, max_shared_bytes))
-        self._response_bytes: dict[str, int] = {}  # expected size of responses, of models with large ones
+        self.large_responses: dict[str, int] = {}
 
     async def infer(self, message: bytes, call: GrpcCall) -> Message:
         """Serve ModelInfer: one ModelInferRequest in, one ModelInferResponse out.
@@ -60,7 +61,7 @@ class GrpcInference:
         except HeadraceError as error:
             self.service.fail(PendingRequest("", "", call.received_ns), error)
             raise
-        if self._response_bytes and envelope.model_name in self._response_bytes:
+        if self.large_responses and envelope.model_name in self.large_responses:
             return await self._infer_large(message, envelope, call, options)
         return await self._run(message, envelope, call, options)
 
@@ -68,7 +69,7 @@ class GrpcInference:
         self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions
     ) -> Message:
         """Serve a request whose response will be large: it waits while the client does not read earlier ones."""
-        room, expected_bytes = call.room, self._response_bytes[envelope.model_name]
+        room, expected_bytes = call.room, self.large_responses[envelope.model_name]
         await room.start(expected_bytes)
         try:
             return await self._run(message, envelope, call, options)
@@ -158,25 +159,23 @@ class GrpcInference:
         except Exception as error:
             self._raise(pending, error)
         size_bytes = sum(map(len, response))
-        if size_bytes > SMALL_BODY_BYTES or self._response_bytes:
+        if size_bytes > SMALL_BODY_BYTES or self.large_responses:
             self._expect(pending.model, size_bytes)
         return response
 
     def expected_bytes(self, message: bytes) -> int:
         """Size of the response to a serialized request by the last responses of its model; 0 if it is small or unknown."""
-        if not self._response_bytes:
-            return 0
         try:
-            return self._response_bytes.get(scan(message).model_name, 0)
+            return self.large_responses.get(scan(message).model_name, 0)
         except HeadraceError:
             return 0
 
     def _expect(self, model: str, size_bytes: int) -> None:
         """Update the expected size of a model's responses: the largest of the last ones, which decays by 1/8 with each."""
-        before_bytes = self._response_bytes.pop(model, 0)
+        before_bytes = self.large_responses.pop(model, 0)
         expected_bytes = max(size_bytes, before_bytes - (before_bytes >> 3))
         if expected_bytes > SMALL_BODY_BYTES:
-            self._response_bytes[model] = expected_bytes
+            self.large_responses[model] = expected_bytes
 
     async def finish_large(self, pending: PendingRequest) -> Message:
         """Encode a large response on a codec thread; see `finish`."""
@@ -316,11 +315,16 @@ class _Stream:
                 return
             self._in_flight += 1
             self._in_flight_bytes += len(message)
-            expected_bytes = self._infer.expected_bytes(message)
-            if expected_bytes:
-                await self._response_room.start(expected_bytes)
-                self._response_bytes += expected_bytes
-            await self._begin(message, expected_bytes)
+            expected_bytes = 0
+            if self._infer.large_responses:
+                expected_bytes = self._infer.expected_bytes(message)
+                if expected_bytes:
+                    await self._response_room.start(expected_bytes)
+                    self._response_bytes += expected_bytes
+            if len(message) <= LARGE_BYTES:
+                self._begin(message, expected_bytes)
+            else:
+                await self._begin_large(message, expected_bytes)
             del message  # otherwise it stays in memory until the next message
             while self._in_flight >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
                 self._room.clear()
@@ -337,7 +341,13 @@ class _Stream:
                 if entry.response_bytes:
                     self._expect(entry, 0)  # written bytes count in the connection
                 if isinstance(response, PendingRequest):
-                    await self._call.write(await self._finish(response))
+                    template = response.template
+                    if template.is_costly and self._infer.service.is_large(response):
+                        message = await self._finish_large(response)
+                    else:
+                        message = self._finish(response)
+                    await self._call.write(message)
+                    del message
                     self._call.reservation.shrink(entry.request_bytes)
                 elif isinstance(response, HeadraceError):
                     raise response
@@ -360,7 +370,7 @@ class _Stream:
     def _expect(self, entry: _StreamEntry, size_bytes: int) -> None:
         """Change the reserved size of a response: its actual size once it is settled, 0 once it is sent.
 
-        More than `max_bytes` wait only if they are larger than those that the model has sent before. Then the requests that have
+        More than `max_held_bytes` wait only if they are larger than those that the model has sent before. Then the requests that have
         no response yet are refused.
         """
         if self._closed:
@@ -368,39 +378,63 @@ class _Stream:
         change, entry.response_bytes = size_bytes - entry.response_bytes, size_bytes
         self._response_bytes += change
         self._response_room.expect(change)
-        if change > 0 and self._response_bytes > self._streams.max_bytes:
+        if change > 0 and self._response_bytes > max_held_bytes(self._streams.max_bytes):
             error = unread_error()
             for pending in list(self._queued):
                 pending.completion.settle(error)
 
-    async def _begin(self, message: bytes, expected_bytes: int) -> None:
-        received_ns, reservation = monotonic_ns(), self._call.reservation
-        entry = _StreamEntry(len(message), expected_bytes)
+    def _begin(self, message: bytes, expected_bytes: int) -> None:
+        """Queue a request of usual size, without a coroutine: there is one for every message."""
+        received_ns, entry = monotonic_ns(), _StreamEntry(len(message), expected_bytes)
+        envelope = self._scan(entry, message, received_ns)
+        if envelope is None:
+            return
+        try:
+            # Without the deadline of the stream: the engine ends the whole stream at its deadline.
+            pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
+        except BaseException as error:
+            self._refuse(entry, error, envelope.id)
+            return
+        self._wait_for(entry, pending)
+
+    async def _begin_large(self, message: bytes, expected_bytes: int) -> None:
+        received_ns, entry = monotonic_ns(), _StreamEntry(len(message), expected_bytes)
+        envelope = self._scan(entry, message, received_ns)
+        if envelope is None:
+            return
+        try:
+            pending = await self._infer.begin_large(message, envelope, received_ns, 0, self._options)
+        except BaseException as error:
+            self._refuse(entry, error, envelope.id)
+            return
+        self._wait_for(entry, pending)
+
+    def _scan(self, entry: _StreamEntry, message: bytes, received_ns: int) -> Envelope | None:
+        """Read the fields of a request and reserve its memory; None if it is refused."""
         request_id = ""
         try:
-            try:
-                envelope = scan(message)
-                request_id = envelope.id
-                reservation.grow(len(message))
-            except HeadraceError as error:
-                self._infer.service.fail(PendingRequest("", "", received_ns), error)
-                raise
-            try:
-                # Without the deadline of the stream: the engine ends the whole stream at its deadline.
-                if len(message) <= LARGE_BYTES:
-                    pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
-                else:
-                    pending = await self._infer.begin_large(message, envelope, received_ns, 0, self._options)
-            except BaseException:
-                reservation.shrink(len(message))
-                raise
+            envelope = scan(message)
+            request_id = envelope.id
+            self._call.reservation.grow(entry.request_bytes)
         except HeadraceError as error:
+            self._infer.service.fail(PendingRequest("", "", received_ns), error)
             forget_frames(error)
             self._reject(entry, error, request_id)
-            return
-        except Exception as error:
+            return None
+        return envelope
+
+    def _refuse(self, entry: _StreamEntry, error: BaseException, request_id: str) -> None:
+        """Release the memory of a request that could not be queued, and respond with its error; raises what is no error of it."""
+        self._call.reservation.shrink(entry.request_bytes)
+        if isinstance(error, HeadraceError):
+            forget_frames(error)
+            self._reject(entry, error, request_id)
+        elif isinstance(error, Exception):
             self._reject(entry, internal_error(error, logger), request_id)
-            return
+        else:
+            raise error
+
+    def _wait_for(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         self._queued.add(pending)
         if pending.template.unordered:
             pending.completion.then(partial(self._on_settled_unordered, entry, pending))
@@ -415,7 +449,7 @@ class _Stream:
 
     def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
         entry.response = response
-        if isinstance(response, PendingRequest):
+        if type(response) is PendingRequest:
             self._count_response(entry, response)
         ordered = self._ordered
         if ordered[0] is not entry:
@@ -439,21 +473,30 @@ class _Stream:
         if size_bytes > _SMALL_RESPONSE_BYTES or entry.response_bytes:
             self._expect(entry, size_bytes)
 
-    async def _finish(self, pending: PendingRequest) -> Message:
+    def _finish(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)
-        infer = self._infer
         try:
-            if pending.template.is_costly and infer.service.is_large(pending):
-                parts = await infer.finish_large(pending)
-            else:
-                parts = infer.finish(pending)
+            return _stream_message(self._infer.finish(pending))
         except HeadraceError as error:
-            forget_frames(error)
-            if self._options.ends_stream:
-                raise
-            return _error(error, pending.id)
-        size = sum(map(len, parts)) + len(_FINAL)
-        return [_INFER_RESPONSE + varint(size), *parts, _FINAL]
+            return self._failed(pending, error)
+
+    async def _finish_large(self, pending: PendingRequest) -> Message:
+        self._queued.discard(pending)
+        try:
+            return _stream_message(await self._infer.finish_large(pending))
+        except HeadraceError as error:
+            return self._failed(pending, error)
+
+    def _failed(self, pending: PendingRequest, error: HeadraceError) -> Message:
+        forget_frames(error)
+        if self._options.ends_stream:
+            raise error
+        return _error(error, pending.id)
+
+
+def _stream_message(parts: Message) -> Message:
+    """Make the ModelStreamInferResponse of a ModelInferResponse."""
+    return [_INFER_RESPONSE + varint(sum(map(len, parts)) + len(_FINAL)), *parts, _FINAL]
 
 
 def _error(error: HeadraceError, request_id: str) -> Message:

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Overloaded
-from headrace.core.limits import SMALL_BODY_BYTES, ClientLimits, Limits, UnreadResponses
+from headrace.core.limits import SMALL_BODY_BYTES, ClientLimits, UnreadResponses
 
 # A connection may hold more than `max_unread_bytes` where the size of responses was not expected: up to this, or to two of the
 # largest message. Above, the calls that still run are refused.
 MIN_HELD_BYTES = 64 << 20
 
 
-def max_held_bytes(limits: Limits) -> int:
-    """Response bytes of one connection above which its running calls are refused."""
-    return max(MIN_HELD_BYTES, 2 * limits.max_body_bytes)
+def max_held_bytes(max_message_bytes: int) -> int:
+    """Response bytes of one connection, or one stream, above which its running calls are refused."""
+    return max(MIN_HELD_BYTES, 2 * max_message_bytes)
 
 
 def unread_error() -> Overloaded:
