@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import pytest
 from headrace.http2 import frames
@@ -139,4 +140,18 @@ def test_rapid_resets(attacked: Attacked) -> None:
     with watched(attacked, "S8 rapid resets") as watch, RawPeer(attacked.server.grpc_port) as peer:
         flood(peer, calls())
     watch.check()
+    attacked.still_serves()
+
+
+def test_thousands_of_calls_with_one_deadline(attacked: Attacked) -> None:
+    """They end in several iterations of the event loop."""
+    fields = grpc_head(INFER, (b"grpc-timeout", b"1S"))
+    with watched(attacked, "S8 calls with one deadline") as watch, ExitStack() as stack:
+        peers = [stack.enter_context(RawPeer(attacked.server.grpc_port)) for _ in range(8)]
+        for peer in peers:
+            peer.send(*[request(2 * number + 1, end=False, fields=fields) for number in range(IDLE_STREAMS)])
+        time.sleep(2.0)
+        if attacked.engine == "fast":  # grpcio may reset them
+            assert peers[0].trailers(1)["grpc-status"] == "4"  # DEADLINE_EXCEEDED
+    watch.check(GRPCIO_BYTES if attacked.engine == "grpcio" else FLAT_BYTES)
     attacked.still_serves()

@@ -59,6 +59,8 @@ _MESSAGE_CREDIT = 4
 _REJECTED_BODY_BYTES = 65536
 # Frames that such a request subtracts from the frame budget, beside the cost of its stream, which it does not get back.
 _REJECTION_COST = 5
+# Calls that end at their deadline in one iteration of the event loop: clients may choose one deadline for thousands of them.
+_MAX_EXPIRED = 256
 
 
 class FastGrpcServer:
@@ -735,8 +737,10 @@ class DeadlineTimer:
 
     def _fire(self) -> None:
         heap, now_ns = self._heap, monotonic_ns()
-        while heap and (heap[0][0] <= now_ns or not _is_open(heap[0][2])):
+        expired = 0
+        while heap and (heap[0][0] <= now_ns or not _is_open(heap[0][2])) and expired < _MAX_EXPIRED:
             call = heappop(heap)[2]()
+            expired += 1
             if call is not None:
                 call.expire()
         self._timer, self._armed_ns = None, 0

@@ -370,8 +370,8 @@ class _Stream:
     def _expect(self, entry: _StreamEntry, size_bytes: int) -> None:
         """Change the reserved size of a response: its actual size once it is settled, 0 once it is sent.
 
-        More than `max_held_bytes` wait only if they are larger than those that the model has sent before. Then the requests that have
-        no response yet are refused.
+        More than `max_held_bytes` wait only if they are larger than those that the model has sent before. Then the requests
+        that have no response yet are refused.
         """
         if self._closed:
             return  # `close` has released all
