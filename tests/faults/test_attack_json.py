@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +90,25 @@ def test_large_json_that_is_right_is_served(server: Attacked) -> None:
     watch.check(64 * MIB, liveness_s=0.5)
     assert status == 200, answer
     assert b"1048576.0" in answer
+
+
+def test_a_load_request_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Attack S5: with model control off, the permission is checked before the body."""
+    content = b'{"parameters":{"a":[' + b"[]," * (20 * MIB) + b"[]]}}"
+    with attack("fast", tmp_path, "--max-body-bytes", str(128 * MIB), "--model-control", "none") as closed:
+        for action in ("load", "unload"):
+            with watched(closed, f"S5 60 MiB to the {action} route") as watch:
+                status, text = closed.post(f"/v2/repository/models/affine/{action}", content)
+            watch.check(64 * MIB, liveness_s=0.5)
+            assert (status, "--model-control explicit" in text) == (403, True), text
+            assert watch.peak_bytes - watch.before_bytes < len(content)
+        closed.still_serves()
+
+
+def test_a_large_load_request_is_bounded_before_it_is_parsed(server: Attacked) -> None:
+    content = b'{"parameters":{"a":[' + b"[]," * (20 * MIB) + b"[]]}}"
+    with watched(server, "S5 60 MiB to the load route, model control on") as watch:
+        status, text = server.post("/v2/repository/models/affine/load", content)
+    watch.check(64 * MIB, liveness_s=0.5)
+    assert (status, "at most 524288 are allowed" in text) == (400, True), text
+    server.still_serves()

@@ -34,9 +34,10 @@ from headrace.http.infer_endpoint import (
     send_error,
     send_method_not_allowed,
 )
-from headrace.http.json_text import check_json, parse_json
+from headrace.http.json_text import check_json, check_size_without_strings, parse_json
 from headrace.http.origins import OriginPolicy
 from headrace.http.routes import JSON, TAGS, Page, Route, add_route, document, infer_routes, page_routes, routes
+from headrace.inference.codec_threads import LARGE_BYTES, CodecThreads
 from headrace.inference.operations import OperationCall, http_operation
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.response_metadata import Header
@@ -82,7 +83,7 @@ def control_application(services: Services, client_limits: ClientLimits, metrics
 
     table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:
-        add_route(app, route, _endpoint(route, client_limits, services.options_reader))
+        add_route(app, route, _endpoint(route, client_limits, services.options_reader, services.codec_threads))
     return app
 
 
@@ -95,7 +96,7 @@ def check_path(raw_path: bytes) -> None:
 
 
 def _endpoint(
-    route: Route, client_limits: ClientLimits, reader: RequestOptionsReader
+    route: Route, client_limits: ClientLimits, reader: RequestOptionsReader, threads: CodecThreads
 ) -> Callable[[Request], Awaitable[Response]]:
     """Make the function that runs a route and encodes its result or error; it never raises for an invalid request.
 
@@ -111,7 +112,9 @@ def _endpoint(
         principal = request_principal(request.scope, reader)
         with OperationCall(operation, principal, "http", _peer(request), target) as call:
             call.require(parameters.get("model", ""))  # before the body is read
-            arguments = await _arguments(route, request, client_limits)
+            if route.permit is not None:
+                route.permit(parameters.get("model", ""))
+            arguments = await _arguments(route, request, client_limits, threads)
             if route.filters:
                 arguments["principal"] = principal
             result = route.run(**arguments)
@@ -140,7 +143,9 @@ def _endpoint(
     return endpoint
 
 
-async def _arguments(route: Route, request: Request, client_limits: ClientLimits) -> dict[str, Any]:
+async def _arguments(
+    route: Route, request: Request, client_limits: ClientLimits, threads: CodecThreads
+) -> dict[str, Any]:
     """Collect the keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
     arguments: dict[str, Any] = dict(request.path_params)
     if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
@@ -148,9 +153,12 @@ async def _arguments(route: Route, request: Request, client_limits: ClientLimits
         raise BadRequest(f"{region!r} is not a valid name of a region: it must match {REGION_PATTERN}")
     if route.body is not None:
         _check_media_type(request)
-        arguments |= msgspec.to_builtins(
-            _decode(await _read(request, route.max_body_bytes, client_limits), route, client_limits)
-        )
+        content = await _read(request, route.max_body_bytes, client_limits)
+        if len(content) <= LARGE_BYTES:
+            body = _decode(content, route, client_limits)
+        else:
+            body = await threads.run(_decode, content, route, client_limits)
+        arguments |= msgspec.to_builtins(body)
     if route.negotiates:
         arguments["accept"] = request.headers.get("accept", "")
     return arguments
@@ -202,6 +210,8 @@ def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
     """Decode the body as the type of the route; raises BadRequest."""
     if not content and not route.body_required:
         content = b"{}"
+    if len(content) > LARGE_BYTES:
+        check_size_without_strings(content)
     check_json(content, client_limits)
     try:
         return msgspec.convert(parse_json(content, parse_float=_number, parse_constant=_no_constant), route.body)

@@ -273,11 +273,7 @@ def outline(text: bytes, client_limits: ClientLimits) -> Outline:
         )
     rest = b"".join(parts)
     if len(rest) > MAX_OUTLINE_BYTES:
-        size = _size_without_strings(rest)
-        if size > MAX_OUTLINE_BYTES:
-            raise BadRequest(
-                f"the JSON has {size} bytes besides strings and the data of its inputs, at most {MAX_OUTLINE_BYTES} are allowed"
-            )
+        check_size_without_strings(rest)
     return Outline(rest, keys, arrays)
 
 
@@ -287,7 +283,12 @@ def _is_data(text: bytes, position: int) -> bool:
     return text[position] == ord("[") and before.endswith(b":") and before[:-1].rstrip(_BLANKS).endswith(b'"data"')
 
 
-def _size_without_strings(text: bytes) -> int:
+def check_size_without_strings(text: bytes) -> None:
+    """Check the size of a JSON text without its strings, in steps, before it is parsed.
+
+    Raises:
+        BadRequest: it has more than `MAX_OUTLINE_BYTES`, strings and blanks left out.
+    """
     size = start = 0
     in_string = False
     while start < len(text):
@@ -295,7 +296,10 @@ def _size_without_strings(text: bytes) -> int:
         size += len(window.translate(None, _BLANKS))
         start += len(window)
         pause()
-    return size
+    if size > MAX_OUTLINE_BYTES:
+        raise BadRequest(
+            f"the JSON has {size} bytes besides strings and the data of its inputs, at most {MAX_OUTLINE_BYTES} are allowed"
+        )
 
 
 def _spans(window: bytes, depth: int, begin: int) -> list[tuple[int, int]]:

@@ -67,6 +67,8 @@ class Route:
         example: request body for the OpenAPI document.
         negotiates: `run` takes the request header Accept as `accept`.
         filters: `run` takes the principal of the request as `principal`, and lists only models that it may read.
+        permit: takes the model, and raises Forbidden before the body is read if the operator has disabled the route; None for a
+            route that is always enabled.
         max_body_bytes: of the request.
         media_type: of the response.
         headers: of the response, besides its media type.
@@ -86,6 +88,7 @@ class Route:
     example: Mapping[str, object] | None = None
     negotiates: bool = False
     filters: bool = False
+    permit: Callable[[str], None] | None = None
     max_body_bytes: int = MAX_CONTROL_BYTES
     media_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -132,6 +135,7 @@ def _server(control: ControlPlane) -> Iterator[Route]:
 
 def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
     post = partial(Route, "repository", method="POST")
+    permit = control.services.repository.check_control
     yield post(
         "/v2/repository/index",
         "Every version in the repository, its state and, if it is not served, the reason",
@@ -147,7 +151,8 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         control.load,
         body=bodies.LoadRequest,
         example={"parameters": {}},
-        max_body_bytes=max_body_bytes,
+        permit=permit,
+        max_body_bytes=max_body_bytes if control.services.repository.allows_files else MAX_CONTROL_BYTES,
         statuses=(403, 404, 409, 503),
     )
     yield post(
@@ -156,6 +161,7 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
         control.unload,
         body=bodies.UnloadRequest,
         example={"parameters": {"unload_dependents": True}},
+        permit=permit,
         statuses=(403, 404, 409, 503),
     )
     summary = "Every model with its platform and the state of its versions"

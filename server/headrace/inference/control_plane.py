@@ -8,12 +8,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from headrace.core.access import Principal
+from headrace.core.clock import pause
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
+from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.response_metadata import describe_load
 from headrace.inference.services import Handle, Services
 
 _FILE = "file:"
+# A step of a codec thread: a multiple of 4 characters.
+_BASE64_CHARS = 128 << 10
 # Names in errors: a name that is longer than any model's is shortened.
 _LONGEST_NAME = 128
 _SHORTENED_CHARS = 40
@@ -140,7 +144,11 @@ class ControlPlane:
             if name == "config" and isinstance(value, str):
                 config = value
             elif name.startswith(_FILE):
-                files[name.removeprefix(_FILE)] = _content(name, value)
+                run = self.services.codec_threads.run
+                is_large = isinstance(value, str) and len(value) > LARGE_BYTES
+                files[name.removeprefix(_FILE)] = (
+                    await run(_content, name, value) if is_large else _content(name, value)
+                )
             else:
                 raise BadRequest(f"load takes the parameters 'config' and 'file:<path>' as text, not {name[:64]!r}")
         with _failed_to("load", model):
@@ -203,7 +211,14 @@ def _describe_tensor(tensor: TensorSpec) -> dict[str, object]:
 def _content(name: str, value: object) -> bytes:
     if isinstance(value, bytes):
         return value
+    text, parts = str(value), []
     try:
-        return base64.b64decode(str(value), validate=True)
+        for start in range(0, len(text), _BASE64_CHARS):
+            if start:
+                pause()
+                if text[start - 1] == "=":
+                    raise ValueError("padding before the end")
+            parts.append(base64.b64decode(text[start : start + _BASE64_CHARS], validate=True))
+        return b"".join(parts)
     except ValueError:
         raise BadRequest(f"parameter {name[:64]!r} must be the file's content in base64") from None

@@ -79,7 +79,17 @@ class Models(Protocol):
 
 
 class Repository(Protocol):
-    """Loads and unloads models while the server runs; see `headrace.repository.reconciler.Reconciler`."""
+    """Loads and unloads models while the server runs; see `headrace.repository.reconciler.Reconciler`.
+
+    Attributes:
+        allows_files: True if a load request may contain a configuration and files.
+    """
+
+    @property
+    def allows_files(self) -> bool: ...  # noqa: D102  # see the class
+
+    def check_control(self, name: str) -> None:
+        """Check a load or unload before its request is read; raises Forbidden or BadRequest (the name)."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model; returns when the new versions serve.

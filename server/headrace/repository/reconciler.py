@@ -237,7 +237,7 @@ class Reconciler:
             Overloaded: too many commands wait.
             Unavailable: the server is stopping.
         """
-        self._check_allowed(name)
+        self.check_control(name)
         if (config is not None or files) and not self._control.allow_override:
             option = "--allow-model-override"
             raise Forbidden(f"a load request must not contain a configuration or files: start the server with {option}")
@@ -261,10 +261,21 @@ class Reconciler:
             Overloaded: too many commands wait.
             Unavailable: the server is stopping.
         """
-        self._check_allowed(name)
+        self.check_control(name)
         await self._run_command(lambda: self._unload(name))
 
-    def _check_allowed(self, name: str) -> None:
+    @property
+    def allows_files(self) -> bool:
+        """True if a load request may contain a configuration and files."""
+        return self._control.allow_override
+
+    def check_control(self, name: str) -> None:
+        """Check a load or unload before its request is read.
+
+        Raises:
+            Forbidden: model control is switched off.
+            BadRequest: the name is invalid.
+        """
         if self._control.mode != "explicit":
             raise Forbidden(
                 "explicit model load / unload is not allowed: start the server with --model-control explicit"

@@ -40,6 +40,11 @@ class Backstage:
         if self.raises is not None:
             raise self.raises
 
+    allows_files = True
+
+    def check_control(self, name: str) -> None:
+        """Model control is on."""
+
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._note("load", name, config, files)
 
