@@ -177,3 +177,15 @@ def test_the_best_of_a_large_output_over_grpc(ramped: Attacked) -> None:
     assert (code, "at most 65536" in text) == ("INVALID_ARGUMENT", True), text
     assert ids == ["4000000 and 10", "4 and 2", "500000 and 60000"]
     ramped.still_serves()
+
+
+@pytest.mark.parametrize("count", [4, 2_000, 100_000])
+def test_nan_and_infinities_are_no_nulls(over_http: Attacked, count: int) -> None:
+    """Attack S24: in small answers, in answers of one step and in those of a codec thread; the request has them too."""
+    values = [float("nan"), float("inf"), float("-inf"), 0.5] * (count // 4)
+    tensor = {"name": "X", "datatype": "FP64", "shape": [1, count], "data": values}
+    content = json.dumps({"inputs": [tensor]}).encode()
+    status, _, answer = over_http.server.request("POST", "/v2/models/identity_fp64/infer", content)
+    assert status == 200, answer[:500]
+    assert b"null" not in answer
+    assert np.array_equal(json.loads(answer)["outputs"][0]["data"], values, equal_nan=True)
