@@ -67,6 +67,10 @@ _MAX_CERTIFICATES = 64
 _MAX_HEAD_BYTES = 4096
 
 
+# Larger compressed bodies are decompressed on a codec thread: they may become 200 times larger.
+_MAX_INLINE_COMPRESSED_BYTES = 8192
+
+
 class Connection(Protocol):
     """Fast paths of our HTTP protocol; see `headrace.http.connection`.
 
@@ -394,7 +398,11 @@ class InferEndpoint:
         elif len(body) > limit:
             raise self._client_limits.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if headers.content_encoding:
-            body = compression.decompress(bytes(body), headers.content_encoding, self._client_limits)
+            arguments = bytes(body), headers.content_encoding, self._client_limits
+            if len(body) <= _MAX_INLINE_COMPRESSED_BYTES:
+                body = compression.decompress(*arguments)
+            else:
+                body = await self.service.codec_threads.run(compression.decompress, *arguments)
             if reservation is not None:
                 reservation.grow(len(body))
         return body
