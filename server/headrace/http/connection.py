@@ -50,8 +50,8 @@ _TLS_PIECE_BYTES = 256 << 10
 _TLS_PIECES_AT_ONCE = 8
 # Pipelined requests that wait; the rest of the bytes stays unparsed, since a parsed request needs 5 KB.
 _MAX_PIPELINED = 8
-# Seconds between two probes of a half-closed client.
-_PROBE_S = 2.0
+# Seconds from the end of a half-closed client's stream to the first probe, between two probes, and to the reset that answers one.
+_FIRST_PROBE_S, _PROBE_S, _RESET_S = 0.2, 2.0, 0.05
 _TCP_CLOSE = 7  # state of a Linux TCP socket that the peer has reset
 # Allowed bytes per chunk besides its data: size, two line ends, an extension. More bytes count as headers.
 _CHUNK_FRAME_BYTES = 32
@@ -218,7 +218,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         cycle.keep_alive = False
         self.cycle, self.stage, self.parser = cycle, Stage.BETWEEN, None  # type: ignore[assignment]
         self.is_half_closed = True
-        self._next_probe_s = self.loop.time() + _PROBE_S
+        self._next_probe_s = self.loop.time() + _FIRST_PROBE_S
+        self.loop.call_later(_FIRST_PROBE_S + _RESET_S, self._probe)
         return True
 
     def _probe(self) -> None:
@@ -238,6 +239,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         if now_s >= self._next_probe_s and not active.response_started and not is_http_10:
             self._next_probe_s = now_s + _PROBE_S
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(_RESET_S, self._probe)
 
     def pause_writing(self) -> None:
         """Stop reading until the client has read its responses."""
