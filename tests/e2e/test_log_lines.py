@@ -210,7 +210,7 @@ def test_text_in_files_is_not_folded(tmp_path: Path) -> None:
     assert any(f"{LONG}_too/config.pbtxt" in line and "error:" in line for line in lines)
     log = [line for line in lines if line.startswith("[")]
     table = [line for line in lines if not line.startswith(("[", " "))]
-    assert len(table) == 1 + 3 + 1 + 4, "header, models, empty line, addresses: each on one line"
+    assert len(table) == 1 + 3 + 1 + 5, "header, models, empty line, addresses and access: each on one line"
     assert len(log) + len(table) == len(lines), server.text
 
 

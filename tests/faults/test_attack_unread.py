@@ -26,6 +26,8 @@ pb: Any = service_pb2
 INFER, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 ELEMENTS = 4 << 20  # 16 MiB
 CALLS = 40
+# Memory that may stay after an attack: allocators keep some, and the allocator under grpcio keeps what its core frees late.
+KEPT_BYTES = {"fast": 128 << 20, "grpcio": 256 << 20}
 # The responses of all calls together have 640 MiB. Those up to the bound of a connection may be held, and those of the first
 # batches, whose size is not known before.
 MOST_BYTES = {"fast": 300 << 20, "grpcio": 640 << 20}  # grpcio copies each response
@@ -80,7 +82,7 @@ def test_calls_that_are_opened_at_once_and_not_read(server: Attacked, connection
         until(lambda: unread_bytes(server) > 0)
         grown_within(server, watch.before_bytes, (connections - 1) * (96 << 20))
         server.still_serves()
-    watch.check(128 << 20)
+    watch.check(KEPT_BYTES[server.engine])
     until(lambda: unread_bytes(server) == 0)
     server.still_serves()
 
@@ -94,7 +96,7 @@ def test_small_answers_do_not_hide_large_ones(server: Attacked) -> None:
         with RawPeer(server.server.grpc_port) as peer:
             open_calls(peer, CALLS, zeros_request())
             grown_within(server, watch.before_bytes)
-    watch.check(128 << 20)
+    watch.check(KEPT_BYTES[server.engine])
 
 
 def test_a_stream_that_is_not_read(server: Attacked) -> None:
@@ -105,7 +107,7 @@ def test_a_stream_that_is_not_read(server: Attacked) -> None:
             peer.send(data(1, message(zeros_request())))
         grown_within(server, watch.before_bytes)
         server.still_serves()
-    watch.check(128 << 20)
+    watch.check(KEPT_BYTES[server.engine])
 
 
 def test_calls_wait_until_the_client_reads(server: Attacked) -> None:
