@@ -11,11 +11,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
+from typing import TypeVar
 
-from headrace.access.keys_file import ClientEntry, KeysFile, key_hash, parse_time, read_keys
+from headrace.access.keys_file import ClientEntry, KeysFile, key_hash, parse_keys, parse_time, read_text
 from headrace.access.tokens import TokenVerifier
 from headrace.core.access import NO_KEY, Grant, Principal, QuotaBucket
 from headrace.core.clock import NS_PER_S, monotonic_ns
@@ -26,6 +28,7 @@ from headrace.observability.audit import AUDIT, AuditRecord
 
 logger = logging.getLogger("headrace.access")
 
+Key = TypeVar("Key", bytes, str)
 _POLL_S = 1.0
 _BEARER = "bearer"
 # A longer text is neither a key nor a token, and is not hashed.
@@ -59,10 +62,9 @@ class KeyAccess:
         self._tokens = tokens
         self._by_hash: dict[bytes, tuple[bytes, Principal]] = {}
         self._by_certificate: dict[str, Principal] = {}
-        self._of_certificates: dict[str, Principal] = {}
         self._buckets: dict[str, QuotaBucket] = {}
         self._callbacks: list[Callable[[], None]] = []
-        self._watcher = None if path is None else _KeysWatcher(path, self._apply)
+        self._watcher = None if path is None else _KeysWatcher(path, self._reload)
         if self._watcher is not None:
             self._apply(self._watcher.read())
 
@@ -118,47 +120,71 @@ class KeyAccess:
         """See `AccessControl`."""
         self._callbacks.append(callback)
 
+    def _reload(self, keys: KeysFile) -> None:
+        """Apply keys that were read from a changed file; writes the audit line."""
+        result = "ok"
+        try:
+            self._apply(keys)
+        except Exception:
+            result = "internal error"
+            logger.exception("the keys of a changed file cannot be applied")
+        assert self._watcher is not None
+        self._watcher.audit(result)
+
     def _apply(self, keys: KeysFile) -> None:
-        """Update the principals in place; revoke those that are not in the file any more."""
-        before = [principal for _, principal in self._by_hash.values()] + list(self._of_certificates.values())
-        by_hash: dict[bytes, tuple[bytes, Principal]] = {}
-        of_certificates: dict[str, Principal] = {}
-        self._by_certificate = {}
-        self._buckets = {name: self._bucket(name, client) for name, client in keys.clients.items() if client.quota}
+        """Update the principals in place; revoke those that are not in the file any more.
+
+        Nothing changes before all rights are computed, so that an error leaves the keys in force.
+        """
+        buckets = {name: self._bucket(name, client) for name, client in keys.clients.items() if client.quota}
+        of_hashes: dict[bytes, tuple[str, Grant]] = {}
+        of_subjects: dict[str, tuple[str, Grant]] = {}
         for name, client in keys.clients.items():
             for key in client.keys:
-                digest = bytes.fromhex(key.sha256)
-                principal = self._by_hash.get(digest, (digest, Principal(name)))[1]
-                if principal.name != name:  # caches have the name
-                    principal = Principal(name)
-                principal.update(self._grant(name, client, key.expires))
-                by_hash[digest] = digest, principal
-            if client.certificates:
-                principal = of_certificates[name] = self._of_certificates.get(name) or Principal(name)
-                principal.update(self._grant(name, client, None))
-                self._by_certificate |= dict.fromkeys(client.certificates, principal)
-        self._by_hash, self._of_certificates = by_hash, of_certificates
-        current = {id(principal) for _, principal in by_hash.values()} | {id(each) for each in of_certificates.values()}
-        for principal in before:
-            if id(principal) not in current:
-                principal.revoke()
+                of_hashes[bytes.fromhex(key.sha256)] = name, _grant(client, key.expires, buckets.get(name))
+            for subject in client.certificates:
+                of_subjects[subject] = name, _grant(client, None, buckets.get(name))
+        principals = {digest: principal for digest, (_, principal) in self._by_hash.items()}
+        self._by_hash = {digest: (digest, each) for digest, each in _update(principals, of_hashes).items()}
+        self._by_certificate = _update(self._by_certificate, of_subjects)
+        self._buckets = buckets
         self._changed()
-
-    def _grant(self, name: str, client: ClientEntry, expires: str | None) -> Grant:
-        return Grant(frozenset(client.scopes), client.models, _monotonic(expires), self._buckets.get(name))
 
     def _bucket(self, name: str, client: ClientEntry) -> QuotaBucket:
         assert client.quota is not None
         quota = Quota(client.quota.requests_per_s, client.quota.burst_size)
-        bucket = self._buckets.get(name)
-        if bucket is None:
-            return QuotaBucket(name, quota)
-        bucket.set_quota(quota)
-        return bucket
+        return QuotaBucket(name, quota, self._buckets.get(name))
 
     def _changed(self) -> None:
         for callback in self._callbacks:
             callback()
+
+
+def _update(principals: Mapping[Key, Principal], grants: Mapping[Key, tuple[str, Grant]]) -> dict[Key, Principal]:
+    """Update principals in place, and revoke those that are gone or whose name has changed, which caches have.
+
+    Args:
+        principals: in force, by hash of the key or by name in a certificate.
+        grants: new name and rights of each.
+
+    Returns:
+        The principals of `grants`.
+    """
+    updated: dict[Key, Principal] = {}
+    for credential, (name, grant) in grants.items():
+        principal = principals.get(credential)
+        if principal is None or principal.name != name:
+            principal = Principal(name)
+        principal.update(grant)
+        updated[credential] = principal
+    for credential, principal in principals.items():
+        if updated.get(credential) is not principal:
+            principal.revoke()
+    return updated
+
+
+def _grant(client: ClientEntry, expires: str | None, bucket: QuotaBucket | None) -> Grant:
+    return Grant(frozenset(client.scopes), client.models, _monotonic(expires), bucket)
 
 
 def _monotonic(expires: str | None) -> int:
@@ -181,18 +207,23 @@ class _KeysWatcher:
         self._apply = apply
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._closing = threading.Event(), False
-        self._signature: tuple[int, ...] = ()
+        self._signature: tuple[int, ...] | None = None
         self._thread = threading.Thread(target=self._run, name="keys file", daemon=True)
-        self._warning = ""
+        self._warning = self._error = ""
 
     def read(self) -> KeysFile:
-        """Read the file; raises ConfigError."""
-        self._signature = self._look()
-        keys, warning = read_keys(self._path)
+        """Read the file; raises ConfigError.
+
+        A file that cannot be read, for instance because the process has no descriptors left, is read again at the next poll. One
+        with errors in its content is read again when it changes.
+        """
+        signature, self._signature = self._look(), None
+        text, warning = read_text(self._path)
+        self._signature = signature
         if warning and warning != self._warning:
             logger.warning("%s", warning)
         self._warning = warning
-        return keys
+        return parse_keys(text, str(self._path))
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread; raises Unavailable if the system starts no further thread."""
@@ -210,13 +241,17 @@ class _KeysWatcher:
         if self._thread.is_alive():
             self._thread.join(5.0)
 
+    def audit(self, result: str) -> None:
+        """Write the audit line of a reload."""
+        AUDIT.write(AuditRecord("reload keys", str(self._path), protocol="file", result=result))
+
     def _look(self) -> tuple[int, ...]:
-        """Return values that differ after a change of the file; empty if it is missing."""
+        """Return values that differ after a change of the file, its owner or its mode; empty if it is missing."""
         try:
             status = os.stat(self._path)
         except OSError:
             return ()
-        return status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode
+        return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
     def _run(self) -> None:
         while not self._closing:
@@ -226,17 +261,23 @@ class _KeysWatcher:
                 return
             if not is_forced and self._look() == self._signature:
                 continue
-            result = "ok"
             try:
                 keys = self.read()
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(self._apply, keys)
             except ConfigError as error:
-                result = error.reason
-                logger.error("the keys in force stay: %s", error)
-            except RuntimeError:  # the event loop is closed
-                return
-            except Exception:
-                result = "internal error"
-                logger.exception("the keys in force stay: %s cannot be read", self._path)
-            AUDIT.write(AuditRecord("reload keys", str(self._path), protocol="file", result=result))
+                self._report(str(error), error.reason, is_forced)
+                continue
+            except Exception as error:
+                self._signature = None
+                self._report(f"{self._path} cannot be read: {error!r}", "internal error", is_forced)
+                continue
+            self._error = ""
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the event loop is closed
+                    self._loop.call_soon_threadsafe(self._apply, keys)
+
+    def _report(self, error: str, result: str, is_forced: bool) -> None:
+        """Log an error, once for each text: an unreadable file is read at every poll."""
+        if error != self._error or is_forced:
+            self._error = error
+            logger.error("the keys in force stay: %s", error)
+            self.audit(result)

@@ -12,8 +12,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -89,6 +89,12 @@ def _check_time(value: str) -> str:
     return value
 
 
+def _check_models(value: Sequence[str]) -> Sequence[str]:
+    if not value:
+        raise _problem("the list of models is empty", "remove the line for all models, or revoke the client for none")
+    return value
+
+
 _Text = Annotated[str, Field(strict=True, min_length=1, max_length=512)]
 _Time = Annotated[str, Field(strict=True), AfterValidator(_check_time)]
 
@@ -107,9 +113,9 @@ class ClientEntry(ConfigPart):
     scopes: tuple[Annotated[Scope, BeforeValidator(_check_scope)], ...] = Field(
         min_length=1, description="Operations: infer, read, metrics, control, admin."
     )
-    models: tuple[Annotated[str, Field(strict=True), AfterValidator(_check_pattern)], ...] = option(
-        (), "Patterns of the models to infer with, read and control; all if absent."
-    )
+    models: Annotated[
+        tuple[Annotated[str, Field(strict=True), AfterValidator(_check_pattern)], ...], AfterValidator(_check_models)
+    ] = option((), "Patterns of the models to infer with, read and control; all if absent.")
     quota: RateLimit | None = option(None, "Requests over the whole server; unlimited if absent.")
     keys: tuple[KeyEntry, ...] = option((), "Hashes of its keys.")
     certificates: tuple[_Text, ...] = option((), "Common names or alternative names of its client certificates.")
@@ -177,13 +183,19 @@ def _problems_of(error: ValidationError, document: Document) -> Iterator[Problem
 
 
 def read_keys(path: Path) -> tuple[KeysFile, str]:
-    """Read a keys file.
+    """Read and parse a keys file; see `read_text` and `parse_keys`."""
+    text, warning = read_text(path)
+    return parse_keys(text, str(path)), warning
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """Read the text of a keys file.
 
     Returns:
-        The keys, and a warning about the permissions of the file; "" for none.
+        The text, and a warning about the permissions of the file; "" for none.
 
     Raises:
-        ConfigError: the file cannot be read, is invalid, or any user of the machine may write it.
+        ConfigError: the file cannot be read, is no UTF-8, or any user of the machine may write it.
     """
     option_text = f"--api-keys-file {path}"
     try:
@@ -205,23 +217,23 @@ def read_keys(path: Path) -> tuple[KeysFile, str]:
     warning = ""
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         warning = f"{path} can be read by other users: it shows names and rights, not keys (chmod 600 {path})"
-    return parse_keys(text, str(path)), warning
+    return text, warning
 
 
 @contextmanager
 def editing(path: Path) -> Iterator[dict[str, Any]]:
-    """Edit a keys file: yields its clients as plain data, and writes them at the end, atomically and with mode 0600.
+    """Edit a keys file: yields its clients as plain data, and writes them at the end, atomically. Links are followed.
 
+    A new file has mode 0600. An existing file keeps owner, group and mode: the server may run as another user than the caller.
     A lock lets one process edit at a time. An exception in the body leaves the file as it is. Comments are not kept.
 
     Raises:
-        ConfigError: the file is invalid, also after the edit.
+        ConfigError: the file is invalid, also after the edit, or the caller may not keep its owner.
         OSError: it cannot be written.
     """
+    path = path.resolve()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(
-        path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-    )
+    descriptor = _open_lock(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         keys = read_keys(path)[0] if path.exists() else KeysFile(clients={})
@@ -234,13 +246,44 @@ def editing(path: Path) -> Iterator[dict[str, Any]]:
         os.close(descriptor)
 
 
+def _open_lock(path: Path) -> int:
+    """Open the lock file beside a keys file. A new one gets its owner, who edits it later."""
+    lock, flags = path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(lock, flags | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return os.open(lock, flags, 0o600)
+    with suppress(OSError):
+        status = path.stat()
+        os.fchown(descriptor, status.st_uid, status.st_gid)
+    return descriptor
+
+
 def _replace(path: Path, content: bytes) -> None:
     temporary = temporary_name(path)
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as stream:
+            _keep_owner(path, stream.fileno())
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _keep_owner(path: Path, descriptor: int) -> None:
+    """Give a new file the owner, group and mode of the file that it replaces; raises ConfigError."""
+    try:
+        before = path.stat()
+    except FileNotFoundError:
+        return
+    after = os.fstat(descriptor)
+    if (after.st_uid, after.st_gid) != (before.st_uid, before.st_gid):
+        try:
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+        except OSError as error:
+            text = f"belongs to user {before.st_uid}, group {before.st_gid}, which cannot be kept: {error.strerror}"
+            cure = f"run this as its owner: sudo -u '#{before.st_uid}' -g '#{before.st_gid}' headrace keys"
+            raise refuse(str(path), None, text, cure) from None
+    os.fchmod(descriptor, before.st_mode & 0o770)

@@ -52,20 +52,19 @@ class QuotaBucket:
     Args:
         name: of the client, for the error.
         quota: rate and burst.
+        previous: bucket that this one replaces; its level is taken over. A wait that the old rate has caused is not longer than
+            that of an empty bucket with the new one.
     """
 
     __slots__ = ("_burst_ns", "_full_ns", "_name", "_quota", "_token_ns")
 
-    def __init__(self, name: str, quota: Quota) -> None:
+    def __init__(self, name: str, quota: Quota, previous: QuotaBucket | None = None) -> None:
         self._name = name
-        self._full_ns = 0
-        self.set_quota(quota)
-
-    def set_quota(self, quota: Quota) -> None:
-        """Change rate and burst; the level of the bucket stays."""
         self._quota = quota
         self._token_ns = max(1, int(NS_PER_S / quota.rate_hz))
         self._burst_ns = (quota.burst - 1) * self._token_ns
+        empty_ns = monotonic_ns() + self._burst_ns + self._token_ns
+        self._full_ns: int = 0 if previous is None else min(previous._full_ns, empty_ns)
 
     def charge(self, now_ns: int) -> None:
         """Take a token, as `headrace.core.quota.charge`; raises QuotaExceeded if there is none."""

@@ -164,6 +164,8 @@ LATEST_VERSION = VersionPolicy(latest=LatestVersions())
 
 
 _CLIENT = re.compile(CLIENT_PATTERN)
+# The time between two requests at a lower rate exceeds the counters of nanoseconds.
+_MIN_RATE_HZ = 1e-6
 _MAX_RATE_HZ = 1e9
 # Beyond these bounds a client's share is lost in the rounding of the others'.
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
@@ -200,6 +202,11 @@ class RateLimit(ConfigPart):
     def burst_size(self) -> int:
         """`burst`, or its default."""
         return self.burst or max(1, int(self.requests_per_s))
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.requests_per_s < _MIN_RATE_HZ:
+            text = f"{self.requests_per_s!r} requests per second are less than {_MIN_RATE_HZ}, one in 12 days"
+            yield Problem(("requests_per_s",), text, "write a higher rate")
 
 
 class RateLimits(ConfigPart):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
-from headrace.access import control
+from headrace.access import control, keys_file
 from headrace.access.control import KeyAccess
 from headrace.access.keys_file import key_hash
 from headrace.core.access import Principal, Scope, certificate_names
 from headrace.core.errors import ConfigError, Forbidden, QuotaExceeded, Unauthenticated
+from headrace.core.model_config import RateLimit
 
 from tests.support.keys import Keys
 
@@ -117,6 +123,19 @@ def test_a_reload_keeps_the_level_of_quotas(access: KeyAccess, keys: Keys) -> No
         principal.admit("tiny")
 
 
+def test_a_raised_quota_ends_the_wait_of_the_old_one(access: KeyAccess, keys: Keys) -> None:
+    keys.clients["all"]["quota"] = {"requests_per_s": 0.001, "burst": 1}
+    reread(access, keys)
+    principal = bearer(access, keys.keys["all"])
+    principal.admit("tiny")
+    keys.clients["all"]["quota"] = {"requests_per_s": 10.0, "burst": 1}
+    reread(access, keys)
+    with contextlib.suppress(QuotaExceeded):
+        principal.admit("tiny")
+    time.sleep(0.11)
+    principal.admit("tiny")
+
+
 def test_expired_keys_have_no_rights(access: KeyAccess, keys: Keys) -> None:
     keys.clients["all"]["keys"][0]["expires"] = "2020-01-01"
     keys.clients["read"]["keys"][0]["expires"] = "2999-01-01T00:00:00+02:00"
@@ -132,7 +151,7 @@ def test_certificates_have_the_rights_of_their_entry(access: KeyAccess, keys: Ke
     assert access.certificate_principal(["unknown"]) is None
     peer = access.certificate_principal(["unknown", "spiffe://x/reader"])
     assert peer is not None
-    assert peer is access.certificate_principal(["reader.example"])
+    assert peer is access.certificate_principal(["spiffe://x/reader"])
     assert peer.name == "read"
     # A key of the request goes before the certificate, also an invalid one.
     assert access.authenticate("", "", peer) is peer
@@ -143,6 +162,32 @@ def test_certificates_have_the_rights_of_their_entry(access: KeyAccess, keys: Ke
     reread(access, keys)
     assert peer.grant is None
     assert access.certificate_principal(["reader.example"]) is None
+
+
+def test_a_removed_certificate_ends_and_another_of_the_client_stays(access: KeyAccess, keys: Keys) -> None:
+    keys.clients["read"]["certificates"] = ["old.example", "new.example"]
+    reread(access, keys)
+    old, new = (access.certificate_principal([name]) for name in ("old.example", "new.example"))
+    assert old is not None
+    assert new is not None
+    keys.clients["read"]["certificates"] = ["new.example"]
+    reread(access, keys)
+    assert access.certificate_principal(["new.example"]) is new
+    new.require(Scope.READ)
+    with pytest.raises(Unauthenticated, match="revoked"):
+        old.require(Scope.READ)
+
+
+def test_a_certificate_that_moves_to_another_client_is_another_principal(access: KeyAccess, keys: Keys) -> None:
+    keys.clients["read"]["certificates"] = ["web.example"]
+    reread(access, keys)
+    before = access.certificate_principal(["web.example"])
+    keys.clients["infer"]["certificates"] = keys.clients["read"].pop("certificates")
+    reread(access, keys)
+    after = access.certificate_principal(["web.example"])
+    assert before is not None
+    assert after is not None
+    assert (before.grant, after.name) == (None, "infer")
 
 
 def test_names_of_a_certificate() -> None:
@@ -214,3 +259,84 @@ def test_the_thread_follows_the_file_and_keeps_the_keys_of_a_broken_or_missing_o
     assert access._watcher is not None
     assert not access._watcher._thread.is_alive()
     assert not any(key in caplog.text for key in keys.keys.values())
+
+
+@contextlib.asynccontextmanager
+async def followed(access: KeyAccess) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
+    """Run the thread of the keys file; yields a function that waits for a condition."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        for _ in range(500):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the condition does not hold after 5 s")
+
+    access.start(asyncio.get_running_loop())
+    try:
+        yield wait
+    finally:
+        access.stop()
+
+
+@pytest.mark.usefixtures("fast_poll")
+def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
+    access: KeyAccess, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    opened, failures = keys_file.open_regular_file, 3
+
+    def open_later(path: Path) -> BinaryIO:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path)
+
+    async def run() -> None:
+        monkeypatch.setattr(keys_file, "open_regular_file", open_later)
+        async with followed(access) as wait:
+            del keys.clients["all"]
+            keys.write()
+            await wait(lambda: bearer(access, keys.keys["all"]).grant is None)
+
+    asyncio.run(run())
+    assert caplog.text.count("the keys in force stay: ") == 1, "one line for one error"
+    assert "Too many open files" in caplog.text
+    assert "audit: reload keys" in caplog.text.splitlines()[-1]
+    assert caplog.text.rstrip().endswith(": ok")
+
+
+@pytest.mark.usefixtures("fast_poll")
+def test_a_change_that_keeps_size_and_modification_time_is_noticed(access: KeyAccess, keys: Keys) -> None:
+    async def run() -> None:
+        async with followed(access) as wait:
+            status = os.stat(keys.path)
+            text = keys.path.read_text()
+            changed = text.replace(key_hash(keys.keys["all"]).hex(), "a" * 64)
+            assert len(changed) == len(text)
+            await asyncio.sleep(0.05)
+            keys.path.write_text(changed)  # in place: the same inode and size
+            os.utime(keys.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            await wait(lambda: bearer(access, keys.keys["all"]).grant is None)
+
+    asyncio.run(run())
+
+
+def test_keys_that_cannot_be_applied_change_nothing_and_are_audited(
+    access: KeyAccess, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    principal = bearer(access, keys.keys["all"])
+    before = principal.grant
+    changed = keys_file.parse_keys(keys.path.read_text(), "k")
+    slow = RateLimit.model_construct(requests_per_s=1e-300, burst=None)
+    infer = changed.clients.pop("infer")
+    changed.clients["infer"] = infer.model_copy(update={"quota": slow})
+    changed.clients["all"] = changed.clients["all"].model_copy(update={"scopes": ("read",)})
+    access._reload(changed)
+    assert principal.grant is before
+    assert bearer(access, keys.keys["infer"]).grant is not None
+    assert "audit: reload keys" in caplog.text
+    assert "file: internal error" in caplog.text
+    assert ": ok" not in caplog.text

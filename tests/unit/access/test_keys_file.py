@@ -71,6 +71,16 @@ def test_every_field_is_read() -> None:
             ['unknown field "clients.web.model"', "did you mean models?"],
         ),
         ("clients:\n  web:\n    scopes: [infer]\n    models: ['a b']\n", 4, ["not a pattern of model names"]),
+        (
+            "clients:\n  web:\n    scopes: [infer]\n    models: []\n",
+            4,
+            ["the list of models is empty", "remove the line for all models"],
+        ),
+        (
+            "clients:\n  web:\n    scopes: [infer]\n    quota: {requests_per_s: 1.0e-300}\n",
+            4,
+            ["1e-300 requests per second are less than 1e-06", "write a higher rate"],
+        ),
         ("clients:\n  'a b':\n    scopes: [infer]\n", 2, ["cannot be the name of a client"]),
         (
             "clients:\n  web:\n    scopes: [infer]\n    quota: {requests_per_s: 0}\n",
@@ -163,6 +173,55 @@ def test_an_edit_is_atomic_private_and_leaves_nothing(tmp_path: Path) -> None:
         del clients["nothing"]
     assert path.read_bytes() == before
     assert {each.name for each in path.parent.iterdir()} == {"keys.yaml", ".keys.yaml.lock"}
+
+
+def test_an_edit_keeps_mode_and_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "real" / "keys.yaml", tmp_path / "link.yaml"
+    path.parent.mkdir()
+    path.write_text(GOOD)
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with editing(link) as clients:
+        clients["other"] = {"scopes": ["read"]}
+    assert link.is_symlink()
+    assert set(read_keys(path)[0].clients) == {"web", "other"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_an_edit_keeps_the_owner_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(GOOD)
+    path.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12346)
+        with editing(path):
+            pass
+        for each in (path, tmp_path / ".keys.yaml.lock"):
+            assert (each.stat().st_uid, each.stat().st_gid) == (12345, 12346), each
+    else:
+        groups = [group for group in os.getgroups() if group != os.getegid()]
+        if groups:
+            os.chown(path, -1, groups[0])
+            with editing(path):
+                pass
+            assert path.stat().st_gid == groups[0]
+    actual = os.fstat
+
+    def foreign(descriptor: int) -> os.stat_result:
+        status = list(actual(descriptor))
+        status[4] += 1
+        return os.stat_result(status)
+
+    def refuse(*_args: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(keys_file.os, "fstat", foreign)
+    monkeypatch.setattr(keys_file.os, "fchown", refuse)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"cannot be kept.*run this as its owner: sudo -u"), editing(path) as clients:
+        clients.clear()
+    assert path.read_bytes() == before
+    assert {each.name for each in tmp_path.iterdir()} == {"keys.yaml", ".keys.yaml.lock"}
 
 
 def test_an_edit_keeps_every_field(tmp_path: Path) -> None:
