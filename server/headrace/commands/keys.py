@@ -99,8 +99,11 @@ def _new(args: argparse.Namespace, path: Path) -> int:
     )
     if is_known:
         console.print(
-            f"{args.name} has {count} keys now. When the new one is in use: headrace keys list, then revoke --key."
+            f"{args.name} has {count} keys now. When the new one is in use: headrace keys list, then revoke --key.",
+            markup=False,
         )
+        if args.scope or args.model or args.quota or args.certificate:
+            console.print(f"The rights of all keys of {args.name} have changed, not only of the new one.", markup=False)
     console.print(f"Serve with:  headrace serve --api-keys-file {shlex.quote(str(path))}", markup=False, soft_wrap=True)
     console.print("Send it as:  Authorization: Bearer KEY", markup=False)
     return 0
@@ -159,7 +162,11 @@ def _revoke(args: argparse.Namespace, path: Path) -> int:
                 )
     subject = f"{args.name} and its {revoked} keys" if args.key is None else f"one key of {args.name}"
     console = open_console(stderr=True, highlight=False)
-    console.print(f"Revoked {subject}. A running server refuses it within a second.", markup=False)
+    console.print(
+        f"Revoked {subject}. A running server reads the file within a second. Check its log: the line "
+        f"'audit: reload keys {path}' ends with 'ok' if it has.",
+        markup=False,
+    )
     return 0
 
 

@@ -108,3 +108,25 @@ def test_the_installed_command_reads_the_file_from_the_environment(path: Path) -
     assert new.stdout.startswith("hr_")
     listed = subprocess.run([*command, "list"], env=env, capture_output=True, text=True, check=True)
     assert "alice" in listed.stdout
+
+
+def test_new_rights_of_a_known_client_are_said_to_be_those_of_all_its_keys(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(path, "new", "[red]alice")
+    capsys.readouterr()
+    run(path, "new", "[red]alice")
+    text = " ".join(capsys.readouterr().err.split())
+    assert "[red]alice has 2 keys now" in text
+    assert "rights of all keys" not in text
+    run(path, "new", "[red]alice", "--scope", "read")
+    assert "The rights of all keys of [red]alice have changed" in " ".join(capsys.readouterr().err.split())
+
+
+def test_revoke_names_the_line_by_which_the_server_confirms_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(path, "new", "alice")
+    capsys.readouterr()
+    assert run(path, "revoke", "alice") == 0
+    text = capsys.readouterr().err.replace("\n", "")
+    assert "audit: reload keys" in text
+    assert "'ok'" in text
