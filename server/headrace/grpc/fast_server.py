@@ -614,6 +614,17 @@ class StreamingCall(FastCall):
         self.awaiting_body = reader.partial
         self._wake_reader()
 
+    def on_tick(self, now_ns: int) -> bool:
+        """Observe the rate of an incomplete message; see `Http2Stream`.
+
+        While complete messages wait for the method, the receive window stays closed: the server delays the rest, not the client.
+        """
+        if self._reader.complete:
+            self.progress_tick = self.connection.ticks
+            self.reservation.pause()
+            return False
+        return super().on_tick(now_ns)
+
     def on_flushed(self) -> None:
         """Wake the writer when few enough bytes are pending."""
         if self.pending_bytes <= _WRITE_AHEAD_BYTES:
