@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attacks import Attacked, head, http_body, watched
+from tests.support.processes import processor_s
 from tests.support.serving import HOST
 from tests.support.waiting import until
 
@@ -270,6 +271,18 @@ def test_a_half_closed_client_that_is_gone_is_noticed(fast: Attacked) -> None:
         wire.socket.close()
     until(lambda: not sum(fast.samples("headrace_in_flight", model="busy")))
     fast.still_serves()
+
+
+@pytest.mark.parametrize("content", [b"\r\n\r\n", b"aaaa"], ids=["ends of heads", "letters"])
+def test_a_body_of_ends_of_heads_costs_what_any_body_costs(fast: Attacked, content: bytes) -> None:
+    """Reads with many ends of heads were cut at each of them, also inside a body: 0.6 s of processor time for each MiB."""
+    chunk = content * (2 << 20)
+    request = head(INFER_PATH, "Transfer-Encoding: chunked") + b"%x\r\n" % len(chunk) + chunk + b"\r\n0\r\n\r\n"
+    with watched(fast, f"S26 body of {content!r}") as watch:
+        before_s = processor_s(fast.server.process.pid)
+        assert statuses(exchange(fast, request)) == [400]
+        assert processor_s(fast.server.process.pid) - before_s < 1.5
+    watch.check()
 
 
 # --- S26: pipelined requests ---------------------------------------------------------------------------------------------

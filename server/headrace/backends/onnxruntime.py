@@ -135,8 +135,11 @@ class _ArenaTrimmer:
                 self._outputs = self._live_outputs()
                 if self._outputs or monotonic_ns() < self._last_ns + int(_IDLE_S * NS_PER_S):
                     continue
-                self._thread = None
             self._trim()
+            with self._lock:
+                if monotonic_ns() < self._last_ns + int(_IDLE_S * NS_PER_S):
+                    continue  # another large batch has run meanwhile
+                self._thread = None
             return
 
     def _live_outputs(self) -> list[weakref.ref[Array]]:

@@ -24,11 +24,19 @@ _never_released.acquire()
 _last_pause = threading.local()
 
 
+def allow_pauses() -> None:
+    """Make `pause` wait on this thread."""
+    _last_pause.is_allowed = True
+
+
 def pause() -> None:
     """Let other threads run between two steps of a long computation in Python, if the last pause is more than a step ago.
 
-    Codec threads call it, never the event loop.
+    A no-op on threads that have not called `allow_pauses`, such as the event loop's.
     """
-    if time.monotonic_ns() - getattr(_last_pause, "ended_ns", 0) >= _STEP_NS:
+    if (
+        getattr(_last_pause, "is_allowed", False)
+        and time.monotonic_ns() - getattr(_last_pause, "ended_ns", 0) >= _STEP_NS
+    ):
         _never_released.acquire(timeout=_PAUSE_S)
         _last_pause.ended_ns = time.monotonic_ns()

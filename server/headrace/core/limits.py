@@ -362,7 +362,7 @@ class UnreadResponses:
 class ClientLimits:
     """The limits on the clients of one protocol, with counters.
 
-    Ownership: the event loop writes; the thread of a metrics scrape reads.
+    Ownership: the event loop writes, codec threads count hits; the thread of a metrics scrape reads.
 
     Args:
         limits: the server's limits; the defaults if None.

@@ -50,6 +50,8 @@ _TLS_PIECE_BYTES = 256 << 10
 _TLS_PIECES_AT_ONCE = 8
 # Pipelined requests that wait; the rest of the bytes stays unparsed, since a parsed request needs 5 KB.
 _MAX_PIPELINED = 8
+# Smallest piece of pipelined bytes that is parsed at once: a body may consist of ends of heads.
+_MIN_PIECE_BYTES = 512
 # Seconds from the end of a half-closed client's stream to the first probe, between two probes, and to the reset that answers one.
 _FIRST_PROBE_S, _PROBE_S, _RESET_S = 0.2, 2.0, 0.05
 _TCP_CLOSE = 7  # state of a Linux TCP socket that the peer has reset
@@ -192,6 +194,11 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         self._active_cycle = None
 
+    @property
+    def is_lost(self) -> bool:
+        """See `headrace.http.infer_endpoint.Connection`."""
+        return self.transport.is_closing()
+
     # --- Half-closed clients, and clients that are ahead --------------------------------------------------------------
 
     @property
@@ -204,6 +211,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
         An incomplete request is dropped. Over TLS there is no half-close: the transport closes.
         """
+        if self.is_half_closed:
+            return True
         if self.scheme == "https" or self.stage is Stage.ENDING or self.parser is None:
             return False
         cycle: RequestResponseCycle | None = self.cycle
@@ -404,9 +413,9 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self._receive(data)
 
     def _parse_pipelined(self) -> None:
-        """Parse unparsed bytes up to the end of each head, until `_MAX_PIPELINED` requests wait."""
+        """Parse unparsed bytes in pieces that end with a head, until `_MAX_PIPELINED` requests wait."""
         while self._unparsed and self.parser is not None and len(self.pipeline) < _MAX_PIPELINED:
-            end = self._unparsed.find(_HEAD_END) + len(_HEAD_END)
+            end = self._unparsed.find(_HEAD_END, _MIN_PIECE_BYTES - len(_HEAD_END)) + len(_HEAD_END)
             if end < len(_HEAD_END):
                 end = len(self._unparsed)
             data, self._unparsed = self._unparsed[:end], self._unparsed[end:]

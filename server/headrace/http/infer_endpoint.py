@@ -82,6 +82,10 @@ class Connection(Protocol):
     completion: LoopCompletion | None
     peer_names: tuple[str, ...]
 
+    @property
+    def is_lost(self) -> bool:
+        """True once the client has disconnected."""
+
     async def read_body(self, send: Send) -> bytes | BodyBytes | None:
         """Return the request body; None if the endpoint must call `receive` for it."""
 
@@ -228,6 +232,8 @@ class InferEndpoint:
             content = None
             if len(body) > LARGE_BYTES:
                 content = await service.read_large(handle, body, headers.header_size)
+                if connection is not None and connection.is_lost:
+                    raise Cancelled("the client disconnected")
             completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns, content)
             if connection is not None and not headers.content_encoding and options.trace is None:
                 connection.remember_head(self, ParsedHead(model, version, headers))
@@ -243,7 +249,7 @@ class InferEndpoint:
             return
         try:
             await self._respond(send, connection, size, parts, headers.accept_encoding, extra_headers)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             await self._fail(scope, send, error, pending)
 
     async def _fail(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:

@@ -463,6 +463,8 @@ def _kinds(chunk: bytes, values: list[Any]) -> set[type]:
 
 def _has_shape(structure: bytes, shape: tuple[int, ...], elements: int) -> bool:
     """Return True if brackets and commas nest as a shape says, or as rows of flat data."""
+    if not shape:  # a scalar has no brackets
+        return False
     brackets = structure.count(b"[")
     if brackets == shape[0]:
         pattern = b"," * (elements // shape[0] - 1)

@@ -189,7 +189,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         codec = self.codec(handle)
         if not codec.is_large_request(content, layout):
             return None
-        return await self.codec_threads.run(codec.read, content, layout)
+        return await self.codec_threads.run(codec.read, content, layout, size_bytes=len(content))
 
     def enqueue(
         self,

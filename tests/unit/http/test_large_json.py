@@ -139,3 +139,9 @@ def test_json_over_its_limit() -> None:
     ):
         codec("INT64", max_json_bytes=128 << 10).read(content, None)
     assert codec("INT64").read(content, None)[1]["X"].tolist() == [[1]]
+
+
+def test_brackets_around_a_scalar_are_refused(steps: str) -> None:
+    content = body("FP32", [], "[[[1" + " " * 600 + "]]]")
+    with pytest.raises(BadRequest):
+        ModelCodec(codec("FP32").spec).read(content, None)
