@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2
 
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
-from headrace.core.errors import Cancelled, HeadraceError, Unauthenticated, Unavailable, forget_frames
+from headrace.core.errors import Cancelled, HeadraceError, Overloaded, Unauthenticated, Unavailable, forget_frames
 from headrace.core.limits import SMALL_BODY_BYTES
 from headrace.core.request import InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
@@ -69,12 +69,12 @@ class GrpcInference:
         self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions
     ) -> Message:
         """Serve a request whose response will be large: it waits while the client does not read earlier ones."""
-        room, expected_bytes = call.room, self.large_responses[envelope.model_name]
-        await room.start(expected_bytes)
+        room = call.room
+        reserved_bytes = await room.start(self.large_responses[envelope.model_name])
         try:
             return await self._run(message, envelope, call, options)
         finally:
-            room.end(expected_bytes)
+            room.end(reserved_bytes)
 
     async def _run(self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions) -> Message:
         if len(message) <= LARGE_BYTES:
@@ -265,12 +265,14 @@ class _StreamEntry:
 
     Attributes:
         request_bytes: size of its message.
-        response_bytes: size of its response, or of the one that is expected; reserved in the room for responses.
+        expected_bytes: reserved in the room for responses until the response is settled.
+        response_bytes: size of its settled response, counted in the room until it is sent; 0 for a small one.
         response: a request whose completion is settled, an encoded error, or an error that ends the stream; None while the
             request runs.
     """
 
     request_bytes: int
+    expected_bytes: int = 0
     response_bytes: int = 0
     response: PendingRequest | Message | HeadraceError | None = None
 
@@ -287,7 +289,7 @@ class _Stream:
         self._infer = streams.infer
         self._call = call
         self._response_room = call.room
-        self._response_bytes = 0
+        self._expected_bytes = self._response_bytes = 0
         self._closed = False
         self._options = call.options
         self._in_flight = 0
@@ -319,8 +321,8 @@ class _Stream:
             if self._infer.large_responses:
                 expected_bytes = self._infer.expected_bytes(message)
                 if expected_bytes:
-                    await self._response_room.start(expected_bytes)
-                    self._response_bytes += expected_bytes
+                    expected_bytes = await self._response_room.start(expected_bytes)
+                    self._expected_bytes += expected_bytes
             if len(message) <= LARGE_BYTES:
                 self._begin(message, expected_bytes)
             else:
@@ -338,15 +340,18 @@ class _Stream:
             while ready:
                 entry = ready.popleft()
                 response = entry.response
-                if entry.response_bytes:
-                    self._expect(entry, 0)  # written bytes count in the connection
+                if entry.response_bytes or entry.expected_bytes:
+                    self._count(entry, 0)  # written bytes count in the connection
                 if isinstance(response, PendingRequest):
                     template = response.template
                     if template.is_costly and self._infer.service.is_large(response):
                         message = await self._finish_large(response)
                     else:
                         message = self._finish(response)
-                    await self._call.write(message)
+                    try:
+                        await self._call.write(message)
+                    except Overloaded as error:  # memory for unread responses is full: nothing was written
+                        await self._call.write(self._failed(response, error))
                     del message
                     self._call.reservation.shrink(entry.request_bytes)
                 elif isinstance(response, HeadraceError):
@@ -365,19 +370,25 @@ class _Stream:
         for pending in self._queued:
             self._infer.service.drop(pending)
         self._queued.clear()
-        self._response_room.end(self._response_bytes)
+        if self._expected_bytes or self._response_bytes:
+            self._response_room.end(self._expected_bytes)
+            self._response_room.queue(-self._response_bytes)
 
-    def _expect(self, entry: _StreamEntry, size_bytes: int) -> None:
-        """Change the reserved size of a response: its actual size once it is settled, 0 once it is sent.
+    def _count(self, entry: _StreamEntry, size_bytes: int) -> None:
+        """Count the size of a response in the place of the expected one: once it is settled, and 0 once it is sent.
 
         More than `max_held_bytes` wait only if they are larger than those that the model has sent before. Then the requests
         that have no response yet are refused.
         """
         if self._closed:
             return  # `close` has released all
+        if entry.expected_bytes:
+            self._response_room.end(entry.expected_bytes)
+            self._expected_bytes -= entry.expected_bytes
+            entry.expected_bytes = 0
         change, entry.response_bytes = size_bytes - entry.response_bytes, size_bytes
         self._response_bytes += change
-        self._response_room.expect(change)
+        self._response_room.queue(change)
         if change > 0 and self._response_bytes > max_held_bytes(self._streams.max_bytes):
             error = unread_error()
             for pending in list(self._queued):
@@ -470,8 +481,8 @@ class _Stream:
         if isinstance(outcome, InferResponse):
             for array in outcome.outputs.values():
                 size_bytes += array.nbytes
-        if size_bytes > _SMALL_RESPONSE_BYTES or entry.response_bytes:
-            self._expect(entry, size_bytes)
+        if size_bytes > _SMALL_RESPONSE_BYTES or entry.expected_bytes:
+            self._count(entry, size_bytes)
 
     def _finish(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)

@@ -29,7 +29,11 @@ class ResponseRoom:
     """Response bytes of one connection: those that its client has not read, and those that running calls will produce.
 
     A call of a model with large responses reserves the expected size before it starts, and waits while the connection is over
-    `max_unread_bytes`. So the bytes count from the start of a call, and not from its end.
+    `max_unread_bytes`. So the bytes count from the start of a call, and not from its end. While the client has read all
+    responses, the connection may expect `MIN_HELD_BYTES`: its large calls run together.
+
+    Expected bytes bound this connection only. The memory that all clients share counts bytes that exist: a model whose last
+    response was large must not make the calls of other clients fail.
 
     Ownership: the event loop.
 
@@ -44,6 +48,7 @@ class ResponseRoom:
         "_expected_bytes",
         "_give_way",
         "_max_bytes",
+        "_queued_bytes",
         "_unread",
         "_unread_bytes",
         "_waiting",
@@ -53,36 +58,43 @@ class ResponseRoom:
         self._unread = UnreadResponses(client_limits)
         self._max_bytes = client_limits.limits.max_unread_bytes
         self._give_way = give_way
-        self._expected_bytes = self._unread_bytes = 0
+        self._expected_bytes = self._queued_bytes = self._unread_bytes = 0
         self._closed = False
         self._waiting: deque[Future[None]] = deque()
 
-    async def start(self, size_bytes: int) -> None:
+    async def start(self, size_bytes: int) -> int:
         """Wait until the connection is within its bound, then reserve the expected size of a response; calls start in order.
 
-        The caller must call `end` with the same size.
+        Args:
+            size_bytes: expected size. At most `max_unread_bytes` of it are reserved: the estimate may be far too high.
+
+        Returns:
+            The reserved bytes; the caller must pass them to `end`.
         """
-        if self._waiting or self._unread.held_bytes > self._max_bytes:
-            turn: Future[None] = get_running_loop().create_future()
-            self._waiting.append(turn)
+        if self._waiting or self._is_full:
+            waiter: Future[None] = get_running_loop().create_future()
+            self._waiting.append(waiter)
             try:
-                await turn
+                await waiter
             except BaseException:
-                if turn.done() and not turn.cancelled():
-                    self._wake()  # the turn passes to the next call
-                elif turn in self._waiting:
-                    self._waiting.remove(turn)
+                if waiter.done() and not waiter.cancelled():
+                    self._wake()  # the next call starts instead
+                elif waiter in self._waiting:
+                    self._waiting.remove(waiter)
                 raise
-        self.expect(size_bytes)
+        reserved_bytes = min(size_bytes, self._max_bytes)
+        self._expected_bytes += reserved_bytes
+        self._wake()
+        return reserved_bytes
 
-    def expect(self, size_bytes: int) -> None:
-        """Reserve the size of a response that waits for earlier ones, without a wait."""
-        self._expected_bytes += size_bytes
-        self._update()
+    def end(self, reserved_bytes: int) -> None:
+        """Release the bytes of `start`: the size of the response is known, or the call has failed."""
+        self._expected_bytes -= reserved_bytes
+        self._wake()
 
-    def end(self, size_bytes: int) -> None:
-        """Release the expected size: the response is written, or the call has failed."""
-        self._expected_bytes -= size_bytes
+    def queue(self, change_bytes: int) -> None:
+        """Change the number of bytes of responses that wait in a stream for earlier ones, or for the client."""
+        self._queued_bytes += change_bytes
         self._update()
 
     @property
@@ -114,15 +126,21 @@ class ResponseRoom:
     def _update(self) -> None:
         if self._closed:
             return
-        self._unread.update(self._unread_bytes + self._expected_bytes)
-        if self._waiting:
-            self._wake()
+        self._unread.update(self._unread_bytes + self._queued_bytes)
+        self._wake()
+
+    @property
+    def _is_full(self) -> bool:
+        """True if no further call with a large response may start."""
+        held_bytes = self._unread.held_bytes
+        max_bytes = self._max_bytes if held_bytes else max(self._max_bytes, MIN_HELD_BYTES)
+        return held_bytes + self._expected_bytes > max_bytes
 
     def _wake(self) -> None:
         """Let the next call start. It reserves its size in the next iteration of the event loop, and wakes the one after it."""
         waiting = self._waiting
-        while waiting and self._unread.held_bytes <= self._max_bytes:
-            turn = waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+        while waiting and not self._is_full:
+            waiter = waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return

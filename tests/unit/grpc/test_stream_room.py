@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from headrace.core.errors import ModelFailed
+from headrace.core.errors import ModelFailed, Overloaded
 from headrace.core.limits import ClientLimits, Limits
 from headrace.grpc.infer import GrpcInference, InferStreams
+from headrace.grpc.response_room import ResponseRoom
 from tritonclient.grpc import service_pb2
 
 from tests.unit.grpc.test_service import Model, Streaming, message, run, until
@@ -105,5 +107,77 @@ def test_a_disconnect_drops_responses_that_wait_for_earlier_ones() -> None:
         await asyncio.wait([serving])
         assert (model.leases, len(model.failures), call.got) == (0, 3, [])
         await asyncio.sleep(0)
+
+    run(test)
+
+
+def test_expected_responses_take_no_memory_of_other_clients() -> None:
+    """One response of 100 MB made small calls on all connections fail: each reserved 100 MB of the memory of all."""
+
+    async def test() -> None:
+        client_limits = ClientLimits(Limits())
+        rooms = [ResponseRoom(client_limits, lambda: False) for _ in range(16)]
+        reserved = [await asyncio.wait_for(room.start(100 << 20), 1) for room in rooms]
+        assert client_limits.bodies.unread_bytes == 0
+        rooms[0].admit(1 << 20)
+        client_limits.reserve().check(100 << 20)
+        for room, size_bytes in zip(rooms, reserved, strict=True):
+            room.end(size_bytes)
+        rooms[0].queue(1 << 20)
+        rooms[0].update(2 << 20)
+        assert client_limits.bodies.unread_bytes == 3 << 20, "bytes that exist count"
+        rooms[0].close()
+        assert client_limits.bodies.unread_bytes == 0
+
+    run(test)
+
+
+def test_large_responses_that_are_read_at_once_run_together() -> None:
+    """64 calls with responses of 20 MiB ran one at a time."""
+
+    async def test() -> None:
+        room = ResponseRoom(ClientLimits(Limits()), lambda: False)
+        calls = [asyncio.ensure_future(room.start(20 << 20)) for _ in range(64)]
+        await asyncio.sleep(0.01)
+        started = sum(call.done() for call in calls)
+        assert 4 <= started <= 5
+        room.update(1 << 20)  # the client reads slowly
+        for call in calls[:started]:
+            room.end(call.result())
+            await asyncio.sleep(0.01)
+        assert sum(call.done() for call in calls) == started + 1, "one at a time"
+        room.update(0)
+        await asyncio.sleep(0.01)
+        assert sum(call.done() for call in calls) >= started + 4
+        for call in calls:
+            call.cancel()
+
+    run(test)
+
+
+def test_a_response_that_memory_refuses_ends_its_request_and_not_the_stream() -> None:
+    class Full(Streaming):
+        async def write(self, parts: list[Any]) -> None:
+            self.writes += 1
+            if self.writes == 1:
+                raise Overloaded("memory is full")
+            await super().write(parts)
+
+        writes = 0
+
+    async def test() -> None:
+        model, call = Model(), Full()
+        streams = InferStreams(GrpcInference(model.services(), 1 << 20), max_bytes=1 << 20)
+        serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
+        for name in "ab":
+            call.sent.put_nowait(message(name))
+        await until(lambda: len(model.waiting) == 2)
+        model.answer(2)
+        call.sent.put_nowait(None)
+        await serving
+        assert [(each.infer_response.id, each.error_message) for each in call.got] == [
+            ("a", "memory is full"),
+            ("b", ""),
+        ]
 
     run(test)
