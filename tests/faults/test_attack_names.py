@@ -14,7 +14,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.support.attacks import SERVICE, Attacked, grpc_request, head, http_body
+from tests.support.attacks import SERVICE, Attacked, grpc_request, head, http_body, watched
+from tests.support.keys import until
 from tests.support.serving import HOST
 
 pb: Any = service_pb2
@@ -144,6 +145,23 @@ def test_names_in_calls(attacked: Attacked, channel: grpc.Channel, method: str) 
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (name[:20], caught.value.details())
         assert (caught.value.details() or "").isprintable()
         assert len(caught.value.details() or "") < 500
+
+
+@pytest.mark.parametrize(
+    "method", ["ModelReady", "RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister"]
+)
+def test_names_of_10_mb_in_calls(attacked: Attacked, channel: grpc.Channel, method: str) -> None:
+    """They are neither logged nor formatted, and the audit line is not lost."""
+    before = len(attacked.server.text)
+    message = CALLS[method]("x" * 10_000_000).SerializeToString()
+    with watched(attacked, f"S16 name of 10 MB, {method}") as watch, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(SERVICE + method)(message, timeout=20)
+    watch.check()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert re.search("has at most (128|1048576)", caught.value.details() or "")
+    if method in ("RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister"):
+        until(lambda: "audit: " in attacked.server.text[before:], "no audit line")
+    assert max(map(len, attacked.server.text[before:].splitlines()), default=0) < 500
 
 
 def test_versions_in_calls(attacked: Attacked) -> None:

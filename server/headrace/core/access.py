@@ -42,6 +42,7 @@ REVOKED = "the key was revoked, or its rights were withdrawn: create another wit
 EXPIRED = "the key or token has expired: create another"
 # Names of models whose permission a principal caches; clients choose the names.
 _MAX_CACHED_MODELS = 1024
+_MAX_MODEL_CHARS = 128
 
 
 class QuotaBucket:
@@ -206,6 +207,8 @@ class Principal:
             return grant is not None
         allowed = self._models.get(model)
         if allowed is None:
+            if len(model) > _MAX_MODEL_CHARS:  # no model has such a name, and it must not stay in memory
+                return False
             if len(self._models) >= _MAX_CACHED_MODELS:
                 self._models.clear()
             allowed = self._models[model] = any(fnmatchcase(model, pattern) for pattern in grant.models)

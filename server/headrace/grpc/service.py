@@ -47,6 +47,9 @@ _MODEL_FIELDS = {
     **dict.fromkeys(("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"), "name"),
     **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting"), "model_name"),
 }
+# Requests of control methods are parsed and logged on the event loop. Only those that load models have files.
+_MAX_SMALL_BYTES = 1 << 20
+_MAX_NAME_CHARS = 128
 # Methods that read settings, and change them if the request has any.
 _SETTINGS = ("TraceSetting", "LogSettings")
 
@@ -76,21 +79,34 @@ def _unary(name: str, handler: Handler, access: AccessControl) -> UnaryMethod:
     change = grpc_operation(f"/{SERVICE}/{name}+settings") if name in _SETTINGS else operation
     model_field = _MODEL_FIELDS.get(name, "")
     target_field = "name" if "SharedMemory" in name else ""
+    is_small = name != "RepositoryModelLoad"
+
+    def check_size(message: bytes) -> None:
+        if is_small and len(message) > _MAX_SMALL_BYTES:
+            text = f"a {name}Request has at most {_MAX_SMALL_BYTES} bytes, not {len(message)}: shorten its texts"
+            raise BadRequest(text)
 
     async def run(message: bytes, call: GrpcCall) -> Mapping[str, object]:
         principal, request = call_principal(call, access), None
         if change is not operation:  # the message decides
             if operation.scope is not None:
                 principal.authenticate()
+            check_size(message)
             request = parse(request_type, message)
         called = change if request is not None and request.settings else operation
         with OperationCall(called, principal, "grpc", call.peer if called.audited else "") as permit:
             permit.require()
-            request = parse(request_type, message) if request is None else request
+            if request is None:
+                check_size(message)
+                request = parse(request_type, message)
             if target_field:
                 permit.target = getattr(request, target_field)
             if model_field:
-                permit.check_model(getattr(request, model_field))
+                model = getattr(request, model_field)
+                if len(model) > _MAX_NAME_CHARS:
+                    permit.target = model[:_MAX_NAME_CHARS]
+                    raise BadRequest(f"the name of a model has at most {_MAX_NAME_CHARS} characters: {model[:40]!r}...")
+                permit.check_model(model)
             values = handler(request, principal)
             return await values if isinstance(values, Awaitable) else values
 

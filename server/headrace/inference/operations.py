@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.core.access import Principal, Scope
-from headrace.core.errors import HeadraceError, Unauthenticated
+from headrace.core.errors import Forbidden, HeadraceError, QuotaExceeded, Unauthenticated
 from headrace.observability.audit import AUDIT, AuditRecord
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -165,7 +165,8 @@ def _lookup(table: dict[str, Operation], key: str) -> Operation:
 class OperationCall:
     """One call of an operation, except inference: checks the permission, and writes the audit line. A context manager.
 
-    Calls without a valid key have no audit line: anonymous clients could push other lines out of the log. Metrics count them.
+    Refused calls without a valid key have no audit line: anonymous clients could push other lines out of the log. Metrics count
+    them.
 
     Args:
         operation: of the call.
@@ -205,7 +206,8 @@ class OperationCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._operation.audited and not isinstance(error, Unauthenticated):
+        is_refused = isinstance(error, (Forbidden, QuotaExceeded)) and not self.principal.name
+        if self._operation.audited and not is_refused and not isinstance(error, Unauthenticated):
             result = "ok" if error is None else error.reason if isinstance(error, HeadraceError) else "internal error"
             AUDIT.write(
                 AuditRecord(self._operation.name, self.target, self.principal.name, self._peer, self._protocol, result)

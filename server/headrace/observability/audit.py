@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from headrace.observability.logs import AUDIT_LOGGER, FIELDS
+
+# Clients choose targets. Names of models and regions are not longer.
+_MAX_TARGET_CHARS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class AuditRecord:
 
     Attributes:
         operation: such as "load model".
-        target: model or region; "" for none.
+        target: model, region or file; "" for none. The line has its first 255 characters.
         client: name of the key; "" for an anonymous caller.
         peer: address of the caller; "" for the server itself.
         protocol: "http", "grpc", or "file" for a reload of the keys file.
@@ -37,6 +40,7 @@ class AuditLog:
 
     def write(self, record: AuditRecord) -> None:
         """Write one line: INFO for a success, WARNING for a failure."""
+        record = replace(record, target=record.target[:_MAX_TARGET_CHARS])
         level = logging.INFO if record.result == "ok" else logging.WARNING
         caller = record.client or "an anonymous client"
         target = f" {record.target}" if record.target else ""

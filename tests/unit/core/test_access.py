@@ -99,3 +99,10 @@ def test_a_server_without_keys_has_one_anonymous_principal() -> None:
     limited = OpenAccess(Principal("", Grant(frozenset({Scope.INFER}), cure="start with --insecure-control")))
     with pytest.raises(Forbidden, match="start with --insecure-control"):
         limited.anonymous.require(Scope.CONTROL)
+
+
+def test_names_that_no_model_has_are_not_cached() -> None:
+    principal = Principal("web", Grant(ALL_SCOPES, ("*",)))
+    assert principal.allows_model("x" * 128)
+    assert not principal.allows_model("x" * 10_000_000)
+    assert list(principal._models) == ["x" * 128]

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from headrace.core.access import Principal
+from headrace.core.errors import Forbidden, HeadraceError, QuotaExceeded, Unauthenticated
 from headrace.core.limits import ClientLimits, Limits
 from headrace.grpc.service import grpc_methods
 from headrace.http.application import control_application
 from headrace.inference import operations
-from headrace.inference.operations import OPERATIONS
+from headrace.inference.operations import OPERATIONS, OperationCall
 from headrace.inference.services import Services
 from headrace.listen import metrics_application
+from headrace.observability.logs import FIELDS
 from tritonclient.grpc import service_pb2
 
 NOTHING: Any = None
@@ -73,3 +76,31 @@ def test_an_rpc_without_an_entry_stops_the_start(monkeypatch: pytest.MonkeyPatch
 def test_control_and_admin_operations_are_audited() -> None:
     for operation in OPERATIONS:
         assert operation.audited == (operation.scope in ("control", "admin")), operation.name
+
+
+@pytest.mark.parametrize("error", [Forbidden("no"), QuotaExceeded("no", 1.0), Unauthenticated("no")])
+def test_anonymous_callers_that_are_refused_do_not_fill_the_audit_log(
+    error: HeadraceError, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    operation = operations.http_operation("POST", "/v2/logging")
+    with pytest.raises(type(error)), OperationCall(operation, Principal(), "http", "10.0.0.7:1"):
+        raise error
+    assert caplog.text == ""
+    with OperationCall(operation, Principal(), "http", "10.0.0.7:1"):
+        pass
+    assert caplog.text.count("by an anonymous client from 10.0.0.7:1 over http: ok") == 1
+    caplog.clear()
+    with pytest.raises(type(error)), OperationCall(operation, Principal("shop"), "http", "10.0.0.7:1"):
+        raise error
+    assert caplog.text.count("by shop") == (0 if isinstance(error, Unauthenticated) else 1)
+
+
+def test_the_target_of_an_audit_line_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headrace")
+    operation = operations.http_operation("POST", "/v2/repository/models/{model}/unload")
+    with OperationCall(operation, Principal("shop"), "grpc", "", "x" * 20_000_000):
+        pass
+    (record,) = caplog.records
+    assert record.getMessage() == f"audit: unload model {'x' * 255} by shop over grpc: ok"
+    assert vars(record)[FIELDS]["target"] == "x" * 255
