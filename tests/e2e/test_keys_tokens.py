@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2
 
 from tests.support.grpc_requests import INFER, message
 from tests.support.keys import until
@@ -54,6 +55,25 @@ def unary(channel: grpc.Channel, token: str) -> str:
         return "OK"
     except grpc.RpcError as error:
         return str(error.code().name)
+
+
+def test_an_early_token_on_an_open_method_works_later(case: Case) -> None:
+    """The check of a model's health needs the scope read, that of the server none: the path is open."""
+    with grpc.insecure_channel(case.server.grpc_address) as channel:
+        token = case.issuer.token("es256", nbf=int(time.time()) + 13)
+
+        def check() -> str:
+            request = health_pb2.HealthCheckRequest(service="affine").SerializeToString()
+            try:
+                metadata = [("authorization", f"Bearer {token}")]
+                channel.unary_unary("/grpc.health.v1.Health/Check")(request, metadata=metadata, timeout=20)
+                return "OK"
+            except grpc.RpcError as error:
+                return str(error.code().name)
+
+        until(lambda: case.infer(case.issuer.token("es256")) == 200, "the key set was not read")
+        assert check() == "UNAUTHENTICATED"
+        until(lambda: check() == "OK", "a token stays invalid on the connection that sent it too early")
 
 
 def test_tokens_work_on_every_protocol_and_end_at_their_expiry(case: Case) -> None:

@@ -191,12 +191,14 @@ class FastGrpcServer:
             if peer is not None:
                 principal = peer
                 head = replace(head, options=replace(head.options, principal=peer, client=peer.name))
-        if head.needs_key and principal is not None and not principal.is_authenticated:
-            try:
-                principal.authenticate()
-            except HeadraceError as error:
+        if principal is not None and not principal.is_authenticated:
+            if principal is not self._access.anonymous:
                 connection.forget_heads()  # the same token may be valid later (`nbf`, new keys of the issuer)
-                return rejected(error_status(error))
+            if head.needs_key:
+                try:
+                    principal.authenticate()
+                except HeadraceError as error:
+                    return rejected(error_status(error))
         return head
 
     def _forget_heads(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from struct import Struct
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from headrace.core.errors import BadRequest, HeadraceError
+from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import CODES, ErrorStatus, error_status
@@ -198,7 +198,7 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
         return RequestHead(http_status=415, http_body=_HTTP_BODY, content_length=content_length)
     try:
         return _parse_grpc_headers(methods, headers, content_length)
-    except HeadraceError as error:
+    except Exception as error:  # an error of the server ends the call, not the connection
         return rejected(error_status(error))
 
 

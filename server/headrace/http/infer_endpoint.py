@@ -6,8 +6,8 @@ This is the hot path: one coroutine for each request, and no framework between t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -69,6 +69,9 @@ _MAX_HEAD_BYTES = 4096
 
 # Larger compressed bodies are decompressed on a codec thread: they may become 200 times larger.
 _MAX_INLINE_COMPRESSED_BYTES = 8192
+
+
+logger = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
@@ -255,8 +258,10 @@ class InferEndpoint:
     async def _fail(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:
         """Respond with an error and count it."""
         if pending.options is NO_OPTIONS:  # failed before the headers were parsed
-            with suppress(BadRequest):
+            try:
                 pending.options = self._parse_headers(scope).options
+            except Exception as second:  # the client gets the first error
+                logger.debug("the headers of a failed request cannot be parsed: %r", second)
         failure, load_headers = self.fail(pending, error)
         forget_frames(error)
         if not isinstance(failure, Cancelled):

@@ -11,8 +11,10 @@ import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import BadRequest
 from headrace.core.request import BatchTimes, InferResponse
+from headrace.grpc.fast_wire import parse_request_head
 from headrace.grpc.infer import GrpcInference, InferStreams
-from headrace.inference.request_options import RequestOptions
+from headrace.grpc.methods import Methods
+from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 from tritonclient.grpc import service_pb2
 
 from tests.unit.grpc.test_service import Call, Model, Streaming, message, run, until
@@ -119,3 +121,24 @@ def test_a_request_parameter_enables_timing() -> None:
         assert model.leases == 0
 
     run(test)
+
+
+def test_an_exception_of_the_server_in_a_head_ends_the_call_with_a_reference(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(RequestOptionsReader):
+        def read(self, *args: Any, **fields: Any) -> RequestOptions:
+            raise RecursionError("unexpected")
+
+    async def method(message: bytes, call: Any) -> Any:
+        raise AssertionError
+
+    fields = [
+        (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/s/m"), (b":authority", b"x"),
+        (b"te", b"trailers"), (b"content-type", b"application/grpc"),
+    ]  # fmt: skip
+    head = parse_request_head(Methods({"/s/m": method}, {}, Broken()), fields)
+    assert head.method is None
+    assert head.rejection
+    (record,) = caplog.records
+    reference = record.getMessage().partition("(reference ")[2].rstrip(")")
+    assert len(reference) == 12
+    assert reference.encode() in head.rejection

@@ -377,3 +377,14 @@ def test_the_body_of_a_failed_request_is_freed_at_once(kind: type[HeadraceError]
     with leaked_frames() as left:
         call(Handle(kind("broken")), request())  # no other object references the error
     assert not [name for name in left if name.startswith(("InferEndpoint", "_wait"))]
+
+
+def test_headers_that_fail_again_for_the_error_do_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(endpoint: InferEndpoint, scope: Any) -> Any:
+        raise RecursionError("unexpected")
+
+    monkeypatch.setattr(InferEndpoint, "_parse_headers", fail)
+    answer = call(Handle(), request())
+    assert answer is not None
+    assert answer[0] == 500
+    assert b"its log has the cause" in answer[2]
