@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from headrace.config.documents import Document, did_you_mean, open_regular_file, read_yaml, refuse
+from headrace.config.documents import Document, check_permissions, did_you_mean, open_regular_file, read_yaml, refuse
 from headrace.config.files import temporary_name
 from headrace.core.access import Scope
 from headrace.core.config_base import ConfigPart, Location, Problem, Problems, option
@@ -208,14 +208,12 @@ def read_text(path: Path) -> tuple[str, str]:
         raise refuse(option_text, None, f"cannot be read: {error.strerror or error}", "check path and owner") from None
     if len(content) > _MAX_FILE_BYTES:
         raise refuse(option_text, None, f"is larger than {_MAX_FILE_BYTES} bytes", "remove expired keys")
-    if mode & stat.S_IWOTH:
-        raise refuse(option_text, None, "can be written by every user of this machine", f"chmod 600 {path}")
+    warning = check_permissions(option_text, path, mode)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise refuse(option_text, None, f"is not UTF-8: {error.reason}", "save it as UTF-8") from None
-    warning = ""
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
+    if not warning and mode & (stat.S_IRGRP | stat.S_IROTH):
         warning = f"{path} can be read by other users: it shows names and rights, not keys (chmod 600 {path})"
     return text, warning
 

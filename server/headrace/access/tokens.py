@@ -22,12 +22,13 @@ import time
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from headrace.config.documents import open_regular_file, refuse
+from headrace.config.documents import check_permissions, open_regular_file, refuse
 from headrace.core.access import Grant, Principal, Scope
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.limits import CLIENT_PATTERN
@@ -121,8 +122,10 @@ class TokenVerifier:
             principal = self._principal(claims)
         except self._jwt.PyJWTError as error:
             return Principal("", None, f"the token is not valid: {_shorten(error)}")
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             return Principal("", None, f"the token is not valid: {error}")
+        except RecursionError:  # of the JSON parser, also before the signature is checked
+            return Principal("", None, "the token is not valid: its JSON is nested too deeply")
         while len(self._tokens) >= _MAX_TOKENS:
             self._tokens.popitem(last=False)
         self._tokens[digest] = principal
@@ -206,8 +209,9 @@ class KeySetReader:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._is_forced = False
-        self._signature: tuple[int, ...] = ()
+        self._signature: tuple[int, ...] | None = None
         self._content = b""
+        self._error = self._warning = ""
         self._thread = threading.Thread(target=self._run, name="token keys", daemon=True)
 
     def read_file(self) -> Mapping[str, PyJWK] | None:
@@ -216,7 +220,7 @@ class KeySetReader:
             return None
         try:
             return self._read()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise refuse(f"--jwks {self._source}", None, f"cannot be read: {error}", "check the file") from None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -257,31 +261,41 @@ class KeySetReader:
         before = self._content
         try:
             keys = self._read()
-            if self._content != before and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._apply, keys)
-        except RuntimeError:  # the event loop is closed
-            return True
         except Exception as error:
             self._content = before
-            logger.error("the token keys in force stay: --jwks %s: %s", self._source, error)
+            text = f"{error}"
+            if text != self._error:  # once for each text: a file that cannot be read is read every second
+                logger.error("the token keys in force stay: --jwks %s: %s", self._source, text)
+            self._error = text
             return False
+        self._error = ""
+        if self._content != before and self._loop is not None:
+            with suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._apply, keys)
         return True
 
     def _look(self) -> tuple[int, ...]:
+        """Return values that differ after a change of the file, its owner or its mode; empty if it is missing."""
         try:
             status = os.stat(self._source)
         except OSError:
             return ()
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
     def _read(self) -> Mapping[str, PyJWK]:
         """Read and parse the set; raises OSError or ValueError."""
         if self._is_url:
             content = _fetch(self._source)
         else:
-            self._signature = self._look()
+            signature, self._signature = self._look(), None  # a failed read is repeated at the next poll
             with open_regular_file(Path(self._source)) as stream:
+                mode = os.fstat(stream.fileno()).st_mode
                 content = stream.read(_MAX_SET_BYTES + 1)
+            self._signature = signature
+            warning = check_permissions(f"--jwks {self._source}", Path(self._source), mode)
+            if warning and warning != self._warning:
+                logger.warning("%s", warning)
+            self._warning = warning
         if len(content) > _MAX_SET_BYTES:
             raise ValueError(f"it is larger than {_MAX_SET_BYTES} bytes")
         keys = parse_key_set(content)
@@ -306,7 +320,7 @@ def _fetch(url: str) -> bytes:
 
 
 def parse_key_set(content: bytes) -> dict[str, PyJWK]:
-    """Parse a JSON Web Key Set; keys of other types and purposes are left out.
+    """Parse a JSON Web Key Set; keys of other types and purposes are left out, and so are invalid ones, with a warning.
 
     Returns:
         Keys by id; a single key without `kid` has the id "".
@@ -322,6 +336,7 @@ def parse_key_set(content: bytes) -> dict[str, PyJWK]:
     if not isinstance(rows, list) or len(rows) > _MAX_KEYS:
         raise ValueError(f"it is not a JSON Web Key Set with up to {_MAX_KEYS} keys")
     keys: dict[str, PyJWK] = {}
+    problem = "it has no key for RS256, ES256 or EdDSA"
     for row in rows:
         algorithm = _algorithm(row)
         if algorithm is None:
@@ -329,12 +344,15 @@ def parse_key_set(content: bytes) -> dict[str, PyJWK]:
         try:
             key = PyJWK({name: value for name, value in row.items() if name not in ("alg", "d")}, algorithm)
         except (PyJWTError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"the key {str(row.get('kid'))[:80]!r} is invalid: {_shorten(error)}") from None
+            # The other keys stay in force: an issuer may publish a key that this library cannot read.
+            problem = f"the key {str(row.get('kid'))[:80]!r} is invalid: {_shorten(error)}"
+            logger.warning("--jwks: %s", problem)
+            continue
         if algorithm == "RS256" and key.key.key_size < _MIN_RSA_BITS:
             continue
         keys[str(row.get("kid", ""))] = key
     if not keys:
-        raise ValueError("it has no key for RS256, ES256 or EdDSA")
+        raise ValueError(problem)
     return keys
 
 

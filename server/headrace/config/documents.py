@@ -92,6 +92,27 @@ def open_regular_file(path: Path) -> BinaryIO:
         raise
 
 
+def check_permissions(option: str, path: Path, mode: int) -> str:
+    """Check the mode of a file with rights of clients.
+
+    Args:
+        option: option with the file, for the error.
+        path: of the file.
+        mode: from `os.fstat`.
+
+    Returns:
+        A warning if the group of the file may write it; "" for none.
+
+    Raises:
+        ConfigError: every user of the machine may write it.
+    """
+    if mode & stat.S_IWOTH:
+        raise refuse(option, None, "can be written by every user of this machine", f"chmod 600 {path}")
+    if mode & stat.S_IWGRP:
+        return f"{path} can be written by its group, which may grant itself all rights (chmod g-w {path})"
+    return ""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return a cure that names the choice nearest to `word`, or all choices."""
     words = sorted(choices)

@@ -143,6 +143,8 @@ def test_files_that_others_may_write_are_refused_and_readable_ones_named(tmp_pat
         read_keys(path)
     path.chmod(0o640)
     assert "chmod 600" in read_keys(path)[1]
+    path.chmod(0o660)
+    assert "can be written by its group" in read_keys(path)[1]
     path.chmod(0o600)
     assert read_keys(path)[1] == ""
 

@@ -87,6 +87,8 @@ def test_scopes_and_models_may_be_lists_or_words(verifier: TokenVerifier, issuer
         ({"exp": int(time.time()) - 60}, "expired"),
         ({"exp": None}, "exp"),
         ({"exp": "never"}, "exp"),
+        ({"exp": 1e308}, "infinity"),
+        ({"exp": 10**400}, "too large"),
         ({"nbf": int(time.time()) + 86_400}, "not yet valid"),
         ({"iat": int(time.time()) + 86_400}, "not yet valid"),
         ({"aud": "another service"}, "udience"),
@@ -232,3 +234,62 @@ def test_rsa_keys_below_2048_bits_are_left_out() -> None:
     weak = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(rsa.generate_private_key(65537, 1024).public_key()))
     with pytest.raises(ValueError, match="no key for"):
         parse_key_set(json.dumps({"keys": [weak]}).encode())
+
+
+def test_deeply_nested_tokens_are_refused(
+    verifier: TokenVerifier, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header is parsed before the signature is checked. Earlier versions of PyJWT raise RecursionError."""
+    header = base64.urlsafe_b64encode(b'{"kid":' + b"[" * 5000).rstrip(b"=").decode()
+    refused(verifier, f"{header}.e30.e30", "the token is not valid")
+
+    def nest(token: str) -> Any:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(verifier._jwt, "get_unverified_header", nest)
+    refused(verifier, issuer.token("es256"), "nested too deeply")
+
+
+def test_an_invalid_key_leaves_the_others_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    rows = json.loads(Issuer("EdDSA", "ES256").key_set())["keys"]
+    broken = {**rows[0], "x": "AA", "kid": "broken"}
+    assert set(parse_key_set(json.dumps({"keys": [broken, *rows]}).encode())) == {"eddsa", "es256"}
+    assert "the key 'broken' is invalid" in caplog.text
+
+
+def test_a_key_set_that_any_user_may_write_is_refused(
+    issuer: Issuer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "jwks.json"
+    path.write_bytes(issuer.key_set())
+    path.chmod(0o646)
+    with pytest.raises(ConfigError, match=r"every user of this machine.*chmod 600"):
+        TokenVerifier(str(path), ISSUER, AUDIENCE)
+    path.chmod(0o664)
+    TokenVerifier(str(path), ISSUER, AUDIENCE)
+    assert "can be written by its group" in caplog.text
+
+
+def test_a_key_set_file_that_cannot_be_read_once_is_read_at_the_next_poll(
+    issuer: Issuer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "jwks.json"
+    path.write_bytes(issuer.key_set())
+    reader = tokens.KeySetReader(str(path), lambda keys: None)
+    reader.read_file()
+    assert reader._look() == reader._signature
+    opened = tokens.open_regular_file
+
+    def fail(path: Path) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(tokens, "open_regular_file", fail)
+    assert not reader._refresh()
+    assert not reader._refresh()
+    assert reader._look() != reader._signature, "the next poll reads it again"
+    assert caplog.text.count("Too many open files") == 1
+    monkeypatch.setattr(tokens, "open_regular_file", opened)
+    assert reader._refresh()
+    assert reader._look() == reader._signature
+    path.chmod(0o640)
+    assert reader._look() != reader._signature
