@@ -13,11 +13,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -173,6 +174,56 @@ def test_keys_hold_behind_the_proxy(proxy: Proxy) -> None:
     key = {"Authorization": f"Bearer {proxy.keys['metrics']}"}
     assert proxy.request("POST", "/v2/models/net/infer", infer_body(), **key)[0] == 403
     assert proxy.request("GET", "/v2/health/ready")[0] == 200
+
+
+CHANGES = (
+    "/v2/repository/models/net/unload",
+    "/v2/repository//models/net/load",
+    "/v2/logging",
+    "/v2/%6cogging",
+    "/v2/trace/setting",
+    "/v2/models/net/trace/setting",
+    "/v2/systemsharedmemory/region/r/register",
+    "/v2/cudasharedmemory/unregister",
+)
+GRPC_CHANGES = (
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+    "LogSettings",
+    "TraceSetting",
+    "SystemSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+)
+
+
+def grpc_codes(proxy: Proxy, port: int) -> set[str]:
+    """Codes of the calls that change the server, without a key."""
+    codes = set()
+    with grpc.secure_channel(f"{HOST}:{port}", proxy.options().channel_credentials()) as channel:
+        for method in GRPC_CHANGES:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"", timeout=30)
+            codes.add(caught.value.code().name)
+    return codes
+
+
+def test_the_proxy_refuses_changes_unless_keys_decide(proxy: Proxy) -> None:
+    for path in CHANGES:
+        status, _, body = proxy.request("POST", path, b"{}")
+        assert (status, b"nginx" in body) == (403, True), path
+    assert grpc_codes(proxy, proxy.port) == {"PERMISSION_DENIED"}
+    key = {"Authorization": f"Bearer {proxy.keys['infer']}"}
+    for method, path in (("GET", "/v2/logging"), ("GET", "/v2/trace/setting"), ("POST", "/v2/repository/index")):
+        assert proxy.request(method, path, **key)[0] == 200, path
+    port = free_port()
+    text, count = re.subn(r'\n *"~\^POST .*', "", example(port, proxy.server, proxy.certificates))
+    assert count == 2
+    folder = proxy.folder / "keyed"
+    folder.mkdir()
+    with nginx(folder, text, port):
+        direct = replace(proxy, port=port)
+        assert {direct.request("POST", path, b"{}")[0] for path in CHANGES[2:3]} == {401}
+        assert grpc_codes(proxy, port) == {"UNAUTHENTICATED"}
 
 
 def test_metrics_are_not_public(proxy: Proxy) -> None:
