@@ -46,7 +46,7 @@ from headrace.grpc.response_room import ResponseRoom, max_held_bytes, unread_err
 from headrace.grpc.status import ErrorStatus, error_status
 from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, END_STREAM, FRAME_HEADER, ErrorCode, HeaderField, rst_stream
-from headrace.http2.stream import DATA_CREDIT_SHIFT, OPEN_COST, Http2Limits, Http2Stream
+from headrace.http2.stream import DATA_CREDIT_SHIFT, STREAM_CREDIT, Http2Limits, Http2Stream
 from headrace.tls import ServerTls
 
 # Smaller messages are joined and sent in one piece; larger ones are sent part by part.
@@ -451,7 +451,7 @@ class FastCall(Http2Stream):
 
     def _send_error(self, status: ErrorStatus) -> None:
         if not self.closed:
-            self.frame_credit = OPEN_COST
+            self.frame_credit -= STREAM_CREDIT  # it returns its cost, that of its header block too, and earns nothing
             write_buffer = self.connection.write_buffer
             if self.pending:
                 write_buffer.discard(self)

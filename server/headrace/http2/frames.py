@@ -177,13 +177,12 @@ _MAX_INTEGER = 1 << 24
 _MAX_LIST_MULTIPLE = 4
 # RFC 7541, section 4.2: the size of the table changes at most twice between two header blocks.
 _MAX_TABLE_RESIZES = 2
-# Cost of decoding a block, in frames of the frame budget: the bytes of the block and of its fields, and a multiple of those in
-# Huffman code, above the size that an honest client needs, by the bytes that take as long as one frame.
-_FREE_BLOCK_BYTES = 2048
-_HUFFMAN_WEIGHT = 3
-_BYTES_PER_FRAME_SHIFT = 6
-# Largest block in the cache of a connection; size of the cache, with an overhead for each block.
-_CACHED_BLOCK_BYTES = 4096
+# Cost of decoding a block, in frames of the frame budget. One frame is one field, also if it is a reference, or as many bytes of
+# Huffman code as take as long. An honest client's fields are free. Literal bytes cost nothing: they are copied and searched as a
+# whole, and clients send keys and tokens of kilobytes with each call.
+_FREE_FIELDS = 32
+_HUFFMAN_BYTES_PER_FRAME = 16
+# Size of the cache of a connection, with an overhead for each block.
 _CACHE_BYTES = 64 << 10
 _CACHED_BLOCK_OVERHEAD = 512
 
@@ -227,7 +226,7 @@ class HpackDecoder:
     def _decode(self, block: bytes) -> list[HeaderField] | None:
         fields: list[HeaderField] = []
         position, end, total, changed = 0, len(block), 0, False
-        resizes, self._huffman_bytes = 0, 0
+        count, resizes, self._huffman_bytes = 0, 0, 0
         max_total = _MAX_LIST_MULTIPLE * self._max_list_bytes
         while position < end:
             first = block[position]
@@ -250,6 +249,7 @@ class HpackDecoder:
             else:
                 index, position = _integer(block, position, 0x0F)
                 field, position = self._literal(block, index, position)
+            count += 1
             total += len(field[0]) + len(field[1]) + _ENTRY_BYTES
             if total <= self._max_list_bytes:
                 fields.append(field)
@@ -257,8 +257,7 @@ class HpackDecoder:
                 text = f"header fields of more than {max_total} bytes; at most {self._max_list_bytes} are accepted"
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, text)
         self.changes += changed
-        size_bytes = end + total + _HUFFMAN_WEIGHT * self._huffman_bytes
-        self.cost = max(0, size_bytes - _FREE_BLOCK_BYTES) >> _BYTES_PER_FRAME_SHIFT
+        self.cost = max(0, count + self._huffman_bytes // _HUFFMAN_BYTES_PER_FRAME - _FREE_FIELDS)
         return fields if total <= self._max_list_bytes else None
 
     def _field(self, index: int) -> HeaderField:
@@ -316,7 +315,7 @@ class HpackDecoder:
 
 
 class HeaderCache(Generic[T]):
-    """Cache of decoded and parsed header blocks of one connection, bounded in bytes.
+    """Cache of decoded and parsed header blocks of one connection, bounded in bytes; of blocks up to `max_list_bytes`.
 
     Args:
         max_list_bytes: see `HpackDecoder`.
@@ -330,6 +329,7 @@ class HeaderCache(Generic[T]):
 
     def __init__(self, max_list_bytes: int, parse: Callable[[list[HeaderField] | None], T]) -> None:
         self._decoder = HpackDecoder(max_list_bytes)
+        self._max_list_bytes = max_list_bytes
         self._parse = parse
         self.entries: dict[bytes, T] = {}
         self.size_bytes = 0
@@ -353,7 +353,7 @@ class HeaderCache(Generic[T]):
             self.clear()
             return self._parse(fields)
         value = self._parse(fields)
-        if len(block) <= _CACHED_BLOCK_BYTES:
+        if len(block) <= self._max_list_bytes:
             self.size_bytes += len(block) + _CACHED_BLOCK_OVERHEAD
             if self.size_bytes > _CACHE_BYTES:
                 self.clear()

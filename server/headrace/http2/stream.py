@@ -37,10 +37,10 @@ _MAX_DATA_FRAME_BYTES = 64 << 10
 _MAX_ROUND_BYTES = 256 << 10
 # The transport pauses the writer above this.
 _TRANSPORT_BUFFER_BYTES = 512 << 10
-# Frame budget: a stream costs `OPEN_COST` when it opens. An answered stream gets it back; a successful one adds `_STREAM_CREDIT`.
+# Frame budget: a stream costs `OPEN_COST` when it opens. An answered stream gets it back; a successful one adds `STREAM_CREDIT`.
 # So cancelled and reset calls use up the budget, and refused calls earn nothing.
 OPEN_COST = 3
-_STREAM_CREDIT = 8
+STREAM_CREDIT = 8
 # DATA adds one frame for each 256 bytes: a peer that opens its window in single bytes earns nothing.
 DATA_CREDIT_SHIFT = 8
 
@@ -101,8 +101,8 @@ class FrameBudget:
 
     Successful requests and time refill the budget. So a connection may stay open for any time and serve any number of calls,
     while a flood of cheap frames (CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2025-8671) uses up the budget. Frames whose cost
-    depends on their content spend by it: SETTINGS by entries and by streams whose windows change, header blocks by encoded and
-    decoded bytes. One unit is up to about 5 microseconds of the event loop.
+    depends on their content spend by it: SETTINGS by entries and by streams whose windows change, header blocks by fields
+    and Huffman code. One unit is up to about 5 microseconds of the event loop.
 
     Args:
         burst: size of the budget, in frames.
@@ -250,7 +250,7 @@ class Http2Stream(ABC):
         self.awaiting_body = True
         self.progress_tick = connection.ticks
         self.granted_bytes = 0
-        self.frame_credit = OPEN_COST + _STREAM_CREDIT
+        self.frame_credit = OPEN_COST + STREAM_CREDIT
         self.pending: deque[memoryview] | None = None
         self.pending_bytes = 0
         self.final_frames = b""
