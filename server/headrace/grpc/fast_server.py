@@ -17,7 +17,7 @@ from weakref import ref
 
 from headrace.accept import BACKLOG, TlsListener, bind
 from headrace.core.access import certificate_names
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import (
     BadRequest,
@@ -59,6 +59,11 @@ _MESSAGE_CREDIT = 4
 _REJECTED_BODY_BYTES = 65536
 # Frames that such a request subtracts from the frame budget, beside the cost of its stream, which it does not get back.
 _REJECTION_COST = 5
+# A client resets its calls at their deadlines, before the server expires them, and when it has waited long enough. That is no
+# rapid reset, and costs nothing: of a call of at least this age, or one of which this part of the timeout has passed.
+_HONEST_RESET_NS = 20 * NS_PER_MS
+_MIN_TIMEOUT_NS = 2 * NS_PER_MS  # clients choose the timeout: a shorter one would make rapid resets free
+_HONEST_TIMEOUT_SHARE = 0.9
 # Calls that end at their deadline in one iteration of the event loop: clients may choose one deadline for thousands of them.
 _MAX_EXPIRED = 256
 
@@ -369,6 +374,15 @@ class FastCall(Http2Stream):
         """Cancel the method: the client has reset the stream or disconnected."""
         self._cancel_method(Cancelled("the client disconnected"))
 
+    @property
+    def reset_credit(self) -> int:
+        """See `Http2Stream`: all of its cost for a call that the client has waited for, nothing for a rapid reset."""
+        now_ns, timeout_ns = monotonic_ns(), self._head.timeout_ns
+        is_honest = self.received_ns and now_ns - self.received_ns >= _HONEST_RESET_NS
+        if timeout_ns >= _MIN_TIMEOUT_NS and not is_honest:
+            is_honest = self.deadline_ns - now_ns <= timeout_ns * (1 - _HONEST_TIMEOUT_SHARE)
+        return self.frame_credit - STREAM_CREDIT + 1 if is_honest else 0
+
     def on_timeout(self) -> None:
         """Fail the call: the message has not arrived in time."""
         self.fail(DeadlineExceeded("the request did not arrive in time"))
@@ -593,6 +607,7 @@ class StreamingCall(FastCall):
         self._drained = asyncio.Event()
         self.awaiting_body = False
         self.stopping = server.stopping
+        self.received_ns = monotonic_ns()
         assert head.method is not None
         self._task = connection.loop.create_task(self._serve(head.method))
 

@@ -582,7 +582,10 @@ class ControlFrames:
     def _rst_stream(self, payload: bytes, stream_id: int) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
         self.check_not_idle(stream_id, "RST_STREAM")
-        self._connection.close_stream(stream_id)
+        stream = self._connection.streams.get(stream_id)
+        if stream is not None:
+            self._connection.frame_budget.available += stream.reset_credit
+            self._connection.close_stream(stream_id)
 
     def check_not_idle(self, stream_id: int, frame_name: str) -> None:
         """Raise Http2ConnectionError for a frame on a stream that was never opened."""

@@ -270,6 +270,11 @@ class Http2Stream(ABC):
     def on_closed(self) -> None:
         """Called after the stream is closed before its end: the peer has reset it or disconnected, or the server has reset it."""
 
+    @property
+    def reset_credit(self) -> int:
+        """Frames that the frame budget gets back when the peer resets the stream; read before `on_closed`."""
+        return 0
+
     def on_tick(self, now_ns: int) -> bool:
         """Called now and then while `awaiting_body`; True if the body arrives too slowly, and `on_timeout` follows."""
         return False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.core.clock import NS_PER_S, monotonic_ns
+import pytest
+from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_server import FastGrpcServer, StreamingCall
+from headrace.grpc import fast_server
+from headrace.grpc.fast_server import DeadlineTimer, FastGrpcServer, StreamingCall
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall
+from headrace.http2.frames import ErrorCode, rst_stream
 
 from tests.support.http2_peer import Wire, data, grpc_head, message, on_a_loop, request
 
@@ -70,3 +73,57 @@ async def test_calls_with_a_long_token_that_fail_cost_nothing() -> None:
     assert not wire.connection.streams
     assert budget.available == before
     await wire.drop()
+
+
+@pytest.mark.parametrize(
+    ("timeout", "age_ms", "cost"),
+    [
+        (b"50m", 50, 0),  # the client's RST_STREAM comes before the server expires the call
+        (b"10m", 9.5, 0),
+        (b"10m", 5, 4),
+        (b"1n", 0, 4),  # a rapid reset
+        (b"1m", 1, 4),
+        (b"", 1, 4),
+        (b"", 25, 0),  # cancelled
+        (b"10S", 25, 0),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_resets_of_calls_that_the_client_waited_for_cost_nothing(
+    monkeypatch: pytest.MonkeyPatch, timeout: bytes, age_ms: float, cost: int, is_stream: bool
+) -> None:
+    """Calls that timed out under overload ended their connection: 50 ms deadlines, a method of 300 ms, 4,800 calls a second."""
+    now_ns = monotonic_ns()
+    monkeypatch.setattr(fast_server, "monotonic_ns", lambda: now_ns)
+
+    async def unary(_message: bytes, _call: GrpcCall) -> Message:
+        await asyncio.sleep(10)
+        return []
+
+    async def stream(call: StreamCall) -> None:
+        while await call.read() is not None:
+            pass
+
+    @on_a_loop
+    async def run() -> None:
+        nonlocal now_ns
+        methods = Methods({}, {PATH: stream}) if is_stream else Methods({PATH: unary}, {})
+        application = FastGrpcServer(methods, ClientLimits(Limits()), None)
+        application.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
+        wire = Wire(application)
+        monkeypatch.setattr(application.deadline_timer, "_fire", lambda: None)
+        extra = [(b"grpc-timeout", timeout)] if timeout else []
+        before = wire.connection.frame_budget.available
+        fields = grpc_head(PATH, *extra)
+        wire.connection.data_received(
+            request(1, end=False, fields=fields) + data(1, message(b"x" * 2000), end=not is_stream)
+        )
+        if is_stream:
+            before = wire.connection.frame_budget.available + 3  # the message has added to it
+        now_ns += int(age_ms * NS_PER_MS)
+        await wire.send(rst_stream(1, ErrorCode.CANCEL))
+        assert before - wire.connection.frame_budget.available == cost
+        assert not wire.connection.streams
+        await wire.drop()
+
+    run()
