@@ -239,6 +239,25 @@ class OutputQueue:
             self._changed.notify_all()
             return not self._is_pending()
 
+    def survive_fork(self) -> None:
+        """Let children that this process forks write at once: the thread exists only in the parent. For the standard streams."""
+        os.register_at_fork(
+            before=self._changed.acquire, after_in_parent=self._changed.release, after_in_child=self._after_fork
+        )
+
+    def _after_fork(self) -> None:
+        for stream in self._streams:  # the parent writes what waits
+            stream._entries.clear()
+            stream._partial, stream._pending_bytes, stream._failed_lines = "", 0, 0
+        self._timers.clear()
+        self._is_ended = True  # for log handlers, which hold the queued streams
+        self._changed.release()
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream in self._streams and stream._descriptor is not None:
+                plain = open(stream._descriptor, "w", 1, stream._encoding, "backslashreplace", closefd=False)  # noqa: SIM115
+                setattr(sys, name, plain)
+
     def _is_pending(self) -> bool:
         return any(stream._entries for stream in self._streams)
 
@@ -354,6 +373,8 @@ _LINES_PER_INTERVAL = {
 _MAX_KIND_CHARS = 120
 _MAX_KINDS = 1000
 _IS_NOTICE = "headrace_is_notice"
+# A kind of lines: logger, level, text without its values.
+_Key = tuple[str, int, str]
 
 
 class LineLimits(logging.Filter):
@@ -376,7 +397,7 @@ class LineLimits(logging.Filter):
         self._call_later = call_later
         self._clock = clock
         self._lock = threading.RLock()
-        self._kinds: dict[tuple[str, int, str], _Kind] = {}
+        self._kinds: dict[_Key, _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is logged."""
@@ -386,19 +407,25 @@ class LineLimits(logging.Filter):
         if not max_lines:
             return True
         key = (record.name, record.levelno, str(record.msg).partition("\n")[0][:_MAX_KIND_CHARS])
+        ended: list[tuple[_Key, _Kind]] = []
         with self._lock:
             now_s = self._clock()
             kind = self._kinds.get(key)
             if kind is None or now_s >= kind.end_s:
                 if kind is not None:
-                    self._report(key, kind)
+                    ended.append((key, kind))
                 elif len(self._kinds) >= _MAX_KINDS:
-                    self.report()
+                    ended = list(self._kinds.items())
+                    self._kinds.clear()
                 kind = self._kinds[key] = _Kind(now_s + LINE_INTERVAL_S)
             kind.lines += 1
-            if kind.lines == max_lines + 1:
-                self._call_later(kind.end_s - now_s, self.report_ended)
-            return kind.lines <= max_lines
+            lines = kind.lines
+        # Without the lock: handlers and the queue have locks of their own.
+        for each in ended:
+            self._report(*each)
+        if lines == max_lines + 1:
+            self._call_later(kind.end_s - now_s, self.report_ended)
+        return lines <= max_lines
 
     def report_ended(self) -> None:
         """Log the numbers of lines left out in intervals that have ended."""
@@ -407,12 +434,13 @@ class LineLimits(logging.Filter):
     def report(self, now_s: float = float("inf")) -> None:
         """Log the numbers of lines left out in intervals that have ended by a time, and begin new ones."""
         with self._lock:
-            for key, kind in list(self._kinds.items()):
-                if now_s >= kind.end_s:
-                    del self._kinds[key]
-                    self._report(key, kind)
+            ended = [(key, kind) for key, kind in self._kinds.items() if now_s >= kind.end_s]
+            for key, _ in ended:
+                del self._kinds[key]
+        for key, kind in ended:
+            self._report(key, kind)
 
-    def _report(self, key: tuple[str, int, str], kind: _Kind) -> None:
+    def _report(self, key: _Key, kind: _Kind) -> None:
         name, level, text = key
         left_out = kind.lines - _max_lines(name)
         if left_out > 0:
@@ -458,6 +486,7 @@ def queue_standard_streams() -> OutputQueue:
                 original.flush()
         sys.stdout, sys.stderr = queue.stream(sys.stdout), queue.stream(sys.stderr)
         _queue = queue
+        queue.survive_fork()
         atexit.register(queue.end)
     return _queue
 

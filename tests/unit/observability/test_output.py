@@ -161,6 +161,70 @@ def test_lines_of_one_kind_are_limited(name: str, allowed: int) -> None:
         logger.removeHandler(handler)
 
 
+def test_limits_hold_no_lock_while_they_log() -> None:
+    """A handler's lock and that of the limits were taken in both orders: two threads that log could wait forever."""
+    clock = Clock()
+    free: list[bool] = []
+    notices: list[str] = []
+
+    def try_lock() -> None:
+        free.append(limits._lock.acquire(timeout=1))
+        if free[-1]:
+            limits._lock.release()
+
+    def observe() -> None:
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+
+    limits = LineLimits(lambda _delay_s, _callback: observe(), clock)
+    logger, handler = logging.getLogger("uvicorn.error"), logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        if "more lines" in record.getMessage():
+            notices.append(record.getMessage())
+            observe()
+
+    handler.emit = emit  # type: ignore[method-assign]
+    handler.addFilter(limits)
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            logger.warning("a request failed")
+        clock.now_s = LINE_INTERVAL_S
+        for _ in range(3):
+            logger.warning("a request failed")
+        limits.report()
+        assert len(notices) == 2
+        assert free == [True] * 4
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_forked_child_writes_its_lines() -> None:
+    """The thread that writes exists only in the parent: lines of the child vanished."""
+    code = """
+import logging, os, sys
+from headrace.__main__ import configure_logging
+configure_logging("text")
+print("parent before")
+child = os.fork()
+if not child:
+    print("child prints")
+    sys.stderr.write("child's error stream\\n")
+    logging.getLogger("headrace").info("child logs")
+    logging.getLogger("uvicorn.error").error("child's error")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("parent after")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["child prints", "parent after", "parent before"]
+    for text in ("child's error stream", "child logs", "child's error"):
+        assert done.stderr.count(text + "\n") == 1
+
+
 def test_the_queue_calls_back_after_a_time() -> None:
     queue, called = OutputQueue(), threading.Event()
     queue.call_later(0.01, called.set)
