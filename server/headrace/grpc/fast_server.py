@@ -766,14 +766,16 @@ class DeadlineTimer:
     def _fire(self) -> None:
         heap, now_ns = self._heap, monotonic_ns()
         expired = 0
-        while heap and (heap[0][0] <= now_ns or not _is_open(heap[0][2])) and expired < _MAX_EXPIRED:
-            call = heappop(heap)[2]()
-            expired += 1
-            if call is not None:
-                call.expire()
-        self._timer, self._armed_ns = None, 0
-        if heap:
-            self._arm(heap[0][0])
+        try:
+            while heap and (heap[0][0] <= now_ns or not _is_open(heap[0][2])) and expired < _MAX_EXPIRED:
+                call = heappop(heap)[2]()
+                expired += 1
+                if call is not None:
+                    call.expire()
+        finally:  # an error of one call must not end the deadlines of all
+            self._timer, self._armed_ns = None, 0
+            if heap:
+                self._arm(heap[0][0])
 
 
 def _is_open(call: ref[FastCall]) -> bool:

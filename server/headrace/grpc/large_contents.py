@@ -56,31 +56,31 @@ def cut_contents(header: bytes) -> tuple[bytes, list[memoryview | None]]:
     Raises:
         BadRequest: the bytes are no request, or too many of them are not contents.
     """
-    view, parts, contents, text_bytes = memoryview(header), [], list[memoryview | None](), 0
+    view, parts, all_contents, text_bytes = memoryview(header), [], list[memoryview | None](), 0
     for number, start, value, stop in _fields(view, _MAX_FIELDS):
         if number != _INPUTS or value < 0:
             parts.append(view[start:stop])
             continue
-        tensor, rest, found = view[value:stop], [], None
+        tensor, rest, contents = view[value:stop], [], None
         for inner, inner_start, inner_value, inner_stop in _fields(tensor, _MAX_FIELDS):
             if inner != _CONTENTS or inner_value < 0:
                 rest.append(tensor[inner_start:inner_stop])
                 if inner in _TEXTS:
                     text_bytes += inner_stop - inner_start
-            elif found is not None:
+            elif contents is not None:
                 raise BadRequest("an input of the request has contents twice")
             else:
-                found = tensor[inner_value:inner_stop]
+                contents = tensor[inner_value:inner_stop]
                 rest.append(memoryview(b"\x2a\x00"))
         content = b"".join(rest)
         parts.append(memoryview(b"\x2a" + _varint(len(content)) + content))
-        contents.append(found)
+        all_contents.append(contents)
     size_bytes = sum(map(len, parts)) - text_bytes
     if size_bytes > MAX_DESCRIPTION_BYTES:
         raise BadRequest(
             f"the request has {size_bytes} bytes beside its tensors, at most {MAX_DESCRIPTION_BYTES} are allowed"
         )
-    return b"".join(parts), contents
+    return b"".join(parts), all_contents
 
 
 def decode_numbers(name: str, field: str, elements: int, contents: memoryview) -> npt.NDArray[Any]:
@@ -127,9 +127,9 @@ def decode_texts(name: str, elements: int, contents: memoryview) -> npt.NDArray[
 
 def _chunks(name: str, field: str, number: int, contents: memoryview) -> Iterator[memoryview]:
     """Yield the packed parts of a field, of which most clients send one."""
-    for found, _, value, stop in _fields(contents, _MAX_FIELDS):
-        if found != number:
-            raise _wrong_field(name, field, found)
+    for field_number, _, value, stop in _fields(contents, _MAX_FIELDS):
+        if field_number != number:
+            raise _wrong_field(name, field, field_number)
         if value < 0:
             raise BadRequest(f"input '{name}': a large {field} must be packed, or sent as raw_input_contents")
         yield contents[value:stop]
@@ -174,11 +174,11 @@ def _decode_varints(name: str, packed: npt.NDArray[np.uint8], elements: int, dty
     return result
 
 
-def _fields(message: memoryview, most: int) -> Iterator[tuple[int, int, int, int]]:
+def _fields(message: memoryview, max_fields: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield each field of a message: its number, its start, the start of its value (-1 if it has no length), and its end."""
     position, end = 0, len(message)
     try:
-        for _ in range(most):
+        for _ in range(max_fields):
             if position >= end:
                 return
             start = position
@@ -199,7 +199,7 @@ def _fields(message: memoryview, most: int) -> Iterator[tuple[int, int, int, int
     except IndexError:
         raise BadRequest("the request is not a ModelInferRequest: it ends in the middle of a field") from None
     if position < end:
-        raise BadRequest(f"a part of the request has more than {most} fields")
+        raise BadRequest(f"a part of the request has more than {max_fields} fields")
 
 
 def _read_varint(message: memoryview, position: int) -> tuple[int, int]:

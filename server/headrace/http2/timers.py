@@ -197,7 +197,9 @@ class ReadPause:
         return True
 
     def pause(self) -> None:
-        """Pause reading until the next iteration of the event loop."""
+        """Pause reading until the next iteration of the event loop. A no-op if the transport is closed."""
+        if self._connection.transport.is_closing():
+            return
         self._connection.transport.pause_reading()
         self._connection.loop.call_soon(self._resume)
 

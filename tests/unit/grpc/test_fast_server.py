@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
@@ -127,3 +128,33 @@ def test_resets_of_calls_that_the_client_waited_for_cost_nothing(
         await wire.drop()
 
     run()
+
+
+def test_an_error_of_one_call_ends_no_other_deadline() -> None:
+    class Expiring:
+        closed = False
+
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error = error
+            self.deadline_ns = monotonic_ns() + NS_PER_MS
+            self.expired = False
+
+        def expire(self) -> None:
+            self.closed = self.expired = True
+            if self.error is not None:
+                raise self.error
+
+    errors: list[Any] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        timer, calls = DeadlineTimer(loop), [Expiring(ValueError("broken")), Expiring(), Expiring()]
+        for call in calls:
+            timer.add(call)  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert all(call.expired for call in calls)
+        timer.close()
+
+    asyncio.run(run())
+    assert [str(error) for error in errors] == ["broken"]

@@ -424,3 +424,12 @@ async def test_a_flood_of_requests_that_are_not_grpc_ends_the_connection() -> No
         if wire.transport.closed:
             break
     assert (result[-1].kind, result[-1].code) == (frames.GOAWAY, ErrorCode.ENHANCE_YOUR_CALM)
+
+
+@on_a_loop
+async def test_a_closed_transport_is_not_paused() -> None:
+    wire = Wire()
+    wire.connection.close()
+    wire.connection._read_pause.pause()
+    assert wire.transport.reading
+    await wire.frames()
