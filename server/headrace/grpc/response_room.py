@@ -13,6 +13,9 @@ from headrace.core.limits import SMALL_BODY_BYTES, ClientLimits, UnreadResponses
 # A connection may hold more than `max_unread_bytes` where the size of responses was not expected: up to this, or to two of the
 # largest message. Above, the calls that still run are refused.
 MIN_HELD_BYTES = 64 << 20
+# Expected bytes up to which another call may start while nothing is unread. With one call more they are still below
+# `MIN_HELD_BYTES`, at which honest calls would be refused.
+_MAX_EXPECTED_BYTES = 32 << 20
 
 
 def max_held_bytes(max_message_bytes: int) -> int:
@@ -30,7 +33,7 @@ class ResponseRoom:
 
     A call of a model with large responses reserves the expected size before it starts, and waits while the connection is over
     `max_unread_bytes`. So the bytes count from the start of a call, and not from its end. While the client has read all
-    responses, the connection may expect `MIN_HELD_BYTES`: its large calls run together.
+    responses, the connection may expect more: its large calls run together.
 
     Expected bytes bound this connection only. The memory that all clients share counts bytes that exist: a model whose last
     response was large must not make the calls of other clients fail.
@@ -66,14 +69,18 @@ class ResponseRoom:
         """Wait until the connection is within its bound, then reserve the expected size of a response; calls start in order.
 
         Args:
-            size_bytes: expected size. At most `max_unread_bytes` of it are reserved: the estimate may be far too high.
+            size_bytes: expected size.
 
         Returns:
             The reserved bytes; the caller must pass them to `end`.
         """
-        if self._waiting or self._is_full:
+        is_first = False
+        while self._is_full or (self._waiting and not is_first):
             waiter: Future[None] = get_running_loop().create_future()
-            self._waiting.append(waiter)
+            if is_first:  # other responses were written between the call of `_wake` and this step
+                self._waiting.appendleft(waiter)
+            else:
+                self._waiting.append(waiter)
             try:
                 await waiter
             except BaseException:
@@ -82,10 +89,10 @@ class ResponseRoom:
                 elif waiter in self._waiting:
                     self._waiting.remove(waiter)
                 raise
-        reserved_bytes = min(size_bytes, self._max_bytes)
-        self._expected_bytes += reserved_bytes
+            is_first = True
+        self._expected_bytes += size_bytes
         self._wake()
-        return reserved_bytes
+        return size_bytes
 
     def end(self, reserved_bytes: int) -> None:
         """Release the bytes of `start`: the size of the response is known, or the call has failed."""
@@ -133,7 +140,7 @@ class ResponseRoom:
     def _is_full(self) -> bool:
         """True if no further call with a large response may start."""
         held_bytes = self._unread.held_bytes
-        max_bytes = self._max_bytes if held_bytes else max(self._max_bytes, MIN_HELD_BYTES)
+        max_bytes = self._max_bytes if held_bytes else max(self._max_bytes, _MAX_EXPECTED_BYTES)
         return held_bytes + self._expected_bytes > max_bytes
 
     def _wake(self) -> None:

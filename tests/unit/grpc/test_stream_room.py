@@ -140,7 +140,7 @@ def test_large_responses_that_are_read_at_once_run_together() -> None:
         calls = [asyncio.ensure_future(room.start(20 << 20)) for _ in range(64)]
         await asyncio.sleep(0.01)
         started = sum(call.done() for call in calls)
-        assert 4 <= started <= 5
+        assert 2 <= started <= 3
         room.update(1 << 20)  # the client reads slowly
         for call in calls[:started]:
             room.end(call.result())
