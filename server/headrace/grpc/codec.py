@@ -20,6 +20,7 @@ from headrace.core.errors import BadRequest
 from headrace.core.request import InferResponse
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc import large_contents
+from headrace.grpc.large_contents import MAX_VARINT_BYTES, read_varint, varint
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -119,13 +120,11 @@ _MODEL_NAME, _MODEL_VERSION, _ID, _RAW_INPUT, _MAX_KNOWN_TAG = 0x0A, 0x12, 0x1A,
 _RESPONSE_ID, _RAW_OUTPUT = b"\x1a", b"\x32"
 _LENGTH_DELIMITED = 2
 _FIXED_BYTES = {1: 8, 5: 4}
-_MAX_VARINT_BYTES = 10
 # Maximum bytes of a tag or a length, which have 32 bits.
 _MAX_LENGTH_BYTES = 5
 # A field of 2 bytes becomes an object of 100 bytes. No request has this many inputs, outputs and parameters.
 _MAX_FIELDS = 4096
 _MAX_PARAMETERS = 1024
-_SMALL = [bytes([number]) for number in range(0x80)]
 # Limit on cached descriptions of outputs.
 _MAX_DESCRIPTIONS = 1024
 
@@ -170,7 +169,7 @@ def scan(message: bytes) -> Envelope:
                 continue
             position += 2
             if size > 0x7F:
-                size, position = _read_varint(message, position - 1, _MAX_LENGTH_BYTES)
+                size, position = read_varint(message, position - 1, _MAX_LENGTH_BYTES)
             stop = position + size
             if stop > end:
                 raise _truncated()
@@ -376,7 +375,7 @@ def _skip(message: bytes, position: int) -> int:
         BadRequest: the bytes are no field, or a known field with a wrong wire type.
         IndexError: the message ends within the field.
     """
-    tag, position = _read_varint(message, position, _MAX_LENGTH_BYTES)
+    tag, position = read_varint(message, position, _MAX_LENGTH_BYTES)
     number, wire_type = tag >> 3, tag & 7
     if not _MAX_KNOWN_TAG >> 3 < number < 1 << 29:
         raise BadRequest(
@@ -384,9 +383,9 @@ def _skip(message: bytes, position: int) -> int:
             "longer than it needs to be"
         )
     if wire_type == 0:
-        _, position = _read_varint(message, position, _MAX_VARINT_BYTES)
+        _, position = read_varint(message, position, MAX_VARINT_BYTES)
     elif wire_type == _LENGTH_DELIMITED:
-        size, position = _read_varint(message, position, _MAX_LENGTH_BYTES)
+        size, position = read_varint(message, position, _MAX_LENGTH_BYTES)
         position += size
     elif wire_type in _FIXED_BYTES:
         position += _FIXED_BYTES[wire_type]
@@ -395,30 +394,6 @@ def _skip(message: bytes, position: int) -> int:
     if position > len(message):
         raise _truncated()
     return position
-
-
-def _read_varint(message: bytes, position: int, max_bytes: int) -> tuple[int, int]:
-    """Read a varint; returns it and the position after it. Raises BadRequest, or IndexError at the end of the message."""
-    number = 0
-    for shift in range(0, 7 * max_bytes, 7):
-        byte = message[position]
-        position += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, position
-    raise BadRequest(f"the request is not a ModelInferRequest: a number has more than {max_bytes} bytes")
-
-
-def varint(size_bytes: int) -> bytes:
-    """Encode a length as a protobuf varint: base 128, the lowest seven bits first."""
-    if size_bytes < 0x80:
-        return _SMALL[size_bytes]
-    groups = bytearray()
-    while size_bytes > 0x7F:
-        groups.append(size_bytes & 0x7F | 0x80)
-        size_bytes >>= 7
-    groups.append(size_bytes)
-    return bytes(groups)
 
 
 def _truncated() -> BadRequest:

@@ -20,7 +20,8 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, HeadraceError, Overloaded, Unauthenticated, Unavailable, forget_frames
 from headrace.core.limits import SMALL_BODY_BYTES
 from headrace.core.request import InferResponse
-from headrace.grpc.codec import Envelope, GrpcCodec, scan, varint
+from headrace.grpc.codec import Envelope, GrpcCodec, scan
+from headrace.grpc.large_contents import varint
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.grpc.response_room import max_held_bytes, unread_error
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -69,12 +70,12 @@ class GrpcInference:
         self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions
     ) -> Message:
         """Serve a request whose response will be large: it waits while the client does not read earlier ones."""
-        room = call.room
-        reserved_bytes = await room.start(self.large_responses[envelope.model_name])
+        room, expected_bytes = call.room, self.large_responses[envelope.model_name]
+        await room.start(expected_bytes)
         try:
             return await self._run(message, envelope, call, options)
         finally:
-            room.end(reserved_bytes)
+            room.end(expected_bytes)
 
     async def _run(self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions) -> Message:
         if len(message) <= LARGE_BYTES:
@@ -321,7 +322,7 @@ class _Stream:
             if self._infer.large_responses:
                 expected_bytes = self._infer.expected_bytes(message)
                 if expected_bytes:
-                    expected_bytes = await self._response_room.start(expected_bytes)
+                    await self._response_room.start(expected_bytes)
                     self._expected_bytes += expected_bytes
             if len(message) <= LARGE_BYTES:
                 self._begin(message, expected_bytes)

@@ -34,7 +34,8 @@ _INPUTS = _CONTENTS = 5
 _TEXTS = (1, 2)
 _LENGTH_DELIMITED = 2
 _FIXED_BYTES = {1: 8, 5: 4}
-_MAX_VARINT_BYTES = 10
+MAX_VARINT_BYTES = 10
+_SMALL = [bytes([number]) for number in range(0x80)]
 # Fields of a request, of an input, and parts of one tensor's contents; no client sends so many.
 _MAX_FIELDS = 4096
 # Bytes of varints, and texts, that are decoded in one step.
@@ -73,7 +74,7 @@ def cut_contents(header: bytes) -> tuple[bytes, list[memoryview | None]]:
                 contents = tensor[inner_value:inner_stop]
                 rest.append(memoryview(b"\x2a\x00"))
         content = b"".join(rest)
-        parts.append(memoryview(b"\x2a" + _varint(len(content)) + content))
+        parts.append(memoryview(b"\x2a" + varint(len(content)) + content))
         all_contents.append(contents)
     size_bytes = sum(map(len, parts)) - text_bytes
     if size_bytes > MAX_DESCRIPTION_BYTES:
@@ -160,7 +161,7 @@ def _decode_varints(name: str, packed: npt.NDArray[np.uint8], elements: int, dty
             begins[0], begins[1:] = 0, ends[:-1] + 1
             lengths = ends - begins + 1
             longest = int(lengths.max())
-            if longest > _MAX_VARINT_BYTES:
+            if longest > MAX_VARINT_BYTES:
                 raise _too_long(name)
             values = np.zeros(ends.size, np.uint64)
             for index in range(longest):
@@ -182,15 +183,15 @@ def _fields(message: memoryview, max_fields: int) -> Iterator[tuple[int, int, in
             if position >= end:
                 return
             start = position
-            tag, position = _read_varint(message, position)
+            tag, position = read_varint(message, position, MAX_VARINT_BYTES)
             wire_type, value = tag & 7, -1
             if wire_type == _LENGTH_DELIMITED:
-                size, value = _read_varint(message, position)
+                size, value = read_varint(message, position, MAX_VARINT_BYTES)
                 position = value + size
             elif wire_type in _FIXED_BYTES:
                 position += _FIXED_BYTES[wire_type]
             elif wire_type == 0:
-                _, position = _read_varint(message, position)
+                _, position = read_varint(message, position, MAX_VARINT_BYTES)
             else:
                 raise BadRequest(f"the request is not a ModelInferRequest: a field has wire type {wire_type}")
             if position > end:
@@ -202,23 +203,27 @@ def _fields(message: memoryview, max_fields: int) -> Iterator[tuple[int, int, in
         raise BadRequest(f"a part of the request has more than {max_fields} fields")
 
 
-def _read_varint(message: memoryview, position: int) -> tuple[int, int]:
+def read_varint(message: bytes | memoryview, position: int, max_bytes: int) -> tuple[int, int]:
+    """Read a varint; returns it and the position after it. Raises BadRequest, or IndexError at the end of the message."""
     number = 0
-    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+    for shift in range(0, 7 * max_bytes, 7):
         byte = message[position]
         position += 1
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
             return number, position
-    raise BadRequest(f"the request is not a ModelInferRequest: a number has more than {_MAX_VARINT_BYTES} bytes")
+    raise BadRequest(f"the request is not a ModelInferRequest: a number has more than {max_bytes} bytes")
 
 
-def _varint(number: int) -> bytes:
+def varint(size_bytes: int) -> bytes:
+    """Encode a length as a protobuf varint: base 128, the lowest seven bits first."""
+    if size_bytes < 0x80:
+        return _SMALL[size_bytes]
     groups = bytearray()
-    while number > 0x7F:
-        groups.append(number & 0x7F | 0x80)
-        number >>= 7
-    groups.append(number)
+    while size_bytes > 0x7F:
+        groups.append(size_bytes & 0x7F | 0x80)
+        size_bytes >>= 7
+    groups.append(size_bytes)
     return bytes(groups)
 
 
@@ -231,4 +236,4 @@ def _wrong_field(name: str, field: str, number: int) -> BadRequest:
 
 
 def _too_long(name: str) -> BadRequest:
-    return BadRequest(f"input '{name}': a number of its contents has more than {_MAX_VARINT_BYTES} bytes")
+    return BadRequest(f"input '{name}': a number of its contents has more than {MAX_VARINT_BYTES} bytes")

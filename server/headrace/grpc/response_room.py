@@ -65,14 +65,10 @@ class ResponseRoom:
         self._closed = False
         self._waiting: deque[Future[None]] = deque()
 
-    async def start(self, size_bytes: int) -> int:
+    async def start(self, size_bytes: int) -> None:
         """Wait until the connection is within its bound, then reserve the expected size of a response; calls start in order.
 
-        Args:
-            size_bytes: expected size.
-
-        Returns:
-            The reserved bytes; the caller must pass them to `end`.
+        The caller must call `end` with the same size.
         """
         is_first = False
         while self._is_full or (self._waiting and not is_first):
@@ -92,11 +88,10 @@ class ResponseRoom:
             is_first = True
         self._expected_bytes += size_bytes
         self._wake()
-        return size_bytes
 
-    def end(self, reserved_bytes: int) -> None:
+    def end(self, size_bytes: int) -> None:
         """Release the bytes of `start`: the size of the response is known, or the call has failed."""
-        self._expected_bytes -= reserved_bytes
+        self._expected_bytes -= size_bytes
         self._wake()
 
     def queue(self, change_bytes: int) -> None:

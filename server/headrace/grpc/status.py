@@ -9,7 +9,7 @@ import grpc
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import HeadraceError, QuotaExceeded
-from headrace.grpc.codec import varint
+from headrace.grpc.large_contents import varint
 from headrace.inference.service import internal_error
 from headrace.inference.status import grpc_code, retry_after_s, retry_delay_s
 from headrace.observability.counters import ERRORS

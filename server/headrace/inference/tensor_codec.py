@@ -32,7 +32,6 @@ _MAX_ELEMENTS = 1 << 62
 _MAX_EMPTY_ELEMENTS = 1 << 24
 # A text of 2 bytes becomes an object of 56 bytes.
 _MAX_TEXTS = 1 << 20
-TEXT_OBJECT_BYTES = 56
 # Copying so many bytes takes 0.05 us, making a view of them 1 us.
 _MAX_COPIED_BYTES = 4096
 _MAX_SEARCHED_ELEMENTS = 256

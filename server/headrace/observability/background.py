@@ -31,7 +31,7 @@ class BackgroundWorker(Generic[T]):
         name: of the thread.
         kind: label under which dropped items are counted (`counters.DROPPED`).
         work: called on the thread with the queued items. Returns the seconds after which it is called again if no item
-            arrives, None for no such call. An exception stops the worker for good: what is left in the list counts as dropped.
+            arrives, None for no such call. An exception stops the worker for good: the rest of the list counts as dropped.
         capacity: maximum number of queued items.
         gather_s: time that the first item of a group waits for more items.
         on_failed: called on the thread once `failed` is set.

@@ -246,7 +246,7 @@ class OutputQueue:
         )
 
     def _after_fork(self) -> None:
-        for stream in self._streams:  # the parent writes what waits
+        for stream in self._streams:  # the parent writes the queued lines
             stream._entries.clear()
             stream._partial, stream._pending_bytes, stream._failed_lines = "", 0, 0
         self._timers.clear()
