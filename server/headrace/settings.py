@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headrace.core.cache_options import CacheOptions, CacheSetting, cache_options, parse_cache_setting
 from headrace.core.command_line import number_parser
 from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
@@ -47,7 +48,7 @@ _VERTEX = "not here: Vertex AI's routes are not served; put a proxy in front tha
 _QUOTAS = (
     "not here: an instance takes work when it is idle; `rate_limits` of a model's configuration bounds each client"
 )
-_CACHE = "not here: there is no response cache, every request is computed"
+_CACHE_SIZE = "write --cache-config local,size=BYTES"
 _LIBRARIES = "not here: backends and caches are part of the server, no shared libraries are loaded"
 
 # Flags that are not accepted -> what to write instead, or why nothing is needed.
@@ -117,8 +118,7 @@ TRITON_HINTS: dict[str, str] = {
     "--pinned-memory-pool-byte-size": "not needed: pinned memory is allocated for each batch in flight",
     "--cuda-memory-pool-byte-size": _MEMORY,
     "--cuda-virtual-address-size": _MEMORY,
-    "--cache-config": _CACHE,
-    "--response-cache-byte-size": _CACHE,
+    "--response-cache-byte-size": _CACHE_SIZE,
     "--cache-directory": _LIBRARIES,
     "--min-supported-compute-capability": "not needed: an engine is built for the GPU that is there",
     "--backend-directory": _LIBRARIES,
@@ -182,6 +182,7 @@ class Settings:
         ready_when: "any": ready while one model serves; "all": while every model that should serve is READY.
         allow_client_shm: clients may register shared memory.
         allow_model_override: a load request may contain a configuration and files.
+        allow_python_uploads: they may be code that the server runs.
         trace_file: file for traces; "" for none.
         telemetry: traces, spans and request log; each field is an option of its own.
         log_format: "text" or "json".
@@ -192,6 +193,7 @@ class Settings:
         inline_bound_us: largest 99th percentile of the compute time, in microseconds, with which a lone request runs on the event
             loop; 0 for never.
         state_dir: folder for latency tables and engines, which outlive the process; "" for none.
+        environments_dir: folder for Python environments of models; "" for `environments` in the state folder.
         drain_timeout_s: maximum wait at shutdown for requests in flight, in seconds.
         keep_alive_timeout_s: time that an HTTP connection stays open between requests, in seconds.
         metrics: record latency histograms and serve /metrics.
@@ -206,6 +208,7 @@ class Settings:
         jwks: file or HTTPS URL with the public keys of JSON web tokens; "" for none.
         jwt_issuer: `iss` of accepted tokens.
         jwt_audience: `aud` of accepted tokens.
+        cache_config: the response cache; None for none.
     """
 
     model_repository: tuple[Path, ...]
@@ -223,6 +226,7 @@ class Settings:
     ready_when: Literal["any", "all"] = "any"
     allow_client_shm: bool = False
     allow_model_override: bool = False
+    allow_python_uploads: bool = False
     trace_file: str = ""
     telemetry: Telemetry = field(default_factory=Telemetry)
     log_format: str = "text"
@@ -230,8 +234,9 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.25
-    inline_bound_us: int = 200
+    inline_bound_us: int = 500
     state_dir: str = "~/.cache/headrace/state"
+    environments_dir: str = ""
     drain_timeout_s: float = 30.0
     # Most proxies keep idle connections to their backends for 60 s. The server must not close first, or a request that is on
     # its way to it is lost.
@@ -248,6 +253,7 @@ class Settings:
     jwks: str = ""
     jwt_issuer: str = ""
     jwt_audience: str = ""
+    cache_config: CacheOptions | None = None
 
 
 def names(option: str) -> list[str]:
@@ -301,6 +307,13 @@ def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
             return name, tuple(sorted(quantiles))
     allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
     raise argparse.ArgumentTypeError(f"{text!r} is not a metrics setting: write {allowed}")
+
+
+def _cache_setting(text: str) -> tuple[CacheSetting, ...]:
+    try:
+        return parse_cache_setting(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _switch(text: str) -> bool:
@@ -364,10 +377,16 @@ _SEPARATORS = {
     "metrics_config": None,
     "allowed_host": None,
     "cors_origin": None,
+    "cache_config": None,
 }
 _STATE_DIR = _Option(
     "state_dir",
     "folder for latency tables, and for engines of read-only models (%(default)s; '': none)",
+    metavar="DIR",
+)
+_ENVIRONMENTS_DIR = _Option(
+    "environments_dir",
+    "folder for Python environments of models (environments in the state folder)",
     metavar="DIR",
 )
 _METRICS_HELP = "summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
@@ -388,6 +407,7 @@ OPTIONS: tuple[_Option, ...] = (
     ),
     _Option("allow_client_shm", "let clients register shared memory", _switch),
     _Option("allow_model_override", "accept load requests that contain a configuration", _switch),
+    _Option("allow_python_uploads", "run code in such load requests (Python models)", _switch),
     _Option("trace_file", "write traces to this file", metavar="FILE"),
     _Option("log_format", "format of the log (%(default)s)", ("text", "json")),
     _Option(
@@ -410,6 +430,7 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("request_log", "requests with a line in the access log (%(default)s)", REQUEST_LOG_MODES),
     _Option("request_log_file", "file of the access log, as JSON (standard error)", metavar="FILE"),
     _STATE_DIR,
+    _ENVIRONMENTS_DIR,
     _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
     _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
     _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
@@ -437,6 +458,13 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("jwks", "public keys of JSON web tokens: a file, or an https:// URL (none)", metavar="FILE_OR_URL"),
     _Option("jwt_issuer", "issuer of accepted tokens, with --jwks", metavar="ISSUER"),
     _Option("jwt_audience", "audience of accepted tokens, with --jwks", metavar="AUDIENCE"),
+    _Option(
+        "cache_config",
+        "response cache of models with response_cache.enable, as in Triton: local,size=BYTES or redis,host=NAME,port=NUMBER "
+        "(none)",
+        _cache_setting,
+        "CACHE,NAME=VALUE",
+    ),
     _Option("poll_interval_s", "interval of --model-control poll (%(default)s)", _seconds, "S"),
     _Option("metrics", "latency histograms and /metrics (on)", _switch),
     _Option("metrics_config", f"as in Triton: {_METRICS_HELP}; repeatable", _metrics_setting, "NAME=VALUE"),
@@ -455,13 +483,22 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     """
     text = "a repository, the folder of one model, or a model file (model.onnx), in place of --model-repository"
     parser.add_argument("path", nargs="*", type=Path, metavar="PATH", help=text)
+    environ = os.environ if environ is None else environ
     for option in OPTIONS:
-        option.declare(parser, os.environ if environ is None else environ)
+        option.declare(parser, environ)
+    # As in Triton's cache for Redis.
+    names = ("TRITONCACHE_REDIS_USERNAME", "TRITONCACHE_REDIS_PASSWORD")
+    parser.set_defaults(redis_credentials=tuple(environ.get(name, "") for name in names))
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:
     """Declare `--state-dir` for a command that loads models as the server does."""
     _STATE_DIR.declare(parser, os.environ)
+
+
+def add_environments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--environments-dir` for a command that uses the Python environments of models."""
+    _ENVIRONMENTS_DIR.declare(parser, os.environ)
 
 
 def is_json_log(arguments: Sequence[str]) -> bool:
@@ -490,6 +527,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         "load_model": tuple(args.load_model or args.default_load_model),
         "allowed_host": tuple(args.allowed_host or args.default_allowed_host),
         "cors_origin": tuple(args.cors_origin or args.default_cors_origin),
+        "cache_config": cache_options(args.cache_config or args.default_cache_config, *args.redis_credentials),
         "telemetry": Telemetry(**telemetry),
         "limits": Limits(**limits),
         "metrics_config": TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),
@@ -523,6 +561,11 @@ def api_key(environ: Mapping[str, str] | None = None) -> str:
         environ: environment variables; None for those of the process.
     """
     return (os.environ if environ is None else environ).get(f"{PREFIX}API_KEY", "")
+
+
+def configures_malloc() -> bool:
+    """Return True if the environment configures the arenas of the C library."""
+    return "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def disable_ort_telemetry() -> None:

@@ -12,13 +12,15 @@ independent, dynamic batching is also on if the file has a `max_batch_size` abov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from headrace.config.documents import Document, did_you_mean, read_value
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
+from headrace.config.pending import PENDING_CURES, PENDING_FEATURES
+from headrace.config.ragged_rules import ragged_problems, with_rows
 from headrace.core.config_base import Location, Problem, Problems
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import (
@@ -28,8 +30,9 @@ from headrace.core.model_config import (
     InstanceGroup,
     ModelConfig,
     is_headrace_field,
+    served_backends,
 )
-from headrace.core.optimization_config import TENSORRT_ACCELERATORS, Optimization
+from headrace.core.optimization_config import CUDA_ACCELERATOR, CUDA_PARAMETERS, TENSORRT_ACCELERATORS, Optimization
 from headrace.core.tensor_config import ModelInput, ModelOutput, completed_problems, model_inputs, model_outputs
 
 _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
@@ -37,14 +40,11 @@ _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 # Fields that would change the model's responses. Pattern -> cure.
 REFUSED: dict[str, str] = {
     "sequence_batching": "keep the state in the client, as inputs and outputs; sequences come with a later release",
-    "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
-    "batch_input": "remove it; pass the counts as inputs of the request",
-    "batch_output": "remove it; inputs of different shapes are not merged here",
+    "ensemble_scheduling.step.*.model_namespace": "remove it; all models share one namespace",
     "input.*.is_shape_tensor": _TENSORRT_ONLY,
     "output.*.is_shape_tensor": _TENSORRT_ONLY,
     "input.*.is_non_linear_format_io": _TENSORRT_ONLY,
     "output.*.is_non_linear_format_io": _TENSORRT_ONLY,
-    "input.*.allow_ragged_batch": "remove it; requests of different shapes are batched apart",
     "instance_group.*.rate_limiter": "remove it; an instance takes work when it is idle",
     "instance_group.*.secondary_devices": "remove it; DLA cores are not used",
     "instance_group.*.profile": "remove it; profiles of TensorRT engines come with a later release",
@@ -54,20 +54,16 @@ REFUSED: dict[str, str] = {
     "model_operations.op_library_filename": "custom operators are not loaded; export the model with standard ones",
     "model_transaction_policy.decoupled": "remove it if a request has one answer; else it comes with a later release",
     "model_repository_agents": "remove it; prepare the files before the server sees them",
-    "response_cache.enable": "the response cache comes with a later release; remove it",
+    **PENDING_CURES,
 }
 # Features behind refused fields, for the message. Pattern -> feature.
 FEATURES: dict[str, str] = {
     "sequence_batching": "sequences of requests with a state on the server",
-    "ensemble_scheduling": "an ensemble of models",
-    "batch_input": "inputs that the server computes from the batch",
-    "batch_output": "outputs that the server cuts by the inputs",
-    "input.*.allow_ragged_batch": "ragged batches of requests of different shapes",
     "instance_group.*.rate_limiter": "a rate limiter for instances",
     "model_operations.op_library_filename": "custom operators",
     "model_transaction_policy.decoupled": "a decoupled model, which gives any number of answers to a request",
     "model_repository_agents": "agents that change the model's files",
-    "response_cache.enable": "a cache of responses",
+    **PENDING_FEATURES,
 }
 
 # Fields that change no response: accepted, dropped, reported once. Pattern -> effect.
@@ -83,11 +79,12 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.priority": "all models are equal",
     "optimization.cuda": "engines of TensorRT use CUDA graphs anyway, which the parameter `cuda_graphs` turns off",
     "optimization.execution_accelerators.gpu_execution_accelerator.*": "the model runs without this accelerator",
-    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` ignores it",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "it is ignored",
     "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
 }
-# Exceptions: `headrace build` reads these parameters of Triton's TensorRT accelerator.
+# Exceptions: `headrace build` reads these parameters of Triton's TensorRT accelerator, and the CUDA provider `CUDA_PARAMETERS` of
+# its own.
 TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
 
 # `parameters` that a backend reads. The backend of a model is chosen on load, so all of them are allowed.
@@ -102,26 +99,23 @@ BACKEND_PARAMETERS: tuple[str, ...] = (
     "pipeline_depth",
     "one_graph_rows",
     "wait",
+    *CUDA_PARAMETERS,
 )
 
 # `parameters` of Triton's ONNX Runtime backend without an effect here. Name -> what happens instead.
 PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {
-    "arena_extend_strategy": "ONNX Runtime runs on the CPU here",
-    "cudnn_conv_algo_search": "TensorRT chooses the kernels on a GPU",
-    "cudnn_conv_use_max_workspace": "TensorRT chooses the kernels on a GPU",
-    "do_copy_in_default_stream": "ONNX Runtime runs on the CPU here",
-    "gpu_mem_limit": "the field `gpu_memory_budget` limits the memory of a GPU",
+    "do_copy_in_default_stream": "copies have a stream of their own",
     "memory.enable_memory_arena_shrinkage": "the arena keeps its memory",
-    "session.use_device_allocator_for_initializers": "ONNX Runtime runs on the CPU here",
+    "session.use_device_allocator_for_initializers": "the arena holds the weights",
     "share_session_between_instances": "instances of one thread share a session anyway",
 }
 
 # Values that say the same as an absent field.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
 # Blocks that an empty value turns on.
-_ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling")
+_ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling", "pipeline", "pad")
 # Blocks whose fields are all refused: an empty one is dropped.
-_ONLY_REFUSED = ("model_operations", "model_transaction_policy", "response_cache")
+_ONLY_REFUSED = ("model_operations", "model_transaction_policy")
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
 
 
@@ -190,14 +184,18 @@ def screen(document: Document) -> list[Finding]:
                 )
     for pattern, instead in WITHOUT_EFFECT.items():
         for loc, value in _matches(data, pattern):
-            if not _is_default(value) and not _is_read_by_build(data, loc):
+            if not _is_default(value) and not _is_read(data, loc):
                 problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}')
                 findings.append(document.finding(problem, fatal=False))
     return findings + _parameter_findings(document)
 
 
 def _parameter_findings(document: Document) -> list[Finding]:
-    """Return a warning for each entry of `parameters` that no backend reads."""
+    """Return a warning for each entry of `parameters` that no backend reads; Python models get all of them."""
+    names = (document.data.get("backend"), document.data.get("platform"))  # of any type: nothing is checked yet
+    python = [backend for backend in BACKENDS.values() if backend.kind == "python"]
+    if any(name in (backend.name, backend.platform) for name in names for backend in python):
+        return []
     parameters = document.data.get("parameters")
     findings = []
     for name in parameters if isinstance(parameters, dict) else ():
@@ -212,15 +210,18 @@ def _parameter_findings(document: Document) -> list[Finding]:
     return findings
 
 
-def _is_read_by_build(data: dict[str, object], loc: Location) -> bool:
-    """True for a TensorRT accelerator and its parameters that `headrace build` reads, and for parameters of an unknown
-    accelerator.
+def _is_read(data: dict[str, object], loc: Location) -> bool:
+    """True for the accelerators of TensorRT and of the CUDA provider and for their parameters that are read, and for parameters
+    of an unknown accelerator.
     """
     if loc[2:3] != ("gpu_execution_accelerator",):
         return False
     accelerator: Any = _parent(data, (*loc[:4], ""))
-    is_tensorrt = isinstance(accelerator, dict) and str(accelerator.get("name")).lower() in TENSORRT_ACCELERATORS
-    return is_tensorrt if len(loc) == 4 else not is_tensorrt or loc[-1] in TENSORRT_PARAMETERS
+    name = str(accelerator.get("name")).lower() if isinstance(accelerator, dict) else ""
+    is_cuda, is_tensorrt = name == CUDA_ACCELERATOR, name in TENSORRT_ACCELERATORS
+    if len(loc) == 4:
+        return is_cuda or is_tensorrt
+    return not (is_cuda or is_tensorrt) or loc[-1] in (CUDA_PARAMETERS if is_cuda else TENSORRT_PARAMETERS)
 
 
 def _dotted(loc: Location) -> str:
@@ -379,23 +380,38 @@ _ON_EACH_GPU = 2
 _Tensor = TypeVar("_Tensor", ModelInput, ModelOutput)
 
 
-def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
+# Suffix of `default_model_filename` -> backend of a configuration that names none.
+_BACKEND_OF_SUFFIX = {"plan": "tensorrt", "engine": "tensorrt", "py": "python", "pt": "pytorch", "pt2": "pytorch"}
+
+
+def complete_identity(
+    config: ModelConfig, folder_name: str, has_code: bool = False, files: Collection[str] = ()
+) -> ModelConfig:
     """Fill in what follows from names alone: name, backend, platform, file.
 
     Args:
         config: checked configuration: backend and platform are valid and agree.
         folder_name: name of the folder, and of the model if the configuration has no name.
+        has_code: True if the served versions have a `model.py` and no ONNX file: a Python model if no backend is named.
+        files: names of the files of the newest served version.
     """
     backend = next((b for b in BACKENDS.values() if config.platform == b.platform or config.backend == b.name), None)
     if backend is None:
-        suffix = config.default_model_filename.rpartition(".")[2]
-        backend = BACKENDS["tensorrt" if suffix in ("plan", "engine") else "onnxruntime"]
+        name = _BACKEND_OF_SUFFIX.get(config.default_model_filename.rpartition(".")[2], "onnxruntime")
+        if has_code and not config.default_model_filename:
+            name = "python"
+        if config.is_pipeline:
+            name = "ensemble"
+        backend = BACKENDS[name if name in served_backends() else "onnxruntime"]
+    filename = backend.default_model_filename
+    if backend.other_filename in files and filename not in files:
+        filename = backend.other_filename
     # A copy without checks: each value is valid, and `model_fields_set` stays that of the file.
     update: dict[str, Any] = {
         "name": folder_name,
         "backend": backend.name,
         "platform": backend.platform,
-        "default_model_filename": config.default_model_filename or backend.default_model_filename,
+        "default_model_filename": config.default_model_filename or filename,
     }
     return config.model_copy(update=update)
 
@@ -406,6 +422,8 @@ def complete_instances(config: ModelConfig) -> ModelConfig:
     Args:
         config: configuration, complete except for its instances.
     """
+    if config.is_pipeline:
+        return config
     groups = config.instance_group or (_instances(config),)
     named_groups = tuple(
         group if group.name else group.model_copy(update={"name": f"{config.name}_{index}"})
@@ -428,6 +446,7 @@ def complete_from_model(
     """
     update: dict[str, Any] = {}
     remarks: list[Problem] = []
+    graph, signature = signature, with_rows(config, signature)
     if "max_batch_size" not in config.model_fields_set:
         update["max_batch_size"], remarks = _batch_size(config, signature)
     elif config.max_batch_size and not signature.rows.independent and "oversize" not in config.model_fields_set:
@@ -464,7 +483,7 @@ def complete_from_model(
         completed = ModelConfig.model_validate(values)
     except ValidationError as error:
         return None, fatal + problems_of(error), remarks
-    fatal = fatal or contradictions(completed, signature)
+    fatal = fatal or contradictions(completed, graph)
     return (None if fatal else completed), fatal, remarks
 
 
@@ -573,9 +592,15 @@ def _complete_tensor(tensor: _Tensor, signatures: tuple[TensorSignature, ...], b
     return tensor.model_copy(update=update)
 
 
+_INCOMPLETE_CURES = {
+    "python": "write it as in the model, or in auto_complete_config of model.py, or as annotations",
+    "pipeline": "write it: a pipeline's tensors are those of its configuration",
+}
+
+
 def incomplete(config: ModelConfig) -> list[Problem]:
     """Return the fields that a configuration must set because there is no ONNX file to complete it from."""
-    cure = "write it as in the model; only an ONNX file can complete it"
+    cure = _INCOMPLETE_CURES.get(config.kind, "write it as in the model; only an ONNX file can complete it")
     problems = [
         Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
     ]
@@ -592,7 +617,9 @@ def incomplete(config: ModelConfig) -> list[Problem]:
 
 def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
     """Compare a complete configuration with the model; each problem has both values."""
+    graph, signature = signature, with_rows(config, signature)
     problems = [
+        *ragged_problems(config, graph),
         *_compare("input", config.input, signature.inputs, config.max_batch_size > 0),
         *_compare("output", config.output, signature.outputs, config.max_batch_size > 0),
         *completed_problems(config.preprocess, config.input),

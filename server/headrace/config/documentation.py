@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headrace.config.completion import IGNORED, REFUSED, WITHOUT_EFFECT, model_in
+from headrace.config.pending import PENDING_CURES
 from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_headrace_field
 
 SCHEMA_FILE = "config.schema.json"
@@ -27,10 +28,11 @@ _INFORMATIVE = {
     "optimization.input_pinned_memory": "on GPUs only",
     "optimization.output_pinned_memory": "on GPUs only",
     "optimization.gather_kernel_buffer_threshold": "on GPUs only",
-    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters": "`precision_mode` and "
-    "`max_workspace_size_bytes`, when an engine is built; of any other: `headrace build` ignores it",
-    "optimization.execution_accelerators.gpu_execution_accelerator": "`tensorrt`, when an engine is built; with any other: "
-    "the model runs without this accelerator",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters": "of `tensorrt`: `precision_mode` and "
+    "`max_workspace_size_bytes`, when an engine is built; of `cuda`: `arena_extend_strategy`, `cudnn_conv_algo_search`, "
+    "`cudnn_conv_use_max_workspace`, `gpu_mem_limit`, `use_tf32`; of any other: it is ignored",
+    "optimization.execution_accelerators.gpu_execution_accelerator": "`tensorrt`: an engine is built; `cuda`: ONNX Runtime's "
+    "CUDA provider; with any other: the model runs without this accelerator",
 }
 
 # First line of the generated part of the page; the text before it is written by hand.
@@ -65,13 +67,15 @@ def _status(path: tuple[str, ...]) -> str:
         return "docs/gpu.md has the rule"
     if path[0] == "optimization" and is_headrace_field(path):
         return "when an engine is built"
+    if any(_matches(pattern, path) for pattern in PENDING_CURES):
+        return "not yet: refused"
     for pattern, instead in WITHOUT_EFFECT.items():
         if _matches(pattern, path) and not any(_matches(informed, path) for informed in _INFORMATIVE):
             return f"no effect yet: {instead}"
     return next((word for pattern, word in _INFORMATIVE.items() if _matches(pattern, path)), "yes")
 
 
-_TYPE_NAMES = {int: "integer", float: "number", str: "text", bool: "true/false"}
+_TYPE_NAMES = {Any: "any value", int: "integer", float: "number", str: "text", bool: "true/false"}
 
 
 def _type_name(annotation: Any, name: str = "") -> str:

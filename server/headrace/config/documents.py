@@ -74,6 +74,15 @@ def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigE
     return ConfigError([Finding(path, line, message, cure)])
 
 
+def file_signature(path: str | Path) -> tuple[int, ...]:
+    """Return values that differ after a change of a file, its owner or its mode; empty if it is missing."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file for reading; links are followed.
 
@@ -488,7 +497,8 @@ def read_pbtxt(text: str, path: str) -> Document:
     """
     # Imported here because it takes 0.14 s, which servers with YAML files do not need.
     from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
+
+    from headrace.config.triton_messages import model_config_pb2
 
     message = model_config_pb2.ModelConfig()
     try:
@@ -532,7 +542,8 @@ def read_config_json(text: str) -> Document:
         ConfigError: not JSON, or a field that Triton's schema does not have.
     """
     from google.protobuf import json_format
-    from tritonclient.grpc import model_config_pb2
+
+    from headrace.config.triton_messages import model_config_pb2
 
     if len(text) > MAX_CONFIG_BYTES:
         raise refuse(NAME, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
@@ -596,7 +607,7 @@ def _note_paths(data: dict[str, Any], descriptor: Descriptor, loc: Location, ord
 
 
 # Fields of the published message that are refused; readers of Triton's JSON expect them with their defaults.
-_INPUT_DEFAULTS = {"is_shape_tensor": False, "allow_ragged_batch": False}
+_INPUT_DEFAULTS = {"is_shape_tensor": False}
 _OUTPUT_DEFAULTS = {"is_shape_tensor": False}
 # Characters that YAML refuses, or reads as the end of a line.
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
@@ -617,8 +628,8 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
         "max_batch_size": config.max_batch_size,
         "input": [{**_plain(tensor), **_INPUT_DEFAULTS} for tensor in config.served_input],
         "output": [{**_plain(tensor), **_OUTPUT_DEFAULTS} for tensor in config.served_output],
-        "batch_input": [],
-        "batch_output": [],
+        "batch_input": [_plain(item) for item in config.batch_input],
+        "batch_output": [_plain(item) for item in config.batch_output],
         "optimization": {
             name: value
             for name, value in _plain(config.optimization).items()
@@ -627,6 +638,10 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
     }
     if config.dynamic_batching is not None:
         document["dynamic_batching"] = _plain(config.dynamic_batching)
+    if config.ensemble_scheduling is not None:
+        document["ensemble_scheduling"] = _plain(config.ensemble_scheduling)
+    if config.response_cache is not None:
+        document["response_cache"] = _plain(config.response_cache)
     document |= {
         "instance_group": [_group(group) for group in config.instance_group],
         "default_model_filename": config.default_model_filename,

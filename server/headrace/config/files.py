@@ -92,15 +92,25 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def write_durably(path: Path, content: bytes | memoryview) -> None:
+def write_durably(
+    path: Path, content: bytes | memoryview, mode: int = 0o666, prepare: Callable[[int], None] | None = None
+) -> None:
     """Replace a file atomically and wait until it is on disk; readers see the old content or the new one.
+
+    Args:
+        path: the file.
+        content: new content.
+        mode: of the new file, less the process's umask.
+        prepare: takes the descriptor of the new file before it has content, e.g. to set its owner; None for nothing.
 
     Raises:
         OSError: it could not be written; the old content is unchanged.
     """
     temporary = temporary_name(path)
     try:
-        with open(temporary, "xb") as stream:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as stream:
+            if prepare is not None:
+                prepare(stream.fileno())
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

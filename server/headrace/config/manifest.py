@@ -134,7 +134,7 @@ def _digest_of(path: Path, name: str) -> tuple[hashlib._Hash, bool]:
     return digest, has_location
 
 
-LIBRARIES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+LIBRARIES = {"onnxruntime": "ONNX Runtime", "onnxruntime_cuda": "ONNX Runtime's CUDA provider", "tensorrt": "TensorRT"}
 # ONNX Runtime comes as several packages; each installs the module `onnxruntime`.
 _ONNXRUNTIME_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 

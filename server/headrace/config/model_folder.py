@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
@@ -30,6 +30,7 @@ from headrace.config.completion import (
 )
 from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file, read_pbtxt, read_yaml, refuse
 from headrace.config.onnx_model import OnnxSignature, read_signature
+from headrace.config.python_rules import python_problems
 from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding, NotFound
@@ -361,6 +362,8 @@ def _file_problems(
 
 # Source of an engine if the model's own file is the engine.
 SOURCE = "model.onnx"
+# The file of a Python model.
+CODE = "model.py"
 CONFIG_FILES = {"config.pbtxt": read_pbtxt, "config.yaml": read_yaml, "config.yml": read_yaml}
 
 
@@ -375,6 +378,8 @@ class ModelFolder:
         config: complete configuration that agrees with the model's file.
         findings: warnings; fatal findings are raised.
         labels: class names by output name, for outputs with a label file.
+        missing: fields of a Python model or a pipeline that only its code or its steps can complete.
+        document: the configuration as it was read, for findings of its steps.
     """
 
     name: str
@@ -383,6 +388,12 @@ class ModelFolder:
     config: ModelConfig
     findings: tuple[Finding, ...]
     labels: dict[str, tuple[str, ...]]
+    missing: tuple[Finding, ...] = ()
+    document: Document = field(default_factory=lambda: Document("config"), compare=False, repr=False)
+
+    def finding(self, problem: Problem) -> Finding:
+        """Return an error with the file and line of a problem in the configuration."""
+        return self.document.finding(problem)
 
     def model_file(self, version: int) -> Path:
         """Return the model file of a version."""
@@ -390,7 +401,7 @@ class ModelFolder:
 
     def source_file(self, version: int) -> Path:
         """Return the ONNX file of a version: the model itself, or the source of its engine."""
-        if self.config.backend == "onnxruntime":
+        if self.config.kind != "plan":
             return self.model_file(version)
         return self.path / str(version) / SOURCE
 
@@ -429,6 +440,12 @@ def read_model_folder(path: Path, repository: Path, override: Document | None = 
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the files and their permissions") from None
 
 
+def read_document(file: Path, repository: Path) -> Document:
+    """Read a configuration file, one of `CONFIG_FILES`; raises ConfigError or OSError."""
+    text = _read_text(file, repository, MAX_CONFIG_BYTES, "a configuration is a page of text")
+    return CONFIG_FILES[file.name](text, relative_name(file, repository))
+
+
 class _FolderReader:
     """Reads one folder and collects findings."""
 
@@ -437,6 +454,7 @@ class _FolderReader:
         self._repository = repository
         self._override = override
         self._document = Document(path.name)
+        self._missing: tuple[Finding, ...] = ()
         self.findings: list[Finding] = []
 
     def read(self) -> ModelFolder:
@@ -447,8 +465,8 @@ class _FolderReader:
         if not versions and not any(finding.fatal for finding in findings):
             self._fail("has no version folder", f"put the model in {self._path.name}/1/model.onnx")
         self._stop_if_fatal()
-        config = complete_identity(config, self._path.name)
         served = self._served(config, versions)
+        config = complete_identity(config, self._path.name, self._has_code(served), self._files(served))
         self._check_filenames(config)
         self._stop_if_fatal()
         config = complete_instances(self._complete(config, served))
@@ -457,7 +475,8 @@ class _FolderReader:
         labels = self._read_labels(config)
         self.findings += label_remarks(config, labels, self._path, self._repository)
         self._stop_if_fatal()
-        return ModelFolder(self._path.name, self._path, versions, config, tuple(self.findings), labels)
+        path, all_findings, document = self._path, tuple(self.findings), self._document
+        return ModelFolder(path.name, path, versions, config, all_findings, labels, self._missing, document)
 
     def _fail(self, message: str, cure: str) -> None:
         self.findings.append(Finding(relative_name(self._path, self._repository), None, message, cure))
@@ -498,10 +517,7 @@ class _FolderReader:
             self._fail(f"has both {' and '.join(present)}", "keep one of them")
         if len(present) != 1:
             return False
-        file = self._path / present[0]
-        name = relative_name(file, self._repository)
-        text = _read_text(file, self._repository, MAX_CONFIG_BYTES, "a configuration is a page of text")
-        self._document = CONFIG_FILES[present[0]](text, name)
+        self._document = read_document(self._path / present[0], self._repository)
         return True
 
     def _served(self, config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
@@ -520,8 +536,20 @@ class _FolderReader:
                 self._report([Problem(("labels", label), message, f"served here: {listing}")], fatal=False)
         return served
 
+    def _has_code(self, served: tuple[int, ...]) -> bool:
+        """True if the newest served version has a `model.py` and no ONNX file."""
+        newest = self._path / str(served[-1]) if served else self._path
+        return (newest / CODE).is_file() and not (newest / SOURCE).exists()
+
+    def _files(self, served: tuple[int, ...]) -> frozenset[str]:
+        """Return the names in the folder of the newest served version."""
+        return frozenset(os.listdir(self._path / str(served[-1]))) if served else frozenset()
+
     def _check_filenames(self, config: ModelConfig) -> None:
-        if filename_problem(config.default_model_filename) is not None or "/" in config.default_model_filename:
+        is_named = not config.is_pipeline
+        if (
+            is_named and filename_problem(config.default_model_filename) is not None
+        ) or "/" in config.default_model_filename:
             message = f'default_model_filename "{config.default_model_filename}" is not a file name'
             cure = "write the name of a file in the version's folder"
             self._report([Problem(("default_model_filename",), message, cure)])
@@ -539,6 +567,14 @@ class _FolderReader:
         """Complete the configuration from the newest served version, then compare it with the others."""
         signatures = self._read_signatures(config, served)
         self._stop_if_fatal()
+        if config.kind in ("python", "pipeline"):
+            if config.kind == "python":
+                self._report(list(python_problems(config)))
+                self._stop_if_fatal()
+            # A configuration without inputs or outputs is not checked as a whole until its code has completed it.
+            self._missing = tuple(self._document.finding(problem) for problem in incomplete(config))
+            if self._missing:
+                return config
         if not signatures:
             self._report(incomplete(config))
             self._stop_if_fatal()
@@ -565,7 +601,7 @@ class _FolderReader:
     def _read_signatures(self, config: ModelConfig, served: tuple[int, ...]) -> list[tuple[str, OnnxSignature]]:
         """Return file names and signatures of the served versions, newest first; empty for a backend with unreadable files."""
         signatures: list[tuple[str, OnnxSignature]] = []
-        for version in reversed(served):
+        for version in reversed(served if config.kind != "pipeline" else ()):
             file = find_model_file(self._path, version, config.default_model_filename)
             if config.backend == "onnxruntime":
                 signatures += self._signature(file)
@@ -573,7 +609,7 @@ class _FolderReader:
             # An engine file cannot be read without its runtime. The ONNX file that it was built from, if it exists, has
             # everything; whether an engine of it fits this machine is checked on load.
             source = self._path / str(version) / SOURCE
-            if source.is_file():
+            if config.kind == "plan" and source.is_file():
                 signatures += self._signature(source)
             else:
                 self.findings += check_model_file(file, self._repository)

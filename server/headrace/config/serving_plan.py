@@ -27,12 +27,23 @@ from headrace.config.manifest import (
     read_stamps,
 )
 from headrace.config.model_folder import ModelFolder, sample_paths
+from headrace.config.ragged_rules import is_ragged
 from headrace.core.errors import ConfigError, Unsupported
 from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import requested_precision, tensorrt_accelerator
+from headrace.core.optimization_config import cuda_accelerator, requested_precision, tensorrt_accelerator
+from headrace.core.tensor_config import ModelInput, ModelOutput
 
 ENGINES_FOLDER = "engines"
 """Folder in the state folder: engines of models whose own folder is read-only."""
+
+PYTHON_RUNTIMES = frozenset({"python", "sklearn", "xgboost", "lightgbm", "pytorch"})
+"""Backends whose models are Python code, or run by Python code of Headrace, in processes of their own."""
+
+CUDA_RUNTIME = "onnxruntime_cuda"
+"""ONNX Runtime's CUDA provider: the second GPU runtime."""
+
+GPU_RUNTIMES = frozenset({"tensorrt", CUDA_RUNTIME})
+"""Runtimes that run models on GPUs."""
 
 # Precisions that only a GPU computes faster: on a CPU a missing engine of these is no loss.
 _GPU_PRECISIONS = ("fp16", "bf16", "fp8")
@@ -41,22 +52,34 @@ Device = Literal["auto", "cpu", "gpu"]
 
 
 class GpuRuntime:
-    """TensorRT on this machine's GPUs. Every property is probed on first use and cached.
+    """TensorRT and ONNX Runtime's CUDA provider on this machine's GPUs. Every property is probed on first use and cached.
 
     Args:
         describe: returns the machine for TensorRT; raises `Unsupported` or `ConfigError` without a GPU or TensorRT. Starts
             the CUDA driver.
         is_visible: returns True if a GPU exists, whether or not TensorRT can use it; starts nothing.
+        cuda_problem: returns the reason why the CUDA provider cannot run here, "" if it can; called only if a GPU exists.
     """
 
-    def __init__(self, describe: Callable[[], Machine], is_visible: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        describe: Callable[[], Machine],
+        is_visible: Callable[[], bool] = lambda: True,
+        cuda_problem: Callable[[], str] = lambda: "the CUDA provider is not looked for",
+    ) -> None:
         self._describe = describe
         self._is_visible = is_visible
+        self._cuda_problem = cuda_problem
 
     @cached_property
     def visible(self) -> bool:
         """True if a GPU exists."""
         return self._is_visible()
+
+    @cached_property
+    def cuda_problem(self) -> str:
+        """Reason why ONNX Runtime's CUDA provider cannot run here; "" if it can."""
+        return self._cuda_problem() if self.visible else "this machine has no NVIDIA GPU"
 
     @cached_property
     def problem(self) -> str:
@@ -99,6 +122,9 @@ class ServingPlan:
         is_pending: nothing is loaded until the engine is built: the configuration requires a GPU without a fallback.
         not_on_gpu: reason why a version is on the CPU although a GPU is present or requested; "" otherwise.
         substitutes: the CPU serves although the configuration requires a GPU without `fallback`; `--strict` refuses it.
+        not_on_tensorrt: reason why the CUDA provider serves instead of TensorRT; "" if another runtime serves, or if the
+            configuration requests the CUDA provider.
+        cuda_problem: reason why the CUDA provider does not serve a version that TensorRT could refuse; "" otherwise.
     """
 
     runtime: str
@@ -114,6 +140,8 @@ class ServingPlan:
     is_pending: bool = False
     not_on_gpu: str = ""
     substitutes: bool = False
+    not_on_tensorrt: str = ""
+    cuda_problem: str = ""
 
     @property
     def file(self) -> Path:
@@ -145,6 +173,8 @@ class ServingPlan:
             return None
         # Cures for a model's own file do not help with an engine, so only messages are shown.
         reason = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
+        if self.runtime == CUDA_RUNTIME:
+            return self._without_cuda(self.fallback, reason)
         subject = self.file.name if self.artefact is None else engine_label(self.stamp)
         remark = f"{self.fallback.file.name} serves in place of {subject}, which cannot be loaded: {reason}"
         rebuild = "" if self.artefact is None else " --rebuild"
@@ -152,6 +182,38 @@ class ServingPlan:
         if self.fallback.runtime == "tensorrt":
             not_on_gpu = ""
         return replace(self.fallback, remark=remark, cure=f"{self.cure}{rebuild}", not_on_gpu=not_on_gpu)
+
+    def placement_reasons(self, failure: str, reason: str = "") -> dict[str, str]:
+        """Return the reasons for the choice of the runtime by name in the metadata; "" for those that do not apply.
+
+        Args:
+            failure: error of building the engine; "" without one.
+            reason: why a built engine cannot be used; "" if none was built.
+        """
+        text = reason or (f"building its engine failed: {failure}" if failure else "")
+        return {
+            "not_on_gpu": text
+            if text and (self.not_on_gpu or (reason and not self.not_on_tensorrt))
+            else self.not_on_gpu,
+            "not_on_tensorrt": text if text and self.not_on_tensorrt else self.not_on_tensorrt,
+        }
+
+    def failed_build(self, failure: str) -> str:
+        """Describe the failure of building the engine for the log, with the reason why the other GPU runtime does not serve."""
+        has_other = self.target == "tensorrt" and bool(self.cuda_problem)
+        other = f"; the second GPU runtime does not serve the model: {self.cuda_problem}" if has_other else ""
+        return f"building its engine failed: {failure}{other}"
+
+    def _without_cuda(self, fallback: ServingPlan, reason: str) -> ServingPlan:
+        problem = f"{LIBRARIES[CUDA_RUNTIME]} cannot load it: {reason}"
+        remark = f"{fallback.remark}; {problem}" if fallback.remark else problem
+        not_on_gpu = f"{fallback.not_on_gpu}; {problem}" if fallback.not_on_gpu else problem
+        return replace(
+            fallback,
+            remark=remark,
+            not_on_gpu=not_on_gpu if fallback.runtime == "onnxruntime" else "",
+            cuda_problem=problem,
+        )
 
     def with_cure(self, error: ConfigError) -> ConfigError:
         """Return the error of a version that is not served, with the plan's cure.
@@ -169,7 +231,7 @@ class ServingPlan:
 def requested_device(config: ModelConfig) -> Device:
     """Return the device that a configuration requests: "cpu" or "gpu" if it is explicit, else "auto"."""
     kinds = {group.kind for group in config.instance_group if not group.is_default}
-    if config.runtime == "onnxruntime" or kinds == {"KIND_CPU"}:
+    if config.runtime == "onnxruntime" or kinds == {"KIND_CPU"} or is_ragged(config):
         return "cpu"
     return "gpu" if "KIND_GPU" in kinds and "KIND_CPU" not in kinds else "auto"
 
@@ -178,7 +240,9 @@ def cpu_pin(config: ModelConfig) -> str:
     """Return the configuration text that keeps a model on the CPU; "" if there is none."""
     if requested_device(config) != "cpu":
         return ""
-    return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
+    if config.runtime == "onnxruntime":
+        return "runtime: onnxruntime"
+    return "allow_ragged_batch" if is_ragged(config) else "KIND_CPU in instance_group"
 
 
 def requests_tensorrt(config: ModelConfig) -> bool:
@@ -206,12 +270,14 @@ def serving_plan(folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Pa
     Args:
         folder: the model's folder, configuration complete.
         version: version number, on disk.
-        gpu: TensorRT of this machine; probed only if the version could use it.
+        gpu: GPU runtimes of this machine; probed only if the version could use them.
         engines: folder with engines that were built while the model's folder was read-only, see `engine_folder`.
 
     Raises:
         ConfigError: no runtime here can serve it, or its file cannot be read.
     """
+    if folder.config.backend in PYTHON_RUNTIMES:
+        return ServingPlan(folder.config.backend, folder.model_file(version))
     return _PlanChooser(folder, version, gpu, engines).plan()
 
 
@@ -268,20 +334,26 @@ class _PlanChooser:
             self._check_cpu()
             pinned = f"the configuration keeps it on the CPU ({cpu_pin(self._config)})"
             return self._on_cpu(pinned if self._gpu.visible else "")
+        if cuda_accelerator(config.optimization) is not None:
+            plan = self._requested_on_cuda()
+            if plan is not None:
+                return plan
         if not (self._requests_tensorrt or self._builds_for_gpu() or self._has_plan()):
             return self._on_cpu(self._unrequested() if self._gpu.visible else "")
         gpu = self._gpu
         if not gpu.problem:
             return self._on_gpu()
         if not self._requests_tensorrt:
-            return self._on_cpu(gpu.problem if gpu.visible else "")
+            plan = self._on_cpu(gpu.problem if gpu.visible else "")
+            return self._on_cuda(plan, gpu.problem) if self._builds_for_gpu() else plan
         if not self._source.is_file():
             message = f"backend 'tensorrt' is not available on this machine: {gpu.problem}"
             cure = f"put {self._source.name} beside it, which the CPU can serve, or serve it on a machine with a GPU"
             raise refuse(self._folder.name, None, message, cure)
         plan = self._on_cpu(gpu.problem)
         remark = plan.remark if plan.build else f"{plan.file.name} serves on the CPU: {gpu.problem}"
-        return replace(plan, remark=remark, cure="", substitutes=config.fallback is None)
+        plan = replace(plan, remark=remark, cure="", substitutes=config.fallback is None)
+        return self._on_cuda(plan, gpu.problem)
 
     def _check_cpu(self) -> None:
         """Check that a TensorRT model that is kept on the CPU has an ONNX file.
@@ -321,6 +393,7 @@ class _PlanChooser:
             return own_file_plan
         if not self._source.is_file():
             raise self._no_engine(choice)
+        reason = choice.reason or "none is built"
         if self._builds_for_gpu():
             wait = f"{self._source.name} serves on the CPU until its engine is built"
             plan = self._with_build(self._on_cpu(wait), "tensorrt", choice.reason)
@@ -328,14 +401,59 @@ class _PlanChooser:
                 plan = replace(
                     plan, runtime="tensorrt", is_pending=True, artefact=None, stamp=None, source=self._source
                 )
-            return plan
+            return self._on_cuda(plan, f"no engine serves: {reason}")
         if self._requests_tensorrt and self._config.fallback is None:
+            plan = self._on_cuda(ServingPlan("onnxruntime", self._source), f"no engine fits: {reason}")
+            if plan.runtime == CUDA_RUNTIME:
+                return replace(plan, fallback=None)
             raise self._no_engine(choice)
-        reason = choice.reason or "none is built"
         if not self._requests_tensorrt:
             return self._on_cpu(f"{reason}: {self._command('tensorrt')}" if choice.reason else self._unrequested())
         plan = self._on_cpu(f"no engine fits: {reason}")
-        return replace(plan, remark=self._missing(reason), cure=self._command("tensorrt"))
+        plan = replace(plan, remark=self._missing(reason), cure=self._command("tensorrt"))
+        return self._on_cuda(plan, f"no engine fits: {reason}")
+
+    def _requested_on_cuda(self) -> ServingPlan | None:
+        """Plan for a configuration with the accelerator `cuda`; None if the CUDA provider cannot serve it."""
+        if self._cuda_refusal():
+            return None
+        may_fall_back = requested_device(self._config) != "gpu" or self._config.fallback is not None
+        return ServingPlan(CUDA_RUNTIME, self._source, fallback=self._fallback(may_fall_back))
+
+    def _on_cuda(self, plan: ServingPlan, reason: str) -> ServingPlan:
+        """Return a plan in which the CUDA provider serves the ONNX file, instead of the CPU or until the engine is built.
+
+        Args:
+            plan: the plan without it, which is used if the file does not load; returned if the provider cannot serve it.
+            reason: why TensorRT does not serve.
+        """
+        problem = self._cuda_refusal()
+        if problem:
+            return replace(plan, cuda_problem=problem)
+        build = plan.build if plan.target == "tensorrt" else ""
+        remark = plan.remark if build else f"{LIBRARIES[CUDA_RUNTIME]} serves {self._source.name}: {reason}"
+        return ServingPlan(
+            CUDA_RUNTIME,
+            self._source,
+            remark=remark,
+            cure="" if self._gpu.problem else self._command("tensorrt"),
+            build=build,
+            target=plan.target if build else "",
+            precision=plan.precision if build else "",
+            fallback=plan,
+            not_on_tensorrt=reason,
+        )
+
+    def _cuda_refusal(self) -> str:
+        """Return the reason why the CUDA provider cannot serve the version; "" if it can."""
+        config = self._config
+        if not self._source.is_file():
+            return f"there is no {self._source.name}"
+        tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+        texts = [tensor.name for tensor in tensors if tensor.data_type == "TYPE_STRING"]
+        if texts:
+            return f"{LIBRARIES[CUDA_RUNTIME]} takes no text ('{texts[0]}')"
+        return self._gpu.cuda_problem
 
     def _on_cpu(self, not_on_gpu: str = "") -> ServingPlan:
         """Plan for the CPU: an ONNX Runtime engine that fits, else the ONNX file, with a build if `build_on_load` is set."""

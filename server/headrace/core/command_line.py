@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import shlex
 import sys
@@ -186,3 +187,10 @@ def plural(count: int, noun: str) -> str:
 def printable(text: str) -> str:
     """Text from a server or a file name with control characters, which could drive the terminal, replaced."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def printable_json(text: str) -> str:
+    """JSON on one line with characters that could drive the terminal as escapes, which keep their meaning."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)

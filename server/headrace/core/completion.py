@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from headrace.core.clock import NS_PER_S
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import Cancelled
-from headrace.core.request import InferResponse
+from headrace.core.request import InferResponse, Probe
 
 Outcome = InferResponse | Exception
+
+PROBE_LIMIT_S = 5.0
+"""Seconds that the code of a model has to say whether it is ready, as in Triton."""
 
 
 class Mailbox:
@@ -114,9 +117,13 @@ class Completion:
 
 
 class LoopCompletion(Completion):
-    """A completion on an event loop: a coroutine awaits it, or it calls back. Awaiting raises the error of the outcome."""
+    """A completion on an event loop: a coroutine awaits it, or it calls back. Awaiting raises the error of the outcome.
 
-    __slots__ = ("_callback", "_future", "_mailbox", "_timers", "_woken")
+    Attributes:
+        woken: True once its waiter may go on; on the loop. That of a request that ran on the loop is woken when it is returned.
+    """
+
+    __slots__ = ("_callback", "_future", "_mailbox", "_timers", "woken")
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._once = threading.Lock()  # as in `Completion`, without the call: there is one for every request
@@ -125,7 +132,7 @@ class LoopCompletion(Completion):
         self._callback: Callable[[], object] | None = None
         self._timers: tuple[asyncio.TimerHandle, ...] = ()
         self._future: asyncio.Future[InferResponse] | None = None  # created by `await`; callbacks need none
-        self._woken = False
+        self.woken = False
 
     def notify(self) -> None:
         """Post to the loop's mailbox."""
@@ -140,14 +147,14 @@ class LoopCompletion(Completion):
 
         The callback never runs within `then`: that of a settled completion runs when the loop drains the mailbox.
         """
-        if self._woken:  # the request ran on the loop, before `then`
+        if self.woken:  # the request ran on the loop, before `then`
             self._mailbox.loop.call_soon(callback)
         else:
             self._callback = callback
 
     def wake(self) -> None:
         """Resume the waiting coroutine or run the callback; called on the loop."""
-        self._woken = True
+        self.woken = True
         for timer in self._timers:
             timer.cancel()
         callback, self._callback = self._callback, None
@@ -155,6 +162,16 @@ class LoopCompletion(Completion):
             callback()
         elif self._future is not None:
             self._resolve(self._future)
+
+    def settle_now(self, outcome: Outcome) -> bool:
+        """Settle it, and resume the waiter within this call; False if it had been settled before. Called on the loop."""
+        if not self.claim(outcome):
+            return False
+        try:
+            self.finish()
+        finally:
+            self.wake()
+        return True
 
     def _resolve(self, future: asyncio.Future[InferResponse]) -> None:
         outcome = self.outcome
@@ -170,7 +187,7 @@ class LoopCompletion(Completion):
         future = self._future
         if future is None:
             future = self._future = self._mailbox.loop.create_future()
-            if self._woken:
+            if self.woken:
                 self._resolve(future)
         return future.__await__()
 
@@ -194,16 +211,16 @@ class ThreadCompletion(Completion):
         return self._notified.acquire(timeout=timeout_s)
 
 
-def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:
-    """Settle the members of a batch with one wake-up per event loop; returns the number that were not settled before."""
+def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
+    """Settle the members of a batch with one wake-up per event loop; returns those that had been settled before."""
     posts: dict[Mailbox, list[LoopCompletion]] = {}
     others: list[Completion] = []
-    count = 0
+    lost: list[Completion] = []
     for completion, outcome in pairs:
         if not completion._once.acquire(False):  # `claim` and `finish`, inlined
+            lost.append(completion)
             continue
         completion.outcome = outcome
-        count += 1
         if type(completion) is LoopCompletion:
             settled = posts.get(completion._mailbox)
             if settled is None:
@@ -219,4 +236,13 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:
         other.notify()
     for mailbox, settled in posts.items():
         mailbox.post(settled)
-    return count
+    return lost
+
+
+async def probe_answer(probe: Probe) -> bool:
+    """Wait for the answer of a model's code; False without one within `PROBE_LIMIT_S` of the start of the probe."""
+    if not probe.answer.done():
+        limit_s = PROBE_LIMIT_S - (monotonic_ns() - probe.started_ns) / NS_PER_S
+        # `wait` does not cancel the answer: other callers wait for it too.
+        await asyncio.wait([asyncio.wrap_future(probe.answer)], timeout=max(limit_s, 0))
+    return probe.answer.done() and probe.answer.result()

@@ -16,6 +16,7 @@
     |- Cancelled             the caller has disconnected or cancelled the request
     |- Unsupported           the protocol has it, this server or machine does not
     |- ModelFailed           the model failed; the log has the cause under `reference`
+    |  |- BatchLost          the model's process ended while it ran the batch
     |- ConfigError           a model's configuration is invalid: file, line, cure
 
 One table maps the tree to HTTP statuses and gRPC codes (`headrace/inference/status.py`).
@@ -24,6 +25,7 @@ One table maps the tree to HTTP statuses and gRPC codes (`headrace/inference/sta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 class HeadraceError(Exception):
@@ -31,9 +33,11 @@ class HeadraceError(Exception):
 
     Attributes:
         reason: one word for the metrics, distinct for each class.
+        steps: `headrace.core.request.PipelineStepTimes` of the steps of a pipeline request that ended before it; () for others.
     """
 
     reason = "error"
+    steps: tuple[Any, ...] = ()
 
     def prefix(self, text: str) -> None:
         """Prepend a text to the message."""
@@ -157,6 +161,12 @@ class ModelFailed(HeadraceError):
     def __init__(self, message: str, reference: str = "") -> None:
         super().__init__(message)
         self.reference = reference
+
+
+class BatchLost(ModelFailed):
+    """The process of the model ended while it ran the batch. The requests of the batch are not run again."""
+
+    reason = "process_died"
 
 
 @dataclass(frozen=True, slots=True)

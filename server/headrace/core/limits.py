@@ -5,11 +5,13 @@ The metrics have a counter for each limit, under its name. Most limits are optio
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from heapq import nsmallest
+from typing import Any, Protocol
 
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
 
 # Name of a shared memory region; equal for all protocols, since a region registered over one may be used over another.
@@ -32,6 +34,10 @@ _MAX_GIVEN_WAY = 64
 
 # Largest number of connections over `max_connections`; liveness, readiness and metrics are served on them.
 RESERVED_CONNECTIONS = 64
+# One search of idle connections finds at most this many; a search takes some hundred microseconds.
+_IDLE_CANDIDATES = 64
+# Shortest time between two searches that find nothing.
+_IDLE_SEARCH_NS = 50 * NS_PER_MS
 
 
 def _limit(default: Any, text: str) -> Any:
@@ -295,7 +301,6 @@ class UnreadResponses:
     - `update` with all bytes that the transport and the streams of the connection hold: when the transport pauses the writer,
       when it resumes it, on each tick of the timer, and with 0 when the connection is lost. A response that is written at once
       needs no call.
-    - `is_full` before a request starts. If True, the request waits until the client has read; reading from the socket pauses.
     - `admits` before a response above `SMALL_BODY_BYTES` is written or queued. If False, an error is sent instead of it.
     - `observe` on each tick, while bytes are unread.
 
@@ -314,11 +319,6 @@ class UnreadResponses:
         self._client_limits = client_limits
         self._bodies = client_limits.bodies
         self.held_bytes = self._read_bytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        """True if no further inference may start on the connection."""
-        return self.held_bytes > self._client_limits.limits.max_unread_bytes
 
     def update(self, size_bytes: int) -> None:
         """Set the number of unread bytes."""
@@ -418,3 +418,94 @@ class ClientLimits:
     def leave(self) -> None:
         """Count the end of a connection."""
         self.connections = (self.connections or 1) - 1
+
+
+class LimitedConnection(Protocol):
+    """A connection of a protocol, as `ConnectionReserve` sees it."""
+
+    def idle_rank(self) -> tuple[bool, float] | None:
+        """Return the rank in which idle connections are closed, lowest first; None for a connection that is not idle."""
+
+    def close_idle(self) -> None:
+        """Close the connection, which is idle."""
+
+    def refuse_connection(self, with_response: bool) -> None:
+        """Close a connection over the limit that has sent no complete request, with or without a response."""
+
+
+class ConnectionReserve:
+    """Connections of one listener, and those over its limit.
+
+    A connection over the limit is accepted. The limit takes effect at its first request:
+
+    - Requests that the protocol reserves, such as liveness, are answered, then the connection is closed.
+    - For any other request the connection that has been idle for longest is closed: first connections without a request, then
+      those between two requests. The new connection takes its place.
+    - If no connection is idle, the request is refused.
+
+    At most `ClientLimits.reserved_connections` connections over the limit wait for their first request; the oldest gives way
+    to the next.
+
+    Ownership: the event loop.
+
+    Args:
+        client_limits: the limit; counts the connections.
+    """
+
+    def __init__(self, client_limits: ClientLimits) -> None:
+        self._limits = client_limits
+        self._connections: dict[LimitedConnection, None] = {}
+        self._over: dict[LimitedConnection, None] = {}
+        self._candidates: deque[tuple[tuple[bool, float], LimitedConnection]] = deque()
+        self._next_search_ns = 0
+
+    def add(self, connection: LimitedConnection) -> None:
+        """Add a new connection within the limit."""
+        self._connections[connection] = None
+
+    def add_over(self, connection: LimitedConnection) -> None:
+        """Add a new connection over the limit; closes the oldest such connection if there are too many."""
+        self._over[connection] = None
+        if len(self._over) > self._limits.reserved_connections:
+            oldest = next(iter(self._over))
+            del self._over[oldest]
+            # A refused connection stays open until its client has read the response: that must be bounded too.
+            over = (self._limits.connections or 0) - self._limits.limits.max_connections
+            oldest.refuse_connection(with_response=over <= 2 * self._limits.reserved_connections)
+
+    def discard(self, connection: LimitedConnection) -> None:
+        """Remove a closed connection."""
+        if connection in self._connections:
+            del self._connections[connection]
+            self._next_search_ns = 0  # what the last search has found, that none is idle, was said of other connections
+        self._over.pop(connection, None)
+
+    def admit(self, connection: LimitedConnection) -> bool:
+        """Give a connection over the limit a place; returns False if there is none."""
+        if (self._limits.connections or 0) > self._limits.limits.max_connections and not self._close_idle():
+            return False
+        self._over.pop(connection, None)
+        self._connections[connection] = None
+        return True
+
+    def _close_idle(self) -> bool:
+        """Close the connection that has been idle for longest; returns False if none is idle."""
+        while True:
+            while self._candidates:
+                rank, connection = self._candidates.popleft()
+                if connection in self._connections and connection.idle_rank() == rank:
+                    del self._connections[connection]
+                    connection.close_idle()
+                    return True
+            now_ns = monotonic_ns()
+            if now_ns < self._next_search_ns:
+                return False
+            idle = (
+                (found_rank, number, each)
+                for number, each in enumerate(self._connections)
+                if (found_rank := each.idle_rank()) is not None
+            )
+            self._candidates.extend((found_rank, each) for found_rank, _, each in nsmallest(_IDLE_CANDIDATES, idle))
+            if not self._candidates:
+                self._next_search_ns = now_ns + _IDLE_SEARCH_NS
+                return False

@@ -16,6 +16,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from headrace.core.batching_config import BatchInput, BatchOutput, Padding, batching_problems, padding_problems
+from headrace.core.cache_config import CacheLimits, ResponseCache
 from headrace.core.config_base import (
     ConfigPart,
     Count,
@@ -34,6 +36,7 @@ from headrace.core.config_base import (
 )
 from headrace.core.limits import CLIENT_PATTERN
 from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS, Optimization
+from headrace.core.pipeline_config import EnsembleScheduling, PipelineConfig
 from headrace.core.tensor_config import (
     ModelInput,
     ModelOutput,
@@ -231,35 +234,51 @@ class FairSharing(ConfigPart):
     weights: dict[ClientName, Weight] = option({}, "Weights by client name: weight 2 gets twice the share of weight 1.")
 
 
+BackendKind = Literal["onnx", "plan", "python", "pipeline"]
+
+
 class Backend(ConfigPart):
-    """A backend and its names."""
+    """A backend and its names.
+
+    `kind` says how a version is read and run: an ONNX file, a TensorRT plan, Python code in processes of its own, or
+    steps over other models without a file. `other_filename` is served if the configuration names no file, and a version
+    has it instead of the default one.
+    """
 
     name: str
     platform: str
     default_model_filename: str
+    kind: BackendKind
+    other_filename: str = ""
 
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend(name="onnxruntime", platform="onnxruntime_onnx", default_model_filename="model.onnx"),
-        Backend(name="tensorrt", platform="tensorrt_plan", default_model_filename="model.plan"),
+        Backend(name="onnxruntime", platform="onnxruntime_onnx", default_model_filename="model.onnx", kind="onnx"),
+        Backend(name="tensorrt", platform="tensorrt_plan", default_model_filename="model.plan", kind="plan"),
+        Backend(name="python", platform="python", default_model_filename="model.py", kind="python"),
+        Backend(name="ensemble", platform="ensemble", default_model_filename="", kind="pipeline"),
+        Backend(
+            name="pytorch",
+            platform="pytorch_libtorch",
+            default_model_filename="model.pt",
+            kind="python",
+            other_filename="model.pt2",
+        ),
+        Backend(name="sklearn", platform="sklearn", default_model_filename="model.skops", kind="python"),
+        Backend(name="xgboost", platform="xgboost", default_model_filename="model.json", kind="python"),
+        Backend(name="lightgbm", platform="lightgbm", default_model_filename="model.txt", kind="python"),
     )
 }
 _PLATFORMS = {backend.platform: backend.name for backend in BACKENDS.values()}
 
 _TO_ONNX = "export the model to ONNX, and remove backend and platform"
-# Backends and platforms that only Triton has: the models that they run, and the alternative here.
+# Backends and platforms that are not served here: the models that they run, and the alternative. A name that is in `BACKENDS`
+# too is refused until its row here is deleted.
 OTHER_BACKENDS: dict[str, tuple[str, str]] = {
-    "ensemble": ("an ensemble of models", "ensembles come with a later release; call the models one after the other"),
-    "python": (
-        "Python code (model.py)",
-        "export the model to ONNX; pictures are prepared by `preprocess`, anything else by the client",
-    ),
     "vllm": ("a language model on vLLM", "serve it with vLLM itself"),
     "tensorrtllm": ("a language model on TensorRT-LLM", "serve it with TensorRT-LLM itself"),
-    "pytorch": ("a TorchScript model", f"torch.onnx.export: {_TO_ONNX}"),
-    "pytorch_libtorch": ("a TorchScript model", f"torch.onnx.export: {_TO_ONNX}"),
     "tensorflow": ("a TensorFlow model", f"python -m tf2onnx.convert: {_TO_ONNX}"),
     "tensorflow_savedmodel": ("a TensorFlow SavedModel", f"python -m tf2onnx.convert --saved-model: {_TO_ONNX}"),
     "tensorflow_graphdef": ("a TensorFlow GraphDef", f"python -m tf2onnx.convert --graphdef: {_TO_ONNX}"),
@@ -309,9 +328,14 @@ def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput,
             yield Problem((field, index, "name"), f'{field} "{name}" is listed twice', "remove one of them")
 
 
+def served_backends() -> tuple[str, ...]:
+    """Return the names of the backends that are served."""
+    return tuple(name for name in BACKENDS if name not in OTHER_BACKENDS)
+
+
 def _not_here(field: str, name: str) -> Problem:
     """Return the problem of a backend or platform that only Triton has."""
-    feature, cure = OTHER_BACKENDS.get(name, ("", f"{_TO_ONNX}; served here: {', '.join(BACKENDS)}"))
+    feature, cure = OTHER_BACKENDS.get(name, ("", f"{_TO_ONNX}; served here: {', '.join(served_backends())}"))
     reason = f": it is {feature}" if feature else ""
     return Problem((field,), f'{field} "{name[:80]}" is not served here{reason}', cure)
 
@@ -331,8 +355,13 @@ class ModelConfig(ConfigPart):
     input: tuple[ModelInput, ...] = option((), "The inputs; read from the model if absent.")
     output: tuple[ModelOutput, ...] = option((), "The outputs offered to clients; all outputs of the model if absent.")
     optimization: Optimization = option(Optimization(), "Options that optimise the model's execution.")
+    batch_input: tuple[BatchInput, ...] = option((), "Inputs that the server computes from the requests of a batch.")
+    batch_output: tuple[BatchOutput, ...] = option((), "Outputs that are split by the shapes of an input.")
     dynamic_batching: DynamicBatching | None = option(
         None, "Merges waiting requests into batches; `{}` enables it with the defaults."
+    )
+    ensemble_scheduling: EnsembleScheduling | None = option(
+        None, "Steps of an ensemble (`platform: ensemble`), which calls other models."
     )
     instance_group: tuple[InstanceGroup, ...] = option(
         (),
@@ -345,9 +374,11 @@ class ModelConfig(ConfigPart):
         "`enable_mem_arena`, `enable_mem_pattern`, `optimization_level`. TensorRT: `cuda_graphs` (1 or 0), "
         "`pipeline_depth` (batches in flight in an instance, 2 to 8), `one_graph_rows` (batches up to this many rows "
         "are one CUDA graph; `auto`: measured), `wait` (for a batch: `sleep`, `spin`, or `auto`: spin for batches that "
-        "are one graph).",
+        "are one graph). ONNX Runtime's CUDA provider: those of ONNX Runtime, `pipeline_depth`, `gpu_mem_limit` (bytes), "
+        "`arena_extend_strategy`, `cudnn_conv_algo_search`, `cudnn_conv_use_max_workspace`, `use_tf32`.",
     )
     model_warmup: tuple[ModelWarmup, ...] = option((), "Requests that run before the model is ready.")
+    response_cache: ResponseCache | None = option(None, "Caches the model's responses.")
     metric_tags: dict[str, ParameterText] = option({}, "Labels for the model's metrics.")
     oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = option(
         "split",
@@ -415,6 +446,28 @@ class ModelConfig(ConfigPart):
         'e.g. "4GiB". A batch that needs more fails alone. If absent, the memory of the machine.',
     )
 
+    execution_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] | None = option(
+        None,
+        "Of a Python model: seconds after which a batch counts as hung and its process is killed and restarted. If "
+        "absent, `isolation_timeout_s`.",
+    )
+    pipeline: PipelineConfig | None = option(None, "Steps over other models and built-in steps.")
+    pad: Padding | None = option(None, "Pads inputs, so that requests of different length share a batch.")
+    cache: CacheLimits | None = option(None, "Limits of the model in the response cache.")
+
+    @property
+    def kind(self) -> BackendKind:
+        """Kind of the backend; "onnx" before completion."""
+        if self.is_pipeline:
+            return "pipeline"
+        return BACKENDS[self.backend].kind if self.backend in BACKENDS else "onnx"
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if the model consists of steps over other models."""
+        has_steps = self.ensemble_scheduling is not None or self.pipeline is not None
+        return has_steps or self.platform == "ensemble"
+
     @property
     def served_input(self) -> tuple[ModelInput, ...]:
         """The inputs as clients send them; `input` has those of the model."""
@@ -445,14 +498,32 @@ class ModelConfig(ConfigPart):
                     yield Problem(loc, message, "raise max_batch_size, or remove the size")
         yield from preprocess_problems(self.preprocess, self.input, batch)
         yield from postprocess_problems(self.postprocess, self.output, batch)
+        yield from batching_problems(self.input, self.output, self.batch_input, self.batch_output, batch)
+        yield from padding_problems(self.pad, self.input, batch)
+        yield from self._batching_problems()
         yield from self._input_name_problems()
+
+    def _batching_problems(self) -> Iterator[Problem]:
+        """Return the problems of ragged batches and padding with other options of the configuration."""
+        ragged = any(tensor.allow_ragged_batch for tensor in self.input)
+        fields = {"allow_ragged_batch": ragged, "batch_input": self.batch_input, "batch_output": self.batch_output}
+        features = [*(name for name, value in fields.items() if value), *(("pad",) if self.pad is not None else ())]
+        for feature in features:
+            loc = ("input",) if feature == "allow_ragged_batch" else (feature,)
+            if self.kind == "plan" and feature != "pad":
+                yield Problem(loc, f"{feature} is not available with TensorRT", "write backend: onnxruntime")
+            elif self.kind in ("python", "pipeline") and feature != "allow_ragged_batch":
+                cure = "remove it; the code receives each request in its own shape"
+                yield Problem(loc, f"{feature} is for ONNX and TensorRT models", cure)
+            if self.preprocess is not None and self.preprocess.by == "server":
+                yield Problem(loc, f"{feature} does not go with preprocess.by: server", "remove one of them")
 
     def _identity_problems(self) -> Iterator[Problem]:
         if self.name and (problem := name_problem(self.name)):
             yield problem
-        if self.platform and self.platform not in _PLATFORMS:
+        if self.platform and (self.platform not in _PLATFORMS or self.platform in OTHER_BACKENDS):
             yield _not_here("platform", self.platform)
-        elif self.backend and self.backend not in BACKENDS:
+        elif self.backend and self.backend not in served_backends():
             yield _not_here("backend", self.backend)
         elif self.backend and self.platform and _PLATFORMS[self.platform] != self.backend:
             message = f'platform "{self.platform}" does not go with backend "{self.backend}"'

@@ -161,6 +161,29 @@ HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = ("precision", "profiles", "works
 TENSORRT_ACCELERATORS = ("tensorrt", "auto")
 
 
+# Name of the accelerator that selects ONNX Runtime's CUDA provider, as in Triton's ONNX Runtime backend.
+CUDA_ACCELERATOR = "cuda"
+# Options of the CUDA provider that `parameters`, or the parameters of the accelerator, may set.
+CUDA_PARAMETERS = (
+    "arena_extend_strategy",
+    "cudnn_conv_algo_search",
+    "cudnn_conv_use_max_workspace",
+    "gpu_mem_limit",
+    "use_tf32",
+)
+
+
+def cuda_accelerator(optimization: Optimization) -> Accelerator | None:
+    """Return the CUDA accelerator of `execution_accelerators`, None without one or beside that of TensorRT."""
+    accelerators = optimization.execution_accelerators
+    if tensorrt_accelerator(optimization) is not None:
+        return None
+    for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
+        if accelerator.name.lower() == CUDA_ACCELERATOR:
+            return accelerator
+    return None
+
+
 def tensorrt_accelerator(optimization: Optimization) -> Accelerator | None:
     """Return the TensorRT accelerator of `execution_accelerators`, None without one."""
     accelerators = optimization.execution_accelerators

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.core.tensor import Array
+
+ParameterValue = str | int | float | bool
+
+NO_PARAMETERS: Mapping[str, ParameterValue] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -25,6 +32,11 @@ class InferRequest:
         received_ns: monotonic time at which the whole request had arrived.
         size_bytes: memory of the request while it waits.
         client: name of the client for quotas and fair sharing, "" without one.
+        outputs: names of the requested outputs; () for all. The response has every output in any case.
+        parameters: parameters of the request, without those that the server itself reads.
+        due_ns: monotonic time at which the later steps of a pipeline need the result; 0 for the deadline.
+        call: call of a Python model that sent the request; None for any other.
+        resident_outputs: outputs that may be `ResidentRows` in the response, since every reader takes them.
     """
 
     inputs: dict[str, Array]
@@ -37,6 +49,11 @@ class InferRequest:
     queue_timeout_ns: int = 0
     size_bytes: int = 0
     client: str = ""
+    outputs: tuple[str, ...] = ()
+    parameters: Mapping[str, ParameterValue] = field(default_factory=lambda: NO_PARAMETERS)
+    due_ns: int = 0
+    call: object = None
+    resident_outputs: frozenset[str] = frozenset()
 
 
 class BatchTimes(NamedTuple):
@@ -48,6 +65,30 @@ class BatchTimes(NamedTuple):
     split_ns: int
 
 
+class PipelineStepTimes(NamedTuple):
+    """Times of one step of a pipeline request, for spans, histograms and timing headers.
+
+    Attributes:
+        step: name of the step.
+        model, version: model version that ran it.
+        queued_ns, done_ns: monotonic times at which its request was queued and settled.
+        times: times of its batch; None for a step that ran none.
+        batch_rows: rows of its batch.
+        outcome: "ok", "skipped", "fallback", "cached", or the reason of an error.
+        rows: rows of the request in that batch; 0 for a step that ran none.
+    """
+
+    step: str
+    model: str
+    version: str
+    queued_ns: int
+    done_ns: int
+    times: BatchTimes | None
+    batch_rows: int
+    outcome: str
+    rows: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class InferResponse:
     """The rows of a batch that belong to one request.
@@ -57,12 +98,16 @@ class InferResponse:
         times: times of the batch; None for a request that was split into several batches.
         batch_rows: rows of the batch; 0 for a request that was split.
         closed: close reason of the batch, one word; "" for a request that was split.
+        steps: steps of a pipeline request; () for any other.
+        cached: True if the outputs come from the response cache.
     """
 
     outputs: dict[str, Array]
     times: BatchTimes | None = None
     batch_rows: int = 0
     closed: str = ""
+    steps: tuple[PipelineStepTimes, ...] = ()
+    cached: bool = False
 
 
 class LevelLoad(NamedTuple):
@@ -79,6 +124,18 @@ class LevelLoad(NamedTuple):
     depth: int
     rows: int
     wait_ns: int
+
+
+class Probe(NamedTuple):
+    """A readiness check that the code of a model runs.
+
+    Attributes:
+        answer: done once the code has answered, or its process is gone.
+        started_ns: monotonic nanoseconds.
+    """
+
+    answer: Future[bool]
+    started_ns: int
 
 
 class ModelLoad(NamedTuple):

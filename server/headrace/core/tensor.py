@@ -11,6 +11,7 @@ the address. All other code gets a host copy from NumPy, which calls `__array__`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,40 @@ class TensorSpec:
     labels: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedInputs:
+    """Inputs that are padded, so that requests of different length share a batch.
+
+    Attributes:
+        names: names of the inputs; those of one request must have equal lengths, otherwise the request is not padded.
+        axis: dimension of the length; 0 is the batch.
+        multiple_of: padded lengths are multiples of this; requests with the same padded length may share a batch.
+        longest: largest length of the model; 0 if any length is allowed.
+    """
+
+    names: frozenset[str]
+    axis: int
+    multiple_of: int
+    longest: int = 0
+
+    def padded_length(self, length: int) -> int:
+        """Return the smallest multiple of `multiple_of` that is at least `length`, or the largest length of the model."""
+        padded = -(-length // self.multiple_of) * self.multiple_of
+        return max(self.longest, length) if padded > self.longest > 0 else padded
+
+    def padded_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of a request's inputs with padded lengths.
+
+        Args:
+            shapes: by input name, batch dimension included; returned as they are if their lengths differ.
+        """
+        axis, names = self.axis, [name for name in shapes if name in self.names]
+        if len({shapes[name][axis] for name in names}) != 1:
+            return shapes
+        length = self.padded_length(shapes[names[0]][axis])
+        return {**shapes, **{name: (*shapes[name][:axis], length, *shapes[name][axis + 1 :]) for name in names}}
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ModelSpec:
     """Spec of a model version for the data plane and the codecs.
@@ -118,6 +153,8 @@ class ModelSpec:
         max_batch_size: most rows of one execution; 0 if the model has no batch dimension.
         parameters: parameters in the model's metadata, e.g. of the engine that serves it.
         resident_devices: numbers of the GPUs whose instances read inputs without a host copy (`ResidentRows`).
+        ragged: names of the inputs whose dims may differ between the requests of a batch.
+        padded: inputs whose length may differ between the requests of a batch; None for none.
     """
 
     name: str
@@ -128,6 +165,8 @@ class ModelSpec:
     max_batch_size: int
     parameters: Mapping[str, str | float | bool] = field(default_factory=dict)
     resident_devices: frozenset[int] = frozenset()
+    ragged: frozenset[str] = frozenset()
+    padded: PaddedInputs | None = None
 
 
 # `device` of pinned host memory, which every GPU reads, and of rows that no GPU can read, since they are not aligned.
@@ -243,8 +282,39 @@ def is_resident(array: object) -> TypeGuard[ResidentRows]:
     return type(array) is ResidentRows
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class IpcMemory:
+    """Memory of a GPU that other processes can open. The `ipc` of an owner of `ResidentRows`, and referenced by it alone.
+
+    Attributes:
+        handle: cudaIpcMemHandle_t, 64 raw bytes.
+        device: number of the GPU.
+        address: CUdeviceptr of the first byte in this process.
+        number: unique in this process.
+    """
+
+    handle: bytes
+    device: int
+    address: int
+    number: int = field(init=False, default_factory=itertools.count(1).__next__)
+
+
+def ipc_memory(array: object) -> IpcMemory | None:
+    """Return the memory with the rows of an input, for another process; None if they are not aligned rows in such memory."""
+    if not is_resident(array) or array.device < 0:
+        return None
+    memory: IpcMemory | None = getattr(array.owner, "ipc", None)
+    return memory
+
+
 class Region(Protocol):
-    """Shared memory that a client has registered. Offsets are relative to the region."""
+    """Shared memory that a client has registered. Offsets are relative to the region.
+
+    Attributes:
+        gpu: number of the GPU whose memory it is; None for memory of the host.
+    """
+
+    gpu: int | None
 
     def check(self, offset: int, size_bytes: int) -> None:
         """Check the bounds of a range.
@@ -265,6 +335,9 @@ class Region(Protocol):
 
     def read(self, offset: int, size_bytes: int) -> Array:
         """Copy a range, as uint8[size_bytes]; raises BadRequest if it exceeds the region or the memory no longer exists."""
+
+    def write_rows(self, offset: int, rows: ResidentRows) -> None:
+        """Write rows on the region's own GPU, as `write`."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write data; raises BadRequest if they exceed the region or the memory no longer exists."""
@@ -289,6 +362,16 @@ _PAUSE_CLASSES = 2048
 _SORTED_SCORES = 16_384
 
 
+def bf16_values(array: Array) -> Array:
+    """Return the values of BF16 elements as float32 of the same shape.
+
+    Args:
+        array: uint16 bit patterns.
+    """
+    values: Array = (array.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
 def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array:
     """Return the `count` highest scores of every row, best first (Triton's classification extension).
 
@@ -307,7 +390,7 @@ def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array
     if array.dtype.hasobject or array.dtype.kind == "b":
         raise BadRequest(f"output '{spec.name}' is {spec.datatype}, classification needs numbers")
     if spec.datatype is BF16:
-        array = (array.astype(np.uint32) << 16).view(np.float32)
+        array = bf16_values(array)
     scores = array.reshape(array.shape[0], -1) if batched else array.reshape(1, -1)
     count = min(count, scores.shape[1])
     if count * len(scores) > MAX_CLASSES:

@@ -77,6 +77,9 @@ class ModelInput(ConfigPart):
         "absent.",
     )
     reshape: Reshape | None = option(None, "Shape in the model, if it differs from `dims`.")
+    allow_ragged_batch: Flag = option(
+        False, "Requests of different shapes share a batch: their elements are joined without padding."
+    )
     optional: Flag = option(False, "Requests may omit this input; the model must have a default for it.")
 
     def _problems(self) -> Iterator[Problem]:
