@@ -16,12 +16,15 @@ An execution that can overlap batches implements `PipelinedExecution`; one batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
-from headrace.core.errors import BadRequest
+from headrace.core.completion import Completion
+from headrace.core.errors import BadRequest, HeadraceError
+from headrace.core.request import ParameterValue, Probe
 from headrace.core.tensor import Array, ResidentRows
 
 
@@ -74,6 +77,8 @@ class InFlightBatch:
         resident_inputs: (input, first row in the batch, rows) in pinned memory or on `device`, read from there
             instead of from `inputs`. The caller may append until the launch, in any order; the batch keeps the memory
             alive.
+        resident_outputs: outputs that `finish` may return as `ResidentRows` on `device`, by `as_input`; set before the
+            launch. An execution without memory for them returns arrays.
     """
 
     inputs: dict[str, Array]
@@ -81,6 +86,7 @@ class InFlightBatch:
     handle: object = None
     device: int | None = None
     resident_inputs: list[ResidentInput] = field(default_factory=list)
+    resident_outputs: frozenset[str] = frozenset()
 
 
 class PipelinedExecution(Execution, Protocol):
@@ -137,6 +143,104 @@ class PipelinedExecution(Execution, Protocol):
 
     def discard(self, batch: InFlightBatch) -> None:
         """Release a batch that is not launched, e.g. because all its requests were cancelled. From the instance's thread."""
+
+
+NO_INPUTS: Mapping[str, Array] = MappingProxyType({})
+
+
+class BatchMember(NamedTuple):
+    """One request of a batch, for an execution that runs requests as a list.
+
+    Attributes:
+        rows: rows of the request; 1 for a model without a batch dimension.
+        id: request id of the caller, "" without one.
+        parameters: parameters of the request, without those that the server itself reads.
+        outputs: names of the requested outputs; () for all.
+        deadline_ns: monotonic deadline; 0 for none.
+        priority: requested priority level; 0 for the default.
+        shapes: shapes of ragged inputs; {} without any.
+        completion: completion of the request; `is_settled` is True once it is cancelled or past its deadline.
+        client: name of the client, "" without one.
+        call: call of a Python model that sent the request; None for any other.
+        inputs: inputs that are not in the arrays of the batch: they lie in the memory of a GPU for some of its members.
+    """
+
+    rows: int
+    id: str
+    parameters: Mapping[str, ParameterValue]
+    outputs: tuple[str, ...]
+    deadline_ns: int
+    priority: int
+    shapes: Mapping[str, tuple[int, ...]]
+    completion: Completion
+    client: str = ""
+    call: object = None
+    inputs: Mapping[str, Array] = NO_INPUTS
+
+
+MemberResult = dict[str, Array] | HeadraceError
+"""Outputs of one member by name, or its error."""
+
+
+class MemberExecution(Execution, Protocol):
+    """Runs the requests of a batch as a list; each of them may fail alone.
+
+    Attributes:
+        by_member: True.
+        reads_device_rows: may be left out, which means False. True: `BatchMember.inputs` may have rows in the memory of GPUs.
+    """
+
+    by_member: bool
+
+    def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
+        """Run a batch and return one result for each member, in order.
+
+        Args:
+            inputs: arrays of the batch by name, of shape (rows of all members, ...).
+            members: requests of the batch.
+
+        Raises:
+            BatchLost: the process of the model ended with the batch inside.
+            ExecutionLost: the execution can run nothing any more.
+            Exception: anything else is the model's failure on the whole batch; its members are not run again.
+        """
+
+    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+        """Block while the process of the instance is being restarted, so that other instances run the queued requests.
+
+        Args:
+            stopped: returns True once the instance must end.
+        """
+
+
+class HasBatchMemory(Protocol):
+    """An execution in whose memory batches are assembled, so that rows are copied once."""
+
+    def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
+        """Return arrays for the next batch; valid until its run returns.
+
+        Args:
+            like: inputs of one request by name: the arrays have their dtypes and row shapes.
+            rows: rows of the batch; ignored for a model without a batch dimension.
+
+        Returns:
+            Arrays by input name; without those that the execution does not provide (BYTES).
+        """
+
+
+def runs_by_member(execution: Execution) -> TypeGuard[MemberExecution]:
+    """Return True for an execution that runs the requests of a batch as a list."""
+    return getattr(execution, "by_member", False) is True
+
+
+def reads_device_rows(execution: Execution) -> bool:
+    """Return True for an execution that takes rows in the memory of GPUs; see `MemberExecution.reads_device_rows`."""
+    return getattr(execution, "reads_device_rows", False) is True
+
+
+def has_batch_memory(execution: object) -> TypeGuard[HasBatchMemory]:
+    """Return True for an execution in whose memory batches are assembled."""
+    return hasattr(execution, "batch_arrays")
 
 
 def runs_on_any_thread(execution: Execution) -> bool:
@@ -222,6 +326,13 @@ class HasProcessStatus(Protocol):
     @property
     def process_status(self) -> ProcessStatus:
         """Status of the process; readable from any thread."""
+
+
+class HasProbes(Protocol):
+    """A model whose code has a readiness check."""
+
+    def probes(self) -> Sequence[Probe]:
+        """Start a check in every instance, without waiting; empty if the code has none."""
 
 
 def find_inner(model: LoadedModel, attribute: str) -> Any:

@@ -11,9 +11,12 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import ClassVar
+from weakref import finalize
 
 import numpy as np
 
@@ -57,6 +60,7 @@ class IsolatedBackend:
         limit_s: seconds that a batch may take before the process counts as hanging and is killed.
         slot_bytes: initial shared memory for a batch; it grows with the batches.
         memory_bytes: maximum memory of the child process without shared memory; 0 for no limit.
+        lent_batches: batches of each execution whose outputs callers may read in shared memory at once, in place of a copy.
     """
 
     name: str
@@ -64,6 +68,8 @@ class IsolatedBackend:
     limit_s: float
     slot_bytes: int = 0
     memory_bytes: int = 0
+    lent_batches: int = 0
+    books_memory: ClassVar[bool] = True
 
     def load(
         self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
@@ -92,7 +98,7 @@ class IsolatedBackend:
             "level": logging.getLogger("headrace").getEffectiveLevel(),
         }
         slot_bytes = max(self.slot_bytes, _SMALLEST_SLOT_BYTES)
-        process = ModelProcess(self.name, order, instances, self.limit_s, slot_bytes)
+        process = ModelProcess(self.name, order, instances, self.limit_s, slot_bytes, self.lent_batches)
         process.start()
         if account is not None:
             try:
@@ -157,9 +163,10 @@ class _Transfer:
         layouts: its inputs in the slot.
         child: process that it was sent to; None before.
         number: message number, repeated in the answer.
+        is_lent: True once its outputs are lent: the slot is free when the last of them is.
     """
 
-    __slots__ = ("child", "layouts", "number", "order", "slot")
+    __slots__ = ("child", "is_lent", "layouts", "number", "order", "slot")
 
     def __init__(self, order: str, slot: int, layouts: list[TensorLayout]) -> None:
         self.order = order
@@ -167,6 +174,7 @@ class _Transfer:
         self.layouts = layouts
         self.child: ChildProcess | None = None
         self.number = 0
+        self.is_lent = False
 
 
 class IsolatedExecution:
@@ -185,6 +193,7 @@ class IsolatedExecution:
 
     Attributes:
         depth: depth of the execution in the process; 1 if that runs one batch at a time.
+        limit_s: seconds that a batch may take before the process counts as hanging; may be changed between two batches.
     """
 
     def __init__(self, process: ModelProcess, index: int) -> None:
@@ -196,12 +205,23 @@ class IsolatedExecution:
         self._lock = threading.Lock()
         self._unsent: deque[_Transfer] = deque()  # those of `_open` that are not sent yet, in the order of launch
         self._number = 0
-        self.depth = len(self._slots)
+        self._lends = process.spare_slots > 0
+        self.depth = len(self._slots) - process.spare_slots
+        self.limit_s = process.limit_s
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Return all outputs; see `headrace.backends.base.Execution.run`."""
-        slot = self._free[0]
-        return self._outcome(_Transfer("run", slot, self._slots[slot].put(inputs)))
+        slot = self._free.pop()  # the one that was used last is in the processor's caches
+        try:
+            transfer = _Transfer("run", slot, self._slots[slot].put(inputs))
+        except BaseException:
+            self._free.append(slot)
+            raise
+        try:
+            return self._outcome(transfer)
+        finally:
+            if not transfer.is_lent:
+                self._free.append(slot)
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Begin a batch in shared memory."""
@@ -269,7 +289,7 @@ class IsolatedExecution:
                     )
                     child.kill("its device failed")
                 except TimeoutError:
-                    child.kill(f"it gave no answer within {self._process.limit_s:g} s")
+                    child.kill(f"it gave no answer within {self.limit_s:g} s")
                 except (EOFError, OSError):
                     child.kill("")
                 transfer.child = None
@@ -322,9 +342,11 @@ class IsolatedExecution:
         transfer.child, transfer.number = child, self._number
         message = {"do": transfer.order, "number": transfer.number, "slot": transfer.slot, "inputs": transfer.layouts}
         try:
-            child.channels[self._index].send(message)
+            channel = child.channels[self._index]
+            channel.set_limit(self.limit_s)
+            channel.send(message)
         except TimeoutError:
-            child.kill(f"it took no batch within {self._process.limit_s:g} s")
+            child.kill(f"it took no batch within {self.limit_s:g} s")
         except OSError:
             child.kill("")
 
@@ -344,7 +366,21 @@ class IsolatedExecution:
         if "failed" in answer:
             raise FailedInChildError(answer["failed"])
         arrays = self._slots[transfer.slot].arrays(read_layouts(answer, "outputs"))
-        return {name: array.copy() for name, array in arrays.items()}
+        if not self._lends or not self._free:  # the next batch needs a slot
+            return {name: array.copy() for name, array in arrays.items()}
+        lent = [array for array in arrays.values() if not array.dtype.hasobject]
+        transfer.is_lent = bool(lent)
+        remaining = count(len(lent) - 1, -1)
+        for array in lent:
+            # Views of an array keep it alive.
+            finalize(array, _end_loan, self._free, transfer.slot, remaining).atexit = False
+        return arrays
+
+
+def _end_loan(free: deque[int], slot: int, remaining: Iterator[int]) -> None:
+    """Free a slot with the last of its arrays."""
+    if next(remaining) == 0:
+        free.append(slot)
 
 
 def _transfer_of(batch: InFlightBatch) -> _Transfer:

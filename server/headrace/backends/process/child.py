@@ -19,6 +19,7 @@ import fcntl
 import importlib
 import json
 import logging
+import math
 import mmap
 import os
 import re
@@ -35,9 +36,10 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.backends.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed
@@ -71,12 +73,18 @@ class Channel:
 
     def __init__(self, end: socket.socket, limit_s: float | None = None) -> None:
         end.settimeout(limit_s)
-        self._end = end
+        self._end, self._limit_s = end, limit_s
         self._lock = threading.Lock()  # keeps messages of several threads apart
 
     def fileno(self) -> int:
         """File descriptor of the socket, for a selector."""
         return self._end.fileno()
+
+    def set_limit(self, limit_s: float) -> None:
+        """Change the timeout of each send and receive, while no other thread uses the channel."""
+        if limit_s != self._limit_s:
+            self._end.settimeout(limit_s)
+            self._limit_s = limit_s
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message.
@@ -251,10 +259,22 @@ class SharedSlot:
         memory = self.grow(start)
         for (array, text), layout in zip(packed.values(), layouts, strict=True):
             if text is None:
-                np.copyto(np.ndarray(layout.shape, array.dtype, memory, layout.offset), array)
+                target = np.ndarray(layout.shape, array.dtype, memory, layout.offset)
+                if _address(target) != _address(array):  # else it was computed there: see `array_at`
+                    np.copyto(target, array)
             else:
                 memory[layout.offset : layout.offset + layout.size] = text
         return layouts
+
+    def array_at(self, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return uninitialized memory at an offset, where `put` with the same `start` does not have to copy it.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        size = np.dtype(dtype).itemsize * math.prod(shape)
+        array: Array = np.ndarray(shape, dtype, self.grow(_aligned(start + size)), start)
+        return array
 
     def close(self) -> None:
         """Close the memory; the kernel frees it once no array and no other process uses it."""
@@ -285,6 +305,11 @@ def read_layouts(message: Message, key: str) -> list[TensorLayout]:
 def end_offset(layouts: Sequence[TensorLayout]) -> int:
     """Return the first offset after the tensors at which another one may begin."""
     return max((_aligned(layout.offset + layout.size) for layout in layouts), default=_START)
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _aligned(offset: int) -> int:
@@ -322,8 +347,25 @@ _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger("headrace.isolated")
 
 
+@runtime_checkable
+class ComputesInPlace(Protocol):
+    """An execution that can compute its first output in shared memory.
+
+    Attributes:
+        allocate: returns memory for the first output of the next run from its shape and dtype; set before each run.
+    """
+
+    allocate: Callable[[tuple[int, ...], npt.DTypeLike], Array]
+
+
 class AccountedBackend(Protocol):
-    """A backend that books GPU memory."""
+    """A backend that books GPU memory.
+
+    Attributes:
+        books_memory: True.
+    """
+
+    books_memory: bool
 
     def load(self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount) -> LoadedModel:
         """See `headrace.backends.base.Backend.load`."""
@@ -361,6 +403,7 @@ class ExecutionServer:
         self._open_execution = open_execution
         self._opened = opened
         self._slots: list[SharedSlot] = []
+        self._in_place: ComputesInPlace | None = None
         self._launched: SimpleQueue[tuple[Message, InFlightBatch | Exception] | None] = SimpleQueue()
 
     def serve(self) -> None:
@@ -370,6 +413,7 @@ class ExecutionServer:
         except Exception as error:
             self._opened(error)
             return
+        self._in_place = execution if isinstance(execution, ComputesInPlace) else None
         finisher = None
         if is_pipelined(execution):
             finisher = threading.Thread(target=exit_on_error, args=(self._finish_all, execution), daemon=True)
@@ -423,7 +467,11 @@ class ExecutionServer:
             self._send_answer({"outputs": layouts}, message)
 
     def _run(self, execution: Execution, message: Message) -> dict[str, Array]:
-        return execution.run(self._inputs(message))
+        inputs = self._inputs(message)
+        if self._in_place is not None:
+            start = end_offset(read_layouts(message, "inputs"))
+            self._in_place.allocate = partial(self._slots[message["slot"]].array_at, start)
+        return execution.run(inputs)
 
     def _inputs(self, message: Message) -> dict[str, Array]:
         slot = self._slots[message["slot"]]

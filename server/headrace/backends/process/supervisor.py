@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,17 @@ from typing import Generic, TypeVar
 
 from headrace.backends.base import ExecutionLost
 from headrace.backends.process.child import Channel, Message, SharedSlot
+from headrace.backends.process.lifetime import (
+    CLOSE_GRACE_S,
+    LOAD_LIMIT_S,
+    MAX_QUEUE_PAUSE_S,
+    PAUSES_S,
+    SETTLED_S,
+    TAIL_LINES,
+    exit_cause,
+    load_error,
+)
+from headrace.backends.process.output import OutputLines
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Holding, NoRoom, format_bytes
@@ -151,16 +161,6 @@ class BatchAdmission(Generic[Process]):
 
 CHILD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.backends.process.child")
 
-# Pause before the next process, by the number of deaths in a row; and the life time after which a death does not
-# count.
-_PAUSES_S = (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 0.8, 2.0, 4.0, 8.0, 16.0, 30.0)
-_SETTLED_S = 10.0
-# Batches wait for the next process if its pause is at most this long, else they are refused.
-_MAX_QUEUE_PAUSE_S = 1.0
-_LOAD_LIMIT_S = 900.0
-_CLOSE_GRACE_S = 15.0
-_TAIL_LINES = 100  # enough for a dump of all threads, of which the failing one comes first
-
 logger = logging.getLogger("headrace.isolated")
 
 
@@ -184,7 +184,7 @@ class ChildProcess:
         self.cause = ""
         self.blame = ""
         self.started_ns = monotonic_ns()
-        self.last_lines: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.last_lines: deque[str] = deque(maxlen=TAIL_LINES)
 
     def kill(self, why: str) -> None:
         """Kill the process; from any thread."""
@@ -209,10 +209,11 @@ class ModelProcess:
         instances: number of executions that run at the same time.
         limit_s: seconds that a batch may take before the process counts as hanging.
         slot_bytes: initial shared memory for a batch.
+        spare_slots: further slots of each execution, for outputs that are lent to callers.
         command: of the child.
 
     Attributes:
-        limit_s: see above.
+        limit_s, spare_slots: see above.
         admission: decides which batches enter the process.
         restarts: number of processes that died while they served.
         tensors: by "inputs" and "outputs", name, dtype and shape of the file's tensors; empty if the backend does not
@@ -228,6 +229,7 @@ class ModelProcess:
         instances: int,
         limit_s: float,
         slot_bytes: int,
+        spare_slots: int = 0,
         command: Sequence[str] = CHILD,
     ) -> None:
         self.name = name
@@ -240,6 +242,7 @@ class ModelProcess:
         self._instances = instances
         self.limit_s = limit_s
         self._slot_bytes = slot_bytes
+        self.spare_slots = spare_slots
         self._command = tuple(command)
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -257,7 +260,7 @@ class ModelProcess:
         try:
             self._thread.start()
         except RuntimeError as error:
-            raise _load_error(self.name, f"the system starts no more threads ({error})") from error
+            raise load_error(self.name, f"the system starts no more threads ({error})") from error
         try:
             self._loaded.result()
         except BaseException:
@@ -272,7 +275,7 @@ class ModelProcess:
             child = self._child
         if child is not None:
             child.shut()
-        self._thread.join(_CLOSE_GRACE_S)
+        self._thread.join(CLOSE_GRACE_S)
         if self._thread.is_alive() and child is not None:
             logger.warning("the process of %s does not end by itself and is killed", self.name)
             child.kill("it did not end by itself")
@@ -293,7 +296,7 @@ class ModelProcess:
             while not self._closing.wait(pause_s):
                 pause_s = self._run_child()
                 if not self._loaded.done():
-                    self._loaded.set_exception(_load_error(self.name, "its process could not be kept alive"))
+                    self._loaded.set_exception(load_error(self.name, "its process could not be kept alive"))
                 if self._loaded.exception() is not None:
                     return
         except BaseException as error:  # log any error that ends this thread
@@ -306,7 +309,7 @@ class ModelProcess:
             child = self._start_child()
         except OSError as error:
             return self._record_exit(
-                None, _load_error(self.name, f"a process for it cannot be started: {error.strerror}")
+                None, load_error(self.name, f"a process for it cannot be started: {error.strerror}")
             )
         if child is None:
             return 0.0
@@ -315,7 +318,7 @@ class ModelProcess:
             if failure is None:
                 self._admit_batches(child)
                 output.listen()
-            child.cause = _exit_cause(child)
+            child.cause = exit_cause(child.process, child.blame)
             if self._order["memory_bytes"] and child.process.returncode < 0 and not child.blame:
                 limit = format_bytes(self._order["memory_bytes"])
                 child.cause += f", which also happens at its isolation_memory_limit ({limit})"
@@ -354,21 +357,21 @@ class ModelProcess:
         """Make the process load the model; return the error if it cannot."""
         try:
             child.control.send(self._order)
-            answer = output.listen(_LOAD_LIMIT_S)
+            answer = output.listen(LOAD_LIMIT_S)
         except TimeoutError:
-            child.kill(f"it did not load the model within {_LOAD_LIMIT_S:g} s")
+            child.kill(f"it did not load the model within {LOAD_LIMIT_S:g} s")
             answer = None
         except OSError:
             answer = None
         if answer is None:
-            cause = _exit_cause(child)
-            return _load_error(self.name, f"its process died while it loaded the model: {cause}")
+            cause = exit_cause(child.process, child.blame)
+            return load_error(self.name, f"its process died while it loaded the model: {cause}")
         if "no_room" in answer:
             return NoRoom(*answer["no_room"])
         if "refused" in answer:
             return ConfigError([Finding(*finding) for finding in answer["refused"]])
         if "loaded" not in answer:
-            return _load_error(self.name, f"could not be loaded ({answer.get('broken')})")
+            return load_error(self.name, f"could not be loaded ({answer.get('broken')})")
         depths = answer["loaded"]
         if not self.slots:
             self.tensors = answer["tensors"]
@@ -376,14 +379,16 @@ class ModelProcess:
             name = f"headrace {self.name}"
             for depth in depths:
                 self.slots.append([])
-                self.slots[-1].extend(SharedSlot.create(name, self._slot_bytes) for _ in range(depth))
-        if depths != [len(slots) for slots in self.slots]:
-            return _load_error(self.name, "its file runs otherwise than before")
+                self.slots[-1].extend(
+                    SharedSlot.create(name, self._slot_bytes) for _ in range(depth + self.spare_slots)
+                )
+        if depths != [len(slots) - self.spare_slots for slots in self.slots]:
+            return load_error(self.name, "its file runs otherwise than before")
         try:
             for channel, slots in zip(child.channels, self.slots, strict=True):
                 channel.send({"do": "share"}, [slot.fd for slot in slots])
         except OSError:
-            return _load_error(self.name, f"its process died at its start: {_exit_cause(child)}")
+            return load_error(self.name, f"its process died at its start: {exit_cause(child.process, child.blame)}")
         return None
 
     def _admit_batches(self, child: ChildProcess) -> None:
@@ -403,10 +408,10 @@ class ModelProcess:
         """
         with self._lock:
             closing, self._child = self._closing.is_set(), None
-        settled = child is not None and monotonic_ns() - child.started_ns >= _SETTLED_S * NS_PER_S
+        settled = child is not None and monotonic_ns() - child.started_ns >= SETTLED_S * NS_PER_S
         self._dead_in_row = 1 if failure is None and settled else self._dead_in_row + 1
-        pause_s = _PAUSES_S[min(self._dead_in_row, len(_PAUSES_S)) - 1]
-        waits = failure is None and pause_s <= _MAX_QUEUE_PAUSE_S
+        pause_s = PAUSES_S[min(self._dead_in_row, len(PAUSES_S)) - 1]
+        waits = failure is None and pause_s <= MAX_QUEUE_PAUSE_S
         inside = self.admission.shut("" if waits else f"the process of {self.name} has died and is being started again")
         if failure is not None and not self._loaded.done():
             self._loaded.set_exception(failure)
@@ -449,9 +454,7 @@ class _OutputReader:
         self._child = child
         self._control = child.control
         assert child.process.stdout is not None, "the process was started with a pipe"
-        self._output = child.process.stdout
-        os.set_blocking(self._output.fileno(), False)
-        self._rest = b""
+        self._output = OutputLines(child.process.stdout, self._line)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._output, selectors.EVENT_READ)
@@ -473,7 +476,7 @@ class _OutputReader:
             ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
             if not ready:
                 raise TimeoutError
-            if self._output in ready and not self._read():
+            if self._output in ready and not self._output.read():
                 self._selector.unregister(self._output)
             if self._control not in ready:
                 continue
@@ -488,37 +491,8 @@ class _OutputReader:
 
     def drain(self) -> None:
         """Read the rest of the pipe."""
-        while self._read():
-            pass
+        self._output.drain()
 
-    def _read(self) -> bool:
-        """Read available output; return False if there is none."""
-        try:
-            data = self._output.read(1 << 16)
-        except OSError:
-            return False
-        if not data:
-            return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            text = line.decode("utf-8", "replace").rstrip()
-            self._child.last_lines.append(text)
-            logger.debug("%d: %s", self._child.process.pid, text)
-        return True
-
-
-def _exit_cause(child: ChildProcess) -> str:
-    """Kill and wait for a process whose control socket is closed, or that is of no use; return the reason for its end."""
-    process = child.process
-    process.kill()
-    status = process.wait()
-    if child.blame:
-        return child.blame
-    if status >= 0:
-        return f"it ended with status {status}"
-    name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
-    return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
-
-
-def _load_error(name: str, message: str) -> ConfigError:
-    return ConfigError([Finding(name, None, message, "the server's log has more")])
+    def _line(self, text: str) -> None:
+        self._child.last_lines.append(text)
+        logger.debug("%d: %s", self._child.process.pid, text)

@@ -1,0 +1,1 @@
+"""Backend of Python models, each instance in a process of its own."""

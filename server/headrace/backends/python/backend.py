@@ -1,0 +1,296 @@
+"""Serves Python models: loads one process for each instance, and runs batches in them.
+
+A batch is assembled in memory that the process shares, so its rows are copied once. `PythonExecution` sends one small frame and
+blocks for the answer on the instance's thread; the outputs are views of the same memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_model import protocol
+from headrace_model.protocol import HEADER, ProtocolError
+from headrace_model.slots import SlotLease
+
+from headrace.backends.base import BatchMember, MemberResult, ProcessStatus
+from headrace.backends.python.outputs import (
+    ModelTensors,
+    PreparedBatch,
+    RequestWriter,
+    ResultReader,
+    error_of,
+    prepare,
+)
+from headrace.backends.python.process import InstanceProcess, ProcessConnection, ProcessOptions, RunningBatch
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.completion import Completion
+from headrace.core.errors import BatchLost, HeadraceError, ModelFailed
+from headrace.core.request import NO_PARAMETERS, Probe
+from headrace.core.tensor import Array
+
+logger = logging.getLogger("headrace.python")
+
+# Name of the form with request objects, as the model's process reports it.
+TRITON_FORM = "triton"
+# A batch that a process has not begun when it died is sent to the next one, so often.
+_SENDS = 3
+_READY_POLL_S = 0.1
+# A process that has closed its socket is ending by itself; after this time it is killed.
+_CLOSED_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class PythonBackend:
+    """Loads a Python model; see `headrace.backends.base.Backend`.
+
+    Attributes:
+        tensors: tensors of the model.
+        options: how its processes are started; the order's `args` get the name of each instance.
+        reads_device_rows: requests get inputs in the memory of GPUs as they are, if the model takes requests.
+    """
+
+    tensors: ModelTensors
+    options: Callable[[int], ProcessOptions]
+    reads_device_rows: bool = False
+
+    def load(self, file: Path, instances: int, parameters: dict[str, str]) -> PythonModel:
+        """Start a process for each instance and wait until all have loaded the model.
+
+        Args:
+            file, parameters: unused; the order has them.
+            instances: number of processes.
+
+        Raises:
+            ConfigError: a process could not load the model.
+        """
+        name = self.tensors.model
+        processes = [InstanceProcess(f"{name}#{index}", name, self.options(index)) for index in range(instances)]
+        model = PythonModel(self.tensors, processes, self.reads_device_rows)
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.wait_loaded()
+        except BaseException:
+            model.close()
+            raise
+        versions = processes[0].versions
+        logger.info(
+            "model %s runs on Python %s, NumPy %s, %d processes",
+            name,
+            versions.get("python"),
+            versions.get("numpy"),
+            instances,
+        )
+        return model
+
+
+class PythonModel:
+    """A loaded Python model; see `headrace.backends.base.LoadedModel`.
+
+    Args:
+        tensors: tensors of the model.
+        processes: one for each instance, not started yet.
+        reads_device_rows: see `PythonBackend`.
+
+    Attributes:
+        process_status: status of the processes of all instances: requests are refused if every instance refuses them. Every
+            request reads it.
+    """
+
+    def __init__(
+        self, tensors: ModelTensors, processes: Sequence[InstanceProcess], reads_device_rows: bool = False
+    ) -> None:
+        self._tensors = tensors
+        self._reads_device_rows = reads_device_rows
+        self._processes = processes
+        self._lock = threading.Lock()  # guards process_status: each supervisor's thread updates it
+        self.process_status = ProcessStatus(up=False, refusal="", restarts=0)
+        for process in processes:
+            process.on_change = self._update_status
+
+    def _update_status(self) -> None:
+        with self._lock:
+            processes = self._processes
+            refusal = "" if any(not process.refusal for process in processes) else processes[0].refusal
+            up = all(process.connection is not None for process in processes)
+            self.process_status = ProcessStatus(up, refusal, sum(process.restarts for process in processes))
+
+    def execution(self, index: int) -> PythonExecution:
+        """Return the execution of an instance."""
+        process = self._processes[index]
+        # The other form gets arrays of the whole batch.
+        has_requests = process.versions.get("form") == TRITON_FORM
+        return PythonExecution(
+            self._tensors, process, lambda: self.process_status.refusal, self._reads_device_rows and has_requests
+        )
+
+    def probes(self) -> list[Probe]:
+        """Start the readiness check of every serving instance; see `headrace.backends.base.HasProbes`."""
+        connections = [process.connection for process in self._processes]
+        return [connection.probes.start() for connection in connections if connection is not None and connection.probes]
+
+    def close(self) -> None:
+        """End all processes; each finalizes the model."""
+        for process in self._processes:
+            process.begin_close()
+        for process in self._processes:
+            process.close()
+
+
+class PythonExecution:
+    """Runs batches in the process of one instance; see `headrace.backends.base.MemberExecution` and `HasBatchMemory`.
+
+    Args:
+        tensors: tensors of the model.
+        process: process of the instance.
+        refusal: returns the reason why the model refuses requests; "" while an instance serves.
+        reads_device_rows: see `headrace.backends.base.MemberExecution`.
+    """
+
+    by_member = True
+
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        process: InstanceProcess,
+        refusal: Callable[[], str],
+        reads_device_rows: bool = False,
+    ) -> None:
+        self.reads_device_rows = reads_device_rows
+        self._process = process
+        self._refusal = refusal
+        self._batched = tensors.batched
+        self._writer = RequestWriter(tensors)
+        self._reader = ResultReader(tensors)
+        self._prepared: tuple[ProcessConnection, PreparedBatch] | None = None
+
+    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+        """Block while the process is being restarted and another instance serves."""
+        process = self._process
+        while process.connection is None and not stopped() and not self._refusal():
+            process.wait_change(_READY_POLL_S)
+
+    def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
+        """Return views of a free slot for the next batch."""
+        connection = self._process.enter()
+        self._prepared = None
+        batch = prepare(connection.slots.take(), like, rows, self._batched)
+        self._prepared = connection, batch
+        return {name: array for name, (array, _offset) in batch.arrays.items()}
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Run one request, for warm-ups."""
+        rows = next(iter(inputs.values())).shape[0] if self._batched else 1
+        member = BatchMember(rows, "", NO_PARAMETERS, (), 0, 0, {}, Completion())
+        (result,) = self.run_members(inputs, [member])
+        if isinstance(result, HeadraceError):
+            raise result
+        return {name: array.copy() for name, array in result.items()}
+
+    def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
+        """Run a batch in the process; see `MemberExecution.run_members`."""
+        prepared, self._prepared = self._prepared, None
+        for _ in range(_SENDS):
+            connection = self._process.enter()
+            if prepared is None or prepared[0] is not connection:
+                prepared = connection, prepare(connection.slots.take(), {}, 0, self._batched)
+            batch = prepared[1]
+            body, flags = self._writer.write(batch, inputs, members, connection.regions)
+            number = self._send(connection, batch.lease, members, body, flags)
+            is_answered = self._receive(connection, batch, number, members)
+            connection.running = None
+            if is_answered:
+                return self._read(connection, batch.lease, number, members)
+            connection.ended.wait()
+            if batch.lease.slot.begun == number:
+                break
+        raise BatchLost(
+            f"the process of model '{self._process.model}' died while it ran the request, which is not run again: "
+            f"{connection.cause}"
+        )
+
+    def _send(
+        self, connection: ProcessConnection, lease: SlotLease, members: Sequence[BatchMember], body: bytes, flags: int
+    ) -> int:
+        connection.batches = number = connection.batches + 1
+        connection.running = RunningBatch(number, members)  # before the process can make a call
+        frames = connection.frames
+        try:
+            frames.send(protocol.RUN, lease.index, number, len(members), body, flags)
+            if lease.is_new:
+                lease.is_new = False
+                frames.share(protocol.SHARE, lease.index, [lease.slot.fd])
+        except OSError:  # it is dead, which `_receive` finds
+            return number
+        return number
+
+    def _receive(
+        self, connection: ProcessConnection, batch: PreparedBatch, number: int, members: Sequence[BatchMember]
+    ) -> bool:
+        """Wait for the answer to a batch; return False if the process has died, or was killed because it hangs."""
+        receive, limit_ns = connection.frames.receive, 0
+        while True:
+            try:
+                size = receive()
+                break
+            except BlockingIOError:
+                now_ns = monotonic_ns()
+                limit_ns = limit_ns or now_ns + int(self._process.limit_s * NS_PER_S)
+                slot = batch.lease.slot
+                for index, member in enumerate(members):
+                    if member.completion.is_settled:
+                        slot.cancel(index)
+                if connection.calls is not None:
+                    connection.calls.abandon()
+                if now_ns >= limit_ns:
+                    connection.kill_hanging(f"it did not answer within {self._process.limit_s:g} s")
+                    return False
+            except (OSError, ProtocolError) as error:
+                connection.kill(f"its socket failed ({error})")
+                return False
+        if not size and not connection.ended.wait(_CLOSED_S):
+            connection.kill("it closed its socket")
+        return size > 0
+
+    def _read(
+        self, connection: ProcessConnection, lease: SlotLease, number: int, members: Sequence[BatchMember]
+    ) -> list[MemberResult]:
+        frames = connection.frames
+        frame = memoryview(frames.buffer)
+        _version, kind, _flags, slot, answered, _count, size = HEADER.unpack_from(frame)
+        frame = frame[: HEADER.size + size]
+        try:
+            if (slot, answered) != (lease.index, number):
+                raise ProtocolError(f"an answer to batch {answered} in slot {slot}")
+            if kind == protocol.DONE:
+                return self._reader.done(frame, lease, members, connection.slots.is_exhausted)
+            if kind != protocol.FAILED:
+                raise ProtocolError(f"an answer of the kind {kind}")
+            code, text, traceback = self._reader.failed(frame)
+        except Exception as error:  # anything that foreign code can send
+            connection.kill(f"its answer does not follow the protocol: {error}")
+            connection.ended.wait()
+            raise BatchLost(
+                f"the process of model '{self._process.model}' sent an answer that does not follow the protocol"
+            ) from error
+        raise self._failure(code, text, traceback)
+
+    def _failure(self, code: int, text: str, traceback: str) -> HeadraceError:
+        reference = uuid.uuid4().hex[:12]
+        if traceback:
+            logger.error("%s: request failed in the model (reference %s)\n%s", self._process.name, reference, traceback)
+        if text:
+            return error_of(code, text)
+        return ModelFailed(
+            f"the model failed on this request: see the server log for the cause (reference {reference})", reference
+        )
+
+    def close(self) -> None:
+        """Release nothing: the model ends its processes."""
+        self._prepared = None

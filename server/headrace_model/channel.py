@@ -1,0 +1,156 @@
+"""Sockets between the server and the process of a Python model instance: `Frames` of batches, and `Messages` of control."""
+
+from __future__ import annotations
+
+import array
+import json
+import socket
+import struct
+from typing import Any, Sequence
+
+from headrace_model.protocol import FRAME_BYTES, HEADER, VERSION, ProtocolError
+
+_LENGTH = struct.Struct("<I")
+_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_DESCRIPTORS = 16
+
+
+class Frames:
+    """A socket of the type SOCK_SEQPACKET, read and written by one thread; any thread may call `send_now`.
+
+    Args:
+        end: the socket, blocking; owned.
+
+    Attributes:
+        end: see above.
+        buffer: bytes of the last received frame.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.buffer = bytearray(FRAME_BYTES + 1)
+
+    def send(self, kind: int, slot: int, number: int, count: int, body: bytes, flags: int = 0) -> None:
+        """Send a frame; raises OSError if the other end is closed."""
+        self.end.send(HEADER.pack(VERSION, kind, flags, slot, number, count, len(body)) + body)
+
+    def send_now(self, kind: int, number: int) -> None:
+        """Send a frame without a body, without waiting; raises BlockingIOError if the socket is full."""
+        self.end.send(HEADER.pack(VERSION, kind, 0, 0, number, 0, 0), socket.MSG_DONTWAIT)
+
+    def share(self, kind: int, first: int, descriptors: Sequence[int]) -> None:
+        """Send a frame with file descriptors; `first` is the index of the first one."""
+        header = HEADER.pack(VERSION, kind, 0, first, 0, len(descriptors), 0)
+        self.end.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+
+    def receive(self, descriptors: list[int] | None = None) -> int:
+        """Receive a frame into `buffer`.
+
+        Args:
+            descriptors: receives the file descriptors that came with it; None where none can come.
+
+        Returns:
+            Bytes of the frame; 0 if the other end is closed.
+
+        Raises:
+            BlockingIOError: no frame came within the socket's receive timeout.
+            ProtocolError: the frame is too short, too long or of another version.
+        """
+        buffer = self.buffer
+        if descriptors is None:
+            size = self.end.recv_into(buffer)
+        else:
+            room = socket.CMSG_LEN(_MAX_DESCRIPTORS * 4)
+            size, control, _flags, _address = self.end.recvmsg_into([buffer], room, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    numbers = array.array("i")
+                    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                    descriptors.extend(numbers)
+        if size and (size < HEADER.size or size > FRAME_BYTES or buffer[0] != VERSION):
+            raise ProtocolError(f"a frame of {size} bytes and version {buffer[0]}")
+        return size
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.end.close()
+
+    def __del__(self) -> None:
+        """Close the socket: a thread may read it until its last reference is gone."""
+        self.end.close()
+
+
+class Messages:
+    """A stream socket with JSON messages, each after its length in four bytes.
+
+    Args:
+        end: the socket, blocking; owned.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self.end.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; raises OSError if the other end is closed."""
+        content = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
+        self.end.sendall(_LENGTH.pack(len(content)) + content)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message, waiting for all of it.
+
+        Raises:
+            EOFError: the other end is closed.
+            ProtocolError: the content is no message.
+        """
+        while True:
+            for message in self.read_available():
+                return message
+
+    def read_available(self) -> list[dict[str, Any]]:
+        """Read once from the socket, and return at most one complete message.
+
+        Raises:
+            EOFError: the other end is closed.
+            ProtocolError: the content is no message.
+        """
+        complete = self.next_received()
+        if complete is not None:
+            return [complete]
+        try:
+            data = self.end.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError
+        self._received += data
+        complete = self.next_received()
+        return [] if complete is None else [complete]
+
+    def next_received(self) -> dict[str, Any] | None:
+        """Return the next message that is received whole; None if there is none."""
+        received = self._received
+        if len(received) < 4:
+            return None
+        (size,) = _LENGTH.unpack_from(received)
+        if size > _MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {size} bytes")
+        if len(received) < 4 + size:
+            return None
+        content = bytes(received[4 : 4 + size])
+        del received[: 4 + size]
+        try:
+            message = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ProtocolError("a message that is no JSON") from None
+        if not isinstance(message, dict):
+            raise ProtocolError("a message that is no object")
+        return message
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.end.close()

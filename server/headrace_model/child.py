@@ -1,0 +1,391 @@
+"""The program of a model instance's process: loads `model.py`, runs the batches that the server sends, and ends with its sockets.
+
+One thread runs everything: the model's code is called on the main thread. Errors of the model's code become answers; the text of
+an exception goes to the log, never to the client.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import io
+import os
+import resource
+import struct
+import sys
+import threading
+import traceback
+from asyncio import CancelledError
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable, Dict
+
+import numpy as np
+
+from headrace_model import forms, protocol, python_backend
+from headrace_model.calls import Calls
+from headrace_model.channel import Frames, Messages
+from headrace_model.requests import (
+    BatchReader,
+    MemberError,
+    MemberOutputs,
+    ReceivedBatch,
+    ResultWriter,
+    WrongResultError,
+    failed,
+)
+from headrace_model.slots import Slot
+
+# The kernel ends this process first if the machine runs out of memory.
+_OOM_SCORE = "500"
+_MAX_LOAD_TEXT = 2000
+# Objects between two runs of the garbage collector, unless the model's code sets a number. Python's are 700, 2,000 from 3.13 on.
+_OBJECTS_A_COLLECTION = 10_000
+_DEFAULT_THRESHOLDS = (700, 2000)
+Message = Dict[str, Any]
+
+
+class ModelServer:
+    """Runs the batches of one instance.
+
+    Args:
+        frames: socket of the batches.
+        form: the loaded model.
+        order: load request of the server.
+    """
+
+    def __init__(self, frames: Frames, form: Any, order: Message) -> None:
+        self._frames = frames
+        self._form = form
+        self._order = {name: index for index, (name, *_) in enumerate(order["inputs"])}
+        self._reader = BatchReader([name for name, *_ in order["inputs"]], [name for name, *_ in order["outputs"]])
+        self._writer = ResultWriter([(name, code) for name, code, *_ in order["outputs"]])
+        self._slots: list[Slot] = []
+        self._model = order["model"]
+
+    def serve(self) -> None:
+        """Run batches until the server closes its end."""
+        frames = self._frames
+        while True:
+            size = frames.receive()
+            if not size:
+                return
+            frame = bytes(frames.buffer[:size])
+            kind = frame[1]
+            slot, number = _SLOT_AND_NUMBER.unpack_from(frame, 4)
+            if kind == protocol.CLOSE:
+                self._reader.regions.close(number)
+                continue
+            if kind != protocol.RUN:
+                raise protocol.ProtocolError(f"a frame of the kind {kind}")
+            while slot >= len(self._slots):
+                self._receive_slots()
+            kind, count, body, flags = self._run(frame, self._slots[slot])
+            try:
+                frames.send(kind, slot, number, count, body, flags)
+            except BrokenPipeError:
+                return
+
+    def _receive_slots(self) -> None:
+        descriptors: list[int] = []
+        while not descriptors:
+            if not self._frames.receive(descriptors):
+                raise EOFError
+            frame = self._frames.buffer
+            if frame[1] == protocol.CLOSE:  # any thread of the server sends these, also before a slot
+                self._reader.regions.close(_SLOT_AND_NUMBER.unpack_from(frame, 4)[1])
+            elif not descriptors:
+                raise EOFError
+        self._slots.extend(Slot(descriptor) for descriptor in descriptors)
+
+    def _run(self, frame: bytes, slot: Slot) -> tuple[int, int, bytes, int]:
+        """Run one batch; return kind, count, body and flags of the answer."""
+        runtime = python_backend.runtime
+        try:
+            batch = self._reader.read(frame, slot)
+            runtime.batch = batch.number
+            if self._form.by_request:
+                results = self._execute(batch)
+                body, flags = self._writer.done_members(batch, results)
+            else:
+                body, flags = self._writer.done_batch(batch, self._form.predict(batch.inputs))
+            return protocol.DONE, len(batch.members), body, flags
+        except WrongResultError as error:
+            return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error)), 0
+        except python_backend.TritonModelException as error:
+            return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error) or "the model failed", _traceback(error)), 0
+        except (Exception, CancelledError) as error:  # the latter is no Exception
+            return protocol.FAILED, 0, failed(protocol.INTERNAL, "", _traceback(error)), 0
+        except SystemExit as error:
+            traceback.print_exc()
+            exit_process(error.code if isinstance(error.code, int) else 1)
+            raise
+        finally:
+            runtime.batch = 0
+
+    def _execute(self, batch: ReceivedBatch) -> list[MemberOutputs | MemberError]:
+        requests = self._requests(batch)
+        members, refused = batch.members, batch.refused
+        if refused:
+            requests = [request for index, request in enumerate(requests) if index not in refused]
+            members = [member for index, member in enumerate(members) if index not in refused]
+        responses = self._form.execute(requests) if requests else []
+        if responses is None or len(responses) != len(requests):
+            count = "nothing" if responses is None else f"{len(responses)} responses"
+            raise WrongResultError(f"the model returned {count} for {len(requests)} requests")
+        declared = self._writer.declared
+        results: list[MemberOutputs | MemberError] = []
+        for response, member in zip(responses, members):
+            if not isinstance(response, python_backend.InferenceResponse):
+                raise WrongResultError(f"the model returned {type(response).__name__} in its list of responses")
+            error = response._error
+            if error is not None:
+                results.append((_code(error), str(error._message)))
+                continue
+            requested = member.output_names
+            outputs: MemberOutputs = {}
+            for tensor in response._output_tensors:
+                name = tensor._name
+                if name in declared and (not requested or name in requested):
+                    outputs[declared[name][0]] = tensor._array
+            results.append(outputs)
+        for index in sorted(refused):
+            results.insert(index, refused[index])
+        return results
+
+    def _requests(self, batch: ReceivedBatch) -> list[Any]:
+        """Create the request objects of a batch; their arrays are views of the slot."""
+        members, slot, inputs = batch.members, batch.slot, batch.inputs
+        names = tuple(self._writer.declared)
+        create, tensor_class, request_class = object.__new__, python_backend.Tensor, python_backend.InferenceRequest
+        parts: dict[str, list[Any]] = {name: [array] for name, array in inputs.items()}
+        if len(members) > 1:
+            for name, array in inputs.items():
+                rows: list[Any] = []
+                at = 0
+                for member in members:
+                    rows.append(array[at : at + member.rows])
+                    at += member.rows
+                parts[name] = rows
+            batch.parts = parts
+        requests = []
+        for index, member in enumerate(members):
+            tensors = []
+            for name, rows in parts.items():
+                # Without the constructors, which check what a model's code gives them.
+                tensor = create(tensor_class)
+                tensor._name, tensor._array = name, rows[index]
+                tensors.append(tensor)
+            request = create(request_class)
+            request._inputs = tensors
+            request._request_id = member.id
+            request._output_names = member.output_names or names
+            request._parameters = member.parameters
+            request._slot = slot
+            request._batch = batch.number
+            request._member = index
+            requests.append(request)
+        if batch.separate:
+            self._add_separate(batch, requests)
+        return requests
+
+    def _add_separate(self, batch: ReceivedBatch, requests: list[Any]) -> None:
+        """Add the inputs that each member has for itself to the requests, in the order of the configuration."""
+        for index, request in enumerate(requests):
+            tensors = request._inputs
+            for name, sources in batch.separate.items():
+                if sources[index] is not None:
+                    tensors.append(python_backend.create_input(name, sources[index]))
+            tensors.sort(key=lambda tensor: self._order[tensor._name])
+
+
+_SLOT_AND_NUMBER = struct.Struct("<IQ")
+
+
+def _code(error: Any) -> int:
+    code = error._code
+    return code if isinstance(code, int) and 0 < code <= protocol.CANCELLED else protocol.INTERNAL
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def import_model(file: Path, version: str) -> ModuleType:
+    """Import a model's file; its folder and the model's folder are on `sys.path`, as in Triton.
+
+    Args:
+        file: the file, MODEL/VERSION/model.py.
+        version: name of its folder.
+    """
+    for folder in (file.parent, file.parent.parent):
+        sys.path.append(str(folder))
+    name = version + "." + file.stem
+    parent = ModuleType(version)  # for relative imports of files beside it
+    parent.__path__ = [str(file.parent)]
+    sys.modules[version] = parent
+    spec = importlib.util.spec_from_file_location(name, str(file))
+    if spec is None or spec.loader is None:
+        raise ImportError("no Python file: " + file.name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_model(order: Message) -> Any:
+    """Import the model and find its form.
+
+    Args:
+        order: load request of the server.
+
+    Raises:
+        forms.Refused: the file has no model.
+    """
+    for name in ("triton_python_backend_utils", "c_python_backend_utils"):
+        sys.modules[name] = python_backend
+    runtime = python_backend.runtime
+    runtime.model_name, runtime.model_version = order["model"], order["version"]
+    file = Path(order["file"])
+    runtime.model_dir = str(file.parent)
+    if order["form"] == "python":
+        return forms.find_form(import_model(file, order["version"]), file)
+    return forms.find_form(importlib.import_module("headrace_model.frameworks." + order["form"]), file)
+
+
+def refusal(order: Message, error: BaseException, step: str) -> Message:
+    """Return the message for the server about a model that cannot be loaded.
+
+    Args:
+        order: load request of the server.
+        error: what was raised.
+        step: what raised it, for the text.
+    """
+    file = Path(order["file"])
+    path = "{}/{}/{}".format(order["model"], order["version"], file.name)
+    if isinstance(error, forms.Refused):
+        return {"refused": [path, error.line, error.message, error.cure]}
+    line = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == str(file):
+            line = frame.lineno
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        line = error.lineno
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return {"refused": [path, line, f"{step} raised {text[:_MAX_LOAD_TEXT]}", "the server's log has the traceback"]}
+
+
+def run(frames: Frames, control: Messages, calls: int | None) -> int:
+    """Load the model, serve until the server closes the socket, and finalize the model.
+
+    Returns:
+        The exit status of the process.
+    """
+    order = control.receive()
+    if order["protocol"] != protocol.VERSION:
+        control.send({"refused": [order["model"], None, "its environment has another version of headrace_model", ""]})
+        return 1
+    _limit_memory(order["memory_bytes"])
+    lock = threading.Lock()
+
+    def send(message: Message) -> None:
+        with lock:
+            try:
+                control.send(message)
+            except OSError:  # the server is gone, and this process ends soon
+                return
+
+    python_backend.runtime.send = send
+    if calls is not None:
+        python_backend.runtime.calls = Calls(calls)
+    step = "the import"
+    try:
+        form = load_model(order)
+        if order["do"] == "describe":
+            step = "auto_complete_config"
+            send({"described": form.describe(order["config"])})
+            return 0
+        step = "initialize"
+        form.initialize(order["args"])
+    except SystemExit as error:
+        traceback.print_exc()
+        send(refusal(order, error, step))
+        return 1
+    except Exception as error:
+        if not isinstance(error, forms.Refused):
+            traceback.print_exc()
+        send(refusal(order, error, step))
+        return 1
+    _relax_collector()
+    versions = {"python": ".".join(map(str, sys.version_info[:3])), "numpy": np.__version__, "form": form.name}
+    send({"loaded": dict(versions, has_probe=form.has_probe)})
+    if form.has_probe:
+        threading.Thread(
+            target=answer_probes, args=(control, form, send), name=protocol.PROBE_THREAD, daemon=True
+        ).start()
+    ModelServer(frames, form, order).serve()
+    try:
+        form.finalize()
+    except (Exception, SystemExit):
+        traceback.print_exc()
+    return 0
+
+
+def answer_probes(control: Messages, form: Any, send: Callable[[Message], None]) -> None:
+    """Run the readiness checks that the server starts, until the socket is closed.
+
+    It runs on a thread of its own, as in Triton: a batch that runs meanwhile does not delay the answer.
+
+    Args:
+        control: socket to the server.
+        form: the loaded model.
+        send: sends a message.
+    """
+    while True:
+        try:
+            number = control.receive().get("probe")
+        except (EOFError, OSError, protocol.ProtocolError):
+            return
+        try:
+            is_ready = form.is_ready()
+        except BaseException:  # also sys.exit: the model is not ready
+            traceback.print_exc()
+            is_ready = False
+        send({"probed": number, "ready": is_ready})
+
+
+def _relax_collector() -> None:
+    """Let the garbage collector skip the loaded model, and run less often: each batch creates hundreds of objects."""
+    gc.collect()
+    gc.freeze()
+    if gc.get_threshold()[0] in _DEFAULT_THRESHOLDS:
+        gc.set_threshold(_OBJECTS_A_COLLECTION, *gc.get_threshold()[1:])
+
+
+def _limit_memory(size_bytes: int) -> None:
+    """Limit the private writable memory of this process (RLIMIT_DATA); 0 sets no limit."""
+    if size_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    except OSError:
+        return
+
+
+def exit_process(status: int) -> None:
+    """End the process without the interpreter's shutdown, in which threads of libraries are known to crash."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def stream_lines() -> None:
+    """Write each line of standard output at once: it is a pipe to the server's log."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")

@@ -1,0 +1,79 @@
+"""Models of PyTorch: TorchScript (`model.pt`) and programs of `torch.export` (`model.pt2`)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from typing import Any
+
+from headrace_model.frameworks import Array, Batch, Tensors
+from headrace_model.own_form import ModelContext
+
+_NUMBERED = re.compile(r"(.*)__([0-9]+)")
+
+
+class TorchModel:
+    """A module. Inputs are its arguments, and outputs are its results.
+
+    Inputs are passed by name if the names of all are those of arguments; else in the order of the numbers in names such as
+    `INPUT__0`, or in that of the configuration. Results in a dict are taken by name, all others in the same order.
+    """
+
+    def load(self, context: ModelContext) -> None:
+        """Read the model's file to the device of the instance."""
+        try:
+            import torch
+        except ImportError as error:
+            raise ImportError(
+                f"torch is not installed: write it into requirements.txt of the model ({error})"
+            ) from error
+        self._torch, self._tensors = torch, Tensors(context.config)
+        threads = self._tensors.threads or int(self._tensors.parameter("INTRA_OP_THREAD_COUNT") or 0)
+        if threads:
+            torch.set_num_threads(threads)
+        self._device = _device(torch, context.args)
+        if context.file.endswith(".pt2"):
+            self._module = torch.export.load(context.file).module().to(self._device)
+            arguments = list(inspect.signature(self._module.forward).parameters)
+        else:
+            self._module = torch.jit.load(context.file, map_location=self._device).eval()
+            arguments = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+        inputs = self._tensors.inputs
+        is_named = set(inputs) == set(arguments)
+        self._inputs = arguments if is_named else in_order(inputs)
+        self._outputs = in_order(self._tensors.outputs)
+
+    def predict(self, batch: Batch) -> Batch:
+        """Call the module once."""
+        torch = self._torch
+        with torch.inference_mode():
+            results = self._module(*[torch.from_numpy(batch[name]).to(self._device) for name in self._inputs])
+            if not isinstance(results, dict):
+                values = results if isinstance(results, (list, tuple)) else [results]
+                if len(values) < len(self._outputs):
+                    raise ValueError(f"the module returned {len(values)} tensors for {len(self._outputs)} outputs")
+                results = dict(zip(self._outputs, values))
+            return {name: self._tensors.result(name, self._array(results[name])) for name in self._outputs}
+
+    def _array(self, value: Any) -> Array:
+        value = value.detach().cpu()
+        # NumPy has no bfloat16.
+        return (value.float() if value.dtype is self._torch.bfloat16 else value).numpy()
+
+
+def in_order(names: list[str]) -> list[str]:
+    """Return names such as `OUTPUT__0` by number if all have one, else as they are."""
+    numbers = [_NUMBERED.fullmatch(name) for name in names]
+    if not all(numbers):
+        return names
+    return sorted(names, key=lambda name: int(name.rpartition("__")[2]))
+
+
+def _device(torch: Any, args: dict[str, str]) -> str:
+    if args.get("model_instance_kind") != "GPU":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda:" + args.get("model_instance_device_id", "0")
+    sys.stderr.write("KIND_GPU is requested, but torch has no GPU: the instance runs on the CPU\n")
+    return "cpu"

@@ -1,0 +1,159 @@
+"""Frames between the server and the process of a Python model instance; imported by both.
+
+Runs on Python 3.8 and later with the standard library and NumPy. docs/decisions/0012 and 0013 have the reasons.
+
+A frame is one message on a socket of the type SOCK_SEQPACKET. Tensors are not in it: they lie in a slot, memory that both
+processes share (`headrace_model.slots`). All numbers are little-endian.
+
+    header   version u8, kind u8, flags u16, slot u32, number u64, count u32, body_bytes u32
+    RUN      server -> model   u16 tensors, each `TENSOR`, its dims (i64), and `REGION` if it lies on a GPU; then `count` members:
+                               each `MEMBER`, id, parameters
+    DONE     model -> server   `count` codes (u8) of members; u32 length and text for each code that is not OK; u16 tensors, each
+                               `OUTPUT` and its dims
+    FAILED   model -> server   code u8, u32 length and text for the client, then the traceback for the log
+    SHARE    server -> model   `count` slots follow as file descriptors (SCM_RIGHTS); `slot` is the index of the first
+    CLOSE    server -> model   the region of GPU memory with the number `number` is not used any more
+
+A body of more than `SPILL_BYTES` is in the slot: the frame has the flag `SPILLED`, and its body is `SPILL` (offset, size). The
+kernel limits a message to the socket's buffer of about 200 KB.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Sequence
+
+import numpy as np
+
+VERSION = 1
+# Thread of a child that runs `is_ready`.
+PROBE_THREAD = "is_ready"
+
+RUN, DONE, FAILED, SHARE, CALL, REPLY, CANCEL, CLOSE = 1, 2, 3, 4, 5, 6, 7, 8
+SPILLED = 1
+
+HEADER = struct.Struct("<BBHIQII")
+# Index of the input, datatype code, number of dims, flags, member (`SEPARATE`), offset in the slot or region, size in bytes.
+TENSOR = struct.Struct("<HBBHHQQ")
+# Region of GPU memory: its number, number of the GPU, CUDA IPC handle.
+REGION = struct.Struct("<QI64s")
+# Rows, bytes of the id, bytes of the parameters (JSON), flags, requested outputs (bit i: output i; 0: all), deadline, priority.
+MEMBER = struct.Struct("<IIIIQQII")
+# Member or `ALL_MEMBERS`, index of the output, datatype code, number of dims, memory, offset in the slot, size in bytes.
+OUTPUT = struct.Struct("<HHBBHQQ")
+SPILL = struct.Struct("<QQ")
+COUNT = struct.Struct("<H")
+LENGTH = struct.Struct("<I")
+
+SPILL_BYTES = 32 * 1024
+# A received frame is never longer: header, and a body of at most SPILL_BYTES.
+FRAME_BYTES = HEADER.size + SPILL_BYTES
+ALL_MEMBERS = 0xFFFF
+# The slot has a cancel flag for each member.
+MAX_MEMBERS = 4032
+# Models with more outputs get no mask: each request counts as one for all outputs.
+MAX_MASKED_OUTPUTS = 64
+# Flags of a tensor in RUN; SEPARATE: of one member, DEVICE: in a region of GPU memory (of one member, too).
+RAGGED, TEXT, SEPARATE, DEVICE = 1, 2, 4, 8
+
+# Codes of a member's result; 1 to 8 are the codes of Triton's TritonError, less one for OK.
+OK, UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(9)
+
+# Numbers of Triton's `DataType` -> name in the protocol, dtype in memory. BF16 has no dtype in NumPy: its bit patterns.
+DATATYPES: dict[int, tuple[str, np.dtype[Any]]] = {
+    code: (name, np.dtype(dtype))
+    for code, (name, dtype) in enumerate(
+        (
+            ("BOOL", "?"),
+            ("UINT8", "<u1"),
+            ("UINT16", "<u2"),
+            ("UINT32", "<u4"),
+            ("UINT64", "<u8"),
+            ("INT8", "<i1"),
+            ("INT16", "<i2"),
+            ("INT32", "<i4"),
+            ("INT64", "<i8"),
+            ("FP16", "<f2"),
+            ("FP32", "<f4"),
+            ("FP64", "<f8"),
+            ("BYTES", "O"),
+            ("BF16", "<u2"),
+        ),
+        1,
+    )
+}
+CODES: dict[str, int] = {name: code for code, (name, _dtype) in DATATYPES.items()}
+BYTES, BF16 = CODES["BYTES"], CODES["BF16"]
+DTYPES: dict[int, np.dtype[Any]] = {code: dtype for code, (_name, dtype) in DATATYPES.items()}
+# Codes of dtypes that outputs may have; text in fixed-size elements is converted.
+CODE_OF_DTYPE: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items() if code != BF16}
+
+
+class ProtocolError(Exception):
+    """A frame does not follow the protocol."""
+
+
+def dims_struct(ndim: int) -> struct.Struct:
+    """Return the struct of `ndim` dims."""
+    known = _DIMS.get(ndim)
+    if known is None:
+        known = _DIMS[ndim] = struct.Struct(f"<{ndim}q")
+    return known
+
+
+_DIMS: dict[int, struct.Struct] = {}
+
+
+def pack_texts(array: np.ndarray[Any, Any]) -> bytes:
+    """Return the elements of a text tensor, each after its length in four bytes.
+
+    Args:
+        array: elements `bytes` or `str` (as UTF-8), or fixed-size text of NumPy.
+
+    Raises:
+        TypeError: an element is something else.
+    """
+    parts: list[bytes] = []
+    for item in array.reshape(-1).tolist():
+        if type(item) is str:
+            item = item.encode("utf-8")
+        elif type(item) is not bytes:
+            item = bytes(memoryview(item)) if isinstance(item, (bytearray, memoryview)) else _refuse(item)
+        parts.append(LENGTH.pack(len(item)))
+        parts.append(item)
+    return b"".join(parts)
+
+
+def _refuse(item: object) -> bytes:
+    raise TypeError("an element of a BYTES tensor is bytes or str, not " + type(item).__name__)
+
+
+def unpack_texts(content: bytes, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return a text tensor: an object array of `bytes`.
+
+    Args:
+        content: elements, each after its length in four bytes.
+        shape: of the tensor.
+
+    Raises:
+        ProtocolError: the content does not have the elements of the shape.
+    """
+    count = 1
+    for size in shape:
+        count *= size
+    items: list[bytes] = []
+    offset, end = 0, len(content)
+    while offset < end and len(items) < count:
+        if offset + 4 > end:
+            raise ProtocolError("a text tensor ends within a length")
+        (size,) = LENGTH.unpack_from(content, offset)
+        offset += 4 + size
+        if offset > end:
+            raise ProtocolError("a text tensor ends within an element")
+        items.append(content[offset - size : offset])
+    if len(items) != count or offset != end:
+        raise ProtocolError(f"a text tensor has {len(items)} elements or more, its shape has {count}")
+    array = np.empty(count, dtype=object)
+    if count:
+        array[:] = items
+    return array.reshape(tuple(shape))

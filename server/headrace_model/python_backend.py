@@ -1,0 +1,614 @@
+"""The module that a `model.py` for Triton's Python backend imports as `triton_python_backend_utils`.
+
+Names and behaviour are those of Triton's python_backend. A name that is not served here raises AttributeError with the reason.
+Runs in the process of a model instance, on Python 3.8 and later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace_model import device, protocol
+from headrace_model.auto_complete import AutoCompleteConfig
+from headrace_model.metrics import Metric, MetricFamily, reporter_for
+
+__all__ = ["Metric", "MetricFamily", "ModelConfig"]
+
+ModelConfig = AutoCompleteConfig
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_MEMORY_CPU = 0
+TRITONSERVER_MEMORY_CPU_PINNED = 1
+TRITONSERVER_MEMORY_GPU = 2
+
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    **{
+        "TYPE_" + name: np.bool_ if name == "BOOL" else dtype.type
+        for name, dtype in protocol.DATATYPES.values()
+        if name not in ("BYTES", "BF16")
+    },
+    "TYPE_STRING": np.object_,
+}
+_DTYPE_OF_CODE = {
+    code: np.object_ if name == "BYTES" else dtype.type
+    for code, (name, dtype) in protocol.DATATYPES.items()
+    if name != "BF16"
+}
+_CPU_DEVICE = (1, 0)  # DLPack's kDLCPU, device 0
+
+
+class ModelRuntime:
+    """State of the process that the classes of this module use.
+
+    Attributes:
+        send: sends a control message to the server.
+        calls: calls other models of the server; None without a connection.
+        metrics: collects custom metrics for the server.
+        model_name: name of the model.
+        model_version: version of the model.
+        model_dir: folder of the version.
+        batch: number of the batch that is running; 0 between batches.
+    """
+
+    def __init__(self) -> None:
+        self.send: Callable[[dict[str, Any]], None] = lambda _message: None
+        self.calls: Any = None
+        self.metrics = reporter_for(lambda message: self.send(message))
+        self.model_name = ""
+        self.model_version = ""
+        self.model_dir = ""
+        self.batch = 0
+
+
+runtime = ModelRuntime()
+
+
+class TritonModelException(Exception):
+    """An error of the model whose text the client receives."""
+
+    def message(self) -> str:
+        """Return the text."""
+        return str(self)
+
+
+class TritonError:
+    """Error of one response.
+
+    Args:
+        message: text for the client.
+        code: one of the codes of this class; it decides the HTTP status and the gRPC code.
+    """
+
+    UNKNOWN = protocol.UNKNOWN
+    INTERNAL = protocol.INTERNAL
+    NOT_FOUND = protocol.NOT_FOUND
+    INVALID_ARG = protocol.INVALID_ARG
+    UNAVAILABLE = protocol.UNAVAILABLE
+    UNSUPPORTED = protocol.UNSUPPORTED
+    ALREADY_EXISTS = protocol.ALREADY_EXISTS
+    CANCELLED = protocol.CANCELLED
+
+    __slots__ = ("_code", "_message")
+
+    def __init__(self, message: str, code: int = protocol.INTERNAL) -> None:
+        if type(code) is not int or not protocol.OK < code <= protocol.CANCELLED:
+            raise TritonModelException(f"the code of a TritonError is one of its constants, not {code!r}")
+        self._message = str(message)
+        self._code = code
+
+    def code(self) -> int:
+        """Return the code."""
+        return self._code
+
+    def message(self) -> str:
+        """Return the text."""
+        return self._message
+
+    def __str__(self) -> str:
+        return self._message
+
+
+class Tensor:
+    """A named array.
+
+    Args:
+        name: name of the input or output.
+        array: its values. Text is an array of the dtype object with `bytes` or `str`.
+    """
+
+    __slots__ = ("_array", "_name")
+
+    def __init__(self, name: str, array: Any) -> None:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"Tensor {name!r} needs a numpy.ndarray, not {type(array).__name__}")
+        self._name = name
+        self._array = array
+
+    def name(self) -> str:
+        """Return the name."""
+        return self._name
+
+    def as_numpy(self) -> Any:
+        """Return the array. An input is a view of memory that the next batch overwrites: copy it to keep it."""
+        return self._array
+
+    def shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._array.shape)
+
+    def triton_dtype(self) -> int | None:
+        """Return Triton's number of the datatype."""
+        return numpy_to_triton_type(self._array.dtype)
+
+    def is_cpu(self) -> bool:
+        """Return True; a tensor that `from_dlpack` takes from a GPU returns False."""
+        return True
+
+    def to_dlpack(self) -> Any:
+        """Return the array as a DLPack capsule."""
+        return self._array.__dlpack__()
+
+    def __dlpack__(self, stream: Any = None, **_options: Any) -> Any:
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        return _CPU_DEVICE
+
+    @staticmethod
+    def from_dlpack(name: str, source: Any) -> Tensor:
+        """Return a tensor over the memory of a DLPack object or capsule, on the CPU or on a CUDA GPU.
+
+        Raises:
+            TritonModelException: the memory is on another kind of device or not contiguous, or NumPy is older than 1.23.
+        """
+        is_object = hasattr(source, "__dlpack__")
+        try:
+            kind = source.__dlpack_device__()[0] if is_object else device.read_capsule(source).device_type
+            if kind in (device.CUDA, device.CUDA_MANAGED):
+                return _DeviceTensor(name, device.DeviceArray(source.__dlpack__() if is_object else source))
+        except device.DlpackError as error:
+            raise TritonModelException(f"tensor {name!r}: {error}") from None
+        if kind != device.CPU:
+            raise TritonModelException(f"tensor {name!r} is on a device of the kind {kind}: move it to the CPU")
+        if not hasattr(np, "from_dlpack"):
+            raise TritonModelException(f"from_dlpack needs NumPy 1.23 or later, this is {np.__version__}")
+        return Tensor(name, np.from_dlpack(source if is_object else _Capsule(source)))
+
+
+class _DeviceTensor(Tensor):
+    """A tensor in the memory of a GPU. It is copied to host memory when it leaves the process."""
+
+    __slots__ = ("_copy", "_source")
+
+    def __init__(self, name: str, source: device.DeviceArray | device.IpcArray) -> None:
+        self._name = name
+        self._source = source
+        self._copy: Any = None
+
+    @property
+    def _array(self) -> Any:  # type: ignore[override]
+        if self._copy is None:
+            self._copy = self._source.to_host()
+        return self._copy
+
+    def as_numpy(self) -> Any:
+        """Refuse, as Triton does: the tensor is not in host memory."""
+        raise TritonModelException(f"tensor {self._name!r} is in the memory of a GPU: use to_dlpack")
+
+    def shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._source.shape)
+
+    def triton_dtype(self) -> int | None:
+        """Return Triton's number of the datatype."""
+        return numpy_to_triton_type(self._source.dtype)
+
+    def is_cpu(self) -> bool:
+        """Return False."""
+        return False
+
+    def to_dlpack(self) -> Any:
+        """Return the DLPack capsule, which can be used once; a new one each time for an input."""
+        return self._source.capsule
+
+    def __dlpack__(self, stream: Any = None, **_options: Any) -> Any:
+        return self._source.capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self._source.device_type, self._source.device_id
+
+
+def create_input(name: str, source: Any) -> Tensor:
+    """Return an input tensor of a request: on the CPU for an array, on a GPU for an `IpcArray`."""
+    return _DeviceTensor(name, source) if isinstance(source, device.IpcArray) else Tensor(name, source)
+
+
+class _Capsule:
+    """Gives a DLPack capsule the interface that NumPy reads."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_options: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> Any:
+        return _CPU_DEVICE
+
+
+class PreferredMemory:
+    """Memory in which a called model should put its outputs; accepted, the outputs are in host memory."""
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class InferenceTrace:
+    """Names the request of the running batch that a call serves: the call has its deadline and client, and is cancelled with it.
+
+    Args:
+        member: index of the request in its batch; -1 for none.
+    """
+
+    __slots__ = ("_member",)
+
+    def __init__(self, member: int = -1) -> None:
+        self._member = member
+
+
+_NO_PARAMETERS: dict[str, Any] = {}
+
+
+class InferenceRequest:
+    """A request: one that the server has sent, or one that a model creates to call another model.
+
+    Args:
+        inputs: list of Tensor.
+        request_id: id of the request.
+        correlation_id: sequence of the request; 0 without one.
+        requested_output_names: names of the outputs to return.
+        model_name: name of the called model.
+        model_version: version of the called model; -1: the latest.
+        flags: flags of a sequence.
+        timeout: time limit of a call in microseconds; 0: the deadline of the running batch.
+        preferred_memory: memory of the outputs; has no effect.
+        trace: trace of the request of the batch that the call serves; None: it may serve any of them.
+        parameters: parameters of the request, a dict or JSON text.
+    """
+
+    # Defaults of the class, not attributes of every request: a batch has a request object for each of its members.
+    _correlation_id: int | str = 0
+    _model_name = ""
+    _model_version = -1
+    _flags = 0
+    _timeout = 0
+    _trace: InferenceTrace | None = None
+    _slot: Any = None
+    _batch = 0
+    _member = 0
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor] = (),
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: str | dict[str, Any] | None = None,
+    ) -> None:
+        self._inputs = inputs
+        self._request_id = request_id
+        self._correlation_id = correlation_id
+        self._output_names = requested_output_names
+        self._model_name = model_name
+        self._model_version = model_version
+        self._flags = flags
+        self._timeout = timeout
+        self._trace = trace
+        self._parameters = _NO_PARAMETERS if parameters is None else _parameters(parameters)
+
+    def inputs(self) -> list[Tensor]:
+        """Return the input tensors."""
+        return list(self._inputs)
+
+    def request_id(self) -> str:
+        """Return the id that the caller gave the request; "" without one."""
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        """Return 0: sequences come with a later release."""
+        return self._correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        """Return the names of the outputs that the caller requested."""
+        return list(self._output_names)
+
+    def model_name(self) -> str:
+        """Return the name of the model that gets the request."""
+        return self._model_name or runtime.model_name
+
+    def model_version(self) -> int:
+        """Return the version of the model that gets the request."""
+        if self._model_name or not runtime.model_version:
+            return self._model_version
+        return int(runtime.model_version)
+
+    def parameters(self) -> str:
+        """Return the parameters of the request as JSON text."""
+        return json.dumps({key: value for key, value in self._parameters.items() if not key.startswith("headrace.")})
+
+    def timeout(self) -> int:
+        """Return the time limit of the request in microseconds; 0 without one."""
+        return self._timeout
+
+    def flags(self) -> int:
+        """Return the flags of a sequence."""
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        """Set the flags of a sequence."""
+        self._flags = flags
+
+    def trace(self) -> InferenceTrace:
+        """Return the trace, to be passed on to a call that serves this request."""
+        return InferenceTrace(self._member if self._batch else -1)
+
+    def preferred_memory(self) -> PreferredMemory:
+        """Return the memory of the outputs: host memory."""
+        return PreferredMemory(TRITONSERVER_MEMORY_CPU)
+
+    def is_cancelled(self) -> bool:
+        """Return True once the caller waits no longer: it has disconnected, or its deadline has passed."""
+        return self._slot is not None and self._slot.is_cancelled(self._member)
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse:
+        """Call the model of this request and wait for its response.
+
+        Args:
+            decoupled: must be False: models with any number of responses come with a later release.
+        """
+        return self._calls(decoupled).infer(self)  # type: ignore[no-any-return]
+
+    def async_exec(self, decoupled: bool = False) -> asyncio.Future[InferenceResponse]:
+        """Call the model of this request from `async def execute`; the result is awaited."""
+        return self._calls(decoupled).infer_async(self)  # type: ignore[no-any-return]
+
+    def _calls(self, decoupled: bool) -> Any:
+        if not self._model_name:
+            raise TritonModelException("a call needs the name of a model: InferenceRequest(model_name=...)")
+        return _calls(decoupled)
+
+    def get_response_sender(self) -> Any:
+        """Raise TritonModelException: decoupled models are not served."""
+        raise TritonModelException(
+            "get_response_sender is not served here: decoupled models, which give any number of responses to a request, "
+            "come with a later release"
+        )
+
+    def set_release_flags(self, flags: int) -> None:
+        """Raise TritonModelException: requests are released when `execute` returns."""
+        raise TritonModelException("set_release_flags is not served here: a request is released when execute returns")
+
+
+def _parameters(parameters: str | dict[str, Any]) -> dict[str, Any]:
+    values = json.loads(parameters) if isinstance(parameters, str) else dict(parameters)
+    if not isinstance(values, dict) or not all(isinstance(v, (str, int, float, bool)) for v in values.values()):
+        raise TritonModelException(f"parameters are an object of texts, numbers and booleans, not {parameters!r:.200}")
+    return values
+
+
+def _calls(decoupled: bool) -> Any:
+    if decoupled:
+        raise TritonModelException(
+            "exec(decoupled=True) is not served here: decoupled models come with a later release"
+        )
+    if runtime.calls is None:
+        raise TritonModelException("other models can only be called while the model is served")
+    return runtime.calls
+
+
+class InferenceResponse:
+    """The response to one request.
+
+    Args:
+        output_tensors: list of Tensor.
+        error: error that the client receives instead of the tensors.
+        parameters: parameters of the response; have no effect.
+    """
+
+    __slots__ = ("_error", "_output_tensors", "_parameters")
+
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: str | dict[str, Any] | None = None,
+    ) -> None:
+        if type(output_tensors) is not list and not isinstance(output_tensors, (list, tuple)):
+            raise TritonModelException(f"output_tensors is a list of Tensor, not {type(output_tensors).__name__}")
+        if error is not None and not isinstance(error, TritonError):
+            raise TritonModelException(f"error is a TritonError, not {type(error).__name__}")
+        self._output_tensors = output_tensors
+        self._error = error
+        self._parameters = parameters
+
+    def output_tensors(self) -> list[Tensor]:
+        """Return the output tensors."""
+        return list(self._output_tensors)
+
+    def has_error(self) -> bool:
+        """Return True if the response has an error."""
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        """Return the error, or None."""
+        return self._error
+
+    def parameters(self) -> str:
+        """Return the parameters as JSON text."""
+        given = self._parameters
+        return given if isinstance(given, str) else json.dumps(given or {})
+
+
+class Logger:
+    """Writes to the server's log, under the model's name."""
+
+    INFO, WARNING, ERROR, VERBOSE = "info", "warning", "error", "verbose"
+
+    @staticmethod
+    def log(message: str, level: str = "info") -> None:
+        """Log a message."""
+        if level not in ("info", "warning", "error", "verbose"):
+            raise TritonModelException(f"a log level is Logger.INFO, WARNING, ERROR or VERBOSE, not {level!r}")
+        runtime.send({"log": [level, str(message)]})
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        """Log a message of the level INFO."""
+        Logger.log(message, Logger.INFO)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        """Log a warning."""
+        Logger.log(message, Logger.WARNING)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        """Log an error."""
+        Logger.log(message, Logger.ERROR)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        """Log a message that only the level DEBUG of the server shows."""
+        Logger.log(message, Logger.VERBOSE)
+
+
+LogLevel = Logger
+
+
+def _by_name(tensors: Iterable[Any], name: str) -> Any:
+    for tensor in tensors:
+        if tensor._name == name:
+            return tensor
+    return None
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    """Return an input of a request; None if the request has no such input."""
+    for tensor in inference_request._inputs:
+        if tensor._name == name:
+            return tensor
+    return None
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    """Return an output of a response; None if the response has no such output."""
+    return _by_name(inference_response._output_tensors, name)  # type: ignore[no-any-return]
+
+
+def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the configuration of an input; None if there is none."""
+    return next((part for part in model_config.get("input", ()) if part["name"] == name), None)
+
+
+def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return the configuration of an output; None if there is none."""
+    return next((part for part in model_config.get("output", ()) if part["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
+    """Return True if the configuration requests a decoupled model."""
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """Return NumPy's type of a datatype of the configuration, e.g. of "TYPE_FP32"."""
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """Return NumPy's type of a number of a datatype; None if there is none."""
+    return _DTYPE_OF_CODE.get(data_type)
+
+
+def numpy_to_triton_type(data_type: Any) -> int | None:
+    """Return the number of the datatype of NumPy's type; None if there is none."""
+    dtype = np.dtype(data_type)
+    return protocol.BYTES if dtype.kind in "SU" else protocol.CODE_OF_DTYPE.get(dtype)
+
+
+def serialize_byte_tensor(input_tensor: Any) -> bytes | None:
+    """Return the elements of a text tensor, each after its length in four bytes; None for a tensor without elements."""
+    if input_tensor.size == 0 or input_tensor.dtype.kind not in "OSU":
+        return None
+    texts = [
+        item if isinstance(item, bytes) else str(item).encode("utf-8") for item in input_tensor.reshape(-1).tolist()
+    ]
+    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> Any:
+    """Return the elements that `serialize_byte_tensor` wrote, as a flat array of `bytes`."""
+    texts, offset = [], 0
+    while offset < len(encoded_tensor):
+        (size,) = struct.unpack_from("<I", encoded_tensor, offset)
+        offset += 4
+        texts.append(bytes(encoded_tensor[offset : offset + size]))
+        offset += size
+    result = np.empty(len(texts), dtype=np.object_)
+    result[:] = texts
+    return result
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Return True if a model of the server is ready."""
+    return bool(_calls(False).control("ready", model_name, str(model_version)))
+
+
+def load_model(model_name: str, files: dict[str, Any] | None = None, config: str = "") -> None:
+    """Load a model of the repository; the server needs `--model-control-mode explicit`."""
+    if files or config:
+        raise TritonModelException(
+            "load_model with files or config is not served here: put the model into the repository"
+        )
+    _calls(False).control("load", model_name, "")
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload a model; the server needs `--model-control-mode explicit`."""
+    _calls(False).control("unload_dependents" if unload_dependents else "unload", model_name, "")
+
+
+def get_model_dir() -> str:
+    """Return the folder of the running version."""
+    return runtime.model_dir
+
+
+_REFUSED = {
+    "InferenceResponseSender": "decoupled models come with a later release",
+    "ResponseIterator": "decoupled models come with a later release",
+    "RawData": "inputs are NumPy arrays, read them with as_numpy()",
+    "TRITONSERVER_REQUEST_RELEASE_ALL": "a request is released when execute returns",
+    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE": "a request cannot be run again: execute answers every request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    reason = _REFUSED.get(name, "docs/python-models.md lists the names that are")
+    raise AttributeError(f"triton_python_backend_utils.{name} is not served here: {reason}")
