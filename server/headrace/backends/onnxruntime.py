@@ -5,7 +5,8 @@ ONNX Runtime computes on the instance's own thread without a pool, and all insta
 weights. Pool threads do not spin: a spinning thread would take a core from the event loop.
 
 Memory: a session keeps the memory of its largest batch in an arena. `_ArenaTrimmer` returns it once no large batch has run
-for a while; to return it after every large batch would allocate it again for the next one, at some 3 GB/s.
+for a while; to return it after every large batch would allocate it again for the next one, at some 3 GB/s. ONNX Runtime never
+returns the first region of an arena, so a short run when the model is loaded makes it a small one.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ import onnxruntime as ort
 from headrace.backends.base import InputRefused
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding
+from headrace.core.heap import trim_heap
 from headrace.core.tensor import BF16, BY_ORT_NAME, BYTES, Array, Datatype
 
 logger = logging.getLogger("headrace.onnxruntime")
 
 # Inputs and outputs of a batch, in bytes, from which its memory is worth returning.
-_LARGE_BYTES = 8 << 20
+_LARGE_BYTES = 1 << 20
 # Time without a large batch, in seconds, after which the memory is returned.
 _IDLE_S = 1.0
+# Time of the run that allocates the first region of the arena, in seconds; it ends after the node that runs then.
+_FIRST_RUN_S = 0.05
 
 _LEVELS = {
     "-1": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -67,7 +71,10 @@ class OnnxRuntimeBackend:
         try:
             sessions = [_open(file, options) for _ in range(1 if shared else instances)]
         except Exception as error:  # ONNX Runtime raises a dozen exception types of its own
-            raise ConfigError([_load_finding(file, error)]) from error
+            raise ConfigError([load_finding(file, error)]) from error
+        if options.enable_cpu_mem_arena:
+            for session in sessions:
+                _allocate_first_region(session)
         return OnnxRuntimeModel([(session, _ArenaTrimmer(session)) for session in sessions])
 
 
@@ -150,13 +157,12 @@ class _ArenaTrimmer:
         options = ort.RunOptions()
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         options.terminate = True
-        inputs = {node.name: _empty_value(node) for node in self._session.get_inputs()}
         try:
+            inputs = {node.name: _value(node, 0) for node in self._session.get_inputs()}
             self._session.run_with_ort_values([], inputs, options)
         except Exception as error:  # that of the terminated run, or of a session without an arena
             logger.debug("memory of a model was returned: %s", error)
-        with suppress(AttributeError):  # the C library is not glibc
-            ctypes.CDLL(None).malloc_trim(0)
+        trim_heap()
 
 
 class OnnxRuntimeExecution:
@@ -250,8 +256,33 @@ def _open(file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
     return session
 
 
-def _load_finding(file: Path, error: Exception) -> Finding:
-    """Finding for a file that ONNX Runtime does not load."""
+def _allocate_first_region(session: ort.InferenceSession) -> None:
+    """Run the smallest batch, so that the first region of the arena has the size that it needs; at most for `_FIRST_RUN_S`.
+
+    The region grows with the first allocation, and is kept until the session ends: the first request of a client could be for
+    gigabytes. All values are 1, of which a model that creates tensors of a requested size makes small ones.
+    """
+    options = ort.RunOptions()
+    timer = threading.Timer(_FIRST_RUN_S, setattr, (options, "terminate", True))
+    try:
+        inputs = {node.name: _value(node, 1) for node in session.get_inputs()}
+        timer.start()
+        session.run_with_ort_values([node.name for node in session.get_outputs()], inputs, options)
+    except (
+        Exception
+    ) as error:  # no thread, a terminated run, or a model that needs other values: the first request allocates
+        logger.debug("the first run of a model failed: %s", error)
+    finally:
+        timer.cancel()
+
+
+def load_finding(file: Path, error: Exception) -> Finding:
+    """Return the finding for a file that ONNX Runtime does not load.
+
+    Args:
+        file: the model.
+        error: error of ONNX Runtime.
+    """
     text = str(error).replace(str(file), file.name)  # clients may read it: no paths of this machine
     locale, version = _LOCALE.search(text), _IR_VERSION.search(text)
     if version is not None:
@@ -315,13 +346,15 @@ def _to_value(array: Array, datatype: Datatype) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-def _empty_value(node: ort.NodeArg) -> ort.OrtValue:
-    """Return a value for an input of a run that computes nothing: free dimensions are 0."""
+def _value(node: ort.NodeArg, size: int) -> ort.OrtValue:
+    """Return a value for an input, with `size` in place of each free dimension; all elements are 1, texts are empty."""
     datatype = BY_ORT_NAME[node.type]
-    shape = tuple(size if isinstance(size, int) and size >= 0 else 0 for size in node.shape)
+    if datatype is BYTES:
+        size = max(size, 1)  # ONNX Runtime's binding takes no array of objects without elements
+    shape = tuple(each if isinstance(each, int) and each >= 0 else size for each in node.shape)
     if datatype is BYTES:
         return ort.OrtValue.ortvalue_from_numpy(np.full(shape, "", dtype=object))
-    return _to_value(np.zeros(shape, datatype.dtype), datatype)
+    return _to_value(np.ones(shape, datatype.dtype), datatype)
 
 
 def _to_array(value: ort.OrtValue, datatype: Datatype) -> Array:

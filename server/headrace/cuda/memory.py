@@ -191,6 +191,26 @@ def download(target: Array, source: DeviceBuffer, stream: CudaStream) -> None:
             loaded().memcpy_dtoh_async(target, source.address, stream.stream)
 
 
+def copy_on_gpu(target: int, source: DeviceBuffer, size_bytes: int, stream: CudaStream) -> None:
+    """Queue a copy of the first bytes of a block to another address on its GPU."""
+    if size_bytes:
+        with check("copying on the GPU"):
+            loaded().memcpy_dtod_async(target, source.address, size_bytes, stream.stream)
+
+
+def read_gpu(gpu: int, address: int, size_bytes: int) -> Array:
+    """Return a host copy of GPU memory that no work writes any more, uint8[size_bytes]; any thread may call.
+
+    Raises:
+        DeviceError: the GPU has failed.
+    """
+    array = np.empty(size_bytes, np.uint8)
+    if size_bytes:
+        with current(gpu), check("copying from the GPU"):
+            loaded().memcpy_dtoh(array, address)
+    return array
+
+
 # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for all contexts, with a device address.
 _FLAGS = 1 | 2
 

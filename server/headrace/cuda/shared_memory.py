@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from headrace.core.errors import BadRequest, HeadraceError, Unsupported
-from headrace.core.tensor import Array, ResidentRows, check_range
+from headrace.core.tensor import Array, IpcMemory, ResidentRows, check_range
 from headrace.core.threads import start_thread
 from headrace.cuda.driver import CudaStream, DeviceError, load, loaded, primary_context, pushed
-from headrace.cuda.memory import PinnedMapping, Release
+from headrace.cuda.memory import PinnedMapping, Release, read_gpu
 
 logger = logging.getLogger("headrace.cuda")
 
@@ -84,16 +84,22 @@ class CudaRegion:
     Args:
         device: number of the GPU.
         memory: open IPC handle, owned by the region.
+        handle: cudaIpcMemHandle_t, for other processes.
         size_bytes: of the region.
         release: runs the callback that closes the handle; called on the thread that drops the last reference.
+
+    Attributes:
+        gpu: number of the GPU.
+        ipc: the memory for other processes.
     """
 
-    __slots__ = ("__weakref__", "_address", "_context", "_device", "_size_bytes", "_stream")
+    __slots__ = ("__weakref__", "_address", "_context", "_size_bytes", "_stream", "gpu", "ipc")
 
-    def __init__(self, device: int, memory: Any, size_bytes: int, release: Release) -> None:
+    def __init__(self, device: int, memory: Any, handle: bytes, size_bytes: int, release: Release) -> None:
         self._context = primary_context(device)
-        self._device = device
+        self.gpu: int | None = device
         self._address = int(memory)
+        self.ipc = IpcMemory(handle, device, self._address)
         self._size_bytes = size_bytes
         self._stream: CudaStream | None = None  # made by the first write
         weakref.finalize(self, release, functools.partial(_close, self._context, memory)).atexit = False
@@ -113,7 +119,8 @@ class CudaRegion:
             BadRequest: it does not lie in the region.
         """
         self.check(offset, size_bytes)
-        return ResidentRows(self._address + offset, self._device, _BYTES, (size_bytes,), self, self._copy)
+        assert self.gpu is not None
+        return ResidentRows(self._address + offset, self.gpu, _BYTES, (size_bytes,), self, self._copy)
 
     def read(self, offset: int, size_bytes: int) -> Array:
         """Return a copy in host memory, uint8[size_bytes].
@@ -134,27 +141,31 @@ class CudaRegion:
             BadRequest: the range is outside of the region, or the driver cannot write the memory any more.
         """
         source = np.frombuffer(data, np.uint8)
-        self.check(offset, source.nbytes)
-        if source.nbytes:
-            driver = loaded()
+        self._write(offset, source.nbytes, lambda to, stream: loaded().memcpy_htod_async(to, source, stream))
+
+    def write_rows(self, offset: int, rows: ResidentRows) -> None:
+        """Copy rows on the region's GPU into the region, and wait until they are there; raises as `write`."""
+        size_bytes, source = rows.nbytes, rows.address
+        self._write(offset, size_bytes, lambda to, stream: loaded().memcpy_dtod_async(to, source, size_bytes, stream))
+
+    def _write(self, offset: int, size_bytes: int, copy: Callable[[int, Any], None]) -> None:
+        """Queue a copy to an address on a stream of PyCUDA's, and wait for it."""
+        self.check(offset, size_bytes)
+        if size_bytes:
             try:
                 with pushed(self._context):
                     stream = self._stream = self._stream or CudaStream()
-                    driver.memcpy_htod_async(self._address + offset, source, stream.stream)
+                    copy(self._address + offset, stream.stream)
                     stream.synchronize()
-            except (driver.Error, DeviceError):
+            except (loaded().Error, DeviceError):
                 raise BadRequest("the CUDA shared memory cannot be written: its owner must keep it allocated") from None
 
     def _copy(self, address: int, size_bytes: int) -> Array:
-        array = np.empty(size_bytes, dtype=np.uint8)
-        if size_bytes:
-            driver = loaded()
-            try:
-                with pushed(self._context):
-                    driver.memcpy_dtoh(array, address)
-            except driver.Error:
-                raise BadRequest("the CUDA shared memory cannot be read: its owner must keep it allocated") from None
-        return array
+        assert self.gpu is not None
+        try:
+            return read_gpu(self.gpu, address, size_bytes)
+        except DeviceError:
+            raise BadRequest("the CUDA shared memory cannot be read: its owner must keep it allocated") from None
 
 
 class ClientMemory:
@@ -201,7 +212,7 @@ class ClientMemory:
                 "device"
             ) from None
         self._thread.start()
-        region = CudaRegion(device, memory, size_bytes, self._thread.submit)
+        region = CudaRegion(device, memory, handle, size_bytes, self._thread.submit)
         if size_bytes > allocated_bytes - (int(memory) - base):
             raise BadRequest(f"byte_size {size_bytes} reaches past the end of the CUDA allocation")
         return region

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ from headrace.backends.tensorrt.plan import (
 from headrace.backends.tensorrt.tuning import tune
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
-from headrace.core.tensor import Array
+from headrace.core.tensor import Array, ResidentRows, as_input
 from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_context_usable, loaded, primary_context
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
@@ -74,6 +74,8 @@ class TensorRtBackend:
     Raises:
         ConfigError: there is no GPU or no TensorRT; the message says what to install.
     """
+
+    books_memory = True
 
     def __init__(self) -> None:
         try:
@@ -406,6 +408,8 @@ class TensorRtExecution:
         alone = len(self._free) == self.depth - 1
         try:
             with self._on_device:
+                if batch.resident_outputs:
+                    slot.resident_outputs = self._resident_outputs(slot, views, batch.resident_outputs)
                 self._resources.launch(slot, context, views, batch.resident_inputs, alone)
         except BaseException:
             # Some work may be queued: no other batch may use the memory before it is done.
@@ -415,12 +419,16 @@ class TensorRtExecution:
             raise
 
     def finish(self, batch: InFlightBatch) -> dict[str, Array]:
-        """Wait for a batch and return copies of its outputs."""
+        """Wait for a batch and return copies of its outputs, or their rows on the GPU."""
         slot, _, views = _batch_state(batch)
         try:
             with self._on_device:
                 slot.finished.wait()
-            return {name: values.copy() for name, values in views.outputs.items()}
+            resident = slot.resident_outputs
+            return {
+                name: as_input(resident[name]) if name in resident else values.copy()
+                for name, values in views.outputs.items()
+            }
         finally:
             self._release_slot(slot)
 
@@ -457,8 +465,22 @@ class TensorRtExecution:
         return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
 
     def _release_slot(self, slot: BufferSlot) -> None:
-        slot.resident_inputs = []
+        slot.resident_inputs, slot.resident_outputs = [], {}
         self._free.append(slot)
+
+    def _resident_outputs(self, slot: BufferSlot, views: BatchViews, names: Collection[str]) -> dict[str, ResidentRows]:
+        """Return memory for the outputs that stay on the GPU; those without are copied out.
+
+        Outputs of a stage are copied out, too: its kernel may write them to pinned memory only.
+        """
+        resident: dict[str, ResidentRows] = {}
+        for port in self._ports.outputs:
+            if port.stage is None and port.tensor in names and views.outputs[port.tensor].ndim:
+                size_bytes = slot.outputs[port.tensor].size_bytes
+                rows = self._resources.output_pool.take(port.tensor, size_bytes, views.outputs[port.tensor])
+                if rows is not None:
+                    resident[port.tensor] = rows
+        return resident
 
     def _check(self, like: Mapping[str, Array]) -> None:
         if like.keys() != self._input_types.keys():

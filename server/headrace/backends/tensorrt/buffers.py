@@ -8,21 +8,29 @@ nothing runs in its slot; the GPU reads it until the slot's batch is finished. T
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
+from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from headrace.backends.base import ResidentInput
 from headrace.backends.tensorrt.plan import PlanBindings, Shape, TensorBinding
-from headrace.core.tensor import Array
-from headrace.cuda.driver import CompletionEvent, CudaStream
+from headrace.core.ledger import NoRoom
+from headrace.core.tensor import Array, ResidentRows
+from headrace.cuda.driver import CompletionEvent, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.kernels.launching import RowGather
-from headrace.cuda.memory import Allocator, download, upload
+from headrace.cuda.memory import Allocator, DeviceBuffer, copy_on_gpu, download, read_gpu, upload
 
 _ADDRESS_BYTES = 8
+
+# Batches of an instance whose output may be on the GPU at once, for the next step of a pipeline; each has the size of the largest
+# batch. The outputs of further batches pass through host memory.
+_RESIDENT_BATCHES = 4
 
 # Thread blocks of the gather kernel. Few beside a model that computes: each occupies a multiprocessor, and a few
 # saturate the bus. More on an idle GPU, for the latency of small batches.
@@ -171,10 +179,93 @@ class TensorBuffer:
         """Queue the copy from the GPU into a `view`."""
         download(values, self._device, stream)
 
+    def copy_to(self, target: int, size_bytes: int, stream: CudaStream) -> None:
+        """Queue the copy of the first bytes to another address on the GPU."""
+        copy_on_gpu(target, self._device, size_bytes, stream)
+
     def close(self) -> None:
         """Release the memory."""
         self._device.free()
         self._pinned.free()
+
+
+class OutputPool:
+    """GPU memory for outputs that stay on the GPU, for the next step of a pipeline.
+
+    A block holds one output of one batch, and is free again once nothing refers to rows in it.
+
+    Ownership: the thread that launches calls `take`; blocks come back on any thread, by the atomic operations of a deque: a lock
+    could be taken twice by one thread, since the collector runs anywhere.
+
+    Args:
+        allocator: of the GPU.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._free: dict[str, deque[DeviceBuffer]] = {}
+        self._room = _RESIDENT_BATCHES  # blocks of each output
+        self._count: dict[str, int] = {}
+        self._closed = False
+
+    def take(self, name: str, size_bytes: int, like: Array) -> ResidentRows | None:
+        """Return memory for an output of a batch; None if all blocks are in use, or the GPU has no room for another.
+
+        Args:
+            name: name of the output.
+            size_bytes: size of the largest output of that name.
+            like: array with the shape and dtype of the output.
+        """
+        free = self._free.setdefault(name, deque())
+        try:
+            block = free.popleft()
+        except IndexError:
+            count = self._count.get(name, 0)
+            if count >= self._room:
+                return None
+            block = self._allocator.device()
+            try:
+                block.reserve(size_bytes)
+            except (NoRoom, OutOfDeviceMemory):
+                self._room = count
+                return None
+            self._count[name] = count + 1
+        gpu = self._allocator.gpu
+        owner, read = _LentBlock(self, name, block), partial(read_gpu, gpu)
+        return ResidentRows(block.address, gpu, like.dtype, like.shape, owner, read)
+
+    def give_back(self, name: str, block: DeviceBuffer) -> None:
+        """Take back a block whose rows nothing refers to; any thread may call."""
+        self._free[name].append(block)
+        if self._closed:
+            self._free_blocks()
+
+    def close(self) -> None:
+        """Free all blocks; those in use once nothing refers to their rows."""
+        self._closed = True
+        self._free_blocks()
+
+    def _free_blocks(self) -> None:
+        for free in self._free.values():
+            while free:
+                try:
+                    block = free.popleft()
+                except IndexError:  # another thread frees it
+                    break
+                with contextlib.suppress(DeviceError), current(self._allocator.gpu):
+                    block.free()
+
+
+class _LentBlock:
+    """Owner of the rows in a block of a pool, which it gives back at its end."""
+
+    __slots__ = ("_block", "_name", "_pool")
+
+    def __init__(self, pool: OutputPool, name: str, block: DeviceBuffer) -> None:
+        self._pool, self._name, self._block = pool, name, block
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._name, self._block)
 
 
 class BufferSlot:
@@ -197,6 +288,7 @@ class BufferSlot:
         finished: the one of these two that is waited for.
         rows: addresses of the batch's rows; None if it takes no resident rows.
         resident_inputs: keeps those alive from launch to finish.
+        resident_outputs: outputs of the batch that stay on the GPU, by name.
     """
 
     def __init__(
@@ -208,6 +300,7 @@ class BufferSlot:
         self.addresses = dict(inner)
         self.rows: RowTable | None = None
         self.resident_inputs: list[ResidentInput] = []
+        self.resident_outputs: dict[str, ResidentRows] = {}
         try:
             for port in ports.inputs:
                 self._add(self.inputs, port, sizes.inputs, allocator)
@@ -224,7 +317,7 @@ class BufferSlot:
         """Release everything; nothing runs any more."""
         for memory in (*self.inputs.values(), *self.outputs.values()):
             memory.close()
-        self.resident_inputs = []
+        self.resident_inputs, self.resident_outputs = [], {}
         if self.rows is not None:
             self.rows.close()
         # Events free themselves with their last reference; the device must be current then.

@@ -16,7 +16,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from headrace.backends.base import ResidentInput
-from headrace.backends.tensorrt.buffers import IDLE_BLOCKS, SHARED_BLOCKS, BufferSizes, BufferSlot, RowTable, gather
+from headrace.backends.tensorrt.buffers import (
+    IDLE_BLOCKS,
+    SHARED_BLOCKS,
+    BufferSizes,
+    BufferSlot,
+    OutputPool,
+    RowTable,
+    gather,
+)
 from headrace.backends.tensorrt.plan import (
     Launch,
     PlanBindings,
@@ -350,6 +358,7 @@ class DeviceResources:
         tuning_result: buckets, and how batches are launched.
         has_fixed_shapes: True if only the batch dimension is free: then all batches run by the tuning result.
         graphs: True while CUDA graphs are available.
+        output_pool: memory of outputs that stay on the GPU.
         computing: stream of the model, and of one-graph batches.
         copying_in, copying_out: streams of the other batches' copies.
 
@@ -377,6 +386,7 @@ class DeviceResources:
         self.graphs = placement.graphs
         self._names = [tensor.name for tensor in plan.inputs]
         self._scratch = plan.allocator.device(Kind.SCRATCH)
+        self.output_pool = OutputPool(plan.allocator)
         self._inner_buffers: dict[str, DeviceBuffer] = {}
         self._streams: list[CudaStream] = []
         self._contexts: dict[tuple[int, InputShapes], PreparedContext] = {}
@@ -507,7 +517,8 @@ class DeviceResources:
         """Queue a batch: copy in, compute, copy out.
 
         Args:
-            slot: slot of the batch; its inputs are there, except for resident ones.
+            slot: slot of the batch; its inputs are there, except for resident ones. Its resident outputs are copied on the
+                GPU; in one graph they are copied out, too.
             context: prepared context of the slot.
             views: arrays on the slot's memory.
             resident_inputs: inputs that the GPU gathers itself.
@@ -525,6 +536,8 @@ class DeviceResources:
         slot.finished = slot.copied_out[spins]
         if one_graph:
             context.launch_batch_graph(gathered)
+            for name, rows in slot.resident_outputs.items():
+                slot.outputs[name].copy_to(rows.address, rows.nbytes, self.computing)
             slot.finished.record(self.computing)
         else:
             self._launch_in_stages(slot, context, views, {name for name, _, _ in resident_inputs})
@@ -554,6 +567,7 @@ class DeviceResources:
         for slot in self.slots:
             slot.close()
         self.slots.clear()
+        self.output_pool.close()
         for buffer in (*self._inner_buffers.values(), self._scratch):
             buffer.free()
         self._streams.clear()
@@ -641,7 +655,11 @@ class DeviceResources:
         slot.computed.record(self.computing)
         slot.computed.block(self.copying_out)
         for name, values in views.outputs.items():
-            slot.outputs[name].fetch(values, self.copying_out)
+            rows = slot.resident_outputs.get(name)
+            if rows is None:
+                slot.outputs[name].fetch(values, self.copying_out)
+            else:
+                slot.outputs[name].copy_to(rows.address, rows.nbytes, self.copying_out)
         slot.finished.record(self.copying_out)
 
     def by_name(self, shapes: InputShapes) -> dict[str, Shape]:
