@@ -131,10 +131,11 @@ class AdmissionController:
             if overtakers:
                 start = self._start(costs, free_ns, ahead + min(overtakers, max_overtakers), last.rows, now_ns)
         start_ns, done_ns = start[0], self._completion_ns(costs, start, last, now_ns)
-        margin_ns = self._margins.ns(kind)
+        # The pipeline of a step has admitted the request as a whole: a refusal here would waste the steps before.
+        margin_ns = 0 if last.of_pipeline else self._margins.ns(kind)
         if done_ns + margin_ns > due_ns:
             refusal = "predicted to complete in {0:.3g} ms, due in {1:.3g} ms; retry later, or allow a longer deadline"
-        elif start_ns > now_ns + self._max_wait_ns(costs, len(free_ns), due_ns, now_ns):
+        elif not last.of_pipeline and start_ns > now_ns + self._max_wait_ns(costs, len(free_ns), due_ns, now_ns):
             refusal = "requests arrive faster than the model serves them (predicted: {0:.3g} ms); retry later"
         else:
             last.predicted_ns = done_ns
@@ -187,12 +188,14 @@ class AdmissionController:
         with self._lock:
             self._learn_errors([entry for entry in entries if entry.predicted_ns], FAR_NS)
 
-    def wait_ns(self, level: int, now_ns: int) -> int:
-        """Predict the queue time of a request of one row, in nanoseconds; 0 while latencies are unmeasured.
+    def wait_ns(self, level: int, now_ns: int, announced: int = 0, rows: int = 1) -> int:
+        """Predict the queue time of a request, in nanoseconds; 0 while latencies are unmeasured.
 
         Args:
             level: priority level, from 0.
             now_ns: monotonic.
+            announced: rows that will be queued before it and are not there yet.
+            rows: rows of the request.
         """
         costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
@@ -200,7 +203,7 @@ class AdmissionController:
             return 0
         objective_ns = self.policy.objective_ns
         ahead = self.queue.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
-        return self._start(costs, free_ns, ahead, 1, now_ns)[0] - now_ns
+        return self._start(costs, free_ns, ahead + announced, min(rows, self.policy.max_rows), now_ns)[0] - now_ns
 
     def drain_ns(self, now_ns: int) -> int:
         """Predict the time until the queue and all instances are empty, without new arrivals; 0 while unmeasured."""

@@ -69,7 +69,8 @@ class LoadSnapshot:
     @property
     def received(self) -> int:
         """Number of requests that were answered or failed."""
-        return self.recent.totals.requests + self.recent.totals.failures.total()
+        totals = self.recent.totals
+        return max(totals.requests - totals.undelivered, 0) + totals.failures.total()
 
     @property
     def max_rows(self) -> int:

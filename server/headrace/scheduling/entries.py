@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
+from headrace.backends.base import BatchMember
 from headrace.core.completion import Completion, Outcome, settle_all
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, TooLarge
 from headrace.core.request import InferRequest, InferResponse
@@ -20,6 +22,8 @@ from headrace.core.tensor import Array, ModelSpec
 from headrace.scheduling.executor import OutputMismatch
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import Entry
+
+_NO_SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(eq=False, repr=False)
@@ -31,6 +35,8 @@ class EntryFactory:
         policy: serving policy; one request has at most as many entries as the queue holds.
         remove: removes a settled entry from the queue.
         sequencer: orders the responses; None returns them as they complete.
+        undelivered: counts requests that a batch has counted as answered although their clients get an error.
+        queue_key: returns the queue's key for the shape key of a request; None to use it as it is.
         mismatch: output mismatch of the model that ended splitting; None while requests may be split.
     """
 
@@ -38,6 +44,8 @@ class EntryFactory:
     policy: HandlePolicy
     remove: Callable[[Entry], None]
     sequencer: Sequencer | None
+    undelivered: Callable[[int], object]
+    queue_key: Callable[[object], object] | None = None
 
     def __post_init__(self) -> None:
         self._max_rows, self._objective_ns = self.policy.batch.max_rows, self.policy.batch.objective_ns
@@ -60,6 +68,10 @@ class EntryFactory:
         if request.rows <= self._max_rows:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)
             entry.remove = self.remove
+            if self.policy.by_member:
+                entry.member = _member(request, completion)
+            if self.queue_key is not None:
+                entry.shape_key = self.queue_key(request.shape_key)
             completion.after = entry.on_settled
             entries = [entry]
         else:
@@ -95,20 +107,41 @@ class EntryFactory:
                 f"{queue_rows}: send several smaller requests"
             )
         parts = split_request(request, max_rows)
-        joiner = PartJoiner(whole, len(parts), lambda: self.mismatch)
+        joiner = PartJoiner(whole, len(parts), lambda: self.mismatch, self.undelivered)
         entries: list[Entry] = []
         for index, part in enumerate(parts):
             entry = Entry(part, PartCompletion(joiner, index), level, now_ns, self._objective_ns)
             entry.remove = self.remove
+            if self.policy.by_member:
+                entry.member = _member(part, entry.completion)
+            if self.queue_key is not None:
+                entry.shape_key = self.queue_key(part.shape_key)
             entry.counts_as_request = index == len(parts) - 1
             entries.append(entry)
 
-        def remove_all() -> None:
+        def after() -> None:
             for entry in entries:
                 entry.on_settled()
+            if not isinstance(whole.outcome, InferResponse):
+                joiner.fail()
 
-        whole.after = remove_all
+        whole.after = after
         return entries
+
+
+def _member(request: InferRequest, completion: Completion) -> BatchMember:
+    return BatchMember(
+        request.rows,
+        request.id,
+        request.parameters,
+        request.outputs,
+        request.deadline_ns,
+        request.priority,
+        _NO_SHAPES,
+        completion,
+        request.client,
+        request.call,
+    )
 
 
 def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
@@ -127,7 +160,8 @@ def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
 def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
     """Split a request into parts of at most `max_rows` rows; their inputs of shape (rows, ...) are views.
 
-    Other requests may share a batch with the last part. Every attribute but inputs, rows and size is that of the request.
+    Other requests may share a batch with the last part. Every attribute but inputs, rows, size and resident outputs is that of
+    the request.
     """
     starts = range(0, request.rows, max_rows)
     return [
@@ -136,6 +170,7 @@ def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
             inputs={name: array[start : start + max_rows] for name, array in request.inputs.items()},
             rows=min(max_rows, request.rows - start),
             size_bytes=request.size_bytes // len(starts),
+            resident_outputs=frozenset(),  # the outputs of the parts are joined in host memory
         )
         for start in starts
     ]
@@ -148,11 +183,19 @@ class PartJoiner:
         whole: completion of the whole request.
         parts: number of parts.
         refusal: returns an error if parts of this model can no longer be joined, else None.
+        undelivered: see `EntryFactory`. The batch of the last part counts the request as answered, also if it fails.
     """
 
-    def __init__(self, whole: Completion, parts: int, refusal: Callable[[], HeadraceError | None]) -> None:
+    def __init__(
+        self,
+        whole: Completion,
+        parts: int,
+        refusal: Callable[[], HeadraceError | None],
+        undelivered: Callable[[int], object],
+    ) -> None:
         self.whole = whole
-        self._refusal = refusal
+        self._refusal, self._undelivered = refusal, undelivered
+        self._counted = self._failed = False  # the last part has its response, the whole has ended without one
         self._lock = threading.Lock()
         self._outputs: list[dict[str, Array]] = [{} for _ in range(parts)]
         self._missing = parts
@@ -166,8 +209,21 @@ class PartJoiner:
             self._outputs[index] = outcome.outputs
             self._missing -= 1
             complete = self._missing == 0
+            if index == len(self._outputs) - 1:
+                self._counted = True
+            undelivered = self._counted and self._failed
+            self._failed = self._failed and not undelivered
+        if undelivered:
+            self._undelivered(1)
         if complete:
             self.whole.settle(self._joined())
+
+    def fail(self) -> None:
+        """Record that the whole request has ended without a response; once."""
+        with self._lock:
+            self._failed, undelivered = not self._counted, self._counted
+        if undelivered:
+            self._undelivered(1)
 
     def _joined(self) -> Outcome:
         refusal = self._refusal()
@@ -212,9 +268,13 @@ class Sequencer:
     otherwise (cancelled, past its deadline) does not delay the others.
 
     Ownership: `_lock` guards every attribute.
+
+    Args:
+        undelivered: see `EntryFactory`. A batch counts a request as answered once its outcome is stored here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, undelivered: Callable[[int], object]) -> None:
+        self._undelivered = undelivered
         self._lock = threading.Lock()
         self._waiting: deque[Completion] = deque()
         self._outcomes: dict[Completion, Outcome] = {}
@@ -225,11 +285,21 @@ class Sequencer:
         with self._lock:
             self._waiting.extend(completions)
 
-    def deliver(self, pairs: Iterable[tuple[Completion, Outcome]]) -> None:
-        """Store the outcomes of a batch and settle those whose earlier requests are settled."""
+    def deliver(self, pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
+        """Store the outcomes of a batch and settle those whose earlier requests are settled.
+
+        Returns:
+            The completions that had been settled before, as `settle_all`.
+        """
+        lost: list[Completion] = []
         with self._lock:
-            self._outcomes.update(pairs)
+            for completion, outcome in pairs:
+                if completion.is_settled:
+                    lost.append(completion)  # no longer waiting, so its outcome would stay here
+                else:
+                    self._outcomes[completion] = outcome
         self.release()
+        return lost
 
     def release(self) -> None:
         """Settle all requests at the front whose outcome is stored, in order."""
@@ -243,7 +313,9 @@ class Sequencer:
                 if not ready:
                     self._releasing = False
                     return
-            settle_all(ready)
+            lost = settle_all(ready)
+            if lost:
+                self._undelivered(sum(_counts(pair) and pair[0] in lost for pair in ready))
 
     def _ready(self) -> list[tuple[Completion, Outcome]]:
         ready: list[tuple[Completion, Outcome]] = []
@@ -256,3 +328,8 @@ class Sequencer:
                 break
             self._waiting.popleft()
         return ready
+
+
+def _counts(pair: tuple[Completion, Outcome]) -> bool:
+    """Return True for a response to a whole request; `PartJoiner` counts those of parts."""
+    return isinstance(pair[1], InferResponse) and not isinstance(pair[0], PartCompletion)

@@ -1,6 +1,6 @@
 """Executes batches one at a time, checks and splits their outputs, and settles each member's completion.
 
-`SerialRunner` pulls, assembles, runs, splits and settles. `Staging` holds the buffers in which inputs are stacked.
+`SerialRunner` pulls, assembles, runs, splits and settles.
 `OutputCheck` compares output shapes with their declaration once a batch, before any caller gets rows. `BatchResults` settles
 members and counts. `ReshapingExecution` converts between the shapes of callers and of the model (`reshape` in the
 configuration).
@@ -11,17 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-
-import numpy as np
+from time import process_time_ns
+from typing import cast
 
 from headrace.backends.base import (
+    BatchMember,
     Execution,
     ExecutionLost,
     InFlightBatch,
+    MemberExecution,
+    MemberResult,
     WrappedExecution,
+    has_batch_memory,
+    reads_device_rows,
+    runs_by_member,
     runs_on_any_thread,
 )
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock
@@ -29,9 +35,10 @@ from headrace.core.completion import Completion, Mailbox, Outcome
 from headrace.core.errors import DeadlineExceeded, HeadraceError, ModelFailed
 from headrace.core.limits import BodyMemory
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.core.tensor import Array, ModelSpec, is_resident
+from headrace.core.tensor import Array, ModelSpec
 from headrace.observability.counters import BatchRecord, Recorder
 from headrace.scheduling.admission import AdmissionController, InFlightWork
+from headrace.scheduling.assembly import BatchLayout, Staging, inputs_on_gpus
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
@@ -51,6 +58,7 @@ class OutputCheck:
 
     Args:
         spec: spec of the model, with the declared outputs.
+        unchecked: names of outputs that are not split by rows, and are checked where they are split.
 
     Attributes:
         names: names of the declared outputs, in the order of the configuration; clients get only these.
@@ -58,21 +66,23 @@ class OutputCheck:
 
     __slots__ = ("_batched", "_declared", "_name", "names")
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, unchecked: Container[str] = ()) -> None:
         self._name = spec.name
         self._batched = spec.max_batch_size > 0
         self._declared = tuple(
             (tensor.name, tensor.shape, tensor.shape[1:], -1 not in tensor.shape[1:])
             for tensor in spec.outputs.values()
+            if tensor.name not in unchecked
         )
         self.names = tuple(spec.outputs)
 
-    def check(self, outputs: Mapping[str, Array], rows: int) -> None:
+    def check(self, outputs: Mapping[str, Array], rows: int, requested: tuple[str, ...] = ()) -> None:
         """Compare the shapes of all declared outputs with the batch.
 
         Args:
             outputs: arrays by name, as the execution returned them.
             rows: rows of the batch; ignored for a model without a batch dimension.
+            requested: names of the outputs that must be there; () for all.
 
         Raises:
             OutputMismatch: an output is missing, has another number of rows, or differs from its declared dimensions.
@@ -81,6 +91,8 @@ class OutputCheck:
         for name, declared, row_dims, fixed in self._declared:
             array = outputs.get(name)
             if array is None:
+                if requested and name not in requested:
+                    continue
                 raise OutputMismatch(
                     f"model '{self._name}' returned no output '{name}', which its configuration declares. The model is at "
                     "fault, not the request: remove the output from the configuration, or export the model again"
@@ -124,7 +136,7 @@ def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
 
 logger = logging.getLogger("headrace.instance")
 
-Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
+Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], list[Completion]]
 
 
 @dataclass(eq=False, repr=False)
@@ -140,6 +152,7 @@ class BatchResults:
         admission: records prediction errors.
         on_mismatch: callback for an output mismatch, called before any request is settled.
         busy_runners: runners with a batch in flight; each removes itself.
+        layout: assembles batches of requests of different shapes; None if the requests of a batch have equal shapes.
     """
 
     recorder: Recorder
@@ -149,6 +162,7 @@ class BatchResults:
     latency_table: LatencyTable
     admission: AdmissionController
     on_mismatch: Callable[[OutputMismatch], object]
+    layout: BatchLayout | None = None
 
     def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
@@ -184,29 +198,67 @@ class BatchResults:
             start = stop
         return results
 
-    def settle(self, batch: Batch, times: BatchTimes, results: list[dict[str, Array]], busy_ns: int) -> None:
+    def check_members(self, results: list[MemberResult], members: Sequence[BatchMember]) -> None:
+        """Check the outputs of each member; an error takes the place of outputs that do not fit its request.
+
+        Args:
+            results: outputs or error of each member; changed in place.
+            members: the members, in order.
+        """
+        check = self.check
+        for index, member in enumerate(members):
+            outputs = results[index]
+            if isinstance(outputs, dict):
+                try:
+                    check.check(outputs, member.rows, member.outputs)
+                except OutputMismatch as error:
+                    results[index] = error
+
+    def settle(
+        self,
+        batch: Batch,
+        times: BatchTimes,
+        results: Sequence[MemberResult],
+        busy_ns: int,
+        defer: Callable[..., object] | None = None,
+    ) -> None:
         """Settle the members of a batch with their rows, and record its times.
 
         Args:
             batch: the batch.
             times: times of its phases.
-            results: outputs by name of each member.
+            results: outputs by name of each member, or its error.
             busy_ns: time for which the batch occupied its instance.
+            defer: calls its arguments soon, after the responses are written; None to record at once.
         """
-        entries, closed, instances = batch.entries, batch.reason.value, batch.instances
-        batch_rows = rows = batch.rows
+        entries, closed = batch.entries, batch.reason.value
+        batch_rows = batch.rows
         pairs: list[tuple[Completion, Outcome]] = []
+        failed = 0
         for entry, outputs in zip(entries, results, strict=True):
-            pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
-        taken = self.deliver(pairs)
+            if type(outputs) is dict:
+                pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
+            else:
+                failed += 1
+                pairs.append((entry.completion, cast("HeadraceError", outputs)))
+        lost = self.deliver(pairs)
         answered = entries
-        if taken != len(answered):  # requests cancelled while the batch ran do not count as success
+        # Requests that failed, and those cancelled while the batch ran, do not count as success.
+        if lost or failed:
             answered = [
                 entry
                 for entry, (completion, outcome) in zip(answered, pairs, strict=True)
-                if completion.outcome is outcome or completion.outcome is None
+                if completion not in lost and type(outcome) is InferResponse
             ]
-            rows = sum(map(_ROWS, answered))
+        if defer is None:
+            self._record(batch, answered, times, busy_ns)
+        else:
+            defer(self._record, batch, answered, times, busy_ns)
+
+    def _record(self, batch: Batch, answered: list[Entry], times: BatchTimes, busy_ns: int) -> None:
+        """Record a batch; `answered` are its entries whose requests were not cancelled."""
+        entries, instances, batch_rows = batch.entries, batch.instances, batch.rows
+        rows = batch_rows if len(answered) == len(entries) else sum(map(_ROWS, answered))
         taken_ns, assembled_ns, computed_ns, split_ns = times
         queue_ns, total_ns = [], []
         for entry in answered:
@@ -214,7 +266,7 @@ class BatchResults:
                 queue_ns.append(taken_ns - entry.enqueued_ns)
                 total_ns.append(split_ns - entry.received_ns)
         shape_key = entries[0].shape_key
-        record = BatchRecord(rows, batch_rows, closed, times, queue_ns, total_ns, busy_ns, shape_key)
+        record = BatchRecord(rows, batch_rows, batch.reason.value, times, queue_ns, total_ns, busy_ns, shape_key)
         self.recorder.record_batch(record)
         self.report(busy_ns)
         # Behind another batch in flight the compute time is at most the busy time.
@@ -244,73 +296,29 @@ class BatchResults:
                 for entry in entries
                 if not entry.completion.is_settled
             ]
-        if isinstance(error, HeadraceError):
-            failure: HeadraceError = error
-        else:
-            reference = uuid.uuid4().hex[:12]
-            logger.error("request failed in the model (reference %s)", reference, exc_info=error)
-            failure = ModelFailed(
-                f"the model failed on this request: see the server log for the cause (reference {reference})", reference
-            )
-        self.give_up(entries, failure)
+        self.give_up(entries, _failure(error))
         return []
+
+    def failed_all(self, batch: Batch, error: Exception) -> None:
+        """Settle all members of a failed batch with the error; none is run again: the code may have had side effects."""
+        self.recorder.failed_batch(batch.reason.value)
+        self.admission.changed = True
+        self.give_up(batch.entries, _failure(error))
 
     def give_up(self, entries: Iterable[Entry], error: Exception) -> None:
         """Settle all entries with an error."""
         self.deliver([(entry.completion, error) for entry in entries])
 
 
-# Number of row shapes with a staging buffer; further shapes allocate for each batch.
-_MAX_BUFFERS = 16
-
-
-class Staging:
-    """Reusable buffers in which an instance assembles its batches.
-
-    Ownership: one instance, one batch at a time. An array that `stack` returns is valid until the next call.
-
-    Args:
-        max_rows: rows of the largest batch.
-    """
-
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
-
-    def stack(self, entries: list[Entry], rows: int) -> dict[str, Array]:
-        """Return the inputs of all entries, `rows` in all, concatenated along the batch dimension.
-
-        The arrays of a single entry are not copied if they are aligned. Views of a request's body may be unaligned, since the
-        header before them has any length, and kernels may rely on alignment. Resident rows are copied.
-        """
-        first = entries[0].inputs
-        if len(entries) == 1:
-            inputs: dict[str, Array] = {}
-            for name, array in first.items():
-                if type(array) is not np.ndarray and is_resident(array):
-                    array = np.asarray(array)
-                inputs[name] = array if array.flags.num & _READY == _READY else array.copy()
-            return inputs
-        stacked: dict[str, Array] = {}
-        for name, array in first.items():
-            parts = [entry.inputs[name] for entry in entries]
-            buffer = self._buffer(name, array, rows)
-            stacked[name] = np.concatenate(parts) if buffer is None else np.concatenate(parts, out=buffer)
-        return stacked
-
-    def _buffer(self, name: str, like: Array, rows: int) -> Array | None:
-        if like.dtype.hasobject or rows > self._max_rows:
-            return None
-        key = (name, like.shape[1:])
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            if len(self._buffers) >= _MAX_BUFFERS:
-                return None
-            buffer = self._buffers[key] = np.empty((self._max_rows, *like.shape[1:]), like.dtype)
-        return buffer[:rows]
-
-
-_READY = 0x101  # NumPy's flags ALIGNED and C_CONTIGUOUS, to read an array's flags once instead of twice
+def _failure(error: Exception) -> HeadraceError:
+    """Return the error for clients; the text of an error that is not Headrace's own goes only to the log."""
+    if isinstance(error, HeadraceError):
+        return error
+    reference = uuid.uuid4().hex[:12]
+    logger.error("request failed in the model (reference %s)", reference, exc_info=error)
+    return ModelFailed(
+        f"the model failed on this request: see the server log for the cause (reference {reference})", reference
+    )
 
 
 # A longer run on the event loop disables such runs for INLINE_PAUSE_NS.
@@ -387,16 +395,15 @@ class InlineGate:
         mailbox = self.mailbox
         mailbox.hold()
         self._iteration_open = True
-        mailbox.loop.call_soon(self._end_iteration)
         return self.clock()
 
     def end(self, begun_ns: int) -> None:
         """Resume the caller after a run, and disable such runs for a while if it took too long."""
         run_ns = self.clock() - begun_ns
         self.mailbox.deliver()
+        self.mailbox.loop.call_soon(self._end_iteration)  # after the batch is recorded
         disables = run_ns > INLINE_MAX_RUN_NS
         self.recorder.record_inline_run(disables)
-        self._handled_stalls = self.latency_table.stalls
         if disables:
             self._enabled_ns = begun_ns + run_ns + INLINE_PAUSE_NS
             logger.info(
@@ -409,6 +416,7 @@ class InlineGate:
 
     def _end_iteration(self) -> None:
         self._iteration_open = False
+        self._handled_stalls = self.latency_table.stalls
 
 
 @dataclass(eq=False, repr=False)
@@ -435,6 +443,8 @@ class SerialRunner:
     inline_gate: InlineGate | None
 
     def __post_init__(self) -> None:
+        self._members = self.execution if runs_by_member(self.execution) else None  # read for each batch
+        self._reads_device_rows = reads_device_rows(self.execution)
         self._staging = Staging(self.max_rows)
         # Error of a run on another thread; the instance's thread ends with it.
         self._inline_error: BaseException | None = None
@@ -450,7 +460,13 @@ class SerialRunner:
             inline_dispatch = self
             if self.inline_gate is not None:
                 self.inline_gate.support(self.execution)
-        while (batch := self.scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)) is not None:
+        wait_ready = None if self._members is None else self._members.wait_ready
+        while True:
+            if wait_ready is not None:
+                wait_ready(self.scheduler.is_ending)
+            batch = self.scheduler.next_batch(sleeper, inline_dispatch=inline_dispatch)
+            if batch is None:
+                break
             self._run_batch(batch)
             del batch  # its arrays may be large, and the next batch may come late
         if self._inline_error is not None:
@@ -462,7 +478,10 @@ class SerialRunner:
             self._running = batch
             batch_results.begin(self)
             try:
-                self.execute(batch)
+                if batch_results.layout is None:
+                    self.execute(batch)
+                else:
+                    self.execute_groups(batch, batch_results.layout)
             finally:
                 batch_results.busy_runners.discard(self)
             self._running = None
@@ -523,6 +542,9 @@ class SerialRunner:
         except ExecutionLost:
             raise
         except Exception as error:  # every other error of a backend fails this batch only
+            if self._members is not None:
+                self.batch_results.failed_all(batch, error)
+                return
             for retry in self.batch_results.failed(batch, error):
                 if retry.drop_settled():
                     retry.taken_ns = self.clock()
@@ -532,15 +554,73 @@ class SerialRunner:
             exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
         busy_ns = times.split_ns - times.taken_ns
         self.batch_results.busy_runners.discard(self)  # before `settle`: its caller may send the next request at once
-        self.batch_results.settle(batch, times, results, busy_ns)
+        gate = self.inline_gate if self._on_loop else None
+        self.batch_results.settle(batch, times, results, busy_ns, None if gate is None else gate.mailbox.loop.call_soon)
 
-    def _run(self, batch: Batch) -> tuple[BatchTimes, list[dict[str, Array]]]:
+    def _run(self, batch: Batch) -> tuple[BatchTimes, Sequence[MemberResult]]:
+        if self._members is not None:
+            return self._run_members(self._members, batch)
+        layout = self.batch_results.layout
+        if layout is not None and not layout.is_plain(batch.entries, batch.taken_ns):
+            return self._run_arranged(batch, layout)
         inputs = self._staging.stack(batch.entries, batch.rows)
         assembled_ns = self.clock()
         outputs = self.execution.run(inputs)
         computed_ns = self.clock()
         results = self.batch_results.split(outputs, batch)
         return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock()), results
+
+    def _run_members(self, execution: MemberExecution, batch: Batch) -> tuple[BatchTimes, Sequence[MemberResult]]:
+        """Run the requests of a batch as a list: each has its own outputs or error."""
+        members = [member for entry in batch.entries if (member := entry.member) is not None]
+        if has_batch_memory(execution):
+            separate = inputs_on_gpus(batch.entries) if self._reads_device_rows else ()
+            if separate:
+                inputs_of = [{name: entry.inputs[name] for name in separate} for entry in batch.entries]
+                members = [member._replace(inputs=own) for member, own in zip(members, inputs_of, strict=True)]
+            inputs = self._staging.stack_into(execution, batch.entries, batch.rows, separate)
+        else:
+            inputs = self._staging.stack(batch.entries, batch.rows)
+        assembled_ns = self.clock()
+        results = execution.run_members(inputs, members)
+        computed_ns = self.clock()
+        self.batch_results.check_members(results, members)
+        return BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock()), results
+
+    def execute_groups(self, batch: Batch, layout: BatchLayout) -> None:
+        """Run the entries of a batch in the groups of a layout, one group after the other."""
+        if len(batch.entries) == 1:
+            self.execute(batch)
+            return
+        begun_ns = self.clock()
+        division = layout.divide(batch.entries)
+        if len(division.groups) == 1 and not division.apart_ns:
+            self.execute(batch)
+            return
+        cpu_ns = process_time_ns() if division.apart_ns else 0
+        for group in division.groups:
+            part = Batch(group, batch.reason, self.clock(), 0)
+            part.rows = sum(map(_ROWS, group))
+            if part.drop_settled():
+                self.batch_results.begin(self)
+                self.execute(part)
+        if division.apart_ns:
+            layout.record_division(division, self.clock() - begun_ns, process_time_ns() - cpu_ns)
+        if division.check is not None:
+            division.check(self.execution)
+
+    def _run_arranged(self, batch: Batch, layout: BatchLayout) -> tuple[BatchTimes, Sequence[MemberResult]]:
+        """Run a batch of requests whose shapes may differ."""
+        begun_ns = self.clock()
+        arrangement = layout.arrange([entry.inputs for entry in batch.entries])
+        inputs = arrangement.stack(self._staging)
+        assembled_ns = self.clock()
+        outputs = self.execution.run(inputs)
+        computed_ns = self.clock()
+        results = arrangement.split(outputs, self.batch_results.check.check)
+        times = BatchTimes(batch.taken_ns, assembled_ns, computed_ns, self.clock())
+        arrangement.record(outputs, computed_ns - assembled_ns, times.split_ns - computed_ns + assembled_ns - begun_ns)
+        return times, results
 
 
 def exceed_deadline(entry: Entry) -> None:
@@ -566,6 +646,46 @@ class ReshapingExecution(WrappedExecution):
         self._inputs = inputs
         self._outputs = outputs
         self._batched = batched
+        self.by_member = runs_by_member(inner)
+        self.reads_device_rows = reads_device_rows(inner)
+        self._batch: dict[str, tuple[Array, Array]] = {}  # arrays of the next batch, in either shape
+
+    def wait_ready(self, stopped: Callable[[], bool]) -> None:
+        """Wait as the wrapped execution does."""
+        self._members().wait_ready(stopped)
+
+    def batch_arrays(self, like: Mapping[str, Array], rows: int) -> dict[str, Array]:
+        """Return the wrapped execution's arrays in the clients' shapes."""
+        if not has_batch_memory(self._inner):
+            return {}
+        arrays = self._inner.batch_arrays(self._to_model_shape(like), rows)
+        self._batch = {
+            name: (array.reshape((rows, *like[name].shape[1:]) if self._batched else like[name].shape), array)
+            for name, array in arrays.items()
+        }
+        return {name: outer for name, (outer, _inner) in self._batch.items()}
+
+    def run_members(self, inputs: dict[str, Array], members: Sequence[BatchMember]) -> list[MemberResult]:
+        """Run a batch; return all outputs in the clients' shapes."""
+        batch, self._batch = self._batch, {}
+        arrays = self._to_model_shape(inputs)
+        # The wrapped execution must get the arrays that it has provided, not views of them.
+        arrays |= {name: inner for name, (outer, inner) in batch.items() if inputs.get(name) is outer}
+        if members[0].inputs:
+            members = [member._replace(inputs=self._to_model_shape(member.inputs)) for member in members]
+        results = self._members().run_members(arrays, members)
+        for index, result in enumerate(results):
+            if isinstance(result, dict):
+                try:
+                    results[index] = self._to_caller_shape(result)
+                except OutputMismatch as error:
+                    results[index] = error
+        return results
+
+    def _members(self) -> MemberExecution:
+        if not runs_by_member(self._inner):
+            raise TypeError("the wrapped execution runs batches as a whole: call run() instead of run_members()")
+        return self._inner
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """Run a batch; return all outputs in the clients' shapes."""

@@ -1,8 +1,7 @@
 """A loaded model version with its queue and instances: `ModelHandle`, the interface of the data plane.
 
-The registry returns it as a lease; a leased version is not closed. It is also the seam at which the engine can move to
-another process. Ownership: `admit`, `infer`, `record_failure` and `release` are called on the event loop, `infer_blocking` and
-`release` on any other thread of a program that holds a lease; the rest by the control thread.
+Leases, counters and the response cache in front of it are those of `VersionHandle`. It is also the seam at which the engine can
+move to another process.
 
 `RequestTimeouts` ends a request's wait at its deadline or at its queue's timeout.
 """
@@ -10,8 +9,7 @@ another process. Ownership: `admit`, `infer`, `record_failure` and `release` are
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pipelined
@@ -19,7 +17,7 @@ from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory
-from headrace.core.request import InferRequest, InferResponse, LevelLoad, ModelLoad
+from headrace.core.request import InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
 from headrace.core.tensor import BYTES, ModelSpec
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, Quotas
@@ -31,14 +29,16 @@ from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
+from headrace.scheduling.ragged import PaddedLayout, batch_layout
 from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.version_handle import Prediction, VersionHandle
 
 logger = logging.getLogger("headrace.model")
 
 _DEADLINE_PASSED = "the request's deadline had passed before it was queued"
 
 
-class ModelHandle:
+class ModelHandle(VersionHandle):
     """A loaded version with its queue and its instances.
 
     Args:
@@ -53,11 +53,6 @@ class ModelHandle:
         on_back: callback with the number of live instances after a restart; called from a timer's thread.
         clock: returns monotonic nanoseconds.
         bodies: counts requests in the front ends; None without front ends.
-
-    Attributes:
-        used_ns: monotonic time of the latest request; 0 before the first.
-        closing: True once the version is closing and accepts no leases.
-        latency_table: measured compute times by rows.
     """
 
     def __init__(
@@ -73,18 +68,19 @@ class ModelHandle:
         on_back: Callable[[int], None] = lambda _living: None,
         bodies: BodyMemory | None = None,
     ) -> None:
-        self.spec, self.policy, self.recorder = spec, policy, recorder
-        self.used_ns = 0
+        bound_ns = policy.inline_bound_ns
+        super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
         self._mailbox = mailbox
         self._on_wanted = on_wanted
-        self._clock = clock
         order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
         self._scheduler = Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
-        sequencer = Sequencer() if policy.preserve_ordering else None
+        undelivered = recorder.record_undelivered
+        sequencer = Sequencer(undelivered) if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
-        self._entry_factory = EntryFactory(spec, policy, self._scheduler.discard, sequencer)
-        name, bound_ns = f"{spec.name}/{spec.version}", policy.inline_bound_ns
-        self.latency_table = table = LatencyTable(bound_ns)
+        self.layout = layout = batch_layout(policy, spec, recorder)
+        queue_key = None if layout is None else layout.queue_key
+        self._entry_factory = EntryFactory(spec, policy, self._scheduler.discard, sequencer, undelivered, queue_key)
+        name = f"{spec.name}/{spec.version}"
         self._inline_gate = InlineGate(name, bound_ns, table, mailbox, recorder, bodies, clock)
         cost_model = CostModel(table, policy.batch)
         self._scheduler.set_cost_model(cost_model)
@@ -97,17 +93,22 @@ class ModelHandle:
         )
         self._scheduler.on_dropped = self._admission.learn_dropped
         self._scheduler.retry_after_s = self._admission.retry_after_s
+        check = OutputCheck(spec, () if policy.ragged is None else policy.ragged.scattered)
         self._batch_results = BatchResults(
-            recorder, deliver, cost_model.batch, OutputCheck(spec), table, self._admission, self._stop_batching
+            recorder, deliver, cost_model.batch, check, table, self._admission, self._stop_batching, layout
         )
         self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
-        self._lock = threading.Lock()  # guards _leases, closing, _restore_requested, and the first mismatch of outputs
-        self._leases, self._restore_requested, self.closing = 0, False, False
-        self._idle = threading.Event()  # set once the version is closing and has no leases
+        self._cost_model = cost_model
+        self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
         )
+
+    @property
+    def padding(self) -> Mapping[str, str] | None:
+        """State of padding and its reason; None if the model has no `pad`."""
+        return self.layout.report() if isinstance(self.layout, PaddedLayout) else None
 
     def start(self, warm_up: WarmUp | None = None) -> None:
         """Start the instances and wait until each is open and warm.
@@ -122,21 +123,6 @@ class ModelHandle:
 
     # On the event loop
 
-    def lease(self) -> bool:
-        """Take a lease; False if the version is being closed. The registry calls this."""
-        with self._lock:
-            if self.closing:
-                return False
-            self._leases += 1
-        return True
-
-    def release(self) -> None:
-        """Give a lease back."""
-        with self._lock:
-            self._leases -= 1
-            if self.closing and self._leases == 0:
-                self._idle.set()
-
     def admit(self) -> None:
         """Check that the version can serve, before a request is decoded.
 
@@ -149,7 +135,7 @@ class ModelHandle:
         if instances.isolated is not None:
             instances.admit()
 
-    def infer(self, request: InferRequest) -> LoopCompletion:
+    def compute(self, request: InferRequest) -> LoopCompletion:
         """Queue a request and return its completion, to be awaited.
 
         Raises:
@@ -171,9 +157,16 @@ class ModelHandle:
             raise
         if self._instance_group.evicted:  # after `enqueue`: a concurrent eviction sees the queued request
             self._request_restore()
-        if (request.deadline_ns or self._timeouts.has_queue_timeouts) and not completion.is_settled:
+        # The pipeline of a step has the timer of its deadline.
+        timed = request.deadline_ns and not request.due_ns
+        if (timed or self._timeouts.has_queue_timeouts) and not completion.is_settled:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
+
+    def charge(self, client: str, now_ns: int) -> None:
+        """Charge a request that the response cache serves to the client's quota; raises QuotaExceeded."""
+        if self._quotas is not None:
+            self._quotas.charge(client, now_ns)
 
     def infer_blocking(self, request: InferRequest) -> InferResponse:
         """Run a request and block until its response; any thread but that of the event loop may call.
@@ -218,16 +211,16 @@ class ModelHandle:
         self.used_ns = now_ns
         return entries
 
-    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
-        """Count a request that ended with an error."""
-        self.recorder.failure(error.reason, max(self._clock() - received_ns, 0))
-
     # From any thread
 
     @property
     def ready(self) -> bool:
         """True while an instance is live, or the version is evicted and restores on the next request."""
         return self._instance_group.alive > 0 or self._instance_group.evicted
+
+    def probes(self) -> Sequence[Probe]:
+        """Start the readiness checks of a Python model, without waiting; empty if its code has none."""
+        return self._instance_group.probes()
 
     @property
     def process_status(self) -> ProcessStatus | None:
@@ -248,11 +241,6 @@ class ModelHandle:
     def evicted(self) -> bool:
         """True while the model is out of memory and requests wait for `restore`."""
         return self._instance_group.evicted
-
-    @property
-    def in_flight(self) -> int:
-        """Number of requests between lease and release."""
-        return self._leases
 
     @property
     def depth(self) -> int:
@@ -284,6 +272,16 @@ class ModelHandle:
             levels=levels,
         )
 
+    def predict_ns(self, rows: int, level: int, now_ns: int) -> Prediction:
+        """Predict queue and compute time of a request behind `announced_rows`; zeros while latencies are unmeasured."""
+        costs, policy = self._cost_model.current, self.policy
+        if costs is None:
+            return Prediction(0, 0)
+        level = (level if 0 < level <= policy.levels else policy.default_level) - 1
+        batches, max_rows = -(-rows // policy.batch.max_rows), policy.batch.max_rows
+        wait_ns = self._admission.wait_ns(level, now_ns, self.announced_rows, rows)
+        return Prediction(wait_ns, costs.estimates_ns[min(rows, max_rows)] * batches)
+
     # By the control thread
 
     def close(self, timeout_s: float | None) -> bool:
@@ -298,12 +296,10 @@ class ModelHandle:
             False if a batch still ran after `timeout_s`: its requests got an error, and its memory is not freed.
         """
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
-        with self._lock:
-            self.closing = True
-            if self._leases == 0:
-                self._idle.set()
+        self._end_leases()
         self._instance_group.disable_death_callbacks()
         self._idle.wait(timeout_s)
+        self._close_cache()
         self._scheduler.close()
         remaining_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
         error = Unavailable(
@@ -386,13 +382,25 @@ class ModelHandle:
         serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock, gate)
         inputs = self.spec.inputs
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
-        if not (is_pipelined(execution) and numbers):
+        if not (is_pipelined(execution) and numbers) or self.policy.ragged is not None:
             return serial
         batch = self.policy.batch
         pacing = LaunchPacing(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
+        layout = self.layout if isinstance(self.layout, PaddedLayout) else None
         threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0
         return Pipeline(
-            name, execution, scheduler, len(inputs), serial, batch_results, on_death, pacing, clock, threads, batched
+            name,
+            execution,
+            scheduler,
+            len(inputs),
+            serial,
+            batch_results,
+            on_death,
+            pacing,
+            clock,
+            threads,
+            batched,
+            layout,
         )
 
 
@@ -405,6 +413,12 @@ def _withdraw(completion: Completion, entries: list[Entry]) -> None:
 
 # uvloop and asyncio accept delays as floats of seconds; a deadline beyond a day counts as a day.
 _MAX_DELAY_NS = 86_400 * NS_PER_S
+
+
+def set_deadline(request: InferRequest, completion: LoopCompletion, now_ns: int) -> None:
+    """Start the timer of a request's deadline; call it on the loop."""
+    after_ns = request.deadline_ns - request.received_ns
+    completion.call_after(min(request.deadline_ns - now_ns, _MAX_DELAY_NS), _exceed, completion, after_ns)
 
 
 class RequestTimeouts:
@@ -429,9 +443,8 @@ class RequestTimeouts:
     def set(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
         """Start the timers of a request."""
         deadline_ns = request.deadline_ns
-        if deadline_ns:
-            after_ns = deadline_ns - request.received_ns
-            completion.call_after(min(deadline_ns - now_ns, _MAX_DELAY_NS), _exceed, completion, after_ns)
+        if deadline_ns and not request.due_ns:
+            set_deadline(request, completion, now_ns)
             if not self.has_queue_timeouts:
                 return
         level = self._levels[entries[0].level]

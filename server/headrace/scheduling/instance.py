@@ -24,6 +24,7 @@ from typing import Protocol
 from headrace.backends.base import (
     Execution,
     ExecutionLost,
+    HasProbes,
     HasProcessStatus,
     LoadedModel,
     ProcessStatus,
@@ -32,6 +33,7 @@ from headrace.backends.base import (
 from headrace.core.clock import NS_PER_S, Clock
 from headrace.core.completion import settle_all
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unavailable
+from headrace.core.request import Probe
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.scheduler import Scheduler
 
@@ -204,6 +206,7 @@ class ModelInstances:
     def __post_init__(self, model: LoadedModel) -> None:
         self._model: LoadedModel | None = model
         self.isolated: HasProcessStatus | None = find_inner(model, "process_status")
+        self._probed: HasProbes | None = find_inner(model, "probes")
         self._restarts = RestartTimers(self._restart)
         self._warm_up: WarmUp | None = None
         self._lifecycle_lock = threading.Lock()
@@ -271,6 +274,7 @@ class ModelInstances:
                 model.close()
                 return False
             self._model, self.isolated = model, find_inner(model, "process_status")
+            self._probed = find_inner(model, "probes")
             self.scheduler.resume()
             self._start(warm_up)
             self.evicted = False
@@ -285,6 +289,11 @@ class ModelInstances:
         """Status of the child process of the model; None without one, and while the model is evicted."""
         isolated = self.isolated
         return None if isolated is None else isolated.process_status
+
+    def probes(self) -> Sequence[Probe]:
+        """Start the readiness checks of the model's code; empty if it has none."""
+        probed = self._probed
+        return () if probed is None else probed.probes()
 
     def admit(self) -> None:
         """Reject requests while the child process of the model does not run.
@@ -372,7 +381,7 @@ class ModelInstances:
             self._live_indices = set()
         self._instances = []  # breaks a reference cycle, so that the memory is freed at once
         self._warm_up = None
-        model, self._model, self.isolated = self._model, None, None
+        model, self._model, self.isolated, self._probed = self._model, None, None, None
         if model is not None:
             model.close()
 

@@ -40,6 +40,7 @@ from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.instance import OnDeath
 from headrace.scheduling.queue import Entry
+from headrace.scheduling.ragged import PaddedLayout
 from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
 
 # Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
@@ -62,8 +63,8 @@ class _Finished(NamedTuple):
 class Pipeline:
     """Runs an execution that overlaps batches; see `headrace.scheduling.instance.BatchRunner`.
 
-    A batch that lacks an optional input runs through the execution's `run`, with no other batch in flight. For a model without
-    a batch dimension a batch is one request.
+    A batch that lacks an optional input, or whose requests of different length cannot be padded yet, runs through the execution's
+    `run`, with no other batch in flight. For a model without a batch dimension a batch is one request.
 
     Ownership: `_open`, `_retries`, `pacing` and `_last_done_ns` belong to one thread each, as noted below, or to the thread that
     runs in its place. A caller holds `_caller_lock` from before the launch of its batch until that batch is finished. `_pending`
@@ -81,6 +82,7 @@ class Pipeline:
         clock: returns monotonic nanoseconds.
         fill_threads: most threads that copy the rows of a large batch.
         batched: False if the model has no batch dimension.
+        layout: pads requests of different length; None if the requests of a batch have equal shapes.
         asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
 
@@ -97,6 +99,7 @@ class Pipeline:
     clock: Clock
     fill_threads: int
     batched: bool
+    layout: PaddedLayout | None = None
 
     def __post_init__(self) -> None:
         self._filler = Filler(self.name, self.fill_threads)
@@ -211,12 +214,18 @@ class Pipeline:
 
     def _start(self, batch: Batch) -> bool:
         """Launch a batch, run it serially, or drop it if no caller waits; True if it is in flight."""
+        layout = self.layout
         if not batch.drop_settled():
             self._remove_pending(batch)
-        elif len(batch.entries[0].inputs) != self.inputs:
+        elif len(batch.entries[0].inputs) != self.inputs or (
+            layout is not None and layout.runs_in_groups(batch.entries)
+        ):
             while self._open:
                 self._collect_finished()
-            self.serial.execute(batch)
+            if layout is None:
+                self.serial.execute(batch)
+            else:
+                self.serial.execute_groups(batch, layout)
             self._remove_pending(batch)
         else:
             try:
@@ -237,17 +246,28 @@ class Pipeline:
     def _launch(self, batch: Batch) -> bool:
         """Begin, fill and launch; False if every request was settled meanwhile."""
         execution, entries = self.execution, batch.entries
-        in_flight = execution.begin(entries[0].inputs, batch.rows if self.batched else 0)
+        arrangement, layout = None, self.layout
+        if layout is not None and not layout.is_plain(entries, batch.taken_ns):
+            arrangement = layout.arrange([entry.inputs for entry in entries])
+        like = entries[0].inputs if arrangement is None else arrangement.like()
+        in_flight = execution.begin(like, batch.rows if self.batched else 0)
         try:
-            self._filler.fill(in_flight, entries)
+            if arrangement is None:
+                self._filler.fill(in_flight, entries)
+            else:
+                arrangement.fill(in_flight.inputs)
         except Exception:
             execution.discard(in_flight)
             raise
         if all(entry.completion.is_settled for entry in entries):
             execution.discard(in_flight)
             return False
-        batch.in_flight = in_flight
+        batch.in_flight, batch.arrangement = in_flight, arrangement
         batch.instances = len(self.batch_results.busy_runners)
+        if arrangement is None and in_flight.device is not None and entries[0].resident_outputs:
+            in_flight.resident_outputs = entries[0].resident_outputs.intersection(
+                *[entry.resident_outputs for entry in entries[1:]]
+            )
         batch.assembled_ns = self.clock()
         execution.launch(in_flight)
         return True
@@ -337,7 +357,12 @@ class Pipeline:
         try:
             outputs = self.execution.finish(in_flight)
             computed_ns = self.clock()
-            results = self.batch_results.split(outputs, batch)
+            arrangement, batch.arrangement = batch.arrangement, None
+            if arrangement is None:
+                results = self.batch_results.split(outputs, batch)
+            else:
+                results = arrangement.split(outputs, self.batch_results.check.check)
+                arrangement.record(outputs, 0, 0)
         except ExecutionLost:
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.core.quota import Quota
+from headrace.core.tensor import Datatype, PaddedInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,51 @@ class RateLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedInput:
+    """An input of the model that is computed from the shapes of the requests of a batch (Triton's `batch_input`).
+
+    Attributes:
+        names: names of the model's inputs that receive the values.
+        kind: Triton's name, e.g. "BATCH_ELEMENT_COUNT".
+        datatype: FP32 or INT32.
+        source: input of the requests whose shapes are used.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    datatype: Datatype
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPolicy:
+    """Batches of requests whose inputs have different shapes, as Triton defines them.
+
+    Attributes:
+        inputs: names of the inputs whose elements are joined to one dimension.
+        computed: inputs that are computed from the shapes of the requests.
+        scattered: names of outputs that are split by the shapes of an input, by output; the values are the inputs.
+    """
+
+    inputs: frozenset[str]
+    computed: tuple[ComputedInput, ...] = ()
+    scattered: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingPolicy:
+    """Batches of requests of different length, whose inputs are padded.
+
+    Attributes:
+        values: padding value by input name.
+        inputs: names, axis and multiple.
+    """
+
+    values: Mapping[str, float]
+    inputs: PaddedInputs
+
+
+@dataclass(frozen=True, slots=True)
 class HandlePolicy:
     """Serving policy of a model version.
 
@@ -105,6 +151,9 @@ class HandlePolicy:
         rate_limits: quotas of clients; None for no limits.
         inline_bound_ns: a lone request of a model that runs on any thread runs on the event loop if the 99th percentile of its
             compute time does not exceed this; 0: never.
+        by_member: the executions run the requests of a batch as a list (`headrace.backends.base.MemberExecution`).
+        ragged: batches of requests of different shapes; None if the requests of a batch have equal shapes.
+        padding: batches of requests of different length; None if the requests of a batch have equal lengths.
     """
 
     batch: BatchPolicy = field(default_factory=BatchPolicy)
@@ -121,6 +170,9 @@ class HandlePolicy:
     sharing: Sharing | None = None
     rate_limits: RateLimits | None = None
     inline_bound_ns: int = 0
+    by_member: bool = False
+    ragged: RaggedPolicy | None = None
+    padding: PaddingPolicy | None = None
 
     @property
     def queue_limits(self) -> QueueLimits:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain, islice
 from operator import attrgetter
 
+from headrace.backends.base import BatchMember
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
@@ -60,11 +61,14 @@ class Entry:
         kind: urgency class of prediction errors; see `headrace.scheduling.admission`.
         key: sort key, see `headrace.scheduling.queue`; 0 before it is set.
         last: True if it is served behind all entries that are not last.
+        of_pipeline: True for a step of a pipeline request with a due time.
         inline: True if it may run on the event loop.
         size_bytes: memory of the entry.
         queued: True while it counts as queued.
+        member: the request as a member of its batch; None unless the execution runs requests as a list.
         counts_as_request: True for the one entry that counts as the request in metrics (the last part of a split one).
         remove: removes a settled entry from the queue.
+        resident_outputs: outputs whose readers take `ResidentRows`.
     """
 
     __slots__ = (
@@ -80,10 +84,13 @@ class Entry:
         "kind",
         "last",
         "level",
+        "member",
+        "of_pipeline",
         "predicted_ns",
         "queued",
         "received_ns",
         "remove",
+        "resident_outputs",
         "rows",
         "shape_key",
         "size_bytes",
@@ -93,6 +100,7 @@ class Entry:
         self, request: InferRequest, completion: Completion, level: int, enqueued_ns: int, objective_ns: int = 0
     ) -> None:
         self.inputs: dict[str, Array] = request.inputs
+        self.resident_outputs = request.resident_outputs
         self.rows = request.rows
         self.shape_key = request.shape_key
         self.level = level
@@ -101,6 +109,11 @@ class Entry:
         self.received_ns = request.received_ns
         self.client = request.client
         self.deadline_ns = self.due_ns = request.deadline_ns or FAR_NS
+        self.of_pipeline = request.due_ns != 0
+        if self.of_pipeline:  # later steps need the result before the deadline
+            self.due_ns = min(self.due_ns, request.due_ns)
+            if request.deadline_ns:
+                self.deadline_ns = self.due_ns
         if objective_ns:
             self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
         self.predicted_ns = 0
@@ -110,6 +123,7 @@ class Entry:
         self.queued = self.last = self.inline = False
         self.counts_as_request = True
         self.remove: Callable[[Entry], None] | None = None
+        self.member: BatchMember | None = None
 
     def on_settled(self) -> None:
         """Remove a settled entry that is still queued; set as `Completion.after`."""

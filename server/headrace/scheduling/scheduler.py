@@ -24,6 +24,7 @@ from headrace.backends.base import InFlightBatch
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import HeadraceError, Overloaded, QueueTimeout, Unavailable, WouldMiss
+from headrace.scheduling.assembly import Arrangement
 from headrace.scheduling.batching import IDLE, CloseReason, CostModel, Idle, Skip, Take, WaitUntil, decide
 from headrace.scheduling.policy import BatchPolicy, QueueLimits
 from headrace.scheduling.queue import FAR_NS, Entry, Queue, QueueOrder, ShapeQueue
@@ -45,6 +46,7 @@ class Batch:
         assembled_ns: monotonic time of its launch in a pipeline.
         instances: busy instances at its start, including its own.
         in_flight: the batch in the backend of a pipeline, from launch to finish.
+        arrangement: way back from its outputs to requests of different length, from launch to finish; None for equal shapes.
     """
 
     entries: list[Entry]
@@ -54,6 +56,7 @@ class Batch:
     assembled_ns: int = 0
     instances: int = 1
     in_flight: InFlightBatch | None = None
+    arrangement: Arrangement | None = None
 
     def drop_settled(self) -> bool:
         """Drop entries that were cancelled or whose deadline has passed; False if none is left."""
@@ -646,6 +649,10 @@ class Scheduler:
         """End `pause`; instances call `next_batch` after it."""
         with self._lock:
             self._paused = False
+
+    def is_ending(self) -> bool:
+        """Return True if instances end: the scheduler is closed or paused."""
+        return self._closed or self._paused
 
     def drop(self) -> list[Entry]:
         """Remove and return all queued entries, for the caller to settle; new requests are accepted."""

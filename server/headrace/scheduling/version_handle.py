@@ -1,0 +1,260 @@
+"""Base class of served versions: leases, counters, and the response cache in front of them.
+
+`ModelHandle` queues requests for the instances of a model, `headrace.pipelines.handle.PipelineHandle` runs them through other
+versions. The registry, the front ends and the control thread use both alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple, Protocol
+
+from headrace.backends.base import LoadedModel, ProcessStatus
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.completion import LoopCompletion
+from headrace.core.errors import HeadraceError
+from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.tensor import ModelSpec
+from headrace.observability.counters import Recorder, StepTotal
+from headrace.scheduling.instance import WarmUp
+from headrace.scheduling.latency_table import LatencyTable
+from headrace.scheduling.policy import HandlePolicy
+
+_serials = count(1)
+
+
+class Prediction(NamedTuple):
+    """Predicted times of a request that would be queued now; zeros while the version is unmeasured.
+
+    Attributes:
+        wait_ns: queue time in nanoseconds.
+        compute_ns: median compute time of its rows in nanoseconds.
+    """
+
+    wait_ns: int
+    compute_ns: int
+
+
+class RequestCache(Protocol):
+    """Response cache of one version."""
+
+    def infer(self, request: InferRequest, compute: Callable[[InferRequest], LoopCompletion]) -> LoopCompletion:
+        """Return the completion of a cached response, or compute it; raises as `VersionHandle.compute`."""
+
+    def report(self) -> Mapping[str, object]:
+        """Return its figures for `headrace explain`."""
+
+    def close(self) -> None:
+        """Remove its entries, because the version is closed; any thread but that of the event loop."""
+
+
+class VersionHandle(ABC):
+    """A served version. A leased version is not closed.
+
+    Ownership: `lease`, `admit`, `infer`, `record_failure` and `release` are called on the event loop, `infer_blocking` and
+    `release` on any other thread that holds a lease; the rest by the control thread. `_lock` guards `_leases` and `closing`.
+
+    Args:
+        spec: tensor specs of the version.
+        policy: serving policy.
+        recorder: counters of the version.
+        latency_table: measured compute times by rows.
+        clock: returns monotonic nanoseconds.
+
+    Attributes:
+        used_ns: monotonic time of the latest request; 0 before the first.
+        closing: True once the version is closing and accepts no leases.
+        serial: number of the handle, unique in this process.
+        digest: digest of all that decides its responses, equal in other processes; "" if unknown. Set before the version is
+            published.
+        callee_revision: returns a number that changes with the models that it may call by itself, 0 before the first call; None
+            for a model that cannot call others.
+        announced_rows: rows of pipeline requests that will reach the version after earlier steps; changed on the event loop.
+        infer: starts a request and returns its completion, to be awaited: `compute`, or the response cache in front of it. An
+            attribute, since a method that looks for a cache would be one more call for every request.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        policy: HandlePolicy,
+        recorder: Recorder,
+        latency_table: LatencyTable,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.spec, self.policy, self.recorder, self.latency_table = spec, policy, recorder, latency_table
+        self.used_ns = self.announced_rows = 0
+        self.serial, self.digest = next(_serials), ""
+        self.callee_revision: Callable[[], int] | None = None
+        self.infer: Callable[[InferRequest], LoopCompletion] = self.compute
+        self._cache: RequestCache | None = None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases, self.closing = 0, False
+        self._idle = threading.Event()  # set once the version is closing and has no leases
+
+    @property
+    def has_cache(self) -> bool:
+        """True if `infer` looks into a response cache, which keeps the outputs of a response."""
+        return self._cache is not None
+
+    def lease(self) -> bool:
+        """Take a lease; False if the version is being closed. The registry calls this."""
+        with self._lock:
+            if self.closing:
+                return False
+            self._leases += 1
+        return True
+
+    def release(self) -> None:
+        """Give a lease back."""
+        with self._lock:
+            self._leases -= 1
+            if self.closing and self._leases == 0:
+                self._idle.set()
+
+    def _end_leases(self) -> None:
+        """Accept no more leases; `_idle` is set once all are released."""
+        with self._lock:
+            self.closing = True
+            if self._leases == 0:
+                self._idle.set()
+
+    def _close_cache(self) -> None:
+        """Remove the entries of the response cache, once no request is in flight."""
+        if self._cache is not None:
+            self._cache.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests between lease and release."""
+        return self._leases
+
+    @property
+    def padding(self) -> Mapping[str, str] | None:
+        """State of padding and its reason; None if the model has no `pad`."""
+        return None
+
+    @property
+    def cache(self) -> RequestCache | None:
+        """Response cache in front of the version; None without one. Set before the version is published."""
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: RequestCache | None) -> None:
+        self._cache = cache
+        self.infer = self.compute if cache is None else partial(cache.infer, compute=self.compute)
+
+    def charge(self, client: str, now_ns: int) -> None:  # noqa: B027  # a version without quotas
+        """Charge a request that the response cache serves to the client's quota; raises QuotaExceeded."""
+
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
+        """Count a request that ended with an error.
+
+        Args:
+            error: its error.
+            received_ns: monotonic time of its arrival.
+            answered: the outcome of its completion was a response, so that it was counted as answered.
+        """
+        self.recorder.failure(error.reason, max(self._clock() - received_ns, 0), answered)
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Check that the version can serve, before a request is decoded; raises Unavailable."""
+
+    @abstractmethod
+    def compute(self, request: InferRequest) -> LoopCompletion:
+        """Start a request, without the cache; raises HeadraceError if it is rejected."""
+
+    @abstractmethod
+    def infer_blocking(self, request: InferRequest) -> InferResponse:
+        """Run a request and block until its response, on any thread but that of the event loop; raises HeadraceError."""
+
+    @abstractmethod
+    def predict_ns(self, rows: int, level: int, now_ns: int) -> Prediction:
+        """Predict queue and compute time of a request; `announced_rows` count as queued before it.
+
+        Args:
+            rows: rows of the request.
+            level: priority level of the request, from 1; 0 for the default.
+            now_ns: monotonic.
+        """
+
+    @abstractmethod
+    def load(self, by_level: bool = True) -> ModelLoad:
+        """Return the load of the version; also of each priority level if `by_level`."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """True while it can serve."""
+
+    def probes(self) -> Sequence[Probe]:
+        """Start the readiness checks of the model's code, without waiting; empty if it has none."""
+        return ()
+
+    def problem(self) -> str:
+        """Return why it cannot serve, for the index; "" if it can."""
+        return "" if self.ready else "all its instances have died"
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """Names of the models that a pipeline calls; empty for a model."""
+        return frozenset()
+
+    def revision(self) -> tuple[int, ...]:
+        """Return numbers that differ once another version computes its responses, or part of them; any thread may call."""
+        return (self.serial,) if self.callee_revision is None else (self.serial, self.callee_revision())
+
+    def digests(self) -> str:
+        """Return `digest`, with those of the versions that it calls; "" if one is unknown."""
+        return self.digest if self.callee_revision is None or not self.callee_revision() else ""
+
+    def steps(self) -> Mapping[str, StepTotal]:
+        """Return counts and times of the steps of a pipeline by name; empty for a model."""
+        return {}
+
+    @property
+    @abstractmethod
+    def process_status(self) -> ProcessStatus | None:
+        """Status of the child process of the model; None without one."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> int:
+        """Number of live instances."""
+
+    @property
+    @abstractmethod
+    def restarts(self) -> int:
+        """Number of restarted instances."""
+
+    @property
+    @abstractmethod
+    def evicted(self) -> bool:
+        """True while the model is out of memory and requests wait for `restore`."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number of queued requests."""
+
+    @abstractmethod
+    def close(self, timeout_s: float | None) -> bool:
+        """End the version after its leases and queued requests; False if a batch still ran after `timeout_s`."""
+
+    @abstractmethod
+    def evict(self, timeout_s: float) -> bool:
+        """Free the memory of the model and keep its queue; False if nothing was freed."""
+
+    @abstractmethod
+    def restore(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
+        """Start the instances again after `evict`; False if the version is closed or not evicted."""
+
+    @abstractmethod
+    def refuse(self, error: HeadraceError) -> None:
+        """Settle the queued requests with an error, because the evicted model cannot be loaded."""
