@@ -27,6 +27,10 @@ MAX_PIXELS = 50_000_000
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 _EXIF_ORIENTATION = 0x0112
+# RIFF header (12 bytes), header of the first chunk (8), and its first 10 bytes, which hold the size.
+_WEBP_HEADER_BYTES = 30
+_VP8L_SIGNATURE = 0x2F
+_VP8_START = b"\x9d\x01\x2a"
 # EXIF 2.32, tag Orientation: transformation that brings the stored rows and columns upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -59,6 +63,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """
     if not data:
         raise BadRequest("the picture is empty (0 bytes): send the file's bytes")
+    check_webp_pixels("picture", data, max_pixels)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -71,19 +76,69 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
             f"the picture is too large: {error}; at most {max_pixels} pixels are accepted: send a smaller one"
         ) from None
     except Exception as error:  # any error that a parser raises for untrusted bytes is the client's error
-        raise BadRequest(f"the picture's header is damaged ({_reason(error)}): {_SAVE_ANEW}") from error
-    width, height = image.size
-    if width * height > max_pixels:
-        raise TooLarge(
-            f"the picture has {width} x {height} = {width * height} pixels, at most {max_pixels} are accepted: send a smaller one"
-        )
+        raise BadRequest(f"the picture's header is damaged ({one_line(error)}): {_SAVE_ANEW}") from error
+    check_pixels("picture", image.size, max_pixels)
     try:
         image.load()
-        return _upright(_eight_bit(image), _orientation(image))
+        return upright(_eight_bit(image), orientation(image))
     except BadRequest:
         raise
     except Exception as error:  # as above
-        raise BadRequest(f"the picture is truncated or damaged ({_reason(error)}): {_SAVE_ANEW}") from error
+        raise BadRequest(f"the picture is truncated or damaged ({one_line(error)}): {_SAVE_ANEW}") from error
+
+
+def check_pixels(subject: str, size: tuple[int, int], max_pixels: int) -> None:
+    """Compare the size that an image's header declares with the limit.
+
+    Args:
+        subject: word for the image in the message.
+        size: width and height.
+        max_pixels: largest width times height.
+
+    Raises:
+        TooLarge: the image has more pixels.
+    """
+    width, height = size
+    if width * height > max_pixels:
+        raise TooLarge(
+            f"the {subject} has {width} x {height} = {width * height} pixels, at most {max_pixels} are accepted: "
+            "send a smaller one"
+        )
+
+
+def check_webp_pixels(subject: str, data: bytes, max_pixels: int) -> None:
+    """Compare the size of a WebP file with the limit; files of other formats and damaged headers pass.
+
+    Pillow allocates two canvases of 4 bytes a pixel when it opens a WebP file. From 134 megapixels on that exceeds the memory of
+    a decoder process, and Pillow's error does not differ from that of a damaged file.
+
+    Args:
+        subject: word for the image in the message.
+        data: the whole file.
+        max_pixels: largest width times height.
+
+    Raises:
+        TooLarge: the header declares more pixels.
+    """
+    size = _webp_size(data)
+    if size is not None:
+        check_pixels(subject, size, max_pixels)
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a WebP file by its first chunk (RFC 9649, section 2); None for other files."""
+    if len(data) < _WEBP_HEADER_BYTES or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    kind = data[12:16]
+    if kind == b"VP8X":  # 24 bits each, less one
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    if kind == b"VP8L" and data[20] == _VP8L_SIGNATURE:  # 14 bits each, less one
+        bits = int.from_bytes(data[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 " and data[23:26] == _VP8_START:  # 14 bits each, below 2 bits of scale
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    return None
 
 
 def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
@@ -98,13 +153,18 @@ def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
     Returns:
         float32 of shape `recipe.shape`, [1, channels, height, width] or [1, height, width, channels], contiguous.
     """
-    image = image.convert("RGB" if recipe.color == "rgb" else "L")
     crop_height, crop_width = recipe.crop
-    box = recipe.window(image.height, image.width)
-    cut = image.resize((crop_width, crop_height), RESAMPLING[recipe.interpolation], box=box)
+    cut = cut_out(in_mode(image, "RGB" if recipe.color == "rgb" else "L"), recipe)
     pixels = np.asarray(cut, dtype=np.float32).reshape(1, crop_height, crop_width, recipe.channels)
     scaled = (pixels - np.array(recipe.mean, np.float32)) / np.array(recipe.std, np.float32)
     return np.ascontiguousarray(scaled.transpose(0, 3, 1, 2) if recipe.layout == "nchw" else scaled, np.float32)
+
+
+def cut_out(image: Image.Image, recipe: ImageRecipe) -> Image.Image:
+    """Resize the part of an image that becomes the crop of the recipe."""
+    crop_height, crop_width = recipe.crop
+    box = recipe.window(image.height, image.width)
+    return image.resize((crop_width, crop_height), RESAMPLING[recipe.interpolation], box=box)
 
 
 def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
@@ -120,7 +180,7 @@ def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
     Returns:
         uint8 of shape (1, *recipe.pixels), contiguous.
     """
-    image = image.convert("RGB" if recipe.color == "rgb" else "L")
+    image = in_mode(image, "RGB" if recipe.color == "rgb" else "L")
     height, width, channels = recipe.pixels
     box = recipe.window(image.height, image.width)
     if recipe.source is not None:
@@ -131,21 +191,27 @@ def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
     return np.array(cut, dtype=np.uint8).reshape(1, height, width, channels)
 
 
-def _reason(error: Exception) -> str:
+def in_mode(image: Image.Image, mode: str) -> Image.Image:
+    """Return an image in a mode: itself if it has the mode, which Pillow would copy."""
+    return image if image.mode == mode else image.convert(mode)
+
+
+def one_line(error: Exception) -> str:
     """A parser's message on one line, for responses and logs."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 (as stored) without one; damaged metadata does not refuse a good image."""
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 (as stored) without one; damaged metadata does not refuse a good image."""
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except (SyntaxError, ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, struct.error):
         return 1
 
 
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    turn = _UPRIGHT.get(orientation)
+def upright(image: Image.Image, stored: int) -> Image.Image:
+    """Turn an image upright from its EXIF orientation `stored`."""
+    turn = _UPRIGHT.get(stored)
     return image if turn is None else image.transpose(turn)
 
 
@@ -161,7 +227,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
         ground = Image.new("RGB", layer.size, "white")
         ground.paste(layer, mask=layer.getchannel("A"))
         return ground
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    return in_mode(image, "L" if image.mode in ("1", "L") else "RGB")
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:

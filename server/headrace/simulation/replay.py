@@ -1,10 +1,11 @@
 """Replays a trace against models: requests enter the server's model handles, whose instances are simulated.
 
-All decisions are the server's code: `ModelHandle.infer` (levels, deadlines, limits, splitting), `Scheduler` and its queue,
+All decisions are the server's code: `ModelHandle.compute` (levels, deadlines, limits, splitting), `Scheduler` and its queue,
 `decide`, `LaunchPacing`, `Completion`. Time, devices and the pulls of instance threads are simulated.
 
 `VirtualLoop` is an event loop in virtual time: it runs due callbacks in order and never waits. `VirtualInstance` performs the
 steps of `headrace.scheduling.pipeline` as events of that loop. `LatencyProfile` has the durations of these steps by rows.
+Pipelines run through the server's `PipelineHandle`; `headrace.simulation.pipelines` has their graphs.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import numpy as np
 
 from headrace.backends.base import Execution
 from headrace.core.clock import NS_PER_S, NS_PER_US
-from headrace.core.completion import Completion, Mailbox
+from headrace.core.completion import Completion, LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError
-from headrace.core.request import BatchTimes
+from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import Array, ModelSpec
 from headrace.observability.counters import BatchRecord, Recorder
+from headrace.pipelines.handle import PipelineHandle
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.executor import BatchResults
@@ -39,6 +41,14 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import LaunchPacing
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.scheduler import Batch
+from headrace.scheduling.version_handle import VersionHandle
+from headrace.simulation.pipelines import (
+    PipelineOutcome,
+    SimulatedMembers,
+    SimulatedPipeline,
+    simulated_specs,
+    tensors,
+)
 from headrace.simulation.traces import Trace
 
 
@@ -371,6 +381,7 @@ class VirtualInstance:
         waiting_rows: returns the queued rows.
         depth: most batches in flight.
         pacing: delays pulls while batches are in flight; None pulls at once.
+        output_names: outputs of a model that a pipeline calls; () for any other.
         is_pulling: True while the thread is in `Scheduler.next_batch`, ready for a batch.
         open: batches that are being filled or in flight.
     """
@@ -383,6 +394,7 @@ class VirtualInstance:
     waiting_rows: Callable[[], int]
     depth: int = 1
     pacing: LaunchPacing | None = None
+    output_names: tuple[str, ...] = ()
     is_pulling: bool = True
     open: int = 0
     _filling: Batch | None = None
@@ -434,7 +446,9 @@ class VirtualInstance:
         times = BatchTimes(batch.taken_ns, batch.assembled_ns, now_ns, now_ns)
         busy_ns = now_ns - max(batch.taken_ns, self._last_ns)
         self._last_ns = now_ns
-        self.batch_results.settle(batch, times, [_NO_OUTPUTS] * len(batch.entries), busy_ns)
+        names, entries = self.output_names, batch.entries
+        outputs = [tensors(names, entry.rows) for entry in entries] if names else [_NO_OUTPUTS] * len(entries)
+        self.batch_results.settle(batch, times, outputs, busy_ns)
         self.open -= 1
         if not self.open:
             self.batch_results.busy_runners.discard(self)
@@ -511,6 +525,7 @@ class Replay:
         batches: batches of each model.
         busy_ns: total compute time of each device.
         end_ns: time of the last response or error.
+        pipelines: figures of the pipelines by name.
     """
 
     trace: Trace
@@ -519,6 +534,7 @@ class Replay:
     batches: list[BatchHistory]
     busy_ns: list[int] = field(default_factory=list)
     end_ns: int = 0
+    pipelines: dict[str, PipelineOutcome] = field(default_factory=dict)
 
 
 class BatchRecorder(Recorder):
@@ -556,6 +572,7 @@ class _Handle(ModelHandle):
         mailbox: mailbox of the loop.
         devices: the device of each instance.
         generator: source of the variation of compute times.
+        spec: tensors of a model that a pipeline calls; None for a model with direct callers only.
 
     Attributes:
         batches: batches of the model.
@@ -570,11 +587,15 @@ class _Handle(ModelHandle):
         mailbox: Mailbox,
         devices: Sequence[VirtualDevice],
         generator: np.random.Generator,
+        spec: ModelSpec | None = None,
     ) -> None:
         batch = model.policy.batch
         self.batches = BatchHistory()
-        spec = ModelSpec(name, "1", "simulated", {}, {}, batch.max_rows)
+        output_names = () if spec is None else tuple(spec.outputs)
+        spec = spec or ModelSpec(name, "1", "simulated", {}, {}, batch.max_rows)
         super().__init__(spec, model.policy, _NoModel(), mailbox, BatchRecorder(self.batches), clock=loop.clock)
+        if output_names:  # the pipeline does not pull
+            self.infer = self._infer_and_pull
         self._loop = loop
         self._alarm_ns = 0  # time of the next poll; 0 for none
         self._scheduler.set_instances(model.policy.instances)
@@ -593,10 +614,16 @@ class _Handle(ModelHandle):
                 lambda: self._scheduler.waiting_rows,
                 model.depth,
                 LaunchPacing(full_rows) if full_rows else None,
+                output_names,
             )
             for device in devices
         ]
         self._admission.in_flight_work = lambda: [instance.in_flight_work() for instance in self.instances]
+
+    def _infer_and_pull(self, request: InferRequest) -> LoopCompletion:
+        completion = self.compute(request)
+        self._loop.call_soon(self.pull)
+        return completion
 
     def pull(self) -> None:
         """Poll for each instance that pulls, those with the fewest batches in flight first."""
@@ -625,13 +652,16 @@ class _Handle(ModelHandle):
             self.pull()
 
 
-def replay(trace: Trace, models: Sequence[SimulatedModel], seed: int = 0) -> Replay:
+def replay(
+    trace: Trace, models: Sequence[SimulatedModel], seed: int = 0, pipelines: Sequence[SimulatedPipeline] = ()
+) -> Replay:
     """Replay a trace against simulated models.
 
     Args:
         trace: requests with the index of their model.
         models: the models, in the order of `trace.names`.
         seed: seed of the variation of compute times.
+        pipelines: pipelines that call the models; their names follow those of the models in `trace.names`.
     """
     loop = VirtualLoop()
     mailbox = Mailbox(cast("asyncio.AbstractEventLoop", loop))
@@ -639,14 +669,19 @@ def replay(trace: Trace, models: Sequence[SimulatedModel], seed: int = 0) -> Rep
     devices: list[VirtualDevice] = []
     handles: list[_Handle] = []
     generators = np.random.default_rng(seed).spawn(len(models))
-    for name, model, generator in zip(trace.names, models, generators, strict=True):
+    names = trace.names[: len(models)]
+    largest = {name: model.policy.batch.max_rows for name, model in zip(names, models, strict=True)}
+    specs = simulated_specs(pipelines, largest)
+    for name, model, generator in zip(names, models, generators, strict=True):
         used = [shared.setdefault(number, VirtualDevice()) for number in model.devices]
         if not used:
             used = [VirtualDevice() for _ in range(model.policy.instances)]
             devices += used
-        handles.append(_Handle(name, model, loop, mailbox, used, generator))
+        handles.append(_Handle(name, model, loop, mailbox, used, generator, specs.get(name)))
     devices += shared.values()
-    result = Replay(trace, [0] * len(trace), [""] * len(trace), [handle.batches for handle in handles])
+    chains = _pipeline_handles(pipelines, specs, handles, mailbox, loop)
+    batches = [*(handle.batches for handle in handles), *(BatchHistory() for _ in chains)]
+    result = Replay(trace, [0] * len(trace), [""] * len(trace), batches)
 
     def settled(number: int, arrived_ns: int, completion: Completion) -> None:
         outcome = completion.outcome
@@ -655,15 +690,40 @@ def replay(trace: Trace, models: Sequence[SimulatedModel], seed: int = 0) -> Rep
 
     for number, (time_ns, index, request) in enumerate(trace.requests()):
         loop.advance(time_ns)
+        chain = chains[index - len(handles)] if index >= len(handles) else None
+        if chain is not None:
+            request.inputs = tensors(chain.graph.inputs, request.rows)
         try:
-            completion = handles[index].infer(request)
+            completion = (chain or handles[index]).infer(request)
         except HeadraceError as error:
             result.outcomes[number] = error.reason
         else:
             completion.then(partial(settled, number, time_ns, completion))
         loop.settle()
-        handles[index].pull()
+        if chain is None:
+            handles[index].pull()
     loop.finish()
     result.busy_ns = [device.busy_ns for device in devices]
     result.end_ns = loop.now_ns
+    for chain in chains:
+        wasted = chain.recorder.totals().wasted_ns / max(sum(result.busy_ns), 1)
+        result.pipelines[chain.spec.name] = PipelineOutcome(chain.graph, chain.steps(), wasted)
     return result
+
+
+def _pipeline_handles(
+    pipelines: Sequence[SimulatedPipeline],
+    specs: Mapping[str, ModelSpec],
+    handles: Sequence[_Handle],
+    mailbox: Mailbox,
+    loop: VirtualLoop,
+) -> list[PipelineHandle]:
+    by_name: dict[str, VersionHandle] = {handle.spec.name: handle for handle in handles}
+    members = SimulatedMembers(by_name)
+    chains: list[PipelineHandle] = []
+    for pipeline in pipelines:
+        spec, recorder = specs[pipeline.graph.name], Recorder(False, loop.clock)
+        chain = PipelineHandle(spec, pipeline.graph, members, pipeline.policy, mailbox, recorder, clock=loop.clock)
+        chains.append(chain)
+        by_name[spec.name] = chain
+    return chains

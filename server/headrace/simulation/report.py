@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.svg_plot import Panel, PlotCurve
+from headrace.simulation.pipelines import PipelineOutcome
 from headrace.simulation.replay import ANSWERED, Replay
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
@@ -72,6 +73,51 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReport:
+    """Figures of one step of a pipeline, without a warm-up.
+
+    Attributes:
+        name: name of the step.
+        model: model that it calls.
+        requests: requests with a result.
+        failures: requests that the step ended with an error.
+        mean_us: mean time from its queue to its result, NaN without requests.
+        p99_us: 99th percentile of that time, NaN without requests.
+    """
+
+    name: str
+    model: str
+    requests: int
+    failures: int
+    mean_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineReport:
+    """Figures of one pipeline.
+
+    Attributes:
+        name: name of the pipeline.
+        steps: its steps.
+        limiting: name of the step with the longest mean time; "" without requests.
+        wasted: share of the compute time of all models that was spent on its requests without a response.
+    """
+
+    name: str
+    steps: tuple[StepReport, ...]
+    limiting: str
+    wasted: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a JSON object; missing figures are null."""
+        steps = [
+            {**asdict(step), "mean_us": _rounded(step.mean_us), "p99_us": _rounded(step.p99_us)} for step in self.steps
+        ]
+        return {"name": self.name, "limiting_step": self.limiting, "wasted": round(self.wasted, 4), "steps": steps}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Figures of one replay.
 
@@ -80,12 +126,14 @@ class Report:
         models: figures of each model.
         busy: share of the time in which a device computed, averaged over the devices.
         clients: figures of each named client, without batches.
+        pipelines: figures of each pipeline's steps.
     """
 
     total: Figures
     models: tuple[Figures, ...]
     busy: float
     clients: tuple[Figures, ...] = ()
+    pipelines: tuple[PipelineReport, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -94,6 +142,7 @@ class Report:
             "devices_busy": _rounded(self.busy),
             "models": [figures.as_json() for figures in self.models],
             "clients": [figures.as_json() for figures in self.clients],
+            **({"pipelines": [each.as_json() for each in self.pipelines]} if self.pipelines else {}),
         }
 
 
@@ -153,7 +202,20 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
         for client, name in enumerate(trace.client_names)
     )
     busy = sum(replay.busy_ns) / len(replay.busy_ns) / max(replay.end_ns, trace.duration_ns)
-    return Report(total, each, busy, clients)
+    return Report(total, each, busy, clients, tuple(_pipeline(*pair) for pair in replay.pipelines.items()))
+
+
+def _pipeline(name: str, outcome: PipelineOutcome) -> PipelineReport:
+    steps = []
+    for step in outcome.graph.steps:
+        total = outcome.steps[step.name]
+        latency = total.latency
+        mean_us = latency.sum_ns / latency.count / NS_PER_US if latency.count else float("nan")
+        p99_s = latency.quantile_s(0.99)
+        p99_us = float("nan") if p99_s is None else p99_s * 1e6
+        steps.append(StepReport(step.name, step.model, total.requests, total.failures, mean_us, p99_us))
+    limiting = max((step for step in steps if step.requests), key=lambda step: step.mean_us, default=None)
+    return PipelineReport(name, tuple(steps), "" if limiting is None else limiting.name, outcome.wasted)
 
 
 def _batches(replay: Replay, models: Sequence[int], warm_up_ns: int) -> tuple[npt.NDArray[np.int64], dict[str, int]]:
@@ -201,6 +263,20 @@ def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> No
     first = "setting" if len(reports) > 1 else "model"
     console.print(_latency_table(first, lines))
     console.print(_batch_table(first, lines))
+    for label, report in reports:
+        for pipeline in report.pipelines:
+            _print_pipeline(label if len(reports) > 1 else "", pipeline, console)
+
+
+def _print_pipeline(label: str, pipeline: PipelineReport, console: Console) -> None:
+    table = _empty_table("step", ("mean ms", "p99 ms", "requests", "failed"))
+    for step in pipeline.steps:
+        times = ["-" if time_us != time_us else f"{time_us / 1000:,.2f}" for time_us in (step.mean_us, step.p99_us)]
+        table.add_row(step.name, *times, f"{step.requests:,}", f"{step.failures:,}")
+    where = f"{label}: " if label else ""
+    limit = f"step '{pipeline.limiting}' takes the longest" if pipeline.limiting else "no request has run through it"
+    console.print(f"{where}pipeline {pipeline.name}: {limit}; {pipeline.wasted:.1%} of the compute time was wasted")
+    console.print(table)
 
 
 def _clients(report: Report) -> list[_Line]:
@@ -216,7 +292,7 @@ def _latency_table(first: str, lines: Sequence[_Line]) -> Table:
             name,
             f"{figures.throughput_hz:,.0f}",
             "-" if figures.goodput_hz is None else f"{figures.goodput_hz:,.0f}",
-            *[f"{time_us / 1000:,.2f}" for time_us in figures.percentiles_us],
+            *["-" if time_us != time_us else f"{time_us / 1000:,.2f}" for time_us in figures.percentiles_us],
         )
     return table
 
