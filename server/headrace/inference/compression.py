@@ -9,13 +9,18 @@ from functools import lru_cache
 
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
+from headrace.inference.tensor_codec import BodyBytes
 
 # zlib's window argument: 31 = gzip, 47 = gzip or zlib by their header.
 _GZIP_WINDOW = 31
 _ZLIB_WINDOW = 15
 _EITHER_WINDOW = 47
+# Bytes that are read or written in one step: zlib copies what it writes at once while it holds the interpreter lock.
+_STEP_BYTES = 1 << 20
 # The ratio limit does not apply below this size: a small body of zeros is no decompression bomb.
 _FREE_BYTES = 1 << 20
+# Larger compressed bodies are decompressed on a codec thread: they may become 200 times larger.
+MAX_INLINE_BYTES = 8192
 # Smaller responses are sent uncompressed, if the client accepts that.
 MIN_COMPRESSED_BYTES = 1024
 _OFFERED = ("gzip", "deflate")
@@ -23,8 +28,8 @@ _WEIGHT = re.compile(r"q=(?:0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)")
 _LEVEL = 1  # tensors compress badly: the cheapest level loses little
 
 
-def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes:
-    """Decompress a body.
+def decompress(body: bytes | memoryview | BodyBytes, encoding: str, client_limits: ClientLimits) -> bytes:
+    """Decompress a body, in steps: other threads run between two of them.
 
     Args:
         body: as received.
@@ -40,7 +45,7 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
         TooLarge: the result exceeds a limit.
     """
     if encoding in ("", "identity"):
-        return body
+        return bytes(body)
     if encoding not in ("gzip", "deflate"):
         raise BadRequest(f"Content-Encoding {encoding[:32]!r} is not supported: send gzip, deflate or identity")
     limits = client_limits.limits
@@ -48,7 +53,7 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
     max_bytes = min(limits.max_body_bytes, by_ratio)
     stream = zlib.decompressobj(_EITHER_WINDOW)
     try:
-        decompressed = stream.decompress(body, max_bytes + 1)
+        decompressed, unused_bytes = _decompress(stream, memoryview(body), max_bytes + 1)  # type: ignore[arg-type]
     except zlib.error as error:
         raise BadRequest(f"the body is not valid {encoding}: {error}") from error
     if len(decompressed) > max_bytes:
@@ -58,9 +63,29 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
         raise client_limits.too_large("max_body_bytes", f"the body is larger than {max_bytes} bytes when decompressed")
     if not stream.eof:
         raise BadRequest(f"the {encoding} data of the body are truncated: send the complete stream")
-    if stream.unused_data:
-        raise BadRequest(f"{len(stream.unused_data)} bytes follow the {encoding} data of the body: send one stream")
+    if unused_bytes:
+        raise BadRequest(f"{unused_bytes} bytes follow the {encoding} data of the body: send one stream")
     return decompressed
+
+
+def _decompress(stream: zlib._Decompress, body: memoryview, max_bytes: int) -> tuple[bytes, int]:
+    """Return at most `max_bytes` of the decompressed body, and the number of bytes that follow the compressed data."""
+    if len(body) <= _STEP_BYTES:
+        return stream.decompress(body, max_bytes), len(stream.unused_data)
+    parts: list[bytes] = []
+    end = 0
+    while end < len(body) and max_bytes > 0 and not stream.eof:
+        begin, end = end, min(end + _STEP_BYTES, len(body))
+        rest: bytes | memoryview = body[begin:end]
+        while (rest or end == len(body)) and max_bytes > 0 and not stream.eof:
+            part = stream.decompress(rest, min(max_bytes, _STEP_BYTES))
+            if not rest and not part:
+                break
+            rest = stream.unconsumed_tail
+            parts.append(part)
+            max_bytes -= len(part)
+    # A large join runs without the interpreter lock, as the decompression does.
+    return b"".join(parts), len(stream.unused_data) + len(body) - end if stream.eof else 0
 
 
 def select_encoding(accepted: str, size_bytes: int = MIN_COMPRESSED_BYTES) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 
 from headrace.core.access import Principal
 from headrace.core.clock import pause
+from headrace.core.completion import probe_answer
 from headrace.core.errors import BadRequest, HeadraceError, Unavailable
 from headrace.core.tensor import ModelSpec, TensorSpec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.response_metadata import describe_load
 from headrace.inference.services import Handle, Services
+from headrace.inference.shared_runs import SharedRuns
 
 _FILE = "file:"
 # A step of a codec thread: a multiple of 4 characters.
@@ -34,6 +36,10 @@ class ControlPlane:
 
     def __init__(self, services: Services) -> None:
         self.services = services
+        models = services.models
+        self._list = SharedRuns(lambda _: self._list_all())
+        self._index = SharedRuns(lambda _: models.index())
+        self._statistics = SharedRuns(lambda _: models.statistics("", ""))
 
     def live(self) -> dict[str, object]:
         """Return the liveness response that KServe's client parses."""
@@ -58,16 +64,31 @@ class ControlPlane:
         with self._lease(model, version) as handle:
             return describe(handle.spec, list(self.services.models.versions(model)))
 
-    def require_model_ready(self, model: str, version: str = "") -> dict[str, object]:
-        """Return the readiness response of a model; raises NotFound or Unavailable if it cannot serve requests."""
+    async def require_model_ready(self, model: str, version: str = "") -> dict[str, object]:
+        """Return the readiness response of a model, within `headrace.core.completion.PROBE_LIMIT_S`.
+
+        Raises:
+            NotFound: no such model.
+            Unavailable: it cannot serve requests, or its code says that it is not ready (`is_ready` of a Python model).
+        """
         with self._lease(model, version) as handle:
             handle.admit()
-            return {"name": model, "ready": True}
+            probes = handle.probes()
+        for probe in probes:
+            if not await probe_answer(probe):
+                raise Unavailable(
+                    f"model '{model}' is not ready: its is_ready returned false, failed or did not return"
+                )
+        return {"name": model, "ready": True}
 
-    def list_models(self, principal: Principal) -> dict[str, object]:
+    async def list_models(self, principal: Principal) -> dict[str, object]:
         """List the models that a principal may read with their platform and the state of each version."""
+        return {"models": principal.filter_models(await self._list.result())}
+
+    def _list_all(self) -> Sequence[Mapping[str, object]]:
         models: dict[str, dict[str, Any]] = {}
-        for row in principal.filter_models(self.services.models.index()):
+        for row in self.services.models.index():
+            pause()
             name, version = str(row["name"]), str(row["version"])
             model = models.setdefault(name, {"name": name, "platform": "", "versions": []})
             if version:
@@ -77,15 +98,15 @@ class ControlPlane:
             if row["state"] == "READY":
                 with suppress(HeadraceError), self._lease(name, version) as handle:  # unloaded meanwhile
                     model["platform"] = handle.spec.platform
-        return {"models": list(models.values())}
+        return list(models.values())
 
     def statistics(self, model: str, version: str = "") -> dict[str, object]:
         """Return exact counts and times since a model was loaded."""
         return {"model_stats": list(self.services.models.statistics(model, version))}
 
-    def all_statistics(self, principal: Principal) -> dict[str, object]:
+    async def all_statistics(self, principal: Principal) -> dict[str, object]:
         """Return the statistics of all models that a principal may read."""
-        return {"model_stats": principal.filter_models(self.services.models.statistics("", ""))}
+        return {"model_stats": principal.filter_models(await self._statistics.result())}
 
     def profile(self, model: str, version: str = "") -> dict[str, object]:
         """Return the latency table of a version: compute time by batch size; raises NotFound or Unavailable."""
@@ -106,9 +127,9 @@ class ControlPlane:
         models: Any = status.get("models", ())
         return {"name": "headrace", "version": services.version, **status, "models": principal.filter_models(models)}
 
-    def index(self, ready: bool, principal: Principal) -> Sequence[Mapping[str, object]]:
+    async def index(self, ready: bool, principal: Principal) -> Sequence[Mapping[str, object]]:
         """List every version of the models that a principal may read; only READY versions if `ready`."""
-        rows = principal.filter_models(self.services.models.index())
+        rows = principal.filter_models(await self._index.result())
         return [row for row in rows if row["state"] == "READY"] if ready else rows
 
     def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> Mapping[str, object]:

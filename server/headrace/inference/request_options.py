@@ -13,6 +13,7 @@ from headrace.core.access import AccessControl, OpenAccess, Principal
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import BadRequest
 from headrace.core.limits import CLIENT_HEADER, CLIENT_PATTERN
+from headrace.core.request import NO_PARAMETERS, ParameterValue
 from headrace.core.telemetry import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -158,6 +159,11 @@ DEADLINE_PARAMETER = "headrace_deadline_us"
 # True: the response may be sent before those of earlier requests on the same gRPC stream.
 UNORDERED_PARAMETER = "headrace_unordered"
 _CLIENT_PARAMETERS = frozenset({TIMING_PARAMETER, DEADLINE_PARAMETER, UNORDERED_PARAMETER})
+# Triton's parameters of a request that the server reads itself; a model does not get them.
+_SERVER_PARAMETERS = frozenset(
+    {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+)
+_PARAMETER_TYPES = frozenset({str, int, float, bool})
 _SHARED = "shared_memory_"
 _SHARED_PARAMETERS = frozenset({"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"})
 
@@ -190,6 +196,15 @@ def request_parameters(parameters: Mapping[str, Any]) -> None:
         _check_parameter(name)
         if name.startswith(_SHARED):
             raise BadRequest(f"parameter {name[:64]!r} belongs to an input or an output, not to the request")
+
+
+def model_parameters(parameters: Mapping[str, Any]) -> Mapping[str, ParameterValue]:
+    """Return the request parameters that a model gets: text, numbers and booleans that the server does not read itself."""
+    return {
+        name: value
+        for name, value in parameters.items()
+        if name not in _SERVER_PARAMETERS and name not in _CLIENT_PARAMETERS and type(value) in _PARAMETER_TYPES
+    } or NO_PARAMETERS
 
 
 def tensor_parameters(parameters: Mapping[str, Any], kind: str, name: str) -> SharedRange | None:

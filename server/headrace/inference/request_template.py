@@ -17,8 +17,9 @@ import numpy as np
 
 from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
-from headrace.core.request import InferRequest, InferResponse
-from headrace.core.tensor import BYTES, Array, ModelSpec, Region, TensorSpec, as_input
+from headrace.core.request import NO_PARAMETERS, InferRequest, InferResponse, ParameterValue
+from headrace.core.shapes import check_rows, check_shape, has_one_shape, shape_key
+from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, Region, TensorSpec, as_input, is_resident
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import (
@@ -30,6 +31,7 @@ from headrace.inference.request_options import (
     earlier,
     flag,
     integer,
+    model_parameters,
     tensor_parameters,
 )
 from headrace.inference.services import Regions
@@ -40,6 +42,8 @@ MAX_TEMPLATES = 256
 MAX_TEMPLATE_BYTES = 4096
 # Limit on the inputs of one request in shared memory, bytes: a few bytes can name gigabytes.
 MAX_SHARED_BYTES = 128 << 20
+# Larger inputs that must be copied from shared memory, which takes a millisecond, are copied on a codec thread.
+_LARGE_COPY_BYTES = 4 << 20
 
 Content = TypeVar("Content", bound=Sized)
 Layout = TypeVar("Layout")
@@ -97,6 +101,8 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         unordered: True if the response may be sent before those of earlier requests on its stream.
         is_costly: True if encoding takes time in proportion to the outputs: JSON, text, classes, shared memory.
         targets: regions that receive outputs, by output; empty before `attach` and in cached templates.
+        output_names, parameters: as `outputs` and `parameters` in `InferRequest`.
+        resident_outputs: as in `InferRequest`: outputs in regions on the model's GPUs; empty before `attach`.
     """
 
     raw: tuple[RawInput, ...]
@@ -114,6 +120,9 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     unordered: bool = False
     is_costly: bool = False
     targets: dict[str, Region] = {}
+    output_names: tuple[str, ...] = ()
+    parameters: Mapping[str, ParameterValue] = NO_PARAMETERS
+    resident_outputs: frozenset[str] = frozenset()
 
     def attach(
         self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
@@ -145,17 +154,46 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         size_bytes = 0
         for entry in self.shared:
             assert entry.shared is not None
+            if entry.spec.name in inputs:  # from `read_shared`
+                size_bytes += entry.size_bytes
+                continue
             region = regions.find(entry.shared.region)
             with _named(f"input '{entry.spec.name}'"):
                 size_bytes += _read_shared_input(entry, region, entry.shared.offset, devices, inputs)
-        return msgspec.structs.replace(self, targets=targets), size_bytes
+        resident = frozenset(
+            output.spec.name
+            for output in self.outputs
+            if output.shared is not None and targets[output.spec.name].gpu in devices
+        )
+        return msgspec.structs.replace(self, targets=targets, resident_outputs=resident), size_bytes
 
-    def write_output(self, output: RequestedOutput, data: bytes | memoryview) -> dict[str, str | int]:
-        """Write an output to its range of shared memory.
+    def large_shared(self, regions: Regions, devices: frozenset[int]) -> list[tuple[RawInput, Region]]:
+        """Return the inputs in shared memory that a codec thread should read before `attach`; arguments and errors as there.
+
+        Returns:
+            The BYTES inputs if they are large, and the other inputs if they must be copied and are very large.
+        """
+        texts: list[tuple[RawInput, Region]] = []
+        copied: list[tuple[RawInput, Region]] = []
+        for entry in self.shared:
+            shared = entry.shared
+            assert shared is not None
+            if entry.spec.datatype is BYTES:
+                texts.append((entry, regions.find(shared.region)))
+            elif entry.shape and entry.size_bytes > _LARGE_COPY_BYTES:
+                region = regions.find(shared.region)
+                with _named(f"input '{entry.spec.name}'"):
+                    if region.locate(shared.offset, entry.size_bytes, devices) is None:
+                        copied.append((entry, region))
+        return texts + copied if copied or sum(entry.size_bytes for entry, _ in texts) > LARGE_BYTES else []
+
+    def write_output(self, output: RequestedOutput, array: Array, datatype: Datatype) -> dict[str, str | int]:
+        """Write an output to its range of shared memory; from GPU to GPU if both are on the same one.
 
         Args:
             output: one of `self.outputs` with a `shared`.
-            data: bytes of the tensor.
+            array: the tensor; may be `ResidentRows`.
+            datatype: datatype in the response.
 
         Returns:
             Parameters of the output in the response, which stand for its data.
@@ -165,17 +203,45 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         """
         shared_range, name = output.shared, output.spec.name
         assert shared_range is not None
-        if len(data) > shared_range.size_bytes:
+        region = self.targets[name]
+        rows = array if is_resident(array) and array.device == region.gpu and array.dtype == datatype.dtype else None
+        data = b"" if rows is not None else tensor_codec.to_binary(np.asarray(array), datatype)
+        size_bytes = len(data) if rows is None else rows.nbytes
+        if size_bytes > shared_range.size_bytes:
             raise BadRequest(
-                f"output '{name}' has {len(data)} bytes, its shared_memory_byte_size is only {shared_range.size_bytes}"
+                f"output '{name}' has {size_bytes} bytes, its shared_memory_byte_size is only {shared_range.size_bytes}"
             )
         with _named(f"output '{name}'"):
-            self.targets[name].write(shared_range.offset, data)
+            if rows is None:
+                region.write(shared_range.offset, data)
+            else:
+                region.write_rows(shared_range.offset, rows)
         return {
             "shared_memory_region": shared_range.region,
             "shared_memory_offset": shared_range.offset,
-            "shared_memory_byte_size": len(data),
+            "shared_memory_byte_size": size_bytes,
         }
+
+
+def read_shared(large: list[tuple[RawInput, Region]], inputs: dict[str, Array]) -> None:
+    """Copy inputs from shared memory, on a codec thread.
+
+    Args:
+        large: from `RequestTemplate.large_shared`.
+        inputs: receives them.
+
+    Raises:
+        HeadraceError: as `RequestTemplate.attach`.
+    """
+    for entry, region in large:
+        assert entry.shared is not None
+        with _named(f"input '{entry.spec.name}'"):
+            _read_shared_input(entry, region, entry.shared.offset, frozenset(), inputs)
+
+
+def may_have_shared_inputs(content: bytes) -> bool:
+    """Return True if a request may have inputs in shared memory. Their size is not known before it is parsed."""
+    return b"shared_memory_region" in content or b"\\u" in content  # JSON may write letters as \uXXXX
 
 
 ReadContent = tuple[RequestTemplate, dict[str, Array], str]
@@ -197,10 +263,7 @@ class TemplateFactory:
     def __init__(self, spec: ModelSpec, max_shared_bytes: int) -> None:
         self.spec = spec
         self.max_shared_bytes = max_shared_bytes
-        self.one_shape = all(
-            not tensor.optional and -1 not in tensor.shape[1 if spec.max_batch_size else 0 :]
-            for tensor in spec.inputs.values()
-        )
+        self.one_shape = has_one_shape(spec)
         self.all_binary = tuple(RequestedOutput(tensor, True, 0) for tensor in spec.outputs.values())
         self.all_json = tuple(RequestedOutput(tensor, False, 0) for tensor in spec.outputs.values())
 
@@ -264,7 +327,7 @@ class TemplateBuilder:
             raise BadRequest(f"input '{name}' occurs twice: send it once")
         if datatype != spec.datatype.name:
             raise BadRequest(f"input '{name}' has datatype {datatype[:32]!r}, expected {spec.datatype}")
-        elements = tensor_codec.check_shape(spec, shape, model)
+        elements = check_shape(spec, shape, model)
         checked = self._shapes[name] = tuple(shape)
         return RawInput(spec, checked, elements)
 
@@ -307,14 +370,15 @@ class TemplateBuilder:
         Raises:
             BadRequest: inputs are missing or differ in rows, a parameter has an invalid value, or `select_outputs` raised it.
         """
-        rows = self._rows()
+        model = self._factory.spec
+        rows = check_rows(model, self._shapes)
         selected = self._factory.select_outputs(outputs, binary)
         return RequestTemplate(
             raw=tuple(self._raw),
             literals=self._literals,
             shared=tuple(self._shared),
             rows=rows,
-            shape_key=None if self._factory.one_shape else self._shape_key(),
+            shape_key=None if self._factory.one_shape else shape_key(model, self._shapes),
             outputs=selected,
             needs_regions=bool(self._shared) or any(output.shared for output in selected),
             request_id=request_id,
@@ -324,30 +388,9 @@ class TemplateBuilder:
             timing=flag(parameters, TIMING_PARAMETER),
             unordered=flag(parameters, UNORDERED_PARAMETER),
             is_costly=any(_is_costly(output) for output in selected),
+            output_names=() if len(selected) == len(self._factory.all_json) else tuple(o.spec.name for o in selected),
+            parameters=model_parameters(parameters) if parameters else NO_PARAMETERS,
         )
-
-    def _rows(self) -> int:
-        """Return the number of rows, which is the same for all inputs; 1 for a model without a batch dimension.
-
-        Raises:
-            BadRequest: inputs are missing or differ in rows.
-        """
-        model, shapes = self._factory.spec, self._shapes
-        missing = [name for name, spec in model.inputs.items() if name not in shapes and not spec.optional]
-        if missing:
-            raise BadRequest(f"model '{model.name}' needs the inputs {missing}, which are missing")
-        if not model.max_batch_size:
-            return 1
-        rows = {shape[0] for shape in shapes.values()}
-        if len(rows) != 1:
-            sizes = {name: shape[0] for name, shape in shapes.items()}
-            raise BadRequest(f"the inputs must have the same number of rows (first dimension), they have {sizes}")
-        return rows.pop()
-
-    def _shape_key(self) -> object:
-        model, shapes = self._factory.spec, self._shapes
-        start = 1 if model.max_batch_size else 0
-        return tuple((name, shapes[name][start:]) for name in model.inputs if name in shapes)
 
 
 def _is_costly(output: RequestedOutput) -> bool:
@@ -461,6 +504,9 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             queue_timeout_ns=template.queue_timeout_ns,
             size_bytes=len(content) + shared_bytes,
             client=client,
+            outputs=template.output_names,
+            parameters=template.parameters,
+            resident_outputs=template.resident_outputs,
         )
         return request, template
 

@@ -29,6 +29,7 @@ from headrace.inference.request_template import (
     ReadContent,
     RequestTemplate,
     is_large_response,
+    read_shared,
 )
 from headrace.inference.response_metadata import load_parameters, timing
 from headrace.inference.services import Handle, Services
@@ -52,6 +53,10 @@ class Wire(NamedTuple):
     load_in_parameters: bool
 
 
+# Stages of a request. It holds a lease in LEASED only; one that is ANSWERED may still fail while its response is written.
+_RECEIVED, _LEASED, _ANSWERED, _FAILED = range(4)
+
+
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """One inference request, from the first step to its response or error.
@@ -65,6 +70,7 @@ class PendingRequest:
 
     Attributes:
         handle: the leased version, None before `lease`.
+        stage: received, leased, answered (after `finish`) or failed.
         id: request id of the caller, "" for none.
         rows: of the request; 0 before it is decoded.
         template: of the request, after `enqueue`.
@@ -81,7 +87,7 @@ class PendingRequest:
     received_ns: int
     options: RequestOptions = NO_OPTIONS
     handle: Handle | None = field(init=False, default=None)
-    leased: bool = field(init=False, default=False)
+    stage: int = field(init=False, default=_RECEIVED)
     id: str = field(init=False, default="")
     rows: int = field(init=False, default=0)
     codec: Codec[Any, Any, Any] = field(init=False)
@@ -127,6 +133,8 @@ class PendingRequest:
             times=None if response is None else response.times,
             batch_rows=0 if response is None else response.batch_rows,
             closed="" if response is None else response.closed,
+            steps=response.steps if response is not None else () if error is None else error.steps,
+            cached=response is not None and response.cached,
         )
 
 
@@ -140,6 +148,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
 
     Attributes:
         codec_threads: decode and encode large bodies.
+        has_shared_memory: clients may register shared memory.
     """
 
     def __init__(
@@ -149,6 +158,8 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         new_codec: Callable[[ModelSpec], Codec[Content, Layout, Encoded]],
     ) -> None:
         self.codec_threads = services.codec_threads
+        self.has_shared_memory = "system_shared_memory" in services.extensions
+        self._regions = services.regions
         self._models = services.models
         self._observer = services.observer
         self._wire = wire
@@ -166,7 +177,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         if principal is not None:  # before the lease: the error must not depend on whether the model exists
             principal.admit(pending.model)
         handle = pending.handle = self._models.lease(pending.model, pending.version)
-        pending.leased = True
+        pending.stage = _LEASED
         handle.admit()
         return handle
 
@@ -178,7 +189,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         return codec
 
     async def read_large(self, handle: Handle, content: Content, layout: Layout) -> ReadContent | None:
-        """Read a large request on a codec thread; None if it is small, so that `enqueue` reads it.
+        """Read a large request, or large inputs in shared memory, on a codec thread; None if `enqueue` can read it.
 
         Args:
             handle, content, layout: as in `enqueue`.
@@ -186,10 +197,19 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         Raises:
             HeadraceError: the request is invalid.
         """
-        codec = self.codec(handle)
-        if not codec.is_large_request(content, layout):
+        codec, run = self.codec(handle), self.codec_threads.run
+        is_large = codec.is_large_request(content, layout)
+        if not is_large and not self.has_shared_memory:
             return None
-        return await self.codec_threads.run(codec.read, content, layout, size_bytes=len(content))
+        parts = (
+            await run(codec.read, content, layout, size_bytes=len(content)) if is_large else codec.read(content, layout)
+        )
+        template, inputs, _ = parts
+        if self._regions is not None and template.shared:
+            large = template.large_shared(self._regions, handle.spec.resident_devices)
+            if large:
+                await run(read_shared, large, inputs, size_bytes=sum(entry.size_bytes for entry, _ in large))
+        return parts
 
     def enqueue(
         self,
@@ -218,6 +238,8 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         pending.codec, pending.template, pending.id, pending.rows = codec, template, request.id, request.rows
         if self._observer.active:
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
+        if request.resident_outputs and handle.has_cache:  # which stores arrays
+            request.resident_outputs = frozenset()
         pending.queued_ns = monotonic_ns()
         completion = pending.completion = handle.infer(request)
         return completion
@@ -273,12 +295,14 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             self._observer.record_success(
                 pending.sampling, pending.access_record(self._wire, ended_ns, response), handle.recorder
             )
-        pending.leased = False
+        pending.stage = _ANSWERED
         handle.release()
         return encoded
 
     def fail(self, pending: PendingRequest, error: BaseException) -> HeadraceError:
         """Count and record a request that ends with an exception, and release the lease.
+
+        Its batch counts a request as answered. One that fails later, also after `finish`, does not count as a success any more.
 
         Returns:
             The error for the caller: `error` itself if it is a HeadraceError, else one with a reference to the log.
@@ -289,11 +313,14 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             failure = Unavailable("the server is shutting down and could not wait for this request")
         else:
             failure = internal_error(error, self._logger)
-        handle = pending.handle
-        if handle is not None and pending.leased:
-            pending.leased = False
-            handle.record_failure(failure, pending.received_ns)
-            handle.release()
+        handle, stage = pending.handle, pending.stage
+        pending.stage = _FAILED
+        if handle is not None and stage in (_LEASED, _ANSWERED):
+            completion = getattr(pending, "completion", None)  # none before `enqueue`
+            answered = completion is not None and isinstance(completion.outcome, InferResponse)
+            handle.record_failure(failure, pending.received_ns, answered)
+            if stage == _LEASED:
+                handle.release()
         self._observer.record_failure(
             pending.sampling, pending.access_record(self._wire, monotonic_ns(), error=failure)
         )

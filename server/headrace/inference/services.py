@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.core.access import AccessControl
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
-from headrace.core.request import InferRequest, ModelLoad
+from headrace.core.request import InferRequest, ModelLoad, Probe
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
@@ -25,8 +25,18 @@ class ComputeTimes(Protocol):
         """Return one entry per measured batch size: rows, median_us, p95_us, observations, source."""
 
 
-class Handle(Protocol):
-    """A leased model version, which is not closed before `release`; see `headrace.scheduling.handle.ModelHandle`.
+class HasReadiness(Protocol):
+    """A version whose readiness can be checked."""
+
+    def admit(self) -> None:
+        """Check that the version accepts requests now; raises HeadraceError before a request is decoded."""
+
+    def probes(self) -> Sequence[Probe]:
+        """Start the readiness checks of the model's code, without waiting; empty if it has none."""
+
+
+class Handle(HasReadiness, Protocol):
+    """A leased model version, which is not closed before `release`; see `headrace.scheduling.version_handle.VersionHandle`.
 
     Attributes:
         spec: input and output tensor specs.
@@ -37,11 +47,12 @@ class Handle(Protocol):
     recorder: Recorder
 
     @property
+    def has_cache(self) -> bool:
+        """True if responses may come from a response cache."""
+
+    @property
     def latency_table(self) -> ComputeTimes:
         """Compute times by batch size."""
-
-    def admit(self) -> None:
-        """Check that the version accepts requests now; raises HeadraceError before a request is decoded."""
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; raises HeadraceError if it is rejected."""
@@ -49,7 +60,7 @@ class Handle(Protocol):
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return queue depth, running rows and predicted wait; also for each priority level if `by_level`."""
 
-    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
         """Count a failed request; `received_ns` is the monotonic time of its arrival."""
 
     def release(self) -> None:
@@ -149,7 +160,7 @@ class Regions(Protocol):
 
 
 class Overview(Protocol):
-    """Data of the server's web page; see `headrace.repository.registry.ServerOverview`."""
+    """Data of the server's web page; see `headrace.repository.overview.ServerOverview`."""
 
     async def status(self) -> Mapping[str, object]:
         """Return time, readiness and every version: state, reason, and counts and gauges if it serves."""

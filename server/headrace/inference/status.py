@@ -27,6 +27,7 @@ STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
     (errors.DeadlineExceeded, 504, "DEADLINE_EXCEEDED"),
     (errors.Cancelled, 499, "CANCELLED"),
     (errors.Unsupported, 400, "UNIMPLEMENTED"),
+    (errors.BatchLost, 500, "INTERNAL"),
     (errors.ModelFailed, 500, "INTERNAL"),
     (errors.ConfigError, 400, "INVALID_ARGUMENT"),
     (errors.HeadraceError, 500, "INTERNAL"),

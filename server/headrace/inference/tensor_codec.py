@@ -6,10 +6,9 @@ follows its length (4 bytes, little-endian). BF16 elements are bit patterns of 2
 
 from __future__ import annotations
 
-import math
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -19,19 +18,13 @@ import orjson
 
 from headrace.core.clock import pause
 from headrace.core.errors import BadRequest
-from headrace.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, TensorSpec
 from headrace.inference.codec_threads import LARGE_BYTES
 
 # Body of a request as uint8[size_bytes].
 BodyBytes = npt.NDArray[np.uint8]
 
 _LENGTH = struct.Struct("<I")
-# 2**62 elements are more than any memory has, and far below the overflow of NumPy's sizes.
-_MAX_ELEMENTS = 1 << 62
-# Limit on the other dimensions of a tensor with a dimension of 0: a model may create outputs of that size.
-_MAX_EMPTY_ELEMENTS = 1 << 24
-# A text of 2 bytes becomes an object of 56 bytes.
-_MAX_TEXTS = 1 << 20
 # Copying so many bytes takes 0.05 us, making a view of them 1 us.
 _MAX_COPIED_BYTES = 4096
 _MAX_SEARCHED_ELEMENTS = 256
@@ -63,58 +56,6 @@ _JSON_WORDS: dict[type, str] = {
     str: "a string",
     type(None): "null",
 }
-
-
-def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
-    """Check the shape of an input; returns its number of elements.
-
-    Args:
-        spec: tensor spec of the input; -1 allows any size.
-        shape: of the request, batch dimension included.
-        model: of the input.
-
-    Raises:
-        BadRequest: the rank or a size differs, a dimension is negative, or the batch dimension is 0.
-    """
-    expected = spec.shape
-    fits = len(shape) == len(expected) and all(
-        size == allowed_size or allowed_size == -1 for size, allowed_size in zip(shape, expected, strict=True)
-    )
-    if not fits:
-        raise BadRequest(
-            f"input '{spec.name}' of model '{model.name}' has shape {list(shape)[:16]}, expected {list(expected)}"
-            + (" (-1: any size; the first dimension is the batch)" if model.max_batch_size else "")
-        )
-    elements = math.prod(shape)
-    if elements < 1 or min(shape, default=1) < 1:
-        return _check_empty(spec, shape, model)
-    if elements > _MAX_ELEMENTS:
-        raise BadRequest(f"input '{spec.name}' has shape {list(shape)}: more elements than any memory holds")
-    if elements > _MAX_TEXTS and spec.datatype is BYTES:
-        raise BadRequest(
-            f"input '{spec.name}' has shape {list(shape)[:16]}: {elements} elements of BYTES, at most {_MAX_TEXTS} are allowed "
-            "in one tensor: send several requests"
-        )
-    return elements
-
-
-def _check_empty(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
-    """Check a shape with a dimension below 1; returns 0, its number of elements.
-
-    Raises:
-        BadRequest: a dimension is negative, the batch dimension is 0, or the other dimensions are so large that a model could
-            create large outputs from a request without data.
-    """
-    subject = f"input '{spec.name}' has shape {list(shape)}"
-    if model.max_batch_size and shape[0] < 1:
-        raise BadRequest(f"{subject}: the first dimension is the batch, it must be at least 1")
-    if min(shape) < 0:
-        raise BadRequest(f"{subject}: every dimension must be at least 0")
-    if math.prod(size for size in shape if size) > _MAX_EMPTY_ELEMENTS:
-        raise BadRequest(
-            f"{subject}: beside a dimension of 0, the product of the others must be at most {_MAX_EMPTY_ELEMENTS}"
-        )
-    return 0
 
 
 def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_bytes: int) -> None:
