@@ -1,30 +1,44 @@
 // Small pictures of numbers, as SVG and as bars of HTML. Colours come from the style sheet, by class.
 
-import { drawn, element } from "./dom.js";
-import { count, share } from "./format.js";
+import { drawn, element, say } from "./dom.js";
+import { count, rate, share } from "./format.js";
+import { POINTS } from "./history.js";
 
-const WIDTH = 240;
-const HEIGHT = 44;
-const FEWEST = 30;
+const WIDTH = 600;
+const HEIGHT = 60;
 
-/** A curve that is drawn anew with each `draw(values)`; its scale begins at zero. */
-export function sparkline(label) {
+/** A curve of the last ten minutes with its axes, drawn anew with each `draw(values)`; the latest value is last. */
+export function chart(label) {
   const area = drawn("path", { class: "area" });
   const line = drawn("path", { class: "line" });
   const title = drawn("title");
-  const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "spark" }, title, area, line);
+  const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "curve" }, title, area, line);
+  const top = element("span", { className: "top-mark" });
+  const maximum = element("span", { className: "maximum" });
+  const root = element("div", { className: "chart" }, top, maximum, element("span", { className: "zero-mark" }, "0"), svg,
+    element("div", { className: "times" }, ...["10 min ago", "5 min", "now"].map((text) => element("span", {}, text))));
   const draw = (values) => {
-    // A curve that has just begun is not squeezed into the last corner.
-    const points = Math.max(values.length, FEWEST);
-    const top = Math.max(...values, 1e-9);
-    const step = WIDTH / (points - 1);
-    const left = WIDTH - (values.length - 1) * step;
-    const places = values.map((value, place) => `${(left + place * step).toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * (value / top)).toFixed(1)}`);
+    const shown = values.slice(-POINTS);
+    const most = Math.max(...shown, 0);
+    const scale = roundedUp(most);
+    const step = WIDTH / (POINTS - 1);
+    const left = WIDTH - (shown.length - 1) * step;
+    const places = shown.map((value, place) => `${(left + place * step).toFixed(1)},${(HEIGHT - (HEIGHT - 1) * (value / scale)).toFixed(1)}`);
     line.setAttribute("d", places.length > 1 ? `M${places.join("L")}` : "");
     area.setAttribute("d", places.length > 1 ? `M${left.toFixed(1)},${HEIGHT}L${places.join("L")}L${WIDTH},${HEIGHT}Z` : "");
-    title.textContent = `${label}: at most ${count(top)}, now ${count(values.at(-1) ?? 0)}`;
+    say(top, `${Number(scale.toPrecision(1))}/s`);
+    say(maximum, most > 0 ? `maximum ${rate(most)}/s` : "");
+    say(title, `${label}, ten minutes: at most ${rate(most)}/s, now ${rate(shown.at(-1) ?? 0)}/s`);
   };
-  return { svg, draw };
+  draw([]);
+  return { root, draw };
+}
+
+/** The next number with one digit out of 1, 2 and 5, so that the axis ends at a round one. */
+function roundedUp(value) {
+  if (value <= 0) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((digit) => digit * power).find((bound) => bound >= value * 0.999) ?? value;
 }
 
 /** A row of columns, one a label; `entries` are [label, count]. */

@@ -21,6 +21,11 @@ export async function infer(model, name, tensor, outputs) {
   return post(model, new Blob([header, tensor.bytes]), headers);
 }
 
+/** Run a request whose whole body is an image file: the data of the model's only input. */
+export async function inferFile(model, file, type) {
+  return post(model, file, { "content-type": type });
+}
+
 /** Run a request that is JSON as it is. */
 export async function inferJson(model, text) {
   return post(model, text, { "content-type": "application/json" });

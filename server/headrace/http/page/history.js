@@ -1,7 +1,10 @@
 // From counts to rates: what happened between two answers of the server. No element of the page is known here.
 
 const WINDOW_NS = 60e9;
+const RATE_NS = 5.5e9;
 const KEPT = 121;
+/** Points of a curve: the periods of the server's ring. */
+export const POINTS = 120;
 
 /** The last two minutes of answers to /v2/status. */
 export class History {
@@ -35,6 +38,17 @@ export class History {
     return { seconds: (now.time_ns - then.time_ns) / 1e9, ...since(then === now ? serving : before, serving) };
   }
 
+  /** What each step of a pipeline did in the last minute, in the order of the steps; `rate` is of the last five seconds. */
+  steps(key) {
+    const now = this.latest;
+    const stepsOf = (answer) => answer.versions.get(key)?.serving?.pipeline?.steps ?? [];
+    const [minute, lately] = [WINDOW_NS, RATE_NS].map((window) => this.answers.find((answer) => now.time_ns - answer.time_ns <= window));
+    return stepsOf(now).map((step, place) => {
+      const change = (then) => since(then === now ? step : stepsOf(then)[place], step, STEP_NUMBERS, STEP_TABLES);
+      return { ...change(minute), rate: lately === now ? 0 : change(lately).requests / ((now.time_ns - lately.time_ns) / 1e9) };
+    });
+  }
+
   /** Requests a second between each two answers, of one version or of all; the oldest first. */
   rates(key = null) {
     return this.answers.slice(1).map((answer, place) => {
@@ -46,20 +60,36 @@ export class History {
   }
 }
 
+/** Requests and failures a second in each period of the last ten minutes, of one version or of several together. */
+export function curve(servings) {
+  const sum = Array(POINTS).fill(0);
+  for (const serving of servings) {
+    for (const series of [serving.requests_per_s, serving.failures_per_s]) {
+      series.forEach((value, place) => {
+        const at = POINTS - series.length + place;
+        if (at >= 0) sum[at] += value;
+      });
+    }
+  }
+  return sum;
+}
+
 export function keyOf(model) {
   return `${model.name}\n${model.version}`;
 }
 
 const NUMBERS = ["requests", "rows", "late", "queue_ns", "assemble_ns", "compute_ns", "split_ns", "total_ns"];
 const TABLES = ["failures", "batches", "sizes", "latency"];
+const STEP_NUMBERS = ["requests", "fallbacks", "skipped", "failures"];
+const STEP_TABLES = ["latency"];
 
 /** The difference of two sets of counts. A version that was loaded anew counts from zero, and so does one that was not there. */
-export function since(before, now) {
+export function since(before, now, numbers = NUMBERS, tables = TABLES) {
   if (!now) return { requests: 0 };
-  const anew = !before || NUMBERS.some((name) => now[name] < before[name]);
+  const anew = !before || numbers.some((name) => now[name] < before[name]);
   const found = {};
-  for (const name of NUMBERS) found[name] = now[name] - (anew ? 0 : before[name]);
-  for (const name of TABLES) {
+  for (const name of numbers) found[name] = now[name] - (anew ? 0 : before[name]);
+  for (const name of tables) {
     const counts = Object.entries(now[name]).map(([label, count]) => [label, count - (anew ? 0 : (before[name][label] ?? 0))]);
     found[name] = Object.fromEntries(counts.filter(([, count]) => count > 0));
   }

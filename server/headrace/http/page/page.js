@@ -1,23 +1,41 @@
 // The page at "/": reads the status of all models once a second and shows the changes.
 
 import { get } from "./client.js";
-import { sparkline } from "./charts.js";
+import { chart } from "./charts.js";
 import { say } from "./dom.js";
 import { anotherKey, askForKey, keyAccepted } from "./key.js";
 import { count, duration, milliseconds, rate } from "./format.js";
-import { History, keyOf, percentile, together } from "./history.js";
-import { ModelCards } from "./models.js";
+import { History, curve, keyOf, percentile, together } from "./history.js";
+import { ModelList } from "./models.js";
 import * as trying from "./trying.js";
+import { ModelView } from "./view.js";
 
 const PERIOD_MS = 1000;
 
 const at = (id) => document.getElementById(id);
 const history = new History();
-const spark = sparkline("requests a second, all models");
-const cards = new ModelCards(at("models"), (model) => {
-  trying.select(model);
-  at("try").scrollIntoView({ behavior: "smooth" });
-});
+const whole = chart("requests a second, all models");
+const list = new ModelList(at("models"), at("idle"));
+let view = null;
+
+/** Show the view of the model that the address names, "#MODEL/VERSION", or the list of all. */
+function route() {
+  const [name, version] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const model = name ? { name, version: version ?? "" } : null;
+  at("overview").hidden = at("all").hidden = Boolean(model);
+  at("view").hidden = !model;
+  view = model ? new ModelView(model) : null;
+  at("view").replaceChildren(...(view ? [view.root] : []));
+  trying.choose(null);
+  document.title = model ? `${model.name} · Headrace` : "Headrace";
+  scrollTo(0, 0);
+  if (history.latest) show();
+}
+
+/** The number of versions in each group, as far as there are any. */
+function grouped(groups) {
+  return Object.entries(groups).filter(([, value]) => value > 0).map(([group, value]) => `${value} ${group}`).join(", ");
+}
 
 function show() {
   const { status } = history.latest;
@@ -35,17 +53,21 @@ function show() {
   const sum = (read) => serving.reduce((total, model) => total + read(model.serving), 0);
   say(at("all-rate"), rate(lately.length ? lately.reduce((total, value) => total + value, 0) / lately.length : 0));
   for (const [id, quantile] of [["all-p50", 0.5], ["all-p99", 0.99]]) say(at(id), milliseconds(percentile(latency, quantile, status.buckets_per_doubling)));
-  say(at("all-queued"), count(sum((each) => each.queued)));
-  say(at("all-flight"), count(sum((each) => each.in_flight)));
+  // The queues of a pipeline are those of its models.
+  say(at("all-queued"), count(sum((each) => (each.pipeline ? 0 : each.queued))));
+  say(at("all-flight"), count(sum((each) => (each.pipeline ? 0 : each.in_flight))));
   const errors = Object.values(together(recent.map((each) => each.failures))).reduce((total, value) => total + value, 0);
   say(at("all-errors"), count(errors));
   at("all-errors").classList.toggle("alarm", errors > 0);
-  spark.draw(rates);
-  const aside = status.models.length - serving.length;
-  say(at("summary"), `${serving.length} serving${aside ? `, ${aside} not` : ""}`);
+  whole.draw(curve(serving.map((model) => model.serving)));
   at("filter").hidden = status.models.length <= 6;
-  cards.update(history, at("filter").value.trim().toLowerCase());
-  trying.offer(serving);
+  const groups = list.update(history, at("filter").value.trim().toLowerCase());
+  say(at("summary"), grouped(groups));
+  if (view) {
+    view.update(history);
+    const served = serving.find((model) => keyOf(model) === keyOf(view.model));
+    trying.choose(served ?? null);
+  }
 }
 
 async function look() {
@@ -78,7 +100,9 @@ async function watch() {
   }
 }
 
-at("all-spark").append(spark.svg);
+at("all-chart").append(whole.root);
 at("filter").addEventListener("input", () => history.latest && show());
 trying.start();
+addEventListener("hashchange", route);
+route();
 void watch();

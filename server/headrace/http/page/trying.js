@@ -1,87 +1,112 @@
-// The form: choose a model, drop a picture, see labels. A model that takes no pictures gets JSON.
+// The form of a model's view: drop a picture and see labels, send a file as it is, or send a request that is JSON.
 
-import { get, infer, inferJson, versionPath } from "./client.js";
+import { get, infer, inferFile, inferJson, versionPath } from "./client.js";
 import { ranking } from "./charts.js";
 import { element } from "./dom.js";
+import { fileTask, fileTensor, pictureType, samplePicture } from "./files.js";
 import { milliseconds, share } from "./format.js";
+import { credentials } from "./key.js";
 import { decode, pictureTask, tensorOf } from "./pictures.js";
+import { asCurl, asPython, filledIn, pictureAsCurl, pictureAsPython, sampleRequest } from "./samples.js";
 
 const TOP = 5;
-const SHOWN_ELEMENTS = 4096;
 const PLACES = Object.fromEntries(
-  ["try-model", "try-drop", "try-file", "try-preview", "try-hint", "try-json", "try-text", "try-send", "try-result"].map((id) => [id, document.getElementById(id)]),
+  ["try", "try-drop", "try-file", "try-what", "try-preview", "try-hint", "try-picture", "try-sample", "try-request", "try-text", "try-send", "try-curl", "try-python", "try-code", "try-result"]
+    .map((id) => [id, document.getElementById(id)]),
 );
 
-let known = "";
 let chosen = null;
 let preview = "";
 
-/** Bring the list of models up to date. */
-export function offer(models) {
-  const names = models.map((model) => `${model.name} · version ${model.version}`);
-  if (names.join("\n") === known) return;
-  known = names.join("\n");
-  const select = PLACES["try-model"];
-  const before = select.value;
-  select.replaceChildren(...models.map((model, place) => Object.assign(element("option", { value: names[place] }, names[place]), { model })));
-  const kept = [...select.options].find((option) => option.value === before);
-  if (kept) {
-    select.value = before;
-  } else {
-    void choose();
+/** Show the form for a version that serves; null hides it. The form of the same version stays as it is. */
+export function choose(model) {
+  PLACES.try.hidden = !model;
+  if (!model) {
+    chosen = null;
+  } else if (chosen?.model.name !== model.name || chosen.model.version !== model.version) {
+    void prepare({ model, task: null, file: null, sent: null });
   }
 }
 
-/** Select the model of a card. */
-export function select(model) {
-  PLACES["try-model"].value = `${model.name} · version ${model.version}`;
-  void choose();
-}
-
-async function choose() {
-  const model = PLACES["try-model"].selectedOptions[0]?.model;
-  const mine = (chosen = { model, task: null });
-  PLACES["try-result"].replaceChildren();
-  if (!model) return;
+async function prepare(mine) {
+  chosen = mine;
+  for (const name of ["try-result", "try-code"]) PLACES[name].replaceChildren();
+  for (const name of ["try-drop", "try-picture", "try-preview", "try-code"]) PLACES[name].hidden = true;
+  PLACES["try-text"].value = PLACES["try-file"].value = "";
   try {
-    const path = versionPath(model);
+    const path = versionPath(mine.model);
     const [config, metadata] = await Promise.all([get(`${path}/config`), get(path)]);
     // Another one may have been chosen meanwhile.
     if (chosen !== mine) return;
-    mine.task = pictureTask(config, metadata);
-    PLACES["try-drop"].hidden = !mine.task;
-    PLACES["try-json"].hidden = Boolean(mine.task);
-    if (mine.task) {
-      const [height, width] = mine.task.recipe.crop;
-      PLACES["try-hint"].textContent = `It is resized to ${width} × ${height} pixels ${mine.task.recipe.by === "server" ? "and sent; the server does the rest" : "as the model's configuration says, and sent"}.`;
-    } else {
-      PLACES["try-text"].value = request(metadata);
-    }
+    const task = pictureTask(config, metadata);
+    const file = task ? null : await fileTask(config, metadata);
+    if (chosen !== mine) return;
+    Object.assign(mine, { task, file });
+    const picture = Boolean(task || file?.picture);
+    PLACES["try-drop"].hidden = !task && !file;
+    PLACES["try-picture"].hidden = !picture;
+    PLACES["try-what"].textContent = picture ? "Drop a picture" : "Drop a file";
+    PLACES["try-file"].accept = picture ? "image/*" : "";
+    PLACES["try-hint"].textContent = hint(task, file);
+    // No JSON can hold the bytes of a picture.
+    PLACES["try-request"].hidden = PLACES["try-send"].hidden = Boolean(file?.picture);
+    if (!file?.picture) PLACES["try-text"].value = sampleRequest(metadata);
   } catch (error) {
     if (chosen === mine) complain(error);
   }
 }
 
-/** A request to be changed by hand: an input a line. */
-function request(metadata) {
-  const inputs = metadata.inputs.map((input) => ` ${JSON.stringify(zeros(input))}`);
-  return `{"inputs": [\n${inputs.join(",\n")}\n]}`;
+/** What is sent of a file. */
+function hint(task, file) {
+  if (task) {
+    const [height, width] = task.recipe.crop;
+    return `It is resized to ${width} × ${height} pixels ${task.recipe.by === "server" ? "and sent; the server does the rest" : "as the model's configuration says, and sent"}.`;
+  }
+  if (!file) return "";
+  return file.picture ? "The file is sent as it is; the server decodes it." : `The file is sent as it is, as the input "${file.input}".`;
 }
 
-function zeros({ name, datatype, shape }) {
-  const sizes = shape.map((size) => (size < 0 ? 1 : size));
-  const count = sizes.reduce((product, size) => product * size, 1);
-  const zero = datatype === "BYTES" ? "" : datatype === "BOOL" ? false : 0;
-  return { name, datatype, shape: sizes, data: count > SHOWN_ELEMENTS ? [] : Array(count).fill(zero) };
+/** Show a command or program, and copy it where the browser allows that. */
+async function copy(text) {
+  PLACES["try-code"].textContent = text;
+  PLACES["try-code"].hidden = false;
+  // Without TLS browsers have no clipboard for other hosts: the text stands there to be selected.
+  await navigator.clipboard?.writeText(text).catch(() => {});
 }
 
-async function classify(file) {
-  const { model, task } = chosen ?? {};
-  if (!task || !file) return;
+function keyed() {
+  return Object.keys(credentials()).length > 0;
+}
+
+function copyCurl() {
+  const url = new URL(`${versionPath(chosen.model)}/infer`, location.href.split("#")[0]).href;
+  void copy(chosen.file?.picture ? pictureAsCurl(url, chosen.sent, keyed()) : asCurl(url, PLACES["try-text"].value, keyed()));
+}
+
+function copyPython() {
+  const address = `${location.host}${location.pathname.replace(/\/[^/]*$/, "")}`;
+  const secure = location.protocol === "https:";
+  void copy(chosen.file?.picture ? pictureAsPython(address, secure, chosen.model, chosen.file, chosen.sent, keyed())
+    : asPython(address, secure, chosen.model, PLACES["try-text"].value, keyed()));
+}
+
+/** Send a file that was dropped, pasted or chosen. */
+async function sendFile(file) {
+  const mine = chosen;
+  if (!file || (!mine?.task && !mine?.file)) return;
+  if (mine.task || mine.file.picture) showPreview(file);
+  if (mine.task) await classify(file, mine);
+  else await sendWhole(file, mine);
+}
+
+function showPreview(file) {
   URL.revokeObjectURL(preview);
   preview = URL.createObjectURL(file);
   PLACES["try-preview"].src = preview;
   PLACES["try-preview"].hidden = false;
+}
+
+async function classify(file, { model, task }) {
   await show(async () => {
     const tensor = tensorOf(await decode(file), task);
     const outputs = task.ranked.length ? task.ranked.map((name) => ({ name })) : [{ name: task.output, parameters: { classification: TOP } }];
@@ -91,11 +116,25 @@ async function classify(file) {
   });
 }
 
+async function sendWhole(file, mine) {
+  const { model, file: task } = mine;
+  mine.sent = file;
+  await show(async () => {
+    const tensor = task.picture ? null : await fileTensor(file, task);
+    const begun = performance.now();
+    return responseOf(await (task.picture ? inferFile(model, file, pictureType(file)) : infer(model, task.input, tensor)), begun);
+  });
+}
+
+/** A response as JSON, and its time. */
+function responseOf(answer, begun) {
+  return [element("pre", {}, JSON.stringify(answer, null, 1)), element("p", { className: "soft" }, `answered in ${milliseconds(performance.now() - begun)}`)];
+}
+
 async function send() {
   await show(async () => {
     const begun = performance.now();
-    const answer = await inferJson(chosen.model, PLACES["try-text"].value);
-    return [element("pre", {}, JSON.stringify(answer, null, 1)), element("p", { className: "soft" }, `answered in ${milliseconds(performance.now() - begun)}`)];
+    return responseOf(await inferJson(chosen.model, filledIn(PLACES["try-text"].value)), begun);
   });
 }
 
@@ -140,8 +179,10 @@ function bars(classes) {
 /** Wire the form. */
 export function start() {
   const drop = PLACES["try-drop"];
-  PLACES["try-model"].addEventListener("change", () => void choose());
-  PLACES["try-file"].addEventListener("change", (event) => void classify(event.target.files[0]));
+  PLACES["try-sample"].addEventListener("click", async () => void sendFile(await samplePicture()));
+  PLACES["try-curl"].addEventListener("click", copyCurl);
+  PLACES["try-python"].addEventListener("click", copyPython);
+  PLACES["try-file"].addEventListener("change", (event) => void sendFile(event.target.files[0]));
   PLACES["try-send"].addEventListener("click", () => void send());
   for (const name of ["dragenter", "dragover"]) {
     drop.addEventListener(name, (event) => {
@@ -153,7 +194,7 @@ export function start() {
   drop.addEventListener("drop", (event) => {
     event.preventDefault();
     drop.classList.remove("over");
-    void classify(event.dataTransfer.files[0]);
+    void sendFile(event.dataTransfer.files[0]);
   });
-  document.addEventListener("paste", (event) => void classify([...event.clipboardData.files][0]));
+  document.addEventListener("paste", (event) => void sendFile([...event.clipboardData.files][0]));
 }
