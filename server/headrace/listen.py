@@ -19,14 +19,16 @@ from starlette.responses import Response
 from headrace.accept import BACKLOG, TlsListener
 from headrace.config.documents import refuse
 from headrace.core.errors import HeadraceError
-from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits
+from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits, ConnectionReserve
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.infer_endpoint import error_response, request_principal
 from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
-from headrace.http.reserve import ConnectionReserve, LimitedHttpProtocol
+from headrace.http.reserve import LimitedHttpProtocol
 from headrace.http.timeouts import ConnectionTimeouts
 from headrace.inference.operations import http_operation
 from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.shared_runs import SharedRuns
+from headrace.observability.metrics import canonical_accept
 from headrace.settings import Settings
 from headrace.tls import ServerTls, TlsFiles
 
@@ -172,7 +174,7 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
         reader: resolves the credentials of a request.
     """
     app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    scope = http_operation("GET", "/metrics").scope
+    scope, scrapes = http_operation("GET", "/metrics").scope, SharedRuns(page)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -182,7 +184,7 @@ def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> Fa
         except HeadraceError as error:
             status, headers, content = error_response(error)
             return Response(content, status, {name.decode(): value.decode() for name, value in headers})
-        content_type, body = await asyncio.to_thread(page, request.headers.get("accept", ""))
+        content_type, body = await scrapes.result(canonical_accept(request.headers.get("accept", "")))
         # With keys, an answer to one key must not be stored for others.
         private = {"cache-control": "no-store"} if reader.access.has_keys else {}
         return Response(body, headers={"content-type": content_type, **private})

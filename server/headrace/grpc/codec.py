@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
+from headrace.config.triton_messages import service_pb2
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferResponse
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
@@ -257,11 +257,11 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
             array, datatype = response.outputs[spec.name], spec.datatype
             if output.classes:
                 array, datatype = classify(array, spec, output.classes, self.spec.max_batch_size > 0), BYTES
-            content = tensor_codec.to_binary(array, datatype)
             if output.shared is not None:
-                head.append(_description(spec, datatype, array, template.write_output(output, content)))
+                head.append(_description(spec, datatype, array, template.write_output(output, array, datatype)))
                 data.append(_RAW_OUTPUT + varint(0))
                 continue
+            content = tensor_codec.to_binary(array, datatype)
             key = (spec.name, datatype.name, array.shape)
             head.append(self._descriptions.get(key) or self._describe(key, spec, datatype, array))
             data += (_RAW_OUTPUT + varint(len(content)), content)

@@ -257,6 +257,10 @@ class _UnaryCall(_Call):
         super().__init__(context, server)
         self.completion: LoopCompletion | None = None
 
+    def admit(self, size_bytes: int) -> None:
+        """See `GrpcCall`."""
+        self.room.admit(size_bytes)
+
     def hold(self, size_bytes: int) -> None:
         """Count a response as unread until grpcio has sent it; raises Overloaded if memory for unread responses is full."""
         room = self.room
@@ -278,6 +282,7 @@ class _StreamCall(_Call):
     def __init__(self, context: Any, server: GrpcioServer) -> None:
         super().__init__(context, server)
         self.stopping = server.stopping
+        self.take: Callable[[bytes], bool] | None = None  # never called: grpcio passes messages to `read` only
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.end_reason: Unavailable | None = None
         self._reading = False
@@ -298,6 +303,9 @@ class _StreamCall(_Call):
         finally:
             self._reading = False
         return None if message is grpc.aio.EOF else bytes(message)
+
+    def write_now(self, message: Message, *, last: bool) -> bool:
+        return False  # every write of grpcio is a coroutine
 
     async def write(self, message: Message) -> None:
         try:

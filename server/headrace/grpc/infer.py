@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from tritonclient.grpc import service_pb2
-
+from headrace.config.triton_messages import service_pb2
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, HeadraceError, Overloaded, Unauthenticated, Unavailable, forget_frames
@@ -26,6 +26,7 @@ from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.grpc.response_room import max_held_bytes, unread_error
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import RequestOptions
+from headrace.inference.request_template import may_have_shared_inputs
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
 from headrace.inference.services import Services
 from headrace.inference.status import grpc_code, retry_after_ms
@@ -57,14 +58,37 @@ class GrpcInference:
         Raises:
             HeadraceError: the request failed; the error is for the caller.
         """
+        options = call.options
         try:
-            envelope, options = scan(message), call.options
+            envelope = scan(message)
         except HeadraceError as error:
-            self.service.fail(PendingRequest("", "", call.received_ns), error)
-            raise
+            self._reject(call, error)
         if self.large_responses and envelope.model_name in self.large_responses:
             return await self._infer_large(message, envelope, call, options)
         return await self._run(message, envelope, call, options)
+
+    def start(self, message: bytes, call: GrpcCall) -> PendingRequest | None:
+        """See `DirectMethod`: a large request or response needs the coroutine."""
+        if len(message) > LARGE_BYTES or (self.service.has_shared_memory and may_have_shared_inputs(message)):
+            return None
+        try:
+            envelope = scan(message)
+        except HeadraceError as error:
+            self._reject(call, error)
+        if self.large_responses and envelope.model_name in self.large_responses:
+            return None
+        return self.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
+
+    def end(self, request: PendingRequest, call: GrpcCall) -> Message | Awaitable[Message]:
+        """See `DirectMethod`."""
+        if request.template.is_costly and self.service.is_large(request):
+            return self.finish_large(request, call)
+        return self.finish(request, call=call)
+
+    def _reject(self, call: GrpcCall, error: HeadraceError) -> NoReturn:
+        """Count the error of a message that is no request, and raise it."""
+        self.service.fail(PendingRequest("", "", call.received_ns), error)
+        raise error
 
     async def _infer_large(
         self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions
@@ -78,7 +102,7 @@ class GrpcInference:
             room.end(expected_bytes)
 
     async def _run(self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions) -> Message:
-        if len(message) <= LARGE_BYTES:
+        if len(message) <= LARGE_BYTES and not self.service.has_shared_memory:
             pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
         else:
             pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
@@ -93,8 +117,8 @@ class GrpcInference:
         finally:
             call.completion = None
         if pending.template.is_costly and self.service.is_large(pending):
-            return await self.finish_large(pending)
-        return self.finish(pending)
+            return await self.finish_large(pending, call)
+        return self.finish(pending, call=call)
 
     def begin(
         self,
@@ -149,8 +173,13 @@ class GrpcInference:
             self._raise(pending, error)
         return pending
 
-    def finish(self, pending: PendingRequest, encoded: Message | None = None) -> Message:
+    def finish(self, pending: PendingRequest, encoded: Message | None = None, call: GrpcCall | None = None) -> Message:
         """Encode the response to a request whose completion is settled.
+
+        Args:
+            pending: the request.
+            encoded: from `finish_large`, None to encode the response here.
+            call: of a unary request. A response that the engine would refuse fails here, so that the request counts as failed.
 
         Raises:
             HeadraceError: the request failed; the error is for the caller, and counted.
@@ -162,6 +191,11 @@ class GrpcInference:
         size_bytes = sum(map(len, response))
         if size_bytes > SMALL_BODY_BYTES or self.large_responses:
             self._expect(pending.model, size_bytes)
+            if call is not None:
+                try:
+                    call.admit(size_bytes)
+                except Overloaded as error:
+                    self._raise(pending, error)
         return response
 
     def expected_bytes(self, message: bytes) -> int:
@@ -178,7 +212,7 @@ class GrpcInference:
         if expected_bytes > SMALL_BODY_BYTES:
             self.large_responses[model] = expected_bytes
 
-    async def finish_large(self, pending: PendingRequest) -> Message:
+    async def finish_large(self, pending: PendingRequest, call: GrpcCall | None = None) -> Message:
         """Encode a large response on a codec thread; see `finish`."""
         try:
             encoded = await self.service.encode_large(pending)
@@ -187,7 +221,7 @@ class GrpcInference:
             raise
         except Exception as error:
             self._raise(pending, error)
-        return self.finish(pending, encoded)
+        return self.finish(pending, encoded, call)
 
     def _raise(self, pending: PendingRequest, error: Exception) -> NoReturn:
         failure = self.service.fail(pending, error)
@@ -199,10 +233,11 @@ class GrpcInference:
 # --- ModelStreamInfer: many requests in flight on one stream, with responses in the order of the requests --------------
 #
 # A stream has two coroutines, and a request has none. The reader decodes and queues requests. Completions call back. The writer
-# encodes and sends the responses that are next in order. Stock clients match responses by their order, as Triton sends them. A
-# request with the parameter `headrace_unordered` is answered as soon as it is done and delays no other. The limit on requests in
-# flight is the backpressure: a stream whose client does not read responses is not read, and a response that waits for an
-# earlier one counts as in flight.
+# encodes and sends the responses that are next in order. Most messages resume neither: while the reader waits, the engine
+# passes a small request to `take`, and while the writer waits, the callback sends a small response. Stock clients match
+# responses by their order, as Triton sends them. A request with the parameter `headrace_unordered` is answered as soon as it is
+# done and delays no other. The limit on requests in flight is the backpressure: a stream whose client does not read responses
+# is not read, and a response that waits for an earlier one counts as in flight.
 
 logger = logging.getLogger("headrace.grpc")
 
@@ -266,16 +301,20 @@ class _StreamEntry:
 
     Attributes:
         request_bytes: size of its message.
+        reserved_bytes: of its message in the budget for all bodies, until the response is sent.
         expected_bytes: reserved in the room for responses until the response is settled.
         response_bytes: size of its settled response, counted in the room until it is sent; 0 for a small one.
         response: a request whose completion is settled, an encoded error, or an error that ends the stream; None while the
             request runs.
+        encoded: the encoded response, None before the writer or `_send` has encoded it.
     """
 
     request_bytes: int
     expected_bytes: int = 0
+    reserved_bytes: int = 0
     response_bytes: int = 0
     response: PendingRequest | Message | HeadraceError | None = None
+    encoded: Message | None = None
 
 
 class _Stream:
@@ -299,13 +338,16 @@ class _Stream:
         self._ordered: deque[_StreamEntry] = deque()  # in order of arrival, without unordered requests
         self._ready: deque[_StreamEntry] = deque()  # responses that can be sent now
         self._anything_ready = asyncio.Event()
+        self._writing = False  # the writer has taken a response from `_ready`
         self._room = asyncio.Event()
-        self._read_all = False
+        self._waits_for_room = False
+        self._read_all = self._has_rejected = False
         self.rejection: Unavailable | None = None
 
     async def read(self) -> None:
         """Queue requests until the client half-closes or the server stops."""
         streams = self._streams
+        self._call.take = self._take
         while True:
             try:
                 message = await self._call.read()
@@ -324,50 +366,100 @@ class _Stream:
                 if expected_bytes:
                     await self._response_room.start(expected_bytes)
                     self._expected_bytes += expected_bytes
-            if len(message) <= LARGE_BYTES:
+            if len(message) <= LARGE_BYTES and not self._infer.service.has_shared_memory:
                 self._begin(message, expected_bytes)
             else:
                 await self._begin_large(message, expected_bytes)
             del message  # otherwise it stays in memory until the next message
+            if self._has_rejected:  # other calls come first: thousands of invalid messages may have arrived at once
+                self._has_rejected = False
+                await asyncio.sleep(0)
             while self._in_flight >= streams.max_in_flight or self._in_flight_bytes >= streams.max_bytes:
+                self._waits_for_room = True
                 self._room.clear()
                 await self._room.wait()
+                self._waits_for_room = False
+
+    def _take(self, message: bytes) -> bool:
+        """Queue a request while the reader waits for one; False if the reader must do it, since it may have to wait after it."""
+        streams, size_bytes = self._streams, len(message)
+        if (
+            size_bytes > LARGE_BYTES
+            or self._infer.large_responses
+            or (self._infer.service.has_shared_memory and may_have_shared_inputs(message))
+            or self._in_flight + 1 >= streams.max_in_flight
+            or self._in_flight_bytes + size_bytes >= streams.max_bytes
+        ):
+            return False
+        self._in_flight += 1
+        self._in_flight_bytes += size_bytes
+        self._begin(message, 0)
+        return True
 
     async def write(self) -> None:
-        """Send responses until the reader has ended and no request is in flight."""
+        """Send responses until the reader has ended and no request is in flight.
+
+        Small responses are sent when they are settled, by `_send`, while this waits.
+        """
         ready = self._ready
         while self._in_flight or not self._read_all:
             self._anything_ready.clear()
+            self._writing = True
             while ready:
                 entry = ready.popleft()
                 response = entry.response
                 if entry.response_bytes or entry.expected_bytes:
                     self._count(entry, 0)  # written bytes count in the connection
                 if isinstance(response, PendingRequest):
-                    template = response.template
-                    if template.is_costly and self._infer.service.is_large(response):
+                    if entry.encoded is not None:
+                        message = entry.encoded
+                    elif response.template.is_costly and self._infer.service.is_large(response):
                         message = await self._finish_large(response)
                     else:
                         message = self._finish(response)
                     try:
                         await self._call.write(message)
                     except Overloaded as error:  # memory for unread responses is full: nothing was written
+                        self._infer.service.fail(response, error)
                         await self._call.write(self._failed(response, error))
                     del message
-                    self._call.reservation.shrink(entry.request_bytes)
                 elif isinstance(response, HeadraceError):
                     raise response
                 elif response is not None:
                     await self._call.write(response)
-                self._in_flight -= 1
-                self._in_flight_bytes -= entry.request_bytes
-                self._room.set()
+                self._leave(entry)
+            self._writing = False
             if self._in_flight or not self._read_all:
                 await self._anything_ready.wait()
+
+    def _send(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
+        """Send the response that is next in order, if it is small and the writer has nothing to do; else the writer sends it."""
+        if (
+            type(response) is PendingRequest
+            and not (self._writing or self._ready or self._closed or entry.response_bytes or entry.expected_bytes)
+            and not (response.template.is_costly or self._options.ends_stream)
+        ):
+            entry.encoded = message = self._finish(response)
+            if self._call.write_now(message, last=self._in_flight == 1):
+                self._leave(entry)
+                if not self._in_flight and self._read_all:
+                    self._anything_ready.set()
+                return
+        self._ready.append(entry)
+        self._anything_ready.set()
+
+    def _leave(self, entry: _StreamEntry) -> None:
+        """Release a request whose response is sent."""
+        self._call.reservation.shrink(entry.reserved_bytes)
+        self._in_flight -= 1
+        self._in_flight_bytes -= entry.request_bytes
+        if self._waits_for_room:
+            self._room.set()
 
     def close(self) -> None:
         """Abandon all requests in flight."""
         self._closed = True
+        self._call.take = None  # otherwise the call and its responses are a reference cycle
         for pending in self._queued:
             self._infer.service.drop(pending)
         self._queued.clear()
@@ -428,6 +520,7 @@ class _Stream:
             envelope = scan(message)
             request_id = envelope.id
             self._call.reservation.grow(entry.request_bytes)
+            entry.reserved_bytes = entry.request_bytes
         except HeadraceError as error:
             self._infer.service.fail(PendingRequest("", "", received_ns), error)
             forget_frames(error)
@@ -437,7 +530,8 @@ class _Stream:
 
     def _refuse(self, entry: _StreamEntry, error: BaseException, request_id: str) -> None:
         """Release the memory of a request that could not be queued, and respond with its error; raises what is no error of it."""
-        self._call.reservation.shrink(entry.request_bytes)
+        self._call.reservation.shrink(entry.reserved_bytes)
+        entry.reserved_bytes = 0
         if isinstance(error, HeadraceError):
             forget_frames(error)
             self._reject(entry, error, request_id)
@@ -448,14 +542,19 @@ class _Stream:
 
     def _wait_for(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         self._queued.add(pending)
-        if pending.template.unordered:
-            pending.completion.then(partial(self._on_settled_unordered, entry, pending))
-        else:
+        completion = pending.completion
+        on_settled: Callable[[_StreamEntry, PendingRequest], None] = self._on_settled_unordered
+        if not pending.template.unordered:
             self._ordered.append(entry)
-            pending.completion.then(partial(self._on_settled, entry, pending))
+            on_settled = self._on_settled
+        if completion.woken:  # the request ran on the event loop
+            on_settled(entry, pending)
+        else:
+            completion.then(partial(on_settled, entry, pending))
 
     def _reject(self, entry: _StreamEntry, error: HeadraceError, request_id: str) -> None:
         self._ordered.append(entry)
+        self._has_rejected = True
         ends_stream = self._options.ends_stream or isinstance(error, Unauthenticated)
         self._on_settled(entry, error if ends_stream else _error(error, request_id))
 
@@ -466,15 +565,13 @@ class _Stream:
         ordered = self._ordered
         if ordered[0] is not entry:
             return
-        while ordered and ordered[0].response is not None:
-            self._ready.append(ordered.popleft())
-        self._anything_ready.set()
+        while ordered and (settled := ordered[0].response) is not None:
+            self._send(ordered.popleft(), settled)
 
     def _on_settled_unordered(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         entry.response = pending
         self._count_response(entry, pending)
-        self._ready.append(entry)
-        self._anything_ready.set()
+        self._send(entry, pending)
 
     def _count_response(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         """Count a response from its completion on: it may wait for earlier ones, and for a client that does not read."""

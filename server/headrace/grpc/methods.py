@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.limits import BodyReservation
 from headrace.grpc.response_room import ResponseRoom
+from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 
 # The parts of one serialized message, in order.
@@ -49,6 +50,9 @@ class GrpcCall(Protocol):
     def peer(self) -> str:
         """See the class."""
 
+    def admit(self, size_bytes: int) -> None:
+        """Check that a response of this size may be written; raises Overloaded if memory for unread responses is full."""
+
 
 class StreamCall(Protocol):
     """A call with a stream of messages in both directions. One task may read while another writes.
@@ -60,11 +64,14 @@ class StreamCall(Protocol):
         reservation: of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
             keeps the message must grow the reservation and shrink it again. The engine releases the rest when the call ends.
         stopping: True once the server stops. The method then accepts no new request and ends as soon as it can.
+        take: set by the method to take messages while `read` waits, without resuming its task; returns False for a message that
+            `read` must return. An engine need not call it.
     """
 
     deadline_ns: int
     stopping: bool
     reservation: BodyReservation
+    take: Callable[[bytes], bool] | None
 
     @property
     def options(self) -> RequestOptions:
@@ -82,11 +89,42 @@ class StreamCall(Protocol):
             Unavailable: the server stops, also during the wait; responses can still be written.
         """
 
+    def write_now(self, message: Message, *, last: bool) -> bool:
+        """Send a message if that is possible without a wait; returns False, with nothing sent, if it needs `write`.
+
+        Args:
+            message: to send.
+            last: True if no other message follows soon: it is not held back to join the next one.
+        """
+
     async def write(self, message: Message) -> None:
         """Send a message, after a wait if the client reads slowly (backpressure).
 
         Raises:
             Cancelled: the client disconnected.
+        """
+
+
+class StartedRequest(Protocol):
+    """A request of a `DirectMethod`.
+
+    Attributes:
+        completion: settled when the request is done.
+    """
+
+    completion: LoopCompletion
+
+
+class DirectMethod(Protocol):
+    """A unary method in two synchronous halves, which an engine runs without a task: the completion of the request calls back."""
+
+    def start(self, message: bytes, call: GrpcCall) -> StartedRequest | None:
+        """Start a request; None if it needs the coroutine in `Methods.unary`. Raises as the coroutine."""
+
+    def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:
+        """Return the response to a started request of `call` whose completion is settled, once; raises as the coroutine.
+
+        The response is an awaitable if it is encoded on another thread.
         """
 
 
@@ -107,12 +145,16 @@ class Methods:
         options_reader: parser of the request options in a call's metadata.
         open_paths: methods that callers without a key may call. Their implementation checks the permission if it depends on
             the message.
+        direct: the same methods as in `unary`, for engines that can run them without a task.
+        codec_threads: decompress large messages.
     """
 
     unary: Mapping[str, UnaryMethod]
     streams: Mapping[str, StreamMethod]
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
     open_paths: Collection[str] = ()
+    direct: Mapping[str, DirectMethod] = field(default_factory=dict)
+    codec_threads: CodecThreads = field(default_factory=CodecThreads)
 
 
 class GrpcEngine(Protocol):

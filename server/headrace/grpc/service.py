@@ -6,42 +6,41 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format
+from google.protobuf import descriptor_pool, json_format
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
-from tritonclient.grpc import service_pb2
 
+from headrace.config.triton_messages import service_pb2
 from headrace.core.access import AccessControl, Principal
+from headrace.core.clock import pause
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
 from headrace.grpc.codec import parameter_value
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.grpc.reflection import NOT_FOUND, V1, V1ALPHA, DescriptorIndex, file_of_v1
+from headrace.grpc.reflection import pb as reflection_pb
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.operations import OperationCall, grpc_operation
 from headrace.inference.services import Regions, Services
+from headrace.inference.shared_runs import SharedRuns
 
 # The classes of these modules are created at import, where no type checker sees them.
 pb: Any = service_pb2
 health_pb: Any = health_pb2
-reflection_pb: Any = reflection_pb2
 
 SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH_SERVICE: str = health_pb.DESCRIPTOR.services_by_name["Health"].full_name
 # Polling interval of Watch: readiness has no event to wait for.
 WATCH_INTERVAL_S = 1.0
 
-_V1ALPHA = "grpc.reflection.v1alpha"
-_V1 = "grpc.reflection.v1"
-REFLECTION_SERVICES = (f"{_V1}.ServerReflection", f"{_V1ALPHA}.ServerReflection")
-
-_NOT_FOUND = 5  # google.rpc.Code, which ErrorResponse carries as a number
+REFLECTION_SERVICES = (f"{V1}.ServerReflection", f"{V1ALPHA}.ServerReflection")
 
 P = TypeVar("P", bound=Protobuf)
-# Handles a request message of a principal; returns Triton's JSON, whose keys are the fields of the response message.
-Handler = Callable[[Any, Principal], Mapping[str, object] | Awaitable[Mapping[str, object]]]
+# Triton's JSON, whose keys are the fields of the response message, or the serialized message.
+Response = Mapping[str, object] | bytes
+# Handles a request message of a principal.
+Handler = Callable[[Any, Principal], Response | Awaitable[Response]]
 # Field of the request with the model that the key of the caller must allow, by method.
 _MODEL_FIELDS = {
     **dict.fromkeys(("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"), "name"),
@@ -49,6 +48,8 @@ _MODEL_FIELDS = {
 }
 # Requests of control methods are parsed and logged on the event loop. Only those that load models have files.
 _MAX_SMALL_BYTES = 1 << 20
+# Requests of health and reflection: a name.
+_MAX_LOOKUP_BYTES = 16 << 10
 _MAX_NAME_CHARS = 128
 # Methods that read settings, and change them if the request has any.
 _SETTINGS = ("TraceSetting", "LogSettings")
@@ -72,6 +73,14 @@ def parse(kind: type[P], message: bytes) -> P:
         ) from error
 
 
+def _parse_lookup(kind: type[P], message: bytes) -> P:
+    """Parse a message that has a name only; raises BadRequest if it is long or invalid."""
+    if len(message) > _MAX_LOOKUP_BYTES:
+        text = f"a {kind.DESCRIPTOR.name} has at most {_MAX_LOOKUP_BYTES} bytes, not {len(message)}: shorten its name"
+        raise BadRequest(text)
+    return parse(kind, message)
+
+
 def _unary(name: str, handler: Handler, access: AccessControl) -> UnaryMethod:
     """Make the method on serialized messages of a handler; raises LookupError if it has no scope."""
     request_type, response_type = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
@@ -86,7 +95,7 @@ def _unary(name: str, handler: Handler, access: AccessControl) -> UnaryMethod:
             text = f"a {name}Request has at most {_MAX_SMALL_BYTES} bytes, not {len(message)}: shorten its texts"
             raise BadRequest(text)
 
-    async def run(message: bytes, call: GrpcCall) -> Mapping[str, object]:
+    async def run(message: bytes, call: GrpcCall) -> Response:
         principal, request = call_principal(call, access), None
         if change is not operation:  # the message decides
             if operation.scope is not None:
@@ -112,6 +121,8 @@ def _unary(name: str, handler: Handler, access: AccessControl) -> UnaryMethod:
 
     async def method(message: bytes, call: GrpcCall) -> Message:
         values = await run(message, call)
+        if isinstance(values, bytes):
+            return [values]
         response: Protobuf = json_format.ParseDict(dict(values), response_type())
         return [response.SerializeToString()]
 
@@ -136,22 +147,30 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
         settings = services.logs.update(changes) if changes else services.logs.settings()
         return {"settings": {name: {_log_field(value): value} for name, value in settings.items()}}
 
+    all_statistics = SharedRuns(lambda _: _rows(pb.ModelStatisticsResponse, "model_stats", model_statistics("", "")))
+
+    def model_statistics(name: str, version: str) -> list[Mapping[str, object]]:
+        return [_without("headrace", each) for each in services.models.statistics(name, version)]
+
+    async def statistics(request: Any, principal: Principal) -> Response:
+        if not request.name:
+            return _merge(principal.filter_models(await all_statistics.result()))
+        return {"model_stats": principal.filter_models(model_statistics(request.name, request.version))}
+
+    async def model_ready(request: Any, principal: Principal) -> Response:
+        return {"ready": await _is_ready(plane, request.name, request.version)}
+
     handlers: dict[str, Handler] = {
         "ServerLive": lambda request, principal: plane.live(),
         "ServerReady": lambda request, principal: {"ready": services.models.ready()},
-        "ModelReady": lambda request, principal: {"ready": _is_ready(plane, request.name, request.version)},
+        "ModelReady": model_ready,
         "ServerMetadata": lambda request, principal: plane.server_metadata(),
         # Triton's messages have no field for the precision of an engine and the device of a version.
         "ModelMetadata": lambda request, principal: _without(
             "parameters", plane.model_metadata(request.name, request.version)
         ),
         "ModelConfig": lambda request, principal: {"config": services.models.config(request.name, request.version)},
-        "ModelStatistics": lambda request, principal: {
-            "model_stats": [
-                _without("headrace", each)
-                for each in principal.filter_models(services.models.statistics(request.name, request.version))
-            ]
-        },
+        "ModelStatistics": statistics,
         "TraceSetting": trace_settings,
         "LogSettings": log_settings,
     }
@@ -160,9 +179,13 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
 
 
 def _repository(plane: ControlPlane) -> dict[str, Handler]:
-    def index(request: Any, principal: Principal) -> Mapping[str, object]:
+    models = plane.services.models
+    all_models = SharedRuns(lambda _: _rows(pb.RepositoryIndexResponse, "models", models.index()))
+
+    async def index(request: Any, principal: Principal) -> Response:
         _only_repository(request)
-        return {"models": list(plane.index(request.ready, principal))}
+        rows = principal.filter_models(await all_models.result())
+        return _merge([row for row in rows if row["state"] == "READY"] if request.ready else rows)
 
     async def load(request: Any, principal: Principal) -> Mapping[str, object]:
         _only_repository(request)
@@ -198,10 +221,34 @@ def _shared_memory(kind: str, regions: Regions) -> dict[str, Handler]:
     return {f"{name}Status": status, f"{name}Register": register, f"{name}Unregister": unregister}
 
 
-def _is_ready(plane: ControlPlane, model: str, version: str) -> bool:
+def _rows(kind: type[Protobuf], field: str, rows: Iterable[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Serialize a list row by row: callers with keys get parts of it.
+
+    Args:
+        kind: class of the response message.
+        field: its repeated field.
+        rows: values of the field.
+
+    Returns:
+        Name and state of each row, and as `message` the response with this row only.
+    """
+    serialized: list[Mapping[str, object]] = []
+    for row in rows:
+        message: Protobuf = json_format.ParseDict({field: [row]}, kind())
+        serialized.append({"name": row["name"], "state": row.get("state"), "message": message.SerializeToString()})
+        pause()
+    return serialized
+
+
+def _merge(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return the response with all rows: messages that follow each other are merged, and repeated fields appended."""
+    return b"".join([row["message"] for row in rows])
+
+
+async def _is_ready(plane: ControlPlane, model: str, version: str) -> bool:
     """True if the model can serve requests; a model that does not exist is not ready, as in Triton."""
     try:
-        plane.require_model_ready(model, version)
+        await plane.require_model_ready(model, version)
     except (NotFound, Unavailable):
         return False
     return True
@@ -259,9 +306,9 @@ class HealthService:
 
     async def check(self, message: bytes, call: GrpcCall) -> Message:
         """Check: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
-        name = parse(health_pb.HealthCheckRequest, message).service
+        name = _parse_lookup(health_pb.HealthCheckRequest, message).service
         self._check_permission(name, call)
-        status = self._status(name)
+        status = await self._status(name)
         if status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
             raise NotFound(f"service {name[:128]!r} is not found; it is '', {SERVICE!r} or a model's name")
         return [health_pb.HealthCheckResponse(status=status).SerializeToString()]
@@ -277,11 +324,11 @@ class HealthService:
         message = await call.read()
         if message is None:
             return
-        name = parse(health_pb.HealthCheckRequest, message).service
+        name = _parse_lookup(health_pb.HealthCheckRequest, message).service
         sent_status = None
         while True:
             self._check_permission(name, call)
-            status = self._status(name)
+            status = await self._status(name)
             if status != sent_status:
                 await call.write([health_pb.HealthCheckResponse(status=status).SerializeToString()])
                 sent_status = status
@@ -294,12 +341,12 @@ class HealthService:
         if name not in ("", SERVICE) and self._model_scope is not None:
             call_principal(call, self._plane.services.access).check(self._model_scope, name)
 
-    def _status(self, name: str) -> int:
+    async def _status(self, name: str) -> int:
         kind = health_pb.HealthCheckResponse
         if name in ("", SERVICE):
             return int(kind.SERVING if self._plane.services.models.ready() else kind.NOT_SERVING)
         try:
-            self._plane.require_model_ready(name)
+            await self._plane.require_model_ready(name)
         except NotFound:
             return int(kind.SERVICE_UNKNOWN)
         except Unavailable:
@@ -308,7 +355,7 @@ class HealthService:
 
 
 class ReflectionService:
-    """Server reflection for grpcurl and similar clients, by the servicer of grpcio-reflection.
+    """Server reflection for grpcurl and similar clients.
 
     v1 and v1alpha are one protocol under two names.
 
@@ -322,10 +369,10 @@ class ReflectionService:
         self._scope = grpc_operation(f"/{REFLECTION_SERVICES[0]}/ServerReflectionInfo").scope
         # The package has v1alpha only. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
         v1: Any = descriptor_pool.DescriptorPool()
-        v1.Add(_as_v1(reflection_pb.DESCRIPTOR))
+        v1.Add(file_of_v1())
         self._pools: tuple[Any, ...] = (descriptor_pool.Default(), v1)
         names = tuple(services)
-        self._servicers = [ReflectionServicer(names, pool) for pool in self._pools]
+        self._indexes = [DescriptorIndex(names, pool) for pool in self._pools]
 
     async def info(self, call: StreamCall) -> None:
         """ServerReflectionInfo: one ServerReflectionResponse for each ServerReflectionRequest."""
@@ -333,17 +380,18 @@ class ReflectionService:
         while (message := await call.read()) is not None:
             if self._scope is not None:
                 principal.require(self._scope)
-            response = self._respond(parse(reflection_pb.ServerReflectionRequest, message))
+            response = self._respond(_parse_lookup(reflection_pb.ServerReflectionRequest, message))
             await call.write([response.SerializeToString()])
+            await asyncio.sleep(0)  # neither call waits while thousands of small messages have arrived
 
     def _respond(self, request: Any) -> Any:
         lookup = reflection_pb.ServerReflectionRequest()
         lookup.CopyFrom(request)
         if request.HasField("file_containing_symbol"):
             lookup.file_containing_symbol = self._service_of_method(request.file_containing_symbol)
-        for servicer in self._servicers:
-            (response,) = servicer.ServerReflectionInfo([lookup], None)
-            if response.error_response.error_code != _NOT_FOUND:
+        for index in self._indexes:
+            response = index.respond(lookup)
+            if response.error_response.error_code != NOT_FOUND:
                 break
         response.valid_host = request.host
         response.original_request.CopyFrom(request)
@@ -363,21 +411,6 @@ class ReflectionService:
             except KeyError:
                 continue
         return symbol
-
-
-def _as_v1(file: Any) -> Any:
-    """Make the FileDescriptorProto of v1 from that of v1alpha."""
-    proto = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
-    proto.name = proto.name.replace("v1alpha", "v1")
-    proto.package = _V1
-    for message in proto.message_type:
-        for field in (field for field in message.field if field.type_name):
-            field.type_name = field.type_name.replace(_V1ALPHA, _V1)
-    for service in proto.service:
-        for method in service.method:
-            method.input_type = method.input_type.replace(_V1ALPHA, _V1)
-            method.output_type = method.output_type.replace(_V1ALPHA, _V1)
-    return proto
 
 
 def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
@@ -400,4 +433,5 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
     open_paths = [path for path in (*unary, *streams) if grpc_operation(path).scope is None]
-    return Methods(unary, streams, services.options_reader, frozenset(open_paths))
+    direct = {f"/{SERVICE}/ModelInfer": infer}
+    return Methods(unary, streams, services.options_reader, frozenset(open_paths), direct, services.codec_threads)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import grpc
-
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import HeadraceError, QuotaExceeded
 from headrace.grpc.large_contents import varint
@@ -16,7 +14,26 @@ from headrace.observability.counters import ERRORS
 
 logger = logging.getLogger("headrace.grpc")
 
-CODES: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
+# google.rpc.Code. Not from grpcio, which is not imported here: the engine of this server does not need it.
+CODES: dict[str, int] = {
+    "OK": 0,
+    "CANCELLED": 1,
+    "UNKNOWN": 2,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "ALREADY_EXISTS": 6,
+    "PERMISSION_DENIED": 7,
+    "RESOURCE_EXHAUSTED": 8,
+    "FAILED_PRECONDITION": 9,
+    "ABORTED": 10,
+    "OUT_OF_RANGE": 11,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "DATA_LOSS": 15,
+    "UNAUTHENTICATED": 16,
+}
 # Trailers travel as a header block, which clients bound to 8 KiB by default; anything but printable ASCII is
 # percent-encoded there, a character beyond ASCII as up to four bytes of three characters each.
 _MAX_ASCII = 2048

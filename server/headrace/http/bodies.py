@@ -321,6 +321,8 @@ class Explanation(_Closed):
     summary: str = Field(description="the first finding in one sentence")
     findings: list[ExplainFinding] = Field(description="most important first")
     numbers: dict[str, Any] = Field(description="figures of the last seconds and of the latency table")
+    cache: dict[str, Any] = _optional(description="state and figures of the response cache, if the model has one")
+    padding: dict[str, str] = _optional(description="state of padding and its reason, if the model has `pad`")
 
 
 class PriorityLoad(_Closed):
@@ -423,11 +425,46 @@ class LogSettingsResponse(_Closed):
     log_format: Literal["default", "ISO8601"]
 
 
+class StepStatus(_Closed):
+    """A step of a pipeline: its configuration, counts since the pipeline was loaded, and the load of its model now."""
+
+    name: str
+    model: str
+    version: str = Field(description="that runs the step now; empty if none does, and for a built-in step")
+    builtin: bool
+    inputs: dict[str, str] = Field(description="tensor of the pipeline by name of the model's input")
+    outputs: dict[str, str] = Field(description="tensor of the pipeline by name of the model's output")
+    when: str = Field(description="condition; empty for none")
+    condition: list[str] = Field(description="tensors of the condition")
+    each: str = Field(description="tensor whose rows are the model's requests; empty for none")
+    fallback: str = Field(description="model in place of one that fails or would be late; empty for none")
+    ready: bool
+    queued: _Count = Field(description="requests in the queue of the model, of all callers")
+    in_flight: _Count = Field(description="requests in the model, of all callers")
+    requests: _Count = Field(description="requests with a result")
+    fallbacks: _Count = Field(description="requests that the fallback answered")
+    skipped: _Count = Field(
+        description="requests that did not run the step: its condition did not hold, or there were no rows"
+    )
+    failures: _Count
+    latency: dict[str, _Count] = Field(description="requests by time, as for a version")
+
+
+class PipelineStatus(_Closed):
+    """Graph of a pipeline or ensemble with the figures of its steps."""
+
+    kind: str = Field(description="ensemble or pipeline")
+    inputs: list[str]
+    outputs: dict[str, str] = Field(description="tensor by name of the output")
+    limiting: str = Field(description="step with the longest mean time of the last seconds; empty without requests")
+    steps: list[StepStatus]
+
+
 class ServingStatus(_Closed):
     """State, counts and gauges of a version that serves."""
 
     platform: str
-    runtime: str = Field(description="onnxruntime or tensorrt")
+    runtime: str = Field(description="onnxruntime, onnxruntime_cuda, tensorrt or another backend")
     device: str = Field(description='CPU, or e.g. "GPU 0,1"')
     precision: str = Field(description="of the engine; for the model's own file, which file it is")
     artefact: str = Field(description="name of the file that is loaded")
@@ -457,6 +494,11 @@ class ServingStatus(_Closed):
     latency: dict[str, _Count] = Field(
         description="successful requests by latency: bucket i ends at 2 ** (i / buckets_per_doubling) seconds"
     )
+    requests_per_s: list[_Time] = Field(
+        description="successful requests a second in each period of the last ten minutes, the latest last, without leading zeros"
+    )
+    failures_per_s: list[_Time] = Field(description="failed requests, likewise")
+    pipeline: PipelineStatus | None = Field(description="of a pipeline or ensemble, else null")
 
 
 class VersionStatus(IndexRow):
@@ -476,6 +518,7 @@ class ServerStatus(_Closed):
     models_ready: _Count = Field(description="models of which every version that should be served is READY")
     models_expected: _Count = Field(description="models that should be served")
     buckets_per_doubling: _Rows = Field(description="resolution of `latency`")
+    history_period_ns: _Rows = Field(description="length of the periods of `requests_per_s`")
     models: list[VersionStatus]
 
 

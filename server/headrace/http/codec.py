@@ -20,6 +20,7 @@ from headrace.core.limits import ClientLimits
 from headrace.core.request import InferResponse
 from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, classify
 from headrace.http.json_text import (
+    MAX_WHOLE_BYTES,
     Outline,
     check_json,
     check_unique,
@@ -75,12 +76,19 @@ _MAX_MESSAGE_CHARS = 200
 _LARGE_ARRAY = b'"%s"' % secrets.token_hex(16).encode()
 _MAX_HEADERS = 256  # Cached JSON headers of responses for a model version.
 
+# Copying this much takes about a millisecond.
+_LARGE_IMAGE_BYTES = 8_000_000
+
+IMAGE_BODY = -1
+"""Layout of a request whose whole body is one image file (`Content-Type: image/...`)."""
+
 
 class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
     """Codec of HTTP bodies: JSON, followed by the binary tensors as little-endian bytes.
 
-    The layout of a body is the size of its JSON in bytes: None if the whole body is JSON, 0 for a raw binary request. An encoded
-    response is the size of its JSON if binary tensors follow it, else None; and the parts of the body in order.
+    The layout of a body is the size of its JSON in bytes: None if the whole body is JSON, 0 for a raw binary request,
+    `IMAGE_BODY` for an image file. An encoded response is the size of its JSON if binary tensors follow it, else None; and the
+    parts of the body in order.
 
     Args:
         spec, regions, max_shared_bytes: see `Codec`.
@@ -102,6 +110,8 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
 
     def is_large_request(self, body: bytes | BodyBytes, header_size: int | None) -> bool:
         """See `Codec.is_large_request`: JSON and texts are read one by one, other tensors are views of the body."""
+        if header_size == IMAGE_BODY:  # one text, which is copied as a whole
+            return len(body) > _LARGE_IMAGE_BYTES
         return len(body) > LARGE_BYTES and (self._has_text or header_size is None or header_size > LARGE_BYTES)
 
     def read(self, body: bytes | BodyBytes, header_size: int | None) -> ReadContent:
@@ -111,10 +121,14 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
         if size > LARGE_BYTES:
             check_json_bytes(size, self._client_limits)
-        if size or header_size is None:
+        if size > MAX_WHOLE_BYTES:
+            template, position = self._parse_template(memoryview(body)[:size]), size  # type: ignore[arg-type]
+        elif size > 0 or header_size is None:
             header = bytes(body[:size])  # no copy if the whole body is JSON
             template = self._templates.find(header) or self._parse_template(header)
             position = size
+        elif size == IMAGE_BODY:
+            template, position = self._image_template(body), len(body)
         else:
             template, position = self._raw_template(body)
         inputs = dict(template.literals)
@@ -188,7 +202,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             description: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
             if output.shared is not None:
                 # No parameters: Triton's C++ client expects binary data after the header if an output has any.
-                template.write_output(output, tensor_codec.to_binary(array, datatype))
+                template.write_output(output, array, datatype)
             elif output.binary:
                 data = tensor_codec.to_binary(array, datatype)
                 description["parameters"] = {"binary_data_size": len(data)}
@@ -246,9 +260,25 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         self._raw_templates.add(key, template)
         return template, 0 if template.raw else len(body)
 
-    def _parse_template(self, header: bytes) -> RequestTemplate:
-        large = outline(header, self._client_limits) if needs_outline(header) else None
-        text, keys = (header, check_json(header, self._client_limits)) if large is None else (large.text, large.keys)
+    def _image_template(self, body: bytes | BodyBytes) -> RequestTemplate:
+        """Return the template of an image file: the one element of the model's only required input; all outputs are JSON."""
+        spec, shape = _image_tensor(self.spec)
+        builder = TemplateBuilder(self._factory)
+        text = np.empty(shape, dtype=object)
+        text.reshape(-1)[0] = bytes(body)
+        builder.add_literal(builder.declare(spec.name, spec.datatype.name, shape), text)
+        return builder.finish((), False, {}, "")
+
+    def _parse_template(self, header: bytes | memoryview) -> RequestTemplate:
+        """Parse the JSON of a request, a view if it is larger than `MAX_WHOLE_BYTES`."""
+        large = (
+            outline(header, self._client_limits) if isinstance(header, memoryview) or needs_outline(header) else None
+        )
+        if large is None:
+            text = bytes(header)
+            keys = check_json(text, self._client_limits)
+        else:
+            text, keys = large.text, large.keys
         message = _parse(text, keys)
         parameters = message.parameters
         request_parameters(parameters)
@@ -273,10 +303,11 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
             parameters,
             message.id,
         )
-        self._templates.add(header, template)
+        if large is None:
+            self._templates.add(text, template)
         return template
 
-    def _literal(self, entry: RawInput, data: object, header: bytes, large: Outline | None) -> Array:
+    def _literal(self, entry: RawInput, data: object, header: bytes | memoryview, large: Outline | None) -> Array:
         """Return the tensor of an input in JSON; raises BadRequest."""
         span = None if large is None else large.array(data)
         if span is None:
@@ -303,6 +334,29 @@ def _insert(header: bytes, arrays: list[list[bytes]]) -> list[bytes]:
     for array, text in zip(arrays, rest, strict=True):
         parts += (b"[", *array, b"]" + text)
     return parts
+
+
+def _image_tensor(model: ModelSpec) -> tuple[TensorSpec, list[int]]:
+    """Return the input and shape of a request that is an image file.
+
+    Raises:
+        BadRequest: the model does not have exactly one required input, or that is not one element of BYTES.
+    """
+    inputs = [spec for spec in model.inputs.values() if not spec.optional]
+    cure = "send its tensors, or call a pipeline that decodes images"
+    if len(inputs) != 1:
+        raise BadRequest(
+            f"an image file as the body is the data of one input, model '{model.name}' has {list(model.inputs)}: {cure}"
+        )
+    (spec,) = inputs
+    shape = [1, *spec.shape[1:]] if model.max_batch_size else list(spec.shape)
+    shape = [1 if size == -1 else size for size in shape]
+    if spec.datatype is not BYTES or math.prod(shape) != 1:
+        raise BadRequest(
+            f"model '{model.name}' does not decode image files: its input '{spec.name}' is {spec.datatype}, shape "
+            f"{list(spec.shape)}: {cure}"
+        )
+    return spec, shape
 
 
 def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int]]:

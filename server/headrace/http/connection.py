@@ -37,6 +37,7 @@ from headrace.http.origins import ANY_HOST, HostPolicy
 from headrace.http.repeated_request import RepeatedRequest
 from headrace.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, SocketReader
 from headrace.http.timeouts import ConnectionTimeouts, Stage
+from headrace.inference.request_template import may_have_shared_inputs
 from headrace.inference.response_metadata import header_lines
 from headrace.inference.tensor_codec import BodyBytes
 
@@ -560,6 +561,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             or self.stage is not Stage.BETWEEN
             or not self.cycle.response_complete
             or len(data) - end != head.headers.content_length
+            or (endpoint.service.has_shared_memory and may_have_shared_inputs(data))
         ):
             return False
         reservation = self._reservation = BodyReservation(self._client_limits)

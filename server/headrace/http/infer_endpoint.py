@@ -20,7 +20,7 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unauthenticated, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferResponse
-from headrace.http.codec import Body, ModelCodec, check_json_bytes
+from headrace.http.codec import IMAGE_BODY, Body, ModelCodec, check_json_bytes
 from headrace.http.origins import OriginPolicy
 from headrace.inference import compression
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -47,7 +47,7 @@ Send = Callable[[Message], Awaitable[None]]
 _ENDPOINT_HEADERS = frozenset(
     (
         *(b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length"),
-        *(b"origin", b"sec-fetch-site"),
+        *(b"content-type", b"origin", b"sec-fetch-site"),
     )
 )
 _JSON_TYPE = (b"content-type", b"application/json")
@@ -65,10 +65,6 @@ _MAX_HEADS = 256
 # Client certificates with a cache of their own.
 _MAX_CERTIFICATES = 64
 _MAX_HEAD_BYTES = 4096
-
-
-# Larger compressed bodies are decompressed on a codec thread: they may become 200 times larger.
-_MAX_INLINE_COMPRESSED_BYTES = 8192
 
 
 logger = logging.getLogger(__name__)
@@ -111,7 +107,8 @@ class InferHeaders:
         content_length: bytes, 0 for none.
         cors: headers of the response that let a page of another origin read it.
         from_browser: True if the request has a header that only browsers send.
-        header_size: Inference-Header-Content-Length in bytes, None for none.
+        header_size: layout of the body: Inference-Header-Content-Length in bytes; without it `IMAGE_BODY` for a content type of
+            images, else None.
         options: request options.
     """
 
@@ -144,6 +141,7 @@ class InferHeaders:
         self.options = options_reader.no_options
         option_values: dict[str, str] = {}
         names = options_reader.wire_names
+        is_image = False
         for name, value in headers:
             if name in names:
                 option_values[names[name]] = value.decode("latin-1")
@@ -155,11 +153,15 @@ class InferHeaders:
                 self.content_length = _length(name, value)
             elif name == b"content-encoding":
                 self.content_encoding = value.decode("latin-1").strip().lower()
+            elif name == b"content-type":
+                is_image = value[:6].lower() == b"image/"
             elif name in (b"origin", b"sec-fetch-site"):
                 self.from_browser = True
             else:
                 accepted = value.decode("latin-1")
                 self.accept_encoding = f"{self.accept_encoding},{accepted}" if self.accept_encoding else accepted
+        if is_image and self.header_size is None:
+            self.header_size = IMAGE_BODY
         if option_values or peer is not None:
             self.options = options_reader.read(option_values, peer)
 
@@ -233,7 +235,7 @@ class InferEndpoint:
             body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = monotonic_ns()
             content = None
-            if len(body) > LARGE_BYTES:
+            if len(body) > LARGE_BYTES or service.has_shared_memory:
                 content = await service.read_large(handle, body, headers.header_size)
                 if connection is not None and connection.is_lost:
                     raise Cancelled("the client disconnected")
@@ -405,12 +407,14 @@ class InferEndpoint:
             check_json_bytes(headers.content_length, self._client_limits)
         body = None if connection is None else await connection.read_body(send)
         if body is None:
-            body = await _receive_all(receive, self._client_limits)
+            parts = await _receive_all(receive, self._client_limits)
+            is_large = sum(map(len, parts)) > LARGE_BYTES
+            body = await self.service.codec_threads.run(b"".join, parts) if is_large else b"".join(parts)
         elif len(body) > limit:
             raise self._client_limits.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if headers.content_encoding:
-            arguments = bytes(body), headers.content_encoding, self._client_limits
-            if len(body) <= _MAX_INLINE_COMPRESSED_BYTES:
+            arguments = body, headers.content_encoding, self._client_limits
+            if len(body) <= compression.MAX_INLINE_BYTES:
                 body = compression.decompress(*arguments)
             else:
                 body = await self.service.codec_threads.run(compression.decompress, *arguments)
@@ -437,7 +441,8 @@ def request_principal(scope: Scope, reader: RequestOptionsReader) -> Principal:
     return reader.principal(headers, peer_principal(scope, access))
 
 
-async def _receive_all(receive: Receive, client_limits: ClientLimits) -> bytes:
+async def _receive_all(receive: Receive, client_limits: ClientLimits) -> list[bytes]:
+    """Return the body in parts."""
     limit = client_limits.limits.max_body_bytes
     parts: list[bytes] = []
     size = 0
@@ -451,7 +456,7 @@ async def _receive_all(receive: Receive, client_limits: ClientLimits) -> bytes:
         if size > limit:
             raise client_limits.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            return parts
 
 
 async def _wait(completion: LoopCompletion, connection: Connection | None, receive: Receive) -> InferResponse:

@@ -172,7 +172,7 @@ def _outside_strings(text: bytes) -> bytes:
 # --- Large texts -------------------------------------------------------------------------------------------------------
 
 # Texts within both limits are parsed at once: that is faster by a third, and takes about 10 ms.
-_MAX_WHOLE_BYTES = 1280 << 10
+MAX_WHOLE_BYTES = 1280 << 10
 _MAX_WHOLE_BRACKETS = 1 << 16
 # A step of a codec thread: scanning or decoding so many bytes takes about a millisecond.
 _SCANNED_BYTES = 128 << 10
@@ -225,16 +225,17 @@ class Outline(NamedTuple):
 
 def needs_outline(text: bytes) -> bool:
     """Return True for a text that takes more than about ten milliseconds to parse at once."""
-    return len(text) > _MAX_WHOLE_BYTES or (
+    return len(text) > MAX_WHOLE_BYTES or (
         len(text) > LARGE_BYTES and text.count(b"[") + text.count(b"{") > _MAX_WHOLE_BRACKETS
     )
 
 
-def outline(text: bytes, client_limits: ClientLimits) -> Outline:
+def outline(text: bytes | memoryview, client_limits: ClientLimits) -> Outline:
     """Cut the large arrays that may be the data of tensors out of a JSON text, and check its keys and its depth.
 
     Args:
-        text: UTF-8; of a text that is not JSON, the outline or an array is none either.
+        text: UTF-8, a view if it is large: to copy or to hash 30 MB is a step of 40 ms. Of a text that is not JSON, the outline
+            or an array is none either.
         client_limits: `max_json_keys` and `max_json_depth`; counts violations.
 
     Raises:
@@ -243,7 +244,7 @@ def outline(text: bytes, client_limits: ClientLimits) -> Outline:
     keys = depth = max_depth = start = copied = 0
     begin = -1  # of the array of depth 4 that has not ended
     in_string = False
-    parts: list[bytes] = []
+    parts: list[bytes | memoryview] = []
     arrays: list[tuple[int, int]] = []
     while start < len(text):
         if start:
@@ -277,9 +278,9 @@ def outline(text: bytes, client_limits: ClientLimits) -> Outline:
     return Outline(rest, keys, arrays)
 
 
-def _is_data(text: bytes, position: int) -> bool:
+def _is_data(text: bytes | memoryview, position: int) -> bool:
     """Return True if an array begins at the position and is the member `data` of an object."""
-    before = text[max(0, position - _MAX_KEY_BYTES) : position].rstrip(_BLANKS)
+    before = bytes(text[max(0, position - _MAX_KEY_BYTES) : position]).rstrip(_BLANKS)
     return text[position] == ord("[") and before.endswith(b":") and before[:-1].rstrip(_BLANKS).endswith(b'"data"')
 
 
@@ -327,9 +328,9 @@ def _spans(window: bytes, depth: int, begin: int) -> list[tuple[int, int]]:
     return spans if len(starts) == complete else [*spans, (int(starts[-1]), -1)]
 
 
-def _window(text: bytes, start: int, stop: int) -> bytes:
+def _window(text: bytes | memoryview, start: int, stop: int) -> bytes:
     """Return a part of a text that does not end within an escape sequence."""
-    window = text[start:stop]
+    window = bytes(text[start:stop])
     if window.endswith(b"\\") and (len(window) - len(window.rstrip(b"\\"))) & 1 and len(window) > 1:
         return window[:-1]
     return window
@@ -348,7 +349,9 @@ def _mask_strings(window: bytes, in_string: bool) -> tuple[bytes, bool]:
     return np.where(inside, np.uint8(ord(" ")), codes).tobytes(), bool(inside[-1])
 
 
-def read_array(spec: TensorSpec, shape: tuple[int, ...], elements: int, text: bytes, span: tuple[int, int]) -> Array:
+def read_array(
+    spec: TensorSpec, shape: tuple[int, ...], elements: int, text: bytes | memoryview, span: tuple[int, int]
+) -> Array:
     """Decode a large array as a tensor.
 
     Args:
@@ -397,13 +400,15 @@ def read_array(spec: TensorSpec, shape: tuple[int, ...], elements: int, text: by
     return array.reshape(shape)
 
 
-def _next_chunk(spec: TensorSpec, text: bytes, position: int, end: int) -> tuple[bytes, bytes]:
+def _next_chunk(spec: TensorSpec, text: bytes | memoryview, position: int, end: int) -> tuple[bytes, bytes]:
     """Return the next elements of an array, without the comma after them; and the same without the content of strings."""
     if spec.datatype is not BYTES:
-        stop = text.rfind(b",", position, position + _DECODED_BYTES) if end - position > _DECODED_BYTES else end
-        if stop < 0:
-            raise _invalid(spec, f"a number has more than {_DECODED_BYTES} bytes")
-        chunk = text[position:stop]
+        chunk = bytes(text[position : min(position + _DECODED_BYTES, end)])
+        if end - position > _DECODED_BYTES:
+            stop = chunk.rfind(b",")
+            if stop < 0:
+                raise _invalid(spec, f"a number has more than {_DECODED_BYTES} bytes")
+            chunk = chunk[:stop]
         return chunk, chunk
     size = _DECODED_BYTES
     while size < end - position:
@@ -414,7 +419,7 @@ def _next_chunk(spec: TensorSpec, text: bytes, position: int, end: int) -> tuple
             return window[:stop], masked[:stop]
         size *= 2  # within a long string
         pause()
-    chunk = text[position:end]
+    chunk = bytes(text[position:end])
     return chunk, _mask_strings(chunk, in_string=False)[0]
 
 

@@ -107,7 +107,10 @@ class RepeatedRequest:
             self._fail(pending, error)
             return
         self._connection.completion = completion
-        completion.then(self._finish)
+        if completion.woken:  # the request ran on the event loop
+            self._finish()
+        else:
+            completion.then(self._finish)
 
     def cancel(self, msg: str | None = None) -> None:
         """End the request with an error after the drain timeout; see `asyncio.Task.cancel`."""

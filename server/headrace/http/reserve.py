@@ -1,102 +1,19 @@
-"""Connections over `max_connections`: idle connections give way, and a reserve serves liveness, readiness and metrics.
-
-A connection over the limit is accepted. The limit takes effect at its first request:
-
-- Liveness, readiness and metrics are answered, then the connection is closed.
-- For any other request the connection that has been idle for longest is closed: first connections that never sent a byte, then
-  those between two requests. The new connection takes its place.
-- If no connection is idle, the request is refused with 503.
-
-At most `ClientLimits.reserved_connections` connections over the limit wait for their first request; the oldest gives way to
-the next.
-"""
+"""HTTP connections over `max_connections`: see `ConnectionReserve`. Liveness, readiness and metrics are served on them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from heapq import nsmallest
 from typing import Any
 
-from headrace.core.limits import ClientLimits
+from headrace.core.limits import ConnectionReserve
 from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.timeouts import Stage
 
 RESERVED_PATHS = frozenset((b"/v2/health/live", b"/v2/health/ready", b"/metrics"))
-# One search of idle connections finds at most this many; a search takes some hundred microseconds.
-_CANDIDATES = 64
-# Shortest time between two searches that find nothing, seconds.
-_SEARCH_S = 0.05
-
-
-class ConnectionReserve:
-    """The connections of one listener, and those over its limit.
-
-    Ownership: the event loop.
-
-    Args:
-        client_limits: the limit; counts the connections.
-    """
-
-    def __init__(self, client_limits: ClientLimits) -> None:
-        self._limits = client_limits
-        self._connections: dict[LimitedHttpProtocol, None] = {}
-        self._over: dict[LimitedHttpProtocol, None] = {}
-        self._candidates: deque[tuple[tuple[bool, float], LimitedHttpProtocol]] = deque()
-        self._next_search_s = 0.0
-
-    def add(self, connection: LimitedHttpProtocol) -> None:
-        """Add a new connection within the limit."""
-        self._connections[connection] = None
-
-    def add_over(self, connection: LimitedHttpProtocol) -> None:
-        """Add a new connection over the limit; closes the oldest such connection if there are too many."""
-        self._over[connection] = None
-        if len(self._over) > self._limits.reserved_connections:
-            oldest = next(iter(self._over))
-            del self._over[oldest]
-            # A refused connection stays open until its client has read the response: that must be bounded too.
-            over = (self._limits.connections or 0) - self._limits.limits.max_connections
-            oldest.refuse_connection(with_response=over <= 2 * self._limits.reserved_connections)
-
-    def discard(self, connection: LimitedHttpProtocol) -> None:
-        """Remove a closed connection."""
-        self._connections.pop(connection, None)
-        self._over.pop(connection, None)
-
-    def admit(self, connection: LimitedHttpProtocol) -> bool:
-        """Give a connection over the limit a place; returns False if there is none."""
-        if (self._limits.connections or 0) > self._limits.limits.max_connections and not self._close_idle():
-            return False
-        self._over.pop(connection, None)
-        self._connections[connection] = None
-        return True
-
-    def _close_idle(self) -> bool:
-        """Close the connection that has been idle for longest; returns False if none is idle."""
-        while True:
-            while self._candidates:
-                rank, connection = self._candidates.popleft()
-                if connection in self._connections and connection.idle_rank() == rank:
-                    del self._connections[connection]
-                    connection.transport.close()
-                    return True
-            now_s = asyncio.get_running_loop().time()
-            if now_s < self._next_search_s:
-                return False
-            idle = (
-                (found_rank, number, each)
-                for number, each in enumerate(self._connections)
-                if (found_rank := each.idle_rank()) is not None
-            )
-            self._candidates.extend((found_rank, each) for found_rank, _, each in nsmallest(_CANDIDATES, idle))
-            if not self._candidates:
-                self._next_search_s = now_s + _SEARCH_S
-                return False
 
 
 class LimitedHttpProtocol(HeadraceHttpProtocol):
-    """An HTTP connection that takes part in the limit of connections; see the module.
+    """An HTTP connection that takes part in the limit of connections; see `LimitedConnection`.
 
     Ownership: the event loop.
 
@@ -136,15 +53,19 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         if self._is_over and not self._downgraded_head:
             self.cycle.keep_alive = False
 
+    def close_idle(self) -> None:
+        """See `LimitedConnection`."""
+        self.transport.close()
+
     def refuse_connection(self, with_response: bool) -> None:
-        """Close a connection over the limit that has sent no complete headers, with or without a response."""
+        """See `LimitedConnection`."""
         if with_response:
             self._refuse(503, self._over_text)
         else:
             self.abort()
 
     def idle_rank(self) -> tuple[bool, float] | None:
-        """Return the rank in which idle connections are closed, lowest first; None for a connection that is not idle."""
+        """See `LimitedConnection`."""
         transport = self.transport
         if transport.is_closing() or self.stage is Stage.ENDING or self._is_over:
             return None

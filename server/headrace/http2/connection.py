@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from headrace.core.clock import monotonic_ns
+from headrace.core.clock import NS_PER_MS, monotonic_ns
 from headrace.http2 import frames
 from headrace.http2.frames import (
     CONTINUATION,
@@ -39,6 +39,9 @@ _COMPLETE_HEADERS = (END_HEADERS, END_HEADERS | END_STREAM)
 _WINDOW_UPDATE_LENGTH_KIND = 4 << 8 | WINDOW_UPDATE
 # Frame budget that one call of `data_received` may use up; the rest of the bytes is read in the next iteration of the event loop.
 _SLICE_COST = 1024
+# Time after which one call of `data_received` opens no further stream: calls that are refused or reset at once give their cost
+# back, and 256 KiB hold thousands of them.
+_SLICE_NS = 4 * NS_PER_MS
 # Maximum CONTINUATION frames of one header block; more of them only cost processing time.
 _MAX_CONTINUATIONS = 32
 # Cost of a SETTINGS frame beside its entries and that of any frame: it is acknowledged.
@@ -205,7 +208,7 @@ class Http2Connection(asyncio.Protocol):
         max_length_kind = self.limits.frame_bytes << 8 | 0xFF
         fast_path = self.settings_received and not self._control.in_header_block
         frame_budget = self.frame_budget
-        slice_end = frame_budget.available - _SLICE_COST
+        slice_end, slice_end_ns = frame_budget.available - _SLICE_COST, monotonic_ns() + _SLICE_NS
         while size - position >= FRAME_HEADER_BYTES:
             if frame_budget.available < slice_end:
                 self._read_pause.pause()
@@ -214,8 +217,12 @@ class Http2Connection(asyncio.Protocol):
             start = position + FRAME_HEADER_BYTES
             end = start + (length_kind >> 8)
             kind = length_kind & 0xFF
-            if self.cancelled_running and kind == HEADERS and self._read_pause.pause_if_full():
-                break
+            if kind == HEADERS:
+                if monotonic_ns() > slice_end_ns:
+                    self._read_pause.pause()
+                    break
+                if self.cancelled_running and self._read_pause.pause_if_full():
+                    break
             # Fast path for the frames of nearly every call: a complete, unpadded DATA frame, a complete HEADERS frame with a
             # cached header block, and WINDOW_UPDATE.
             if fast_path and end <= size and length_kind <= max_length_kind:

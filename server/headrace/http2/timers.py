@@ -47,6 +47,9 @@ class ConnectionTimers:
     own: their age is counted in ticks.
 
     Ownership: the event loop.
+
+    Attributes:
+        last_active_ns: monotonic time of the last tick with an open stream, or of the connection.
     """
 
     def __init__(self, connection: TimedConnection) -> None:
@@ -60,7 +63,7 @@ class ConnectionTimers:
         self._message_ticks = round(limits.message_s / self._tick_s)
         self._timer: asyncio.TimerHandle | None = None
         self._drain_timer: asyncio.TimerHandle | None = None
-        self._last_received_ns = self._last_active_ns = monotonic_ns()
+        self._last_received_ns = self.last_active_ns = monotonic_ns()
         self._keepalive_sent = False
         self._last_stream_id = 0
 
@@ -94,15 +97,15 @@ class ConnectionTimers:
         connection.write_buffer.write_control(
             frames.goaway(MAX_WINDOW, ErrorCode.NO_ERROR) + frames.ping(_SHUTDOWN_PING, ack=False)
         )
-        self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self._send_final_goaway)
+        self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self.send_final_goaway)
 
     def on_ping_ack(self, payload: bytes) -> None:
         """Handle the acknowledgement of a PING of ours: that of the shutdown is followed by the final GOAWAY."""
         if payload == _SHUTDOWN_PING and self._drain_timer is not None:
-            self._send_final_goaway()
+            self.send_final_goaway()
 
-    def _send_final_goaway(self) -> None:
-        """Send the id of the last stream that is served; streams opened later are ignored."""
+    def send_final_goaway(self) -> None:
+        """Send GOAWAY with the last stream that is served, and close once it has ended; streams opened later are ignored."""
         connection = self._connection
         if not connection.closing:
             connection.closing = True
@@ -142,8 +145,8 @@ class ConnectionTimers:
     def _check_streams(self, now_ns: int) -> None:
         connection = self._connection
         if connection.streams or connection.cancelled_running or connection.last_stream_id != self._last_stream_id:
-            self._last_stream_id, self._last_active_ns = connection.last_stream_id, now_ns
-        elif (now_ns - self._last_active_ns) / NS_PER_S > connection.limits.idle_s:
+            self._last_stream_id, self.last_active_ns = connection.last_stream_id, now_ns
+        elif (now_ns - self.last_active_ns) / NS_PER_S > connection.limits.idle_s:
             self.start_graceful_shutdown()
         for stream in list(connection.streams.values()):
             age_ticks = connection.ticks - stream.progress_tick
@@ -163,7 +166,7 @@ class ConnectionTimers:
 class ReadPause:
     """Pauses reading for one iteration of the event loop.
 
-    Two causes. Frames that carry no work have used up the share of the frame budget of one iteration: other connections go first.
+    Two causes. The frames of one iteration have used up its share of the frame budget, or its time: other connections go first.
     Or cancelled streams still count against max_streams: a peer may cancel thousands of calls at once and then open the next
     one. The protocol allows that: by the peer's count no stream is open. In the server the methods of the cancelled calls need a
     few iterations of the event loop to end. Reading pauses until they have ended, instead of refusing the next stream. Methods

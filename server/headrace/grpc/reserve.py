@@ -1,0 +1,99 @@
+"""gRPC connections over `max_connections`: see `ConnectionReserve`. Health checks are served on them."""
+
+from __future__ import annotations
+
+from headrace.core.errors import Overloaded
+from headrace.core.limits import ClientLimits, ConnectionReserve
+from headrace.grpc.fast_wire import RequestHead, rejected
+from headrace.grpc.status import error_status
+from headrace.http2.connection import Http2Connection
+
+
+class LimitedGrpcConnection:
+    """A connection of the fast engine that takes part in the limit of connections; see `LimitedConnection`.
+
+    Ownership: the event loop.
+
+    Args:
+        connection: the connection.
+    """
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Http2Connection) -> None:
+        self._connection = connection
+
+    def idle_rank(self) -> tuple[bool, float] | None:
+        """See `LimitedConnection`. The time has the precision of the connection's ticks."""
+        connection = self._connection
+        if connection.streams or connection.cancelled_running or connection.partial_frame_since_ns:
+            return None
+        if connection.closing or connection.transport.is_closing() or connection.transport.get_write_buffer_size():
+            return None
+        return connection.last_stream_id > 0, connection.timers.last_active_ns
+
+    def close_idle(self) -> None:
+        """See `LimitedConnection`: GOAWAY, after which the client sends its next call on another connection."""
+        self._connection.timers.send_final_goaway()
+
+    def refuse_connection(self, with_response: bool) -> None:
+        """See `LimitedConnection`."""
+        if with_response:
+            self._connection.timers.send_final_goaway()
+        else:
+            self._connection.transport.abort()
+
+
+class GrpcReserve:
+    """All connections of the fast engine; decides on the first call of those over the limit.
+
+    Ownership: the event loop.
+
+    Args:
+        client_limits: the limit; counts the connections.
+
+    Attributes:
+        over: connections over the limit that have no place.
+    """
+
+    def __init__(self, client_limits: ClientLimits) -> None:
+        self._client_limits = client_limits
+        self._reserve = ConnectionReserve(client_limits)
+        self._connections: dict[Http2Connection, LimitedGrpcConnection] = {}
+        self.over: set[Http2Connection] = set()
+
+    def add(self, connection: Http2Connection) -> None:
+        """Count and add a new connection."""
+        limited = self._connections[connection] = LimitedGrpcConnection(connection)
+        if self._client_limits.enter():
+            self._reserve.add(limited)
+        else:
+            self.over.add(connection)
+            self._reserve.add_over(limited)
+
+    def discard(self, connection: Http2Connection) -> None:
+        """Remove a closed connection."""
+        self._client_limits.leave()
+        self._reserve.discard(self._connections.pop(connection))
+        self.over.discard(connection)
+
+    def admit(self, connection: Http2Connection, head: RequestHead) -> RequestHead:
+        """Apply the limit to a call on a connection over it.
+
+        Args:
+            connection: in `over`.
+            head: of the call.
+
+        Returns:
+            `head` for a health check, and if the connection gets a place; else a rejection. After a health check and a
+            rejection the connection is closed.
+        """
+        is_health_check = head.method is not None and not head.needs_key and not head.is_stream
+        if not is_health_check:
+            if self._reserve.admit(self._connections[connection]):
+                self.over.discard(connection)
+                return head
+            text = f"the server has {self._client_limits.limits.max_connections} connections, its limit: retry later"
+            head = rejected(error_status(Overloaded(text)))
+        connection.loop.call_soon(connection.timers.send_final_goaway)  # after this call has opened its stream
+        return head
