@@ -10,7 +10,7 @@ import logging
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -24,10 +24,14 @@ from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarg
 from headrace.core.ledger import NoRoom
 from headrace.observability.counters import BUILDS, LOADS
 from headrace.repository.builds import BuildOrder, EngineBuilds
+from headrace.repository.dependencies import DependencyGraph
+from headrace.repository.environments import EnvironmentPending
 from headrace.repository.folders import ABSENT, Fingerprint, fingerprint_version, fingerprint_versions, without_builds
 from headrace.repository.loader import Loader, describe_stamp
+from headrace.repository.pipelines import called_models, open_pipeline, pipeline_plan
+from headrace.repository.python_completion import check_client_source, complete_python
 from headrace.repository.registry import Registry, Serving, State
-from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.version_handle import VersionHandle
 
 MAX_FILES = 1024
 MAX_BYTES = 1 << 30
@@ -154,7 +158,7 @@ logger = logging.getLogger("headrace.control")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ClosingVersion:
-    handle: ModelHandle
+    handle: VersionHandle
     after: Callable[[], None]
     thread: threading.Thread
 
@@ -169,13 +173,13 @@ class VersionCloser:
         on_closed: called with every closed handle, on the thread that closed it.
     """
 
-    def __init__(self, registry: Registry, on_closed: Callable[[ModelHandle], None] = lambda _handle: None) -> None:
+    def __init__(self, registry: Registry, on_closed: Callable[[VersionHandle], None] = lambda _handle: None) -> None:
         self._registry = registry
         self._on_closed = on_closed
         self._lock = threading.Lock()
         self._closing: set[_ClosingVersion] = set()
 
-    def begin(self, handle: ModelHandle, after: Callable[[], None] = lambda: None) -> None:
+    def begin(self, handle: VersionHandle, after: Callable[[], None] = lambda: None) -> None:
         """Close a handle after its requests have completed, without a timeout; returns at once.
 
         Args:
@@ -274,7 +278,7 @@ class _Signature:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Version:
-    handle: ModelHandle
+    handle: VersionHandle
     signature: _Signature
     plan: ServingPlan
     private: PrivateFolder | None
@@ -324,6 +328,9 @@ class Deployments:
         registry: publishes handles.
         closer: closes handles in the background.
         builds: builds engines for versions that serve without one.
+
+    Attributes:
+        dependencies: models that the loaded pipelines call, and those that wait for a model.
     """
 
     def __init__(self, loader: Loader, registry: Registry, closer: VersionCloser, builds: EngineBuilds) -> None:
@@ -332,6 +339,8 @@ class Deployments:
         self._closer = closer
         self._builds = builds
         self._live: dict[str, _Model] = {}
+        self.dependencies = DependencyGraph()
+        self._waiting: dict[str, ModelSource] = {}  # pipelines that cannot be served until a model of theirs is
         self._logged_progress: tuple[BuildOrder, int] | None = (
             None  # build of the last progress log line, and its quarter
         )
@@ -344,21 +353,44 @@ class Deployments:
             source: the model's folder and configuration.
 
         Raises:
+            EnvironmentPending: the model's Python environment is being installed; it stays LOADING until it is loaded again.
             ConfigError: a version or the whole model cannot be served; the registry has the reason.
         """
         LOADS.declare_each((source.name, result) for result in ("loaded", "reloaded", "unloaded", "failed"))
+        self.dependencies.set(source.name, called_models(source.path, source.repository, source.config))
+        self._waiting.pop(source.name, None)
         try:
             self._load(source)
+        except EnvironmentPending:
+            raise
         except Exception:
             LOADS.count(source.name, "failed")
+            if source.private is None and self.dependencies.members(source.name):
+                self._waiting[source.name] = source
             raise
+        self._retry_callers(source.name)
+
+    def _retry_callers(self, name: str) -> None:
+        """Load the pipelines again that could not be served without a model."""
+        for caller in self.dependencies.dependents(name):
+            source = self._waiting.get(caller)
+            if source is not None:
+                try:
+                    self.load(source)
+                except ConfigError:
+                    continue  # the error is in the log and in the index
 
     def _load(self, source: ModelSource) -> None:
         fingerprints = fingerprint_versions(source.path)
         live = self._versions(source.name)
         is_serving = any(version.handle.ready for version in live.values())
         try:
-            folder = _as_config_error(lambda: _read(source), source.name)
+            cycle = self.dependencies.cycle(source.name)
+            folder = _as_config_error(lambda: _read(source, self._loader, cycle), source.name)
+            self._loader.check_interpreters(folder, served_versions(folder.config, folder.versions))
+        except EnvironmentPending as error:
+            self._registry.mark_waiting(source.name, error.findings[0].message, is_serving)
+            raise
         except ConfigError as error:
             if is_serving:
                 self._record_failed_load(source.name, error)
@@ -407,7 +439,7 @@ class Deployments:
         BUILDS.count(name, "failed" if failure else "built")
         version = model.versions.get(number)
         if failure:
-            logger.error("model %s version %s: building its engine failed: %s", name, number, failure)
+            logger.error("model %s version %s: %s", name, number, model.plan(number).failed_build(failure))
             self._update_remark(model, number)
             return
         old = model.pending[number].signature if version is None else version.signature
@@ -459,7 +491,7 @@ class Deployments:
         text = reason or self._remark(model, number)
         if version is not None:
             self._registry.set_reason(name, text, number)
-            _set_not_on_gpu(version, reason or self._not_on_gpu(model, number))
+            _set_reasons(version, model.plan(number).placement_reasons(self._failure(model, number), reason))
         elif reason or self._failure(model, number):
             self._registry.mark(name, number, State.UNAVAILABLE, text)
         else:
@@ -470,11 +502,6 @@ class Deployments:
         order = model.order(number)
         return "" if order is None else self._builds.failure(order) or ""
 
-    def _not_on_gpu(self, model: _Model, number: str) -> str:
-        """Return the reason why a version does not run on the GPU; "" if it does, or if none is expected."""
-        plan, failure = model.plan(number), self._failure(model, number)
-        return f"building its engine failed: {failure}" if failure and plan.not_on_gpu else plan.not_on_gpu
-
     def unload(self, name: str) -> None:
         """Accept no new requests for a model; its queued requests complete in the background.
 
@@ -482,12 +509,16 @@ class Deployments:
             name: name of the model.
         """
         self._builds.set_orders(name, ())
+        self.dependencies.set(name, ())
+        self._waiting.pop(name, None)
         self._registry.publish(name, None)
         for number, version in self._versions(name).items():
             self._registry.mark(name, number, State.UNLOADING)
             self._closer.begin(version.handle, version.release_files)
         if self._live.pop(name, None) is not None:
             LOADS.count(name, "unloaded")
+            if self._loader.metrics is not None:
+                self._loader.metrics.forget(name)
         self._registry.mark_all_unloaded(name)
 
     def unload_all(self) -> None:
@@ -510,6 +541,8 @@ class Deployments:
         model_file = folder.config.default_model_filename
         if without_builds(signature.files, model_file) != without_builds(version.signature.files, model_file):
             return None
+        if folder.config.is_pipeline:  # it has no file
+            return replace(version, signature=signature)
         plan = _as_config_error(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
         return replace(version, signature=signature, plan=plan) if plan.loads_same_as(version.plan) else None
 
@@ -567,11 +600,14 @@ class Deployments:
         if self._builds.failure(order) is not None:
             self._builds.forget(order)
 
-    def _open(self, folder: ModelFolder, number: str) -> tuple[ServingPlan, ModelHandle | None]:
+    def _open(self, folder: ModelFolder, number: str) -> tuple[ServingPlan, VersionHandle | None]:
         """Load the engine, or the model's own file if there is no engine or it is broken; the handle is None if the version is
         pending.
         """
         version, subject = int(number), f"{folder.name} version {number}"
+        if folder.config.is_pipeline:
+            pipeline = _as_config_error(lambda: open_pipeline(folder, version, self._registry, self._loader), subject)
+            return pipeline_plan(folder, version), pipeline
         plan = _as_config_error(lambda: self._loader.plan(folder, version), subject)
         if plan.is_pending:
             return plan, None
@@ -594,6 +630,8 @@ class Deployments:
                     raise plan.with_cure(error) from error
                 logger.error("model %s: %s (%s)", subject, fallback_plan.remark, fallback_plan.cure)
                 plan = fallback_plan
+                if plan.is_pending:
+                    return plan, None
         if plan.stamp is not None:
             logger.info("model %s runs the engine %s: %s", subject, plan.file.name, describe_stamp(plan.stamp))
             if plan.remark:
@@ -629,7 +667,7 @@ class Deployments:
             meanwhile = f"{device if device != 'CPU' else 'the CPU'} serves meanwhile"
         return f"{self._builds.describe(order, plan.engine)}; {meanwhile}"
 
-    def _cache_changed(self, handle: ModelHandle) -> None:
+    def _cache_changed(self, handle: VersionHandle) -> None:
         """Update the index after a version was evicted or loaded again, or could not be loaded."""
         name, number = handle.spec.name, handle.spec.version
         model = self._live.get(name)
@@ -701,14 +739,16 @@ def _order(source: ModelSource, number: str, plan: ServingPlan) -> BuildOrder | 
     return BuildOrder(source.name, number, source.path.absolute(), plan.target, plan.build)
 
 
-def _set_not_on_gpu(version: _Version, reason: str) -> None:
+def _set_reasons(version: _Version, reasons: Mapping[str, str]) -> None:
     """Update the metadata of a version. Only the control thread writes; a reader sees the old value or the new one."""
     parameters = version.handle.spec.parameters
-    if isinstance(parameters, dict):
+    if not isinstance(parameters, dict):
+        return
+    for name, reason in reasons.items():
         if reason:
-            parameters["headrace.not_on_gpu"] = reason
+            parameters[f"headrace.{name}"] = reason
         else:
-            parameters.pop("headrace.not_on_gpu", None)
+            parameters.pop(f"headrace.{name}", None)
 
 
 def _as_config_error(call: Callable[[], _T], subject: str) -> _T:
@@ -730,8 +770,12 @@ def _as_config_error(call: Callable[[], _T], subject: str) -> _T:
         ) from error
 
 
-def _read(source: ModelSource) -> ModelFolder:
+def _read(source: ModelSource, loader: Loader, cycle: Sequence[str]) -> ModelFolder:
+    if cycle:
+        raise refuse(source.name, None, f"it calls itself: {' -> '.join(cycle)}", "remove one of the steps")
     folder = read_model_folder(source.path, source.repository, source.config)
+    if source.config is not None and not loader.allow_python_uploads:
+        check_client_source(folder, is_upload=source.private is not None)
     for finding in folder.findings:
         logger.warning("%s", finding)
     if not served_versions(folder.config, folder.versions):
@@ -739,7 +783,7 @@ def _read(source: ModelSource) -> ModelFolder:
         raise refuse(
             source.name, None, f"no version on disk is served: the folder has {available}", "change version_policy"
         )
-    return folder
+    return complete_python(folder, loader.interpreters, loader.ahead.take)
 
 
 def _digest(folder: ModelFolder) -> str:

@@ -432,7 +432,8 @@ def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int
     except OSError:
         return
     for entry in entries:
-        if entry.name.startswith("."):
+        # Python writes __pycache__ beside the files of a model that it imports.
+        if entry.name.startswith(".") or entry.name == "__pycache__":
             continue
         try:
             if entry.is_dir(follow_symlinks=False):

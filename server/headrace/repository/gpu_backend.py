@@ -1,4 +1,4 @@
-"""Configures the TensorRT backend: the machine, GPUs of the instances, tensor checks, and pipeline steps that run on the GPU."""
+"""Configures the backends of GPUs: the machine, GPUs of the instances, tensor checks, and pipeline steps that run on the GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from headrace.backends.process.backend import IsolatedModel
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel
 from headrace.backends.tensorrt.plan import PlanTensor, installed
 from headrace.config.completion import instances_on_each_gpu
-from headrace.config.manifest import Machine
+from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
+from headrace.core.optimization_config import cuda_accelerator
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
@@ -32,13 +34,23 @@ def tensorrt_machine() -> Machine:
     return Machine("tensorrt", version, gpu.name, gpu.capability, gpu.driver)
 
 
+def cuda_machine() -> Machine:
+    """This machine's first GPU as ONNX Runtime's CUDA provider sees it.
+
+    Raises:
+        Unsupported: there is no GPU.
+    """
+    gpu = gpus.describe()
+    return Machine(CUDA_RUNTIME, onnxruntime_machine().version, gpu.name, gpu.capability, gpu.driver)
+
+
 def memory_bytes(device: int) -> int:
     """Total memory of a GPU in bytes.
 
     Raises:
         Unsupported: there is no GPU of this number.
     """
-    return installed(device).gpu.memory_bytes
+    return gpus.describe(device).memory_bytes
 
 
 def devices_of(config: ModelConfig) -> list[int]:
@@ -59,7 +71,8 @@ def devices_of(config: ModelConfig) -> list[int]:
 def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
     """Return the configuration's parameters with those that the backend needs: largest batch and GPU numbers."""
     added = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
-    return {**config.parameters, **added}
+    accelerator = cuda_accelerator(config.optimization)
+    return {**({} if accelerator is None else accelerator.parameters), **config.parameters, **added}
 
 
 def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, file: str) -> None:

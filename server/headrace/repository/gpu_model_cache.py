@@ -18,7 +18,7 @@ from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.ledger import HOST, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.core.telemetry import LoadCounts
-from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.version_handle import VersionHandle
 
 logger = logging.getLogger("headrace.memory")
 
@@ -53,7 +53,7 @@ class CachedModel:
         retry_load_ns: no load is attempted before this time.
     """
 
-    handle: ModelHandle
+    handle: VersionHandle
     is_pinned: bool
     reopen: Callable[[], MemoryAccount]
     memory_bytes: dict[int, int] = field(default_factory=dict)
@@ -109,11 +109,11 @@ class GpuModelCache:
         self.ledger = ledger or Ledger()
         self.clock = clock
         self.on_request: Callable[[], None] = lambda: None
-        self.on_change: Callable[[ModelHandle], None] = lambda _handle: None
+        self.on_change: Callable[[VersionHandle], None] = lambda _handle: None
         self._lock = threading.Lock()
         self._removal = threading.Condition(self._lock)
-        self._models: dict[ModelHandle, CachedModel] = {}
-        self._requests: dict[ModelHandle, None] = {}  # in the order of the requests
+        self._models: dict[VersionHandle, CachedModel] = {}
+        self._requests: dict[VersionHandle, None] = {}  # in the order of the requests
         self._loads: dict[tuple[str, str], LoadCounts] = {}
         self._notified = False  # `on_wanted` was called, and `serve` has not been since
         self._load_error: HeadraceError | None = None
@@ -122,7 +122,7 @@ class GpuModelCache:
 
     def add(
         self,
-        handle: ModelHandle,
+        handle: VersionHandle,
         account: MemoryAccount,
         is_pinned: bool,
         reopen: Callable[[], MemoryAccount],
@@ -167,7 +167,7 @@ class GpuModelCache:
         with self._lock:
             requests, self._requests = list(self._requests), {}  # later requests are new entries
             self._notified = False
-        waiting: list[ModelHandle] = []
+        waiting: list[VersionHandle] = []
         due_ns: int | None = None
         blocked: set[int] = set()  # GPUs that an earlier request waits for
         for handle in requests:
@@ -198,7 +198,7 @@ class GpuModelCache:
 
     # From any thread
 
-    def request(self, handle: ModelHandle) -> None:
+    def request(self, handle: VersionHandle) -> None:
         """Queue an evicted version for which a request waits; callable from any thread.
 
         Args:
@@ -214,7 +214,7 @@ class GpuModelCache:
         if load_error is not None:
             handle.refuse(load_error)
 
-    def remove(self, handle: ModelHandle) -> None:
+    def remove(self, handle: VersionHandle) -> None:
         """Remove a version that has been closed."""
         with self._removal:
             self._requests.pop(handle, None)
@@ -224,7 +224,7 @@ class GpuModelCache:
                     self._loads.pop(key, None)
             self._removal.notify_all()
 
-    def problem(self, handle: ModelHandle) -> str:
+    def problem(self, handle: VersionHandle) -> str:
         """Error of the last load on demand of an evicted version; "" if there was none."""
         model = self._models.get(handle)
         return "" if model is None else model.problem
@@ -365,5 +365,5 @@ class GpuModelCache:
             return before > 0 and self._removal.wait_for(lambda: count_closing() < before, _DRAIN_S)
 
 
-def _key(handle: ModelHandle) -> tuple[str, str]:
+def _key(handle: VersionHandle) -> tuple[str, str]:
     return handle.spec.name, handle.spec.version

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import TypeGuard
+
+from headrace_model.protocol import MAX_MEMBERS
 
 from headrace.backends.base import Backend, Execution, LoadedModel
-from headrace.backends.process.backend import IsolatedBackend
-from headrace.backends.process.child import create_backend
+from headrace.backends.process.backend import IsolatedBackend, IsolatedModel
+from headrace.backends.process.child import AccountedBackend, create_backend
+from headrace.caching.response_cache import ResponseCaches
 from headrace.config.completion import contradictions
 from headrace.config.documents import refuse
 from headrace.config.manifest import Machine, Stamp, onnx_digest, usable_cores
-from headrace.config.model_folder import ModelFolder
+from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.config.onnx_model import read_signature
-from headrace.config.serving_plan import GpuRuntime, ServingPlan, engine_folder, serving_plan
+from headrace.config.ragged_rules import is_ragged
+from headrace.config.serving_plan import (
+    CUDA_RUNTIME,
+    GPU_RUNTIMES,
+    PYTHON_RUNTIMES,
+    GpuRuntime,
+    ServingPlan,
+    engine_folder,
+    serving_plan,
+)
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
@@ -26,23 +42,43 @@ from headrace.core.limits import BodyMemory
 from headrace.core.model_config import DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.quota import Quota
-from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
+from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.cuda import devices as gpus
 from headrace.observability.counters import Recorder
+from headrace.observability.custom_metrics import CustomMetrics
 from headrace.pipelines.execution import Steps, steps_of
+from headrace.repository.decoder_pool import DecoderPool
 from headrace.repository.gpu_model_cache import GpuModelCache
+from headrace.repository.length_measurement import LengthMeasurement
+from headrace.repository.load_ahead import LoadAhead
+from headrace.repository.model_calls import ModelCalls
+from headrace.repository.python_completion import complete_python
+from headrace.repository.python_models import Interpreters, folder_digest, open_python_model
 from headrace.repository.warmup import (
     NO_LATENCIES,
     LatencyFile,
     LatencyMeasurement,
     LatencyStore,
     WarmupRunner,
+    arrange_warmups,
     make_warmups,
 )
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, RateLimits, Sharing
+from headrace.scheduling.policy import (
+    BatchPolicy,
+    ComputedInput,
+    HandlePolicy,
+    LevelPolicy,
+    PaddingPolicy,
+    QueueLimits,
+    RaggedPolicy,
+    RateLimits,
+    Sharing,
+)
+from headrace.scheduling.ragged import PaddedLayout
+from headrace.scheduling.version_handle import VersionHandle
 
 # Names of accuracy figures in a stamp -> labels in the log.
 _ACCURACY_LABELS = {
@@ -93,6 +129,8 @@ def version_parameters(plan: ServingPlan, devices: Sequence[int]) -> dict[str, s
     }
     if plan.not_on_gpu:
         placement["headrace.not_on_gpu"] = plan.not_on_gpu
+    if plan.not_on_tensorrt:
+        placement["headrace.not_on_tensorrt"] = plan.not_on_tensorrt
     return placement if plan.stamp is None else {**placement, **engine_parameters(plan.stamp)}
 
 
@@ -116,6 +154,7 @@ def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
 # Entry points of the backends by name; `create_backend` imports their libraries.
 FACTORIES = {
     "onnxruntime": "headrace.backends.onnxruntime:OnnxRuntimeBackend",
+    CUDA_RUNTIME: "headrace.backends.onnxruntime_cuda:OnnxRuntimeCudaBackend",
     "tensorrt": "headrace.backends.tensorrt.backend:TensorRtBackend",
 }
 
@@ -181,6 +220,13 @@ class Loader:
         state: the state folder with engines of read-only model folders; None if there is none.
         inline_bound_ns: see `headrace.scheduling.policy.HandlePolicy`.
         bodies: counts requests in the front ends; None without front ends.
+        interpreters: chooses the interpreters of Python models; None for the server's own.
+        calls: receives calls of Python models to other models; None without them.
+        metrics: receives the custom metrics of Python models; None drops them.
+        allow_python_uploads: load requests may contain files or configurations that are run as code.
+        response_caches: creates the response cache of a version; None if the server has none.
+        decoders: processes that decode images for pipelines.
+        ahead: runs the starts of Python models ahead of their load.
     """
 
     mailbox: Mailbox
@@ -195,6 +241,13 @@ class Loader:
     state: Path | None = None
     inline_bound_ns: int = 0
     bodies: BodyMemory | None = None
+    interpreters: Interpreters | None = None
+    allow_python_uploads: bool = False
+    calls: ModelCalls | None = None
+    metrics: CustomMetrics | None = None
+    response_caches: ResponseCaches | None = None
+    decoders: DecoderPool = field(default_factory=DecoderPool)
+    ahead: LoadAhead = field(default_factory=LoadAhead)
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose the runtime and the file of a version.
@@ -206,8 +259,49 @@ class Loader:
         Raises:
             ConfigError: no runtime on this machine can run it, or its file cannot be read.
         """
-        gpu = GpuRuntime(self._tensorrt_machine, gpus.is_visible)
+        gpu = GpuRuntime(self._tensorrt_machine, gpus.is_visible, self._cuda_problem)
         return serving_plan(folder, version, gpu, self.engines(folder.path, version))
+
+    def check_interpreters(self, folder: ModelFolder, versions: Sequence[int]) -> None:
+        """Check that the interpreters of a Python model exist.
+
+        Args:
+            folder: the model's folder.
+            versions: version numbers.
+
+        Raises:
+            EnvironmentPending: the environment of a version is being installed.
+            ConfigError: the environment of a version cannot be made.
+        """
+        if self.interpreters is not None and folder.config.backend in PYTHON_RUNTIMES:
+            for version in versions:
+                self.interpreters.python_for(folder, version)
+
+    def open_ahead(self, path: Path, repository: Path) -> None:
+        """Start the processes of a Python model for a `load` that follows; a job of `ahead`.
+
+        Args:
+            path: the model's folder.
+            repository: links must not lead out of this folder.
+
+        Raises:
+            ConfigError: the model cannot be loaded; the load reports it.
+        """
+        folder = read_model_folder(path, repository)
+        if folder.config.kind != "python":
+            return
+        versions, interpreters, run = (
+            served_versions(folder.config, folder.versions),
+            self.interpreters,
+            self.ahead.record,
+        )
+        if interpreters is not None and None in [interpreters.present(folder, number) for number in versions]:
+            return
+        folder = complete_python(folder, interpreters, run)
+        instances = handle_policy(folder.config).instances
+        for number in versions:
+            plan = self.plan(folder, number)
+            open_python_model(folder, number, plan, instances, interpreters, self.calls, self.metrics, run)
 
     def engines(self, model: Path, version: int) -> Path | None:
         """Return the folder for engines of a version whose own folder is read-only; None without a state folder.
@@ -244,7 +338,12 @@ class Loader:
         file_id = _file_id(plan.file)
         model = self._open(folder, version, plan)
         policy = handle_policy(config, on_gpu=bool(model.devices))
-        spec = replace(model_spec(folder, version), resident_devices=model.resident_devices)
+        if plan.runtime in PYTHON_RUNTIMES:
+            max_rows = min(policy.batch.max_rows, MAX_MEMBERS)
+            policy = replace(policy, by_member=True, batch=replace(policy.batch, max_rows=max_rows))
+        # Requests of different shapes are joined in host memory.
+        residents = model.resident_devices if policy.ragged is None and policy.padding is None else frozenset[int]()
+        spec = replace(model_spec(folder, version), resident_devices=residents)
         spec = replace(spec, parameters=version_parameters(plan, model.devices))
         handle = ModelHandle(
             spec=spec,
@@ -257,9 +356,10 @@ class Loader:
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
             bodies=self.bodies,
         )
-        latency_file = self._latency_file(config, plan, model.instances)
+        latency_file = self._latency_file(folder, version, plan, model.instances)
         measurement = self._measurement(config, model, handle, latency_file)
-        handle.start(WarmupRunner(config.name, warmups, measurement))
+        measure = self._measurements(handle, measurement, bool(model.devices))
+        handle.start(WarmupRunner(config.name, arrange_warmups(warmups, handle.layout), measure))
         if latency_file is not None:
             latency_file.write(handle.latency_table, measurement.idle_ns)
             model.on_closed.append(partial(latency_file.write, handle.latency_table, measurement.idle_ns))
@@ -268,7 +368,7 @@ class Loader:
             if _file_id(plan.file) != file_id:
                 message = f"{plan.file.name} has changed since the load"
                 raise refuse(f"{config.name}/{version}", None, message, "load the model again")
-            new_warmups = make_warmups(config, folder.path)
+            new_warmups = arrange_warmups(make_warmups(config, folder.path), handle.layout)
             model = self._open(folder, version, plan)
             handle.restore(
                 model, WarmupRunner(config.name, new_warmups, self._measurement(config, model, handle, None))
@@ -277,14 +377,45 @@ class Loader:
                 model.on_closed.append(partial(latency_file.write, handle.latency_table, measurement.idle_ns))
             return model.account
 
+        if plan.runtime in PYTHON_RUNTIMES and self.calls is not None:
+            handle.callee_revision = partial(self.calls.revision, f"{config.name}/{version}")
+        self.open_cache(handle, folder, lambda: f"{plan.runtime} {_artefact_digest(folder, version, plan)}")
         self.gpu_model_cache.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
-    def _latency_file(self, config: ModelConfig, plan: ServingPlan, instances: int) -> LatencyFile | None:
+    def open_cache(self, handle: VersionHandle, folder: ModelFolder, artefact: Callable[[], str]) -> None:
+        """Create the response cache of a version, if the server and the configuration have one.
+
+        Args:
+            handle: the version, before it is published.
+            folder: the model's folder.
+            artefact: returns the digest of the files that serve the version.
+        """
+        config, caches = folder.config, self.response_caches
+        if caches is not None and caches.is_shared:
+            labels = [[name, *each] for name, each in sorted(folder.labels.items())]
+            parts = [version("headrace"), artefact(), config.model_dump_json(exclude_defaults=True), labels]
+            handle.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        if config.response_cache is None or not config.response_cache.enable:
+            return
+        if caches is None:
+            message = (
+                "model %s: response_cache.enable has no effect: the server has no cache, start it with --cache-config"
+            )
+            logger.warning(message, config.name)
+        elif handle.policy.preserve_ordering:
+            message = (
+                "model %s: response_cache.enable has no effect with preserve_ordering: hits would overtake requests"
+            )
+            logger.warning(message, config.name)
+        else:
+            handle.cache = caches.open(handle, config)
+
+    def _latency_file(self, folder: ModelFolder, version: int, plan: ServingPlan, instances: int) -> LatencyFile | None:
         if self.latency_store is None:
             return None
-        digest = plan.stamp.artefact_sha256 if plan.stamp is not None else onnx_digest(plan.file)
-        return self.latency_store.file_for(config, digest, plan.runtime, instances)
+        digest = _artefact_digest(folder, version, plan)
+        return self.latency_store.file_for(folder.config, digest, plan.runtime, instances)
 
     def _measurement(
         self, config: ModelConfig, model: _AccountedModel, handle: ModelHandle, latency_file: LatencyFile | None
@@ -294,17 +425,40 @@ class Loader:
             config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
         return LatencyMeasurement(config, model, model.instances, handle.latency_table, limit_ns, stored=stored)
 
+    def _measurements(
+        self, handle: ModelHandle, measurement: LatencyMeasurement, on_gpu: bool
+    ) -> Callable[[Execution], None]:
+        """Return what measures an instance before it serves: by rows, and by length if the model is padded."""
+        layout = handle.layout
+        if not isinstance(layout, PaddedLayout):
+            return measurement
+        layout.always = on_gpu
+        limit_ns, max_rows = int(self.profile_s * NS_PER_S), handle.policy.batch.max_rows
+        by_length = LengthMeasurement(handle.spec, layout, max_rows, limit_ns)
+
+        def measure(execution: Execution) -> None:
+            measurement(execution)
+            by_length(execution)
+
+        return measure
+
     def _open(self, folder: ModelFolder, version: int, plan: ServingPlan) -> _AccountedModel:
         """Load the model into memory and charge it to its memory account."""
         config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
         try:
-            if plan.runtime == "tensorrt":
+            if plan.runtime in GPU_RUNTIMES:
                 devices, model, steps = self._on_gpus(plan, config, steps, account)
                 instances = len(devices)
                 # Images that the CPU prepares must be in host memory.
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
+            elif plan.runtime in PYTHON_RUNTIMES:
+                instances = handle_policy(config).instances
+                run = self.ahead.take
+                model = open_python_model(
+                    folder, version, plan, instances, self.interpreters, self.calls, self.metrics, run
+                )
             else:
                 instances = handle_policy(config).instances
                 model = self._create_backend(plan.runtime, config).load(plan.file, instances, dict(config.parameters))
@@ -316,8 +470,7 @@ class Loader:
     def _on_gpus(
         self, plan: ServingPlan, config: ModelConfig, steps: Steps, account: MemoryAccount
     ) -> tuple[list[int], LoadedModel, Steps]:
-        from headrace.backends.process.backend import IsolatedBackend
-        from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel
+        from headrace.backends.tensorrt.backend import TensorRtModel
         from headrace.repository.gpu_backend import (
             backend_parameters,
             check_tensors,
@@ -328,13 +481,14 @@ class Loader:
 
         devices = devices_of(config)
         backend, parameters = self._create_backend(plan.runtime, config), backend_parameters(config, devices)
-        if not isinstance(backend, TensorRtBackend | IsolatedBackend):
+        if not _books_memory(backend):
             return devices, backend.load(plan.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs
             self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(plan.file, len(devices), parameters, account)
         try:
-            check_tensors(model, config, plan.file.name)
+            if isinstance(model, TensorRtModel | IsolatedModel) and plan.runtime == "tensorrt":
+                check_tensors(model, config, plan.file.name)
             if isinstance(model, TensorRtModel):
                 steps = join_steps(model, config, steps)
         except BaseException:
@@ -347,6 +501,14 @@ class Loader:
         if config.isolation == "process":
             return isolated(runtime, config)
         return self.backend(runtime)
+
+    def _cuda_problem(self) -> str:
+        """Return the reason why ONNX Runtime's CUDA provider cannot run here; "" if it can."""
+        try:
+            self.backend(CUDA_RUNTIME)
+        except ConfigError as error:
+            return error.findings[0].message
+        return ""
 
     def _tensorrt_machine(self) -> Machine:
         """Describe this machine's first GPU for TensorRT.
@@ -363,6 +525,17 @@ class Loader:
         from headrace.repository.gpu_backend import tensorrt_machine
 
         return tensorrt_machine()
+
+
+def _books_memory(backend: object) -> TypeGuard[AccountedBackend]:
+    return getattr(backend, "books_memory", False) is True
+
+
+def _artefact_digest(folder: ModelFolder, version: int, plan: ServingPlan) -> str:
+    """Return the SHA-256, in hex, of the files that serve a version."""
+    if plan.runtime in PYTHON_RUNTIMES:
+        return folder_digest(folder, version)
+    return plan.stamp.artefact_sha256 if plan.stamp is not None else onnx_digest(plan.file)
 
 
 def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
@@ -384,7 +557,49 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
         )
         for tensor in config.served_output
     }
-    return ModelSpec(config.name, str(version), config.platform, inputs, outputs, config.max_batch_size)
+    ragged, padding = ragged_policy(config), padding_policy(config)
+    return ModelSpec(
+        config.name,
+        str(version),
+        config.platform,
+        inputs,
+        outputs,
+        config.max_batch_size,
+        ragged=frozenset() if ragged is None else ragged.inputs,
+        padded=None if padding is None else padding.inputs,
+    )
+
+
+def ragged_policy(config: ModelConfig) -> RaggedPolicy | None:
+    """Return how requests of different shapes share a batch; None if they do not.
+
+    Python models receive requests one by one, in their own shapes: nothing is joined for them.
+    """
+    if config.kind != "onnx" or not is_ragged(config):
+        return None
+    return RaggedPolicy(
+        frozenset(tensor.name for tensor in config.input if tensor.allow_ragged_batch),
+        tuple(
+            ComputedInput(part.target_name, part.kind, BY_CONFIG_NAME[part.data_type], part.source_input[0])
+            for part in config.batch_input
+        ),
+        {name: part.source_input[0] for part in config.batch_output for name in part.target_name},
+    )
+
+
+def padding_policy(config: ModelConfig) -> PaddingPolicy | None:
+    """Return how requests of different length share a batch; None if they do not."""
+    pad = config.pad
+    if pad is None or config.kind not in ("onnx", "plan"):
+        return None
+    longest = [
+        profile.shapes[name][2][pad.axis - 1]
+        for profile in config.optimization.profiles
+        for name in pad.values
+        if name in profile.shapes and 0 < pad.axis <= len(profile.shapes[name][2])
+    ]
+    inputs = PaddedInputs(frozenset(pad.values), pad.axis, pad.multiple_of, max(longest, default=0))
+    return PaddingPolicy(dict(pad.values), inputs)
 
 
 def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
@@ -419,6 +634,8 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
         sharing=None if sharing is None else Sharing(dict(sharing.weights), sharing.default_weight),
         rate_limits=_rate_limits(config.rate_limits),
+        ragged=ragged_policy(config),
+        padding=padding_policy(config),
     )
 
 

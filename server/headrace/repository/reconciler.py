@@ -6,9 +6,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from headrace.core.model_config import name_problem
 from headrace.core.threads import start_thread
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource, PrivateFolder, VersionCloser, check_files
+from headrace.repository.environments import EnvironmentPending
 from headrace.repository.folders import (
     ABSENT,
     Fingerprint,
@@ -29,6 +31,7 @@ from headrace.repository.folders import (
     scan,
 )
 from headrace.repository.loader import Loader
+from headrace.repository.pipelines import called_models, in_load_order, may_have_code
 from headrace.repository.registry import Registry, State
 
 
@@ -96,6 +99,7 @@ MAX_WAITING_COMMANDS = 64
 _NOT_LOADED = "not loaded"
 # At start, models that are still being copied delay the others by at most this many settle times.
 _START_SETTLES = 3
+_STOP_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,7 @@ class Reconciler:
         self._registry = registry
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
+        self._loader = loader
         self._gpu_model_cache = loader.gpu_model_cache
         # After every command the thread calls `load_requested` of the GPU model cache.
         self._gpu_model_cache.on_request = lambda: self._post(lambda: None)
@@ -187,6 +192,7 @@ class Reconciler:
         self._repositories_unreadable = False
         self._skipped: set[SkippedFolder] = set()
         self._next_scan_ns = 0
+        self._pending: dict[str, object] = {}  # models that wait for the installation of their Python environments
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -245,14 +251,20 @@ class Reconciler:
             raise BadRequest(
                 "a load request with files needs the parameter 'config' too: send '{}' to complete it from the files"
             )
-        await self._run_command(lambda: self._load(name, config, files))
+        while True:
+            try:
+                await self._run_command(lambda: self._load(name, config, files))
+                return
+            except EnvironmentPending as pending:
+                # The control thread is free meanwhile. The next load has the environment, or the error of its installation.
+                await asyncio.wait([asyncio.wrap_future(pending.done)])
 
     async def unload(self, name: str, dependents: bool) -> None:
         """Unload a model; returns when no new request is accepted. Its queued requests complete in the background.
 
         Args:
             name: name of the model.
-            dependents: also unload models that only this model needs; there are none, as models do not depend on each other.
+            dependents: also unload the models that only this pipeline calls.
 
         Raises:
             Forbidden: model control is switched off.
@@ -262,7 +274,7 @@ class Reconciler:
             Unavailable: the server is stopping.
         """
         self.check_control(name)
-        await self._run_command(lambda: self._unload(name))
+        await self._run_command(lambda: self._unload(name, dependents))
 
     @property
     def allows_files(self) -> bool:
@@ -377,13 +389,34 @@ class Reconciler:
             reason = "the model repository has no folder of this name"
             logger.error("model %s is not served: %s", name, reason)
             self._registry.mark(name, "", State.UNAVAILABLE, reason)
-        for model in selected:
+        ordered = in_load_order(selected, _served(models))
+        for model in ordered:
             self._registry.forget(model.name, "")
             self._registry.mark(model.name, "", State.UNKNOWN)
-        for model in selected:
-            if self._stop.is_set():
-                return
-            self._try_to_load(model)
+        self._load_all(ordered)
+
+    def _load_all(self, models: Sequence[RepositoryModel]) -> None:
+        """Load models in this order; processes of Python models start ahead, unless the model serves already.
+
+        A model whose processes are still starting comes after all others.
+        """
+        jobs = {
+            model.name: partial(self._loader.open_ahead, model.path, model.repository)
+            for model in models
+            if may_have_code(model.path) and self._registry.serving(model.name, "") is None
+        }
+        ahead = self._loader.ahead
+        if len(jobs) > 1:
+            ahead.begin(jobs)
+        waiting = {model.name: model for model in models}
+        called = {name: called_models(model.path, model.repository) - {name} for name, model in waiting.items()}
+        try:
+            while waiting and not self._stop.is_set():
+                name = ahead.next_name(_loadable(waiting, called), _STOP_POLL_S)
+                if name is not None:
+                    self._try_to_load(waiting.pop(name))
+        finally:
+            ahead.close()
 
     def _scan(self) -> list[RepositoryModel]:
         """Return the models of all repositories; each folder that cannot be a model is logged once."""
@@ -397,10 +430,19 @@ class Reconciler:
     def _try_to_load(self, model: RepositoryModel) -> None:
         try:
             self._deployments.load(ModelSource(model.name, model.path, model.repository))
+        except EnvironmentPending as pending:
+            self._pending[model.name] = pending.done
+            pending.done.add_done_callback(lambda done: self._post(lambda: self._load_pending(model, done)))
         except ConfigError:
             return  # the error is in the log and in the index
         except Exception:  # an error of one model must not affect the others
             logger.exception("model %s could not be loaded", model.name)
+
+    def _load_pending(self, model: RepositoryModel, done: object) -> None:
+        """Load a model whose Python environment has been installed; ignored if it was unloaded or loaded again meanwhile."""
+        if self._pending.get(model.name) is done:
+            del self._pending[model.name]
+            self._try_to_load(model)
 
     def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._refresh_index()
@@ -409,7 +451,9 @@ class Reconciler:
             model = find(self._selection.repositories, name)
             if model is None or not self._selection.includes(model.repository, name):
                 raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
-            self._deployments.load(ModelSource(name, model.path, model.repository, document))
+            source = ModelSource(name, model.path, model.repository, document)
+            self._load_called(source)
+            self._deployments.load(source)
             return
         check_files(files, document)
         private = PrivateFolder(name, files)
@@ -418,11 +462,23 @@ class Reconciler:
         finally:
             private.release()
 
-    def _unload(self, name: str) -> None:
+    def _load_called(self, source: ModelSource) -> None:
+        """Load the models that a pipeline calls and that do not serve yet; their errors are in the log and in the index."""
+        called = called_models(source.path, source.repository, source.config) - {source.name}
+        models = _served(self._scan()) if called else {}
+        ordered = in_load_order([models[name] for name in sorted(called) if name in models], models)
+        self._load_all(
+            [each for each in ordered if each.name != source.name and self._registry.serving(each.name, "") is None]
+        )
+
+    def _unload(self, name: str, dependents: bool) -> None:
         self._refresh_index()
         if name not in self._registry.names():
             raise NotFound(f"model '{name}' is not found{self._registry.suggestion(name)}")
-        self._deployments.unload(name)
+        unused = self._deployments.dependencies.unused_without(name) if dependents else []
+        for each in (name, *unused):
+            self._pending.pop(each, None)
+            self._deployments.unload(each)
 
     def _refresh_index(self) -> None:
         try:
@@ -483,12 +539,28 @@ class Reconciler:
         }
         for name in fingerprints.keys() - self._registry.names():
             self._registry.mark(name, "", State.UNKNOWN)
-        for name in self._watcher.update(fingerprints, monotonic_ns()):
-            if self._stop.is_set():
-                return
-            if name in fingerprints:
-                self._try_to_load(models[name])
-            else:
+        due = self._watcher.update(fingerprints, monotonic_ns())
+        for name in due:
+            if name not in fingerprints:
+                self._pending.pop(name, None)
                 self._deployments.unload(name)
+        # A pipeline that is due waits for the models that are due.
+        self._load_all(in_load_order([models[name] for name in due if name in fingerprints], {}))
         for name in self._registry.names() - self._watcher.names:
             self._registry.prune(name)
+
+
+def _loadable(waiting: Collection[str], called: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    """Yield the models that call none that waits; all of them if every one does, in a cycle of pipelines."""
+    is_cycle = True
+    for name in waiting:
+        if called[name].isdisjoint(waiting):
+            is_cycle = False
+            yield name
+    if is_cycle:
+        yield from waiting
+
+
+def _served(models: Sequence[RepositoryModel]) -> dict[str, RepositoryModel]:
+    """Return the models by name that have no problem."""
+    return {model.name: model for model in models if model.problem is None}

@@ -3,31 +3,26 @@
 The event loop reads and the control thread writes. Shared data is replaced as a whole and never changed in place.
 
 Ownership of `Registry`: `_serving` is replaced under `_lock` and read without it; `_records` is read and written under it.
-
-All figures of reports are totals since the version was loaded. The reader computes rates, percentiles of the last
-minute and curves from the difference of two responses: the server keeps no history, and requests pay nothing for being
-observed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from pathlib import Path
+from operator import itemgetter
 from typing import Literal
 
-from headrace.config.manifest import is_artefact_name, read_layers
-from headrace.core.clock import NS_PER_MS, NS_PER_US, Clock, monotonic_ns
-from headrace.core.errors import BadRequest, ConfigError, HeadraceError, NotFound, Unavailable
+from headrace.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns, pause
+from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
-from headrace.observability.counters import FIRST_NATIVE, SCHEMA, to_triton
-from headrace.repository.folders import find
+from headrace.observability.counters import to_triton
+from headrace.pipelines.handle import PipelineHandle
+from headrace.pipelines.step_totals import slowest_step
 from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
-from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.version_handle import VersionHandle
 
 
 class State(Enum):
@@ -142,15 +137,15 @@ class Serving:
         by_name: handle by version number and label, None for a label of a version that does not serve; "" is the latest.
     """
 
-    handles: dict[str, ModelHandle]
+    handles: dict[str, VersionHandle]
     labels: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     substitutes: Mapping[str, str] = field(default_factory=dict)
-    by_name: Mapping[str, ModelHandle | None] = field(init=False)
+    by_name: Mapping[str, VersionHandle | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        by_name: dict[str, ModelHandle | None] = dict(self.handles)
+        by_name: dict[str, VersionHandle | None] = dict(self.handles)
         by_name |= {label: self.handles.get(version) for label, version in self.labels.items()}
         by_name[""] = next(reversed(self.handles.values()), None)
         object.__setattr__(self, "by_name", by_name)
@@ -166,12 +161,11 @@ def placement(parameters: Mapping[str, object]) -> dict[str, object]:
     return {name: parameters[f"headrace.{name}"] for name in PLACEMENT if f"headrace.{name}" in parameters}
 
 
-def _statistics(name: str, version: str, handle: ModelHandle) -> dict[str, object]:
+def _statistics(name: str, version: str, handle: VersionHandle) -> dict[str, object]:
     return {**to_triton(name, version, handle.recorder.totals()), "headrace": placement(handle.spec.parameters)}
 
 
 PLACEMENT = ("runtime", "device", "precision", "artefact", "not_on_gpu")
-_DEAD = "all its instances have died"
 _UNLOADED = "unloaded"
 
 
@@ -190,19 +184,23 @@ class Registry:
 
     Args:
         ready_when: "any": the server is ready while one model serves; "all": while every model that should serve does.
+
+    Attributes:
+        generation: number of changes of the serving versions, from 1.
     """
 
     def __init__(self, ready_when: ReadyWhen = "any") -> None:
         self._lock = threading.Lock()
         self._ready_when = ready_when
         self._serving: Mapping[str, Serving] = {}
+        self.generation = 1
         self._records: dict[tuple[str, str], _Record] = {}
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
         self._complete = False
 
     # For the front ends
 
-    def lease(self, name: str, version: str) -> ModelHandle:
+    def lease(self, name: str, version: str) -> VersionHandle:
         """Lease a version of a model.
 
         Args:
@@ -222,6 +220,11 @@ class Registry:
             if handle.lease():
                 return handle
 
+    def serving(self, name: str, version: str) -> VersionHandle | None:
+        """Return the version that serves under a number or label, "" for the latest, without a lease; None if there is none."""
+        serving = self._serving.get(name)
+        return serving.by_name.get(version) if serving is not None else None
+
     def versions(self, name: str) -> Sequence[str]:
         """Return the serving versions, ascending."""
         serving = self._serving.get(name)
@@ -238,7 +241,11 @@ class Registry:
             NotFound, BadRequest, Unavailable: see `lease`.
         """
         if not name:
-            return [_statistics(*source) for source in self.sources()]
+            rows = []
+            for source in self.sources():
+                rows.append(_statistics(*source))
+                pause()
+            return rows
         serving, handle = self._find(name, version)
         return [
             _statistics(name, number, other)
@@ -248,11 +255,13 @@ class Registry:
 
     def index(self) -> Sequence[Mapping[str, object]]:
         """Return name, version, state and reason of every known version."""
-        with self._lock:
-            return [
-                {"name": name, "version": version, "state": record.state.triton_name, "reason": record.reason}
-                for (name, version), record in sorted(self._records.items())
-            ]
+        with self._lock:  # only for the copy: the event loop takes it too
+            records = [(*key, record.state, record.reason) for key, record in self._records.items()]
+        rows = []
+        for name, version, state, reason in sorted(records, key=itemgetter(0, 1)):
+            rows.append({"name": name, "version": version, "state": state.triton_name, "reason": reason})
+            pause()
+        return rows
 
     def ready(self) -> bool:
         """Return whether the server is ready for traffic.
@@ -268,6 +277,7 @@ class Registry:
             handle.ready and ((process_status := handle.process_status) is None or process_status.up)
             for model in serving.values()
             for handle in model.handles.values()
+            if not handle.calls  # a pipeline is as ready as its models, one of which may be unloaded on purpose
         ):
             return False
         if serving and self._ready_when == "any":
@@ -288,7 +298,7 @@ class Registry:
 
     # For metrics
 
-    def sources(self) -> Iterable[tuple[str, str, ModelHandle]]:
+    def sources(self) -> Iterable[tuple[str, str, VersionHandle]]:
         """Return model name, version and handle of everything that serves."""
         return [
             (name, version, handle)
@@ -335,17 +345,53 @@ class Registry:
                 if model == name and record.state is state and version in ("", number):
                     record.reason = reason
 
+    def mark_waiting(self, name: str, reason: str, is_serving: bool) -> None:
+        """Show that new versions of a model are not loaded yet: as LOADING, or beside the versions that serve meanwhile.
+
+        Args:
+            name: name of the model.
+            reason: what the load waits for.
+            is_serving: versions of it serve.
+        """
+        if is_serving:
+            self.set_reason(name, f"the new version is not loaded yet: {reason}")
+            return
+        if self.state(name, "") is not State.LOADING:
+            self.mark(name, "", State.LOADING)
+        self.set_reason(name, reason, "", State.LOADING)
+
     def update_health(self, name: str, version: str) -> None:
-        """Mark a serving version UNAVAILABLE if all its instances have died, READY again if one has been restarted."""
+        """Mark a serving version UNAVAILABLE if it cannot serve, e.g. as all its instances have died, READY again if it can; and
+        the pipelines that call it.
+        """
         with self._lock:
-            serving, record = self._serving.get(name), self._records.get((name, version))
-            if serving is None or record is None or version not in serving.handles:
-                return
-            is_ready = serving.handles[version].ready
-            if record.state is State.READY and not is_ready:
-                record.state, record.reason = transition(record.state, State.UNAVAILABLE), _DEAD
-            elif record.state is State.UNAVAILABLE and is_ready:
-                record.state, record.reason = transition(record.state, State.READY), serving.remarks.get(version, "")
+            self._update_health(name, version)
+            self._update_callers(name)
+
+    def _update_health(self, name: str, version: str) -> None:
+        serving, record = self._serving.get(name), self._records.get((name, version))
+        if serving is None or record is None or version not in serving.handles:
+            return
+        problem = serving.handles[version].problem()
+        if record.state is State.READY and problem:
+            record.state, record.reason = transition(record.state, State.UNAVAILABLE), problem
+        elif record.state is State.UNAVAILABLE:
+            if not problem:
+                record.state = transition(record.state, State.READY)
+            record.reason = problem or serving.remarks.get(version, "")
+
+    def _update_callers(self, name: str) -> None:
+        """Update the pipelines that call a model, directly or by another pipeline."""
+        names, updated = [name], {name}
+        while names:
+            called = names.pop()
+            for caller, serving in self._serving.items():
+                for version, handle in serving.handles.items():
+                    if called in handle.calls:
+                        self._update_health(caller, version)
+                        if caller not in updated:
+                            updated.add(caller)
+                            names.append(caller)
 
     def mark_unloaded(self, name: str, version: str) -> None:
         """Mark a version UNLOADED after its last request has completed; ignored if it has been loaded again."""
@@ -387,7 +433,8 @@ class Registry:
     def publish(self, name: str, serving: Serving | None) -> None:
         """Replace the serving versions of a model (None: none serve).
 
-        LOADING versions become READY, or UNAVAILABLE if all their instances have died since.
+        LOADING versions become READY, or UNAVAILABLE if all their instances have died since. So do the pipelines that call the
+        model.
         """
         with self._lock:
             all_serving = dict(self._serving)
@@ -399,11 +446,14 @@ class Registry:
                     record = self._records.setdefault((name, version), _Record(State.LOADING, ""))
                     remark = serving.remarks.get(version, "")
                     if record.state is State.LOADING:
-                        record.state = transition(record.state, State.READY if handle.ready else State.UNAVAILABLE)
-                        record.reason = remark if handle.ready else _DEAD
+                        problem = handle.problem()
+                        record.state = transition(record.state, State.UNAVAILABLE if problem else State.READY)
+                        record.reason = problem or remark
                     elif record.state is State.READY:
                         record.reason = remark
             self._serving = all_serving
+            self.generation += 1
+            self._update_callers(name)
 
     def substitutes(self) -> list[tuple[str, str, str]]:
         """Return (name, version, reason) of every version that the CPU serves although its configuration requires a GPU."""
@@ -426,7 +476,7 @@ class Registry:
                 if record.state is State.UNAVAILABLE
             ]
 
-    def _find(self, name: str, version: str) -> tuple[Serving, ModelHandle]:
+    def _find(self, name: str, version: str) -> tuple[Serving, VersionHandle]:
         serving = self._serving.get(name)
         handle = serving.by_name.get(version) if serving is not None else None
         if serving is None or handle is None:
@@ -479,126 +529,6 @@ class Registry:
         return f": {number}it has {available}"
 
 
-# One report is shared by all requests within this time, and longer if creating it takes long: any number of viewers takes
-# only a small share of the interpreter's time.
-_FRESH_NS = 400 * NS_PER_MS
-_SHARE = 20
-
-
-class ServerOverview:
-    """Status of all models for the server's own page; called on the event loop.
-
-    Args:
-        registry: registry of the models.
-        repositories: folders of models.
-        clock: monotonic nanoseconds.
-    """
-
-    def __init__(self, registry: Registry, repositories: Sequence[Path], clock: Clock = monotonic_ns) -> None:
-        self._registry = registry
-        self._repositories = repositories
-        self._clock = clock
-        self._started_ns = clock()
-        self._stale_ns = self._started_ns
-        self._status: Mapping[str, object] = {}
-        self._refresh_task: asyncio.Task[None] | None = None
-
-    async def status(self) -> Mapping[str, object]:
-        """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
-        if self._refresh_task is None and self._clock() >= self._stale_ns:
-            self._refresh_task = asyncio.create_task(self._refresh())
-        if self._refresh_task is not None:
-            # Shared by all callers: the cancellation of one must not cancel it for the others.
-            await asyncio.shield(self._refresh_task)
-        return self._status
-
-    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
-        """Return the compute time of each layer of a serving version, as measured by `headrace inspect --publish`.
-
-        Args:
-            model: name of the model.
-            version: version number or label; "" is the latest.
-
-        Raises:
-            NotFound, Unavailable: no such version, or it does not serve.
-            NotFound: the layers of the served file have not been measured.
-        """
-        handle = self._registry.lease(model, version)
-        try:
-            number, engine = handle.spec.version, str(handle.spec.parameters.get("engine.file", ""))
-        finally:
-            handle.release()
-        folder = find(self._repositories, model)
-        cure = f"measure them with `headrace inspect {model} --version {number} --publish`"
-        try:
-            report = None if folder is None else await asyncio.to_thread(read_layers, folder.path / number)
-        except ConfigError as error:
-            raise NotFound(str(error)) from None
-        if report is None:
-            raise NotFound(f"no layer times are published for model '{model}' version {number}: {cure}")
-        # Reports of an engine that no longer serves are not shown; a model's own file has no engine name.
-        if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
-            raise NotFound(f"the measured layers are those of {report.artefact}, which does not serve: {cure}")
-        return report.to_json()
-
-    async def _refresh(self) -> None:
-        try:
-            now_ns = self._clock()
-            # Not on the event loop: a thousand models take a tenth of a second.
-            self._status = await asyncio.to_thread(self._collect, now_ns)
-            self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self._clock() - now_ns))
-        finally:
-            self._refresh_task = None
-
-    def _collect(self, now_ns: int) -> Mapping[str, object]:
-        handles = {(model, version): handle for model, version, handle in self._registry.sources()}
-        models = []
-        for row in self._registry.index():
-            handle = handles.get((str(row["name"]), str(row["version"])))
-            models.append({**row, "serving": None if handle is None else _serving(handle)})
-        models_ready, models_expected = self._registry.model_counts()
-        return {
-            "time_ns": now_ns,
-            "uptime_ns": now_ns - self._started_ns,
-            "ready": self._registry.ready(),
-            "models_ready": models_ready,
-            "models_expected": models_expected,
-            "buckets_per_doubling": 1 << SCHEMA,
-            "models": models,
-        }
-
-
-def _serving(handle: ModelHandle) -> Mapping[str, object]:
-    spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
-    latency = totals.phases["total"].native
-    return {
-        "platform": spec.platform,
-        "engine": str(spec.parameters.get("engine.precision", "")),
-        **{name: str(spec.parameters.get(f"headrace.{name}", "")) for name in PLACEMENT},
-        "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
-        "instances": handle.policy.instances,
-        "living": load.instances,
-        "restarts": handle.restarts,
-        "parked": handle.evicted,
-        "queued": load.depth,
-        "wait_ns": load.wait_ns,
-        "in_flight": load.in_flight,
-        "late": load.late,
-        "requests": totals.requests,
-        "rows": totals.rows,
-        "failures": dict(totals.failures),
-        "batches": dict(totals.reasons),
-        "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
-        "queue_ns": totals.queue_ns,
-        "assemble_ns": totals.assemble_ns,
-        "compute_ns": totals.compute_ns,
-        "split_ns": totals.split_ns,
-        "total_ns": totals.request_ns,
-        # Values that count as zero have the index below the first one, which ends where the first one begins.
-        "latency": {str(FIRST_NATIVE - 1 + index): int(latency[index]) for index in latency.nonzero()[0].tolist()},
-    }
-
-
 def explain(registry: Registry, model: str, version: str = "") -> dict[str, object]:
     """Return the bottlenecks of a version, most important first, and the figures of the last seconds; thread-safe.
 
@@ -626,10 +556,13 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
             handle.evicted,
         )
         load = handle.load(by_level=False)
-        figures = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
-        bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
+        figures: dict[str, object] = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
+        if isinstance(handle, PipelineHandle):
+            bottlenecks, figures["steps"] = _find_slowest_step(registry, handle)
+        else:
+            bottlenecks = [*_off_gpu(handle), *find_bottlenecks(snapshot)]
         first = bottlenecks[0]
-        return {
+        document: dict[str, object] = {
             "name": model,
             "version": handle.spec.version,
             "limit": first.kind,
@@ -637,18 +570,85 @@ def explain(registry: Registry, model: str, version: str = "") -> dict[str, obje
             "findings": [asdict(bottleneck) for bottleneck in bottlenecks],
             "numbers": snapshot_figures(snapshot) | figures,
         }
+        if handle.cache is not None:
+            document["cache"] = dict(handle.cache.report())
+        if handle.padding is not None:
+            document["padding"] = dict(handle.padding)
+        return document
     finally:
         handle.release()
 
 
-def _off_gpu(handle: ModelHandle) -> list[Bottleneck]:
-    """Return a bottleneck if the CPU serves a version although a GPU is present or requested; else empty."""
+def _longest_step(handle: PipelineHandle) -> str:
+    """Return which step would take the longest by the latency tables of its models; "" while they are unmeasured."""
+    now_ns = monotonic_ns()
+    costs_ns: dict[str, int] = {}
+    for step in handle.graph.steps:
+        member = handle.member(step)
+        costs_ns[step.name] = 0 if member is None else member.predict_ns(1, 0, now_ns).compute_ns
+    longest = max(costs_ns, key=lambda name: costs_ns[name])
+    if not costs_ns[longest]:
+        return ""
+    return (
+        f"; by the latency tables step '{longest}' takes the longest: {costs_ns[longest] / NS_PER_MS:.3g} ms of "
+        f"{sum(costs_ns.values()) / NS_PER_MS:.3g} ms compute for one row"
+    )
+
+
+def _find_slowest_step(
+    registry: Registry, handle: PipelineHandle
+) -> tuple[list[Bottleneck], dict[str, Mapping[str, float]]]:
+    """Return the step that takes the longest with the bottlenecks of its model, and the mean times of each step."""
+    recent = {name: step for name, step in handle.step_totals.recent(monotonic_ns()).items() if step.count}
+    if not recent:
+        return [
+            Bottleneck("idle", f"no request has run through the steps in the last seconds{_longest_step(handle)}")
+        ], {}
+    figures: dict[str, Mapping[str, float]] = {
+        name: {
+            "requests": step.count,
+            "total_us": round(step.total_ns / step.count / NS_PER_US, 1),
+            "compute_us": round(step.compute_ns / step.count / NS_PER_US, 1),
+        }
+        for name, step in recent.items()
+    }
+    slowest = slowest_step(recent)
+    times = figures[slowest]
+    step = next(step for step in handle.graph.steps if step.name == slowest)
+    explanation = (
+        f"step '{slowest}' (model {step.model}) takes {times['total_us'] / 1e3:.3g} ms of each request, "
+        f"{times['compute_us'] / 1e3:.3g} ms of it compute; the steps together take "
+        f"{sum(each['total_us'] for each in figures.values()) / 1e3:.3g} ms"
+    )
+    bottlenecks = [Bottleneck("slowest_step", explanation)]
+    if registry.serving(step.model, step.version) is not None:
+        findings = explain(registry, step.model, step.version)["findings"]
+        assert isinstance(findings, list)
+        inner = [Bottleneck(**finding) for finding in findings]
+        bottlenecks += [replace(each, explanation=f"step '{slowest}': {each.explanation}") for each in inner]
+        bottlenecks[0] = replace(
+            bottlenecks[0], cure=inner[0].cure, setting=inner[0].setting, expected=inner[0].expected
+        )
+    return bottlenecks, figures
+
+
+def _off_gpu(handle: VersionHandle) -> list[Bottleneck]:
+    """Return a bottleneck if the CPU serves a version although a GPU is present or requested, or the second GPU runtime instead
+    of TensorRT; else empty.
+    """
+    second = handle.spec.parameters.get("headrace.not_on_tensorrt")
+    if second:
+        explanation = f"ONNX Runtime's CUDA provider runs it on the GPU, not TensorRT, which is faster: {second}"
+        return [Bottleneck("not_on_tensorrt", explanation, 'see docs/gpu.md, "ONNX Runtime\'s CUDA provider"')]
     reason = handle.spec.parameters.get("headrace.not_on_gpu")
     if not reason:
         return []
     explanation = f"{handle.spec.parameters.get('headrace.runtime')} runs it on the CPU, not on the GPU: {reason}"
     return [
         Bottleneck(
-            "not_on_gpu", explanation, 'see docs/gpu.md, "Which runtime serves a model"', "optimization.precision"
+            "not_on_gpu",
+            explanation,
+            'see docs/gpu.md, "Which runtime serves a model"; a model that TensorRT refuses needs the extra gpu-onnx',
+            "optimization.precision",
         )
     ]

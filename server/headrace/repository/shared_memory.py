@@ -64,7 +64,12 @@ class SystemRegion:
         start: offset of the region in the file, in bytes.
         size_bytes: size of the region; `start + size_bytes` was within the file at registration.
         pin: pins it for GPUs; None without GPUs.
+
+    Attributes:
+        gpu: None: it is memory of the host.
     """
+
+    gpu: int | None = None
 
     def __init__(self, descriptor: int, start: int, size_bytes: int, pin: Pin | None = None) -> None:
         self._descriptor = descriptor
@@ -144,6 +149,10 @@ class SystemRegion:
             rest = rest[count:]
             position += count
         return array
+
+    def write_rows(self, offset: int, rows: ResidentRows) -> None:
+        """Write a host copy of rows on a GPU; raises as `write`."""
+        self.write(offset, np.asarray(rows).reshape(-1).view(np.uint8).data)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write data at an offset in bytes.

@@ -24,6 +24,7 @@ from headrace.config.completion import instances_on_each_gpu
 from headrace.config.documents import refuse
 from headrace.config.files import read_config_file
 from headrace.config.model_folder import ModelFolder, served_versions
+from headrace.config.serving_plan import GPU_RUNTIMES
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.command_line import plural
 from headrace.core.completion import Mailbox
@@ -32,6 +33,7 @@ from headrace.core.model_config import InstanceGroup, ModelConfig
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput
+from headrace.repository.environments import Environments
 from headrace.repository.loader import Loader, handle_policy
 from headrace.repository.warmup import MAX_RANDOM_BYTES, feeds, make_warmups, sizes, unmeasurable
 from headrace.scheduling.handle import ModelHandle
@@ -300,7 +302,7 @@ class _Sweeper:
         if self._plan.is_pending:
             cure = f"build it first: headrace build {folder.name}"
             raise refuse(folder.name, None, "has no engine for this machine's GPU yet", cure)
-        on_gpu = self._plan.runtime == "tensorrt"
+        on_gpu = self._plan.runtime in GPU_RUNTIMES
         batch = handle_policy(folder.config, on_gpu).batch
         self._current = (_count(folder.config, on_gpu), batch.max_rows if batch.merge else 1)
         self._counts = sorted({*options.counts, self._current[0]})
@@ -335,7 +337,7 @@ class _Sweeper:
         if not configured:
             return [1], "the model has no batch dimension"
         fitting = max(1, MAX_RANDOM_BYTES // max(self._inputs.row_bytes, 1))
-        if self._plan.runtime != "onnxruntime" or self._plan.artefact is not None:
+        if self._plan.runtime == "tensorrt" or self._plan.artefact is not None:
             return sizes(config), f"{self._plan.file.name} takes batches of up to {configured}"
         if self._options.max_rows is not None:
             max_rows, limit = self._options.max_rows, f"--max-batch-size is {self._options.max_rows}"
@@ -406,7 +408,9 @@ class _Sweeper:
             update |= {"max_batch_size": max_rows, "cpu_max_batch_size": None}
         folder = replace(self._folder, config=config.model_copy(update=update))
         with _loop() as loop:
-            handle = Loader(Mailbox(loop), histograms=False).load(folder, self._version, self._plan)
+            handle = Loader(Mailbox(loop), histograms=False, interpreters=Environments(None)).load(
+                folder, self._version, self._plan
+            )
             try:
                 yield handle
             finally:

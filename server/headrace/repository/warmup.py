@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -31,10 +31,12 @@ from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import is_temporary, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
+from headrace.config.serving_plan import CUDA_RUNTIME, PYTHON_RUNTIMES
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
+from headrace.scheduling.assembly import BatchLayout, Staging
 from headrace.scheduling.latency_table import LatencyTable, MeasuredTimes
 
 logger = logging.getLogger("headrace.warmup")
@@ -95,6 +97,13 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
         inputs = {name: _data(feed, tensors[name], rows, folder) for name, feed in warmup.inputs.items()}
         warmups.append(Warmup(warmup.name or str(index), inputs, max(warmup.count, 1)))
     return warmups
+
+
+def arrange_warmups(warmups: list[Warmup], layout: BatchLayout | None) -> list[Warmup]:
+    """Return the warm-up requests as the model receives them: ragged inputs joined, computed inputs added."""
+    if layout is None:
+        return warmups
+    return [replace(warmup, inputs=layout.arrange([warmup.inputs]).stack(Staging(1))) for warmup in warmups]
 
 
 def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Array:
@@ -338,6 +347,10 @@ def _machine(runtime: str) -> Machine:
         from headrace.repository.gpu_backend import tensorrt_machine
 
         return tensorrt_machine()
+    if runtime == CUDA_RUNTIME:
+        from headrace.repository.gpu_backend import cuda_machine
+
+        return cuda_machine()
     return onnxruntime_machine()
 
 
@@ -649,7 +662,9 @@ def sizes(config: ModelConfig) -> list[int]:
 
 
 def unmeasurable(config: ModelConfig) -> str:
-    """Return the reason why no random inputs can be generated for a model; "" if they can."""
+    """Return the reason why a model is not run on random inputs; "" if it is."""
+    if config.backend in PYTHON_RUNTIMES:
+        return "its Python code may have side effects, so its times are those of its requests"
     for tensor in config.served_input:
         if BY_CONFIG_NAME[tensor.data_type] is BYTES:
             return f"input {tensor.name} is text"

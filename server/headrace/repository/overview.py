@@ -1,0 +1,205 @@
+"""Status of all models for the server's own page, with their request rates of the last ten minutes.
+
+Figures are totals since a version was loaded. The reader computes rates and percentiles of the last minute from the
+difference of two responses. Requests pay nothing for being observed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.config.manifest import is_artefact_name, read_layers
+from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, allow_pauses, monotonic_ns, pause
+from headrace.core.errors import ConfigError, NotFound
+from headrace.observability.counters import FIRST_NATIVE, SCHEMA, Counts, StepTotal
+from headrace.observability.history import PERIOD_NS, RequestHistory
+from headrace.pipelines.graph import Step
+from headrace.pipelines.handle import PipelineHandle
+from headrace.pipelines.step_totals import slowest_step
+from headrace.repository.folders import find
+from headrace.repository.registry import PLACEMENT, Registry
+from headrace.scheduling.version_handle import VersionHandle
+
+# One report is shared by all requests within this time, and longer if creating it takes long: any number of viewers takes
+# only a small share of the interpreter's time.
+_FRESH_NS = 400 * NS_PER_MS
+_SHARE = 20
+
+
+class ServerOverview:
+    """Status of all models for the server's own page; called on the event loop.
+
+    Args:
+        registry: registry of the models.
+        repositories: folders of models.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(self, registry: Registry, repositories: Sequence[Path], clock: Clock = monotonic_ns) -> None:
+        self._registry = registry
+        self._repositories = repositories
+        self._clock = clock
+        self._started_ns = clock()
+        self._stale_ns = self._started_ns
+        self._status: Mapping[str, object] = {}
+        self._refresh_task: asyncio.Task[None] | None = None
+        self._history = RequestHistory()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sample the request counts of all versions periodically, until `stop`."""
+        # Reads two numbers of each version: a millisecond with a thousand versions.
+        self._history.sample(self._registry.sources(), self._clock())
+        self._timer = loop.call_later(PERIOD_NS / NS_PER_S, self.start, loop)
+
+    def stop(self) -> None:
+        """End the sampling."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def status(self) -> Mapping[str, object]:
+        """Return time, readiness, and for every version its state and reason, and its counters and gauges if it serves."""
+        if self._refresh_task is None and self._clock() >= self._stale_ns:
+            self._refresh_task = asyncio.create_task(self._refresh())
+        if self._refresh_task is not None:
+            # Shared by all callers: the cancellation of one must not cancel it for the others.
+            await asyncio.shield(self._refresh_task)
+        return self._status
+
+    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
+        """Return the compute time of each layer of a serving version, as measured by `headrace inspect --publish`.
+
+        Args:
+            model: name of the model.
+            version: version number or label; "" is the latest.
+
+        Raises:
+            NotFound, Unavailable: no such version, or it does not serve.
+            NotFound: the layers of the served file have not been measured.
+        """
+        handle = self._registry.lease(model, version)
+        try:
+            number, engine = handle.spec.version, str(handle.spec.parameters.get("engine.file", ""))
+        finally:
+            handle.release()
+        folder = find(self._repositories, model)
+        cure = f"measure them with `headrace inspect {model} --version {number} --publish`"
+        try:
+            report = None if folder is None else await asyncio.to_thread(read_layers, folder.path / number)
+        except ConfigError as error:
+            raise NotFound(str(error)) from None
+        if report is None:
+            raise NotFound(f"no layer times are published for model '{model}' version {number}: {cure}")
+        # Reports of an engine that no longer serves are not shown; a model's own file has no engine name.
+        if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
+            raise NotFound(f"the measured layers are those of {report.artefact}, which does not serve: {cure}")
+        return report.to_json()
+
+    async def _refresh(self) -> None:
+        try:
+            now_ns = self._clock()
+            # Not on the event loop: a thousand models take a tenth of a second.
+            self._status = await asyncio.to_thread(self._collect, now_ns)
+            self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self._clock() - now_ns))
+        finally:
+            self._refresh_task = None
+
+    def _collect(self, now_ns: int) -> Mapping[str, object]:
+        allow_pauses()
+        handles = {(model, version): handle for model, version, handle in self._registry.sources()}
+        models = []
+        for row in self._registry.index():
+            handle = handles.get((str(row["name"]), str(row["version"])))
+            if handle is None:
+                models.append({**row, "serving": None})
+            else:
+                models.append({**row, "serving": {**_serving(handle), **self._history.rates(handle.recorder)}})
+            pause()
+        models_ready, models_expected = self._registry.model_counts()
+        return {
+            "time_ns": now_ns,
+            "uptime_ns": now_ns - self._started_ns,
+            "ready": self._registry.ready(),
+            "models_ready": models_ready,
+            "models_expected": models_expected,
+            "buckets_per_doubling": 1 << SCHEMA,
+            "history_period_ns": PERIOD_NS,
+            "models": models,
+        }
+
+
+def _serving(handle: VersionHandle) -> Mapping[str, object]:
+    spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
+    latency = totals.phases["total"].native
+    return {
+        "platform": spec.platform,
+        "engine": str(spec.parameters.get("engine.precision", "")),
+        **{name: str(spec.parameters.get(f"headrace.{name}", "")) for name in PLACEMENT},
+        "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
+        "instances": handle.policy.instances,
+        "living": load.instances,
+        "restarts": handle.restarts,
+        "parked": handle.evicted,
+        "queued": load.depth,
+        "wait_ns": load.wait_ns,
+        "in_flight": load.in_flight,
+        "late": load.late,
+        "requests": totals.successes,
+        "rows": totals.rows,
+        "failures": dict(totals.failures),
+        "batches": dict(totals.reasons),
+        "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
+        "queue_ns": totals.queue_ns,
+        "assemble_ns": totals.assemble_ns,
+        "compute_ns": totals.compute_ns,
+        "split_ns": totals.split_ns,
+        "total_ns": totals.request_ns,
+        # Values that count as zero have the index below the first one, which ends where the first one begins.
+        "latency": _by_bucket(latency),
+        "pipeline": _pipeline(handle) if isinstance(handle, PipelineHandle) else None,
+    }
+
+
+def _by_bucket(native: Counts) -> Mapping[str, int]:
+    # Values that count as zero have the index below the first one, which ends where the first one begins.
+    return {str(FIRST_NATIVE - 1 + index): int(native[index]) for index in native.nonzero()[0].tolist()}
+
+
+def _pipeline(handle: PipelineHandle) -> Mapping[str, object]:
+    """Return the graph of a pipeline with the figures of its steps."""
+    graph, totals = handle.graph, handle.steps()
+    return {
+        "kind": graph.kind,
+        "inputs": graph.inputs,
+        "outputs": dict(graph.outputs),
+        "limiting": slowest_step(handle.step_totals.recent(monotonic_ns())),
+        "steps": [_step(step, handle.member(step), totals[step.name]) for step in graph.steps],
+    }
+
+
+def _step(step: Step, member: VersionHandle | None, total: StepTotal) -> Mapping[str, object]:
+    """Return a step as it is configured, with its totals and the load of the version that runs it now."""
+    load = None if member is None else member.load(by_level=False)
+    return {
+        "name": step.name,
+        "model": step.model,
+        "version": "" if member is None or step.builtin else member.spec.version,
+        "builtin": bool(step.builtin),
+        "inputs": dict(step.inputs),
+        "outputs": dict(step.outputs),
+        "when": "" if step.when is None else step.when.text,
+        "condition": () if step.when is None else step.when.tensors,
+        "each": step.each,
+        "fallback": step.fallback,
+        "ready": member is not None and member.ready,
+        # Of all callers of the model, not of this pipeline alone.
+        "queued": 0 if load is None else load.depth,
+        "in_flight": 0 if load is None else load.in_flight,
+        "requests": total.requests,
+        "fallbacks": total.fallbacks,
+        "skipped": total.skipped,
+        "failures": total.failures,
+        "latency": _by_bucket(total.latency.native),
+    }

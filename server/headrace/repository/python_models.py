@@ -1,0 +1,231 @@
+"""Opens Python models: the load request for the process of each instance, and the interpreter that runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import headrace_model
+from headrace_model import protocol
+
+from headrace.backends.python.backend import PythonBackend, PythonModel
+from headrace.backends.python.outputs import ModelTensors
+from headrace.backends.python.process import Message, ProcessOptions
+from headrace.config.documents import to_triton_json
+from headrace.config.model_folder import ModelFolder
+from headrace.config.python_rules import reads_device_rows
+from headrace.config.serving_plan import ServingPlan
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor import BY_CONFIG_NAME
+from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.cuda import devices as gpus
+from headrace.observability.custom_metrics import CustomMetrics
+from headrace.repository.folders import fingerprint_version
+from headrace.repository.load_ahead import RunStart, run_now
+from headrace.repository.model_calls import ModelCalls
+
+PROGRAM = Path(headrace_model.__file__).parent / "__main__.py"
+
+
+class InterpreterCommand(Protocol):
+    """An interpreter that runs a model."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Words before the program's file."""
+
+    @property
+    def is_own(self) -> bool:
+        """True for the server's own interpreter, to which variables such as PYTHONPATH apply."""
+
+
+class Interpreters(Protocol):
+    """Chooses the interpreter of a Python model."""
+
+    def python_for(self, folder: ModelFolder, version: int) -> InterpreterCommand:
+        """Return the interpreter of a version; raises ConfigError if its environment cannot be made."""
+
+    def present(self, folder: ModelFolder, version: int) -> InterpreterCommand | None:
+        """Return the interpreter of a version if its environment exists; makes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInterpreter:
+    """The interpreter of the server."""
+
+    command: tuple[str, ...] = (sys.executable,)
+    is_own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlace:
+    """Name and device of an instance, as a model's code reads them.
+
+    Attributes:
+        name: name of the instance.
+        kind: "CPU" or "GPU".
+        device_id: number of the GPU; 0 on the CPU.
+    """
+
+    name: str
+    kind: str
+    device_id: int
+
+
+def instance_places(config: ModelConfig, instances: int) -> list[InstancePlace]:
+    """Return the instances of a configuration; those of a GPU that does not exist are on the CPU.
+
+    Args:
+        config: complete configuration.
+        instances: number of instances.
+    """
+    places: list[InstancePlace] = []
+    for group in config.instance_group:
+        on_gpu = group.kind == "KIND_GPU" and gpus.is_visible()
+        for index in range(group.count):
+            name = f"{group.name}_{index}" if group.count > 1 else group.name
+            device_id = group.gpus[index % len(group.gpus)] if on_gpu and group.gpus else 0
+            places.append(InstancePlace(name, "GPU" if on_gpu else "CPU", device_id))
+    places += [InstancePlace(f"{config.name}_{index}", "CPU", 0) for index in range(len(places), instances)]
+    return places[:instances]
+
+
+def load_order(folder: ModelFolder, version: int, file: Path, place: InstancePlace, action: str = "load") -> Message:
+    """Return the request to a model's process.
+
+    Args:
+        folder: the model's folder.
+        version: version number.
+        file: the model's file.
+        place: the instance.
+        action: "load", or "describe" for the configuration that the model's code completes.
+    """
+    config = folder.config
+    document = to_triton_json(config)
+    return {
+        "do": action,
+        "protocol": protocol.VERSION,
+        "model": config.name,
+        "version": str(version),
+        "file": str(file.absolute()),
+        "form": config.backend,
+        "config": document,
+        "memory_bytes": config.isolation_memory_limit or 0,
+        "inputs": _tensors(config.input),
+        "outputs": _tensors(config.output),
+        "args": {
+            "model_config": json.dumps(document),
+            "model_instance_kind": place.kind,
+            "model_instance_device_id": str(place.device_id),
+            "model_instance_name": place.name,
+            "model_repository": str(folder.path.absolute()),
+            "model_version": str(version),
+            "model_name": config.name,
+            "model_file": str(file.absolute()),
+        },
+    }
+
+
+def program_command(interpreter: InterpreterCommand) -> tuple[str, ...]:
+    """Return the command that starts the program of a model's process.
+
+    The user's site folder is never on the path (-s). Variables such as PYTHONPATH are for the server's interpreter only (-E).
+    """
+    options = ("-s",) if interpreter.is_own else ("-s", "-E")
+    return (*interpreter.command, *options, str(PROGRAM))
+
+
+def open_python_model(
+    folder: ModelFolder,
+    version: int,
+    plan: ServingPlan,
+    instances: int,
+    interpreters: Interpreters | None,
+    calls: ModelCalls | None = None,
+    metrics: CustomMetrics | None = None,
+    run: RunStart = run_now,
+) -> PythonModel:
+    """Start the processes of a Python model, and wait until all have loaded it.
+
+    Args:
+        folder: the model's folder.
+        version: version number.
+        plan: the serving plan, with the model's file.
+        instances: number of instances.
+        interpreters: chooses the interpreter; None for the server's.
+        calls: receives calls to other models; None if there are none.
+        metrics: receives the custom metrics of the model; None drops them.
+        run: runs the start of the processes.
+
+    Raises:
+        ConfigError: a process could not load the model.
+    """
+    config = folder.config
+    interpreter = OwnInterpreter() if interpreters is None else interpreters.python_for(folder, version)
+    command = program_command(interpreter)
+    orders = [load_order(folder, version, plan.file, place) for place in instance_places(config, instances)]
+    tensors = ModelTensors(config.name, _codes(config.input), _codes(config.output), config.max_batch_size > 0)
+
+    def on_message(message: Message) -> None:
+        report = message.get("metric")
+        if metrics is not None and isinstance(report, dict):
+            metrics.report(config.name, report)
+
+    def options(index: int) -> ProcessOptions:
+        return ProcessOptions(
+            command=command,
+            order=orders[index],
+            limit_s=config.execution_timeout_s or config.isolation_timeout_s,
+            slot_bytes=_batch_bytes(config),
+            memory_bytes=config.isolation_memory_limit or 0,
+            on_message=on_message,
+            open_calls=None
+            if calls is None
+            else lambda end, running: calls.open(end, config.name, str(version), running),
+        )
+
+    backend = PythonBackend(tensors, options, reads_device_rows(config))
+    files = fingerprint_version(folder.path / str(version))
+    return run(
+        (command, json.dumps(orders), files), lambda: backend.load(plan.file, instances, dict(config.parameters))
+    )
+
+
+def folder_digest(folder: ModelFolder, version: int) -> str:
+    """Return the SHA-256 of a version's files, to find out whether a model has changed.
+
+    Args:
+        folder: the model's folder; its `requirements.txt` counts as well.
+        version: version number.
+    """
+    digest = hashlib.sha256()
+    files = sorted(path for path in (folder.path / str(version)).rglob("*") if path.is_file())
+    for path in (*files, folder.path / "requirements.txt"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            with path.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest.update(f"{path.relative_to(folder.path)} {content}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _codes(tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> tuple[tuple[str, int], ...]:
+    return tuple((tensor.name, protocol.CODES[BY_CONFIG_NAME[tensor.data_type].name]) for tensor in tensors)
+
+
+def _tensors(tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> list[list[object]]:
+    return [[name, code] for name, code in _codes(tensors)]
+
+
+def _batch_bytes(config: ModelConfig) -> int:
+    """Return the bytes of inputs and outputs of the largest batch, with a page for the slot's head; the slot grows if it must."""
+    tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    row_bytes = sum(
+        BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims) + 64
+        for tensor in tensors
+    )
+    return 4096 + row_bytes * max(config.max_batch_size, 1)
