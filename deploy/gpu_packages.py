@@ -6,6 +6,10 @@ Uses the TensorRT that is installed, in the environment or beside the Python tha
 what is missing from requirements/gpu.lock, whose hashes pip checks. Prints one sentence, with the command that cures it,
 where something cannot be installed. The exit status is 0 in every case: the server then serves on the CPU.
 
+It does not install onnxruntime-gpu (ONNX Runtime's CUDA provider). That package and `onnxruntime`, which the locks have,
+install the same module. The commands in docs/gpu.md, "ONNX Runtime's CUDA provider", replace one by the other. `make serve`
+leaves it in place, except when it installs the lock anew.
+
 Needs only the standard library. docs/gpu.md, "Installing", describes it for users.
 """
 

@@ -163,6 +163,53 @@ MODEL = Dashboard(
                     Query(f"sum(rate(headrace_inline_runs_total{{{M}}}{RATE}))", "lone requests"),
                     Query(f"sum(rate(headrace_inline_disabled_total{{{M}}}{RATE}))", "too slow: off for 60 s")], "ops",
                     "Lone requests of a fast CPU model run without a thread switch."),
+                Panel("Share of padding", [
+                    Query("headrace:padding:ratio_rate5m" + f"{{{M}}}", "{{model}}")], "percentunit",
+                    "Of rows times length of the batches of a model with pad: computed for nothing."),
+            ],
+        ),
+        Row(
+            "Response cache",
+            [
+                Panel("Requests", [
+                    Query(f"sum by (model) (rate(headrace_cache_hits_total{{{M}}}{RATE}))", "{{model}} hits"),
+                    Query(f"sum by (model) (rate(headrace_cache_merged_total{{{M}}}{RATE}))", "{{model}} merged"),
+                    Query(f"sum by (model) (rate(headrace_cache_misses_total{{{M}}}{RATE}))", "{{model}} misses")], "reqps",
+                    "Merged: answered with the response of an equal request that was in flight."),
+                Panel("Entries", [
+                    Query(f"sum by (model) (rate(headrace_cache_insertions_total{{{M}}}{RATE}))", "{{model}} inserted"),
+                    Query(f"sum by (model) (rate(headrace_cache_evictions_total{{{M}}}{RATE}))", "{{model}} evicted"),
+                    Query(f"sum by (model) (rate(headrace_cache_expirations_total{{{M}}}{RATE}))", "{{model}} expired")], "ops"),
+                Panel("Memory", [Query(f"sum by (model) (headrace_cache_bytes{{{M}}})", "{{model}}")], "bytes"),
+                Panel("Responses in the cache", [
+                    Query(f"sum by (model) (headrace_cache_entries{{{M}}})", "{{model}}"),
+                    Query(f"min by (model) (headrace_cache_enabled{{{M}}})", "{{model}} enabled (1) or off (0)")], "short",
+                    "A cache switches itself off while its hits do not pay for it."),
+                Panel("Redis", [
+                    Query(f"sum by (model, result) (rate(headrace_cache_redis_lookups_total{{{M}}}{RATE}))",
+                          "{{model}} {{result}}"),
+                    Query(f"sum by (model, result) (rate(headrace_cache_redis_writes_total{{{M}}}{RATE}))",
+                          "{{model}} write {{result}}")], "ops", "Responses that several servers share."),
+                Panel("Redis answers", [
+                    Query(f"min by (model) (headrace_cache_redis_up{{{M}}})", "{{model}}")], "short",
+                    "0: requests are served without Redis until it answers in time again."),
+            ],
+        ),
+        Row(
+            "Steps of a pipeline",
+            [
+                Panel("p50 of each step", [
+                    Query(_quantile(0.5, "headrace_step_seconds", M, "le, model, step"), "{{model}}: {{step}}")], "s",
+                    "From the queue of the step to its result. The longest one limits the pipeline."),
+                Panel("p99 of each step", [
+                    Query(_quantile(0.99, "headrace_step_seconds", M, "le, model, step"), "{{model}}: {{step}}")], "s"),
+                Panel("Outcomes", [
+                    Query(f"sum by (model, step, outcome) (rate(headrace_step_requests_total{{{M}}}{RATE}))",
+                          "{{model}}: {{step}} {{outcome}}")], "reqps", "fallback: its model failed or would have been late."),
+                Panel("Wasted compute", [
+                    Query(f"sum by (model, step) (rate(headrace_step_wasted_seconds_total{{{M}}}{RATE}))",
+                          "{{model}}: {{step}}")], "s",
+                    "Seconds a second, for requests that got an error in a later step."),
             ],
         ),
         Row(

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import BinaryIO, NamedTuple, cast
 
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
-from headrace.core.request import BatchTimes
+from headrace.core.request import BatchTimes, PipelineStepTimes
 from headrace.core.telemetry import PHASES, RequestLogMode, TraceContext
 from headrace.observability.background import CAPACITY, BackgroundWorker
 from headrace.observability.counters import DROPPED
@@ -41,6 +41,8 @@ class AccessRecord(NamedTuple):
         error: message of the error, "" for none.
         times: of its batch; None for an error, and for a request that was cut into several batches.
         batch_rows, closed: as in `InferResponse`. The record has copies, so that it does not keep the tensors alive.
+        cached: the response came from the response cache.
+        steps: steps of a pipeline request that have ended; () for any other.
     """
 
     protocol: str
@@ -60,6 +62,8 @@ class AccessRecord(NamedTuple):
     times: BatchTimes | None = None
     batch_rows: int = 0
     closed: str = ""
+    cached: bool = False
+    steps: tuple[PipelineStepTimes, ...] = ()
 
     @property
     def batch_id(self) -> str:
@@ -244,6 +248,8 @@ def fields(record: AccessRecord, trace_id: str, offset_ns: int) -> dict[str, obj
         document["error"] = redact(record.error[:_MAX_TEXT])
     if record.times is not None:
         document["batch"] = {"id": record.batch_id, "rows": record.batch_rows, "closed": record.closed}
+    if record.cached:
+        document["cached"] = True
     times = {f"{name}_us": (end_ns - begin_ns) // NS_PER_US for name, begin_ns, end_ns in phases(record)}
     document["times"] = {**times, "total_us": max(record.ended_ns - record.received_ns, 0) // NS_PER_US}
     return document

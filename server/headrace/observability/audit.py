@@ -42,14 +42,17 @@ class AuditLog:
         """Write one line: INFO for a success, WARNING for a failure."""
         record = replace(record, target=record.target[:_MAX_TARGET_CHARS])
         level = logging.INFO if record.result == "ok" else logging.WARNING
-        caller = record.client or "an anonymous client"
+        if record.protocol == "file":
+            caller = "the server"
+        else:
+            source = f" from {record.peer}" if record.peer else ""
+            caller = f"{record.client or 'an anonymous client'}{source} over {record.protocol}"
         target = f" {record.target}" if record.target else ""
-        source = f" from {record.peer}" if record.peer else ""
         fields = {name: value for name, value in asdict(record).items() if value}
         self._logger.log(
             level,
-            "audit: %s%s by %s%s over %s: %s",
-            *(record.operation, target, caller, source, record.protocol, record.result),
+            "audit: %s%s by %s: %s",
+            *(record.operation, target, caller, record.result),
             extra={FIELDS: fields},
         )
 

@@ -191,6 +191,34 @@ TIMES = (*PHASES, "total")
 
 
 @dataclass(slots=True)
+class StepTotal:
+    """Requests of one step since the pipeline was loaded.
+
+    Attributes:
+        requests: requests with a result, of the step's model, its fallback or the response cache.
+        fallbacks, cached: those of them that the fallback answered, and those that the response cache did.
+        skipped: requests that did not run the step: its condition did not hold, or there were no rows.
+        failures: requests that the step ended with an error.
+        wasted_ns: compute time of `requests` of pipeline requests that got an error later, summed.
+        latency: times of `requests` from the step's queue to its result.
+    """
+
+    requests: int = 0
+    fallbacks: int = 0
+    skipped: int = 0
+    failures: int = 0
+    cached: int = 0
+    wasted_ns: int = 0
+    latency: Histogram = field(default_factory=Histogram)
+
+    def copy(self) -> StepTotal:
+        """Return an independent copy."""
+        copy = StepTotal(self.requests, self.fallbacks, self.skipped, self.failures, self.cached, self.wasted_ns)
+        copy.latency.add(self.latency)
+        return copy
+
+
+@dataclass(slots=True)
 class SizeTotals:
     """Executions of one batch size.
 
@@ -210,17 +238,27 @@ class Totals:
     """Counts since the version was loaded.
 
     Attributes:
-        requests: successful ones.
+        requests: those that the model answered.
+        undelivered: requests that the model or the response cache answered, and that ended with an error all the same: the
+            response could not be encoded or joined, the deadline passed, or the client disconnected. They count in `failures`
+            too; their times stay in the sums below.
         request_ns: their time from arrival to the end of split, summed.
         failures: requests that got an error, by reason.
         failure_ns: their time, summed.
-        rows: rows of the successful requests.
+        rows: rows of the answered requests.
         executions: executed batches, failed ones included.
-        queue_ns, assemble_ns, compute_ns, split_ns: summed over successful requests; a batch's time counts for each of them.
+        queue_ns, assemble_ns, compute_ns, split_ns: summed over answered requests; a batch's time counts for each of them.
         busy_ns: time in which instances were busy with successful batches, summed.
         shape_changes: batches whose shape differs from that of the batch before.
         inline_runs: requests that ran on the event loop, failed ones included.
         inline_disabled: runs on the event loop that took too long, each of which disabled them for a while.
+        positions: rows times length of batches of a model with `pad`, padding included.
+        padding_positions: those of `positions` that were padding.
+        wasted_ns: compute time of steps whose pipeline request got an error later, summed.
+        cache_hits, cache_misses: requests that the response cache answered, and those that it did not.
+        cache_hit_ns, cache_miss_ns: their time in the cache, summed: lookup, and for a miss insertion.
+        cached_ns: time of the requests that the response cache answered, from arrival to response. Neither they nor this time
+            are in `requests` and `request_ns`, so that averages over these describe computed requests.
         last_ms: wall clock of the last batch, milliseconds since 1970, 0 if there was none.
         sizes: executions by batch size in rows.
         reasons: batches by the reason why they were closed.
@@ -228,6 +266,7 @@ class Totals:
     """
 
     requests: int = 0
+    undelivered: int = 0
     request_ns: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     failure_ns: int = 0
@@ -241,16 +280,30 @@ class Totals:
     shape_changes: int = 0
     inline_runs: int = 0
     inline_disabled: int = 0
+    positions: int = 0
+    padding_positions: int = 0
+    wasted_ns: int = 0
+    cache_hits: int = 0
+    cache_hit_ns: int = 0
+    cache_misses: int = 0
+    cache_miss_ns: int = 0
+    cached_ns: int = 0
     last_ms: int = 0
     sizes: dict[int, SizeTotals] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in TIMES})
 
     SUMS: ClassVar[tuple[str, ...]] = (
-        "requests", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns", "compute_ns", "split_ns",
-        "busy_ns", "shape_changes", "inline_runs", "inline_disabled",
+        "requests", "undelivered", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns", "compute_ns",
+        "split_ns", "busy_ns", "shape_changes", "inline_runs", "inline_disabled", "positions", "padding_positions",
+        "wasted_ns", "cache_hits", "cache_hit_ns", "cache_misses", "cache_miss_ns", "cached_ns",
     )  # fmt: skip
     """Names of the attributes that are plain sums."""
+
+    @property
+    def successes(self) -> int:
+        """Number of requests whose client got a response; those of the response cache included."""
+        return self.requests + self.cache_hits - self.undelivered
 
     def copy(self) -> Totals:
         """Return an independent copy."""
@@ -403,6 +456,7 @@ class Recorder:
         self._queue_ns: list[int] = []
         self._total_ns: list[int] = []
         self._batches_ns: list[int] = []  # four of each batch: assemble, compute, split, and the number of its requests
+        self._scraped_successes = 0
         self._codecs_ns: deque[int] = deque()  # two of each response: decode, encode
 
     def record_batch(self, batch: BatchRecord) -> None:
@@ -443,6 +497,80 @@ class Recorder:
                 if len(self._queue_ns) >= _FOLD_AT or len(self._batches_ns) >= 4 * _FOLD_AT:
                     self._fold()
 
+    def record_pipeline(self, rows: int, total_ns: int, times: Sequence[BatchTimes]) -> None:
+        """Count a successful request of a pipeline.
+
+        As in Triton, its compute times are the sums over its steps, and the rest of its time counts as queue time.
+
+        Args:
+            rows: rows of the request.
+            total_ns: time from arrival to the end of the last step.
+            times: times of the batches of its steps.
+        """
+        assemble_ns = compute_ns = split_ns = 0
+        for taken_ns, assembled_ns, computed_ns, done_ns in times:
+            assemble_ns += assembled_ns - taken_ns
+            compute_ns += computed_ns - assembled_ns
+            split_ns += done_ns - computed_ns
+        # Steps that run at the same time may add up to more than the whole request.
+        queue_ns = max(total_ns - assemble_ns - compute_ns - split_ns, 0)
+        second = self._clock() // NS_PER_S
+        with self._lock:
+            totals = self._totals
+            if second > self._snapshots.second:
+                self._snapshots.put(second, self._copy())
+            totals.requests += 1
+            totals.rows += rows
+            totals.executions += 1
+            totals.queue_ns += queue_ns
+            totals.request_ns += total_ns
+            totals.assemble_ns += assemble_ns
+            totals.compute_ns += compute_ns
+            totals.split_ns += split_ns
+            totals.last_ms = time.time_ns() // NS_PER_MS
+            if self._histograms:
+                self._queue_ns.append(queue_ns)
+                self._total_ns.append(total_ns)
+                self._batches_ns += (assemble_ns, compute_ns, split_ns, 1)
+                if len(self._queue_ns) >= _FOLD_AT:
+                    self._fold()
+
+    def record_wasted(self, wasted_ns: int) -> None:
+        """Count the compute time of steps of a pipeline request that got an error later."""
+        with self._lock:
+            self._totals.wasted_ns += wasted_ns
+
+    def record_cache_hit(self, received_ns: int, lookup_ns: int, now_ns: int) -> None:
+        """Count a successful request that the response cache answered.
+
+        As in Triton it counts as successful and as queued, for no time, but not as computed.
+
+        Args:
+            received_ns: monotonic time of its arrival.
+            lookup_ns: its time in the cache.
+            now_ns: monotonic time of its response.
+        """
+        total_ns, second = now_ns - received_ns, now_ns // NS_PER_S
+        with self._lock:
+            totals = self._totals
+            if second > self._snapshots.second:
+                self._snapshots.put(second, self._copy())
+            totals.cache_hits += 1
+            totals.cache_hit_ns += lookup_ns
+            totals.cached_ns += total_ns
+            totals.last_ms = time.time_ns() // NS_PER_MS
+            if self._histograms:
+                self._queue_ns.append(0)
+                self._total_ns.append(total_ns)
+                if len(self._queue_ns) >= _FOLD_AT:
+                    self._fold()
+
+    def record_cache_miss(self, cache_ns: int) -> None:
+        """Count a request that was looked up and computed, which `record_batch` counts too, with its time in the cache."""
+        with self._lock:
+            self._totals.cache_misses += 1
+            self._totals.cache_miss_ns += cache_ns
+
     def record_codec_times(self, decode_ns: int, encode_ns: int) -> None:
         """Count the time to decode a request and to encode its response; `record_batch` counts the request itself.
 
@@ -461,20 +589,43 @@ class Recorder:
             self._totals.inline_runs += 1
             self._totals.inline_disabled += disables
 
+    def record_padding(self, positions: int, request_positions: int) -> None:
+        """Count a batch of a model with `pad`.
+
+        Args:
+            positions: rows times length of the batch.
+            request_positions: the same of its requests, before padding.
+        """
+        with self._lock:
+            self._totals.positions += positions
+            self._totals.padding_positions += positions - request_positions
+
     def failed_batch(self, reason: str) -> None:
         """Count a batch whose execution raised an exception."""
         with self._lock:
             self._totals.executions += 1
             self._totals.reasons[reason] += 1
 
-    def failure(self, reason: str, time_ns: int) -> None:
-        """Count a request that failed `time_ns` after its arrival."""
+    def failure(self, reason: str, time_ns: int, answered: bool = False) -> None:
+        """Count a request that failed.
+
+        Args:
+            reason: of its error.
+            time_ns: from its arrival to the error.
+            answered: the model or the response cache had answered it, so that it was counted as answered.
+        """
         second = self._clock() // NS_PER_S
         with self._lock:
             if second > self._snapshots.second:
                 self._snapshots.put(second, self._copy())
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
+            self._totals.undelivered += answered
+
+    def record_undelivered(self, requests: int = 1) -> None:
+        """Count requests that were counted as answered although an error had ended them before; `failure` counts the error."""
+        with self._lock:
+            self._totals.undelivered += requests
 
     def add_exemplar(self, total_ns: int, trace_id: str) -> None:
         """Make a traced request the exemplar of its bucket of `total`.
@@ -490,6 +641,23 @@ class Recorder:
         """Return a consistent copy of all counts."""
         with self._lock:
             return self._copy()
+
+    def scraped_totals(self) -> Totals:
+        """Return a copy of all counts for Prometheus, which takes a smaller `successes` than before for a restart.
+
+        A request that fails after its answer counts as a success between the two. If a scrape comes in between, the later ones
+        return the same number until other requests succeed.
+        """
+        with self._lock:
+            totals = self._copy()
+            self._scraped_successes = max(self._scraped_successes, totals.successes)
+            totals.undelivered = totals.requests + totals.cache_hits - self._scraped_successes
+            return totals
+
+    def request_counts(self) -> tuple[int, int]:
+        """Return the numbers of successful and of failed requests."""
+        with self._lock:
+            return self._totals.successes, sum(self._totals.failures.values())
 
     def recent(self) -> RecentTotals:
         """Return the totals of the last seconds, at most `SECONDS`."""
@@ -524,7 +692,8 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
     """Return the statistics of one model version under Triton's names.
 
     As in Triton, `inference_count` counts rows, `execution_count` batches, and all others requests; `batch_stats` has one entry
-    for each batch size that occurred.
+    for each batch size that occurred. Requests that the response cache answered count in `success` and `queue` only. A
+    request that failed after its answer counts in `fail`, and in the phases that it ran through.
     """
     requests = totals.requests
     failed = sum(totals.failures.values())
@@ -535,14 +704,14 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
         "inference_count": totals.rows,
         "execution_count": totals.executions,
         "inference_stats": {
-            "success": _duration(requests, totals.request_ns),
+            "success": _duration(totals.successes, totals.request_ns + totals.cached_ns),
             "fail": _duration(failed, totals.failure_ns),
-            "queue": _duration(requests, totals.queue_ns),
+            "queue": _duration(requests + totals.cache_hits, totals.queue_ns),
             "compute_input": _duration(requests, totals.assemble_ns),
             "compute_infer": _duration(requests, totals.compute_ns),
             "compute_output": _duration(requests, totals.split_ns),
-            "cache_hit": _duration(0, 0),
-            "cache_miss": _duration(0, 0),
+            "cache_hit": _duration(totals.cache_hits, totals.cache_hit_ns),
+            "cache_miss": _duration(totals.cache_misses, totals.cache_miss_ns),
         },
         "batch_stats": [
             {

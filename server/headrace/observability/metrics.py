@@ -22,9 +22,10 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from headrace.core.clock import NS_PER_S
+from headrace.core.clock import NS_PER_S, pause
 from headrace.core.telemetry import TritonMetrics
 from headrace.observability.counters import FIRST_NATIVE, SCHEMA, ZERO_S, Exemplar, Histogram
+from headrace.observability.custom_metrics import CustomMetrics
 from headrace.observability.metrics_models import CpuCollector, ModelCollector, ScrapedModels
 from headrace.observability.metrics_server import (
     GpuCollector,
@@ -34,7 +35,7 @@ from headrace.observability.metrics_server import (
     ServerCollector,
     ServerFacts,
 )
-from headrace.observability.metrics_table import Durations, classic_buckets
+from headrace.observability.metrics_table import Durations, classic_buckets, stepwise
 
 _PROTOBUF = "application/vnd.google.protobuf"
 _MESSAGE = "io.prometheus.client.MetricFamily"
@@ -47,34 +48,42 @@ _VALUES = {"gauge": 2, "counter": 3, "summary": 4, "unknown": 3}
 _HISTOGRAM = 7
 # Up to this many empty native buckets in a row take fewer bytes than the start of a new span.
 _GAP = 2
+# The text of this many samples and one takes some hundred microseconds.
+_STEP_MASK = 63
 
 
-def expose(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
+def expose(registry: CollectorRegistry, accept: str, consume: bool = False) -> tuple[str, bytes]:
     """Render the page in the format that a client prefers.
 
     Args:
         registry: the collectors.
         accept: value of the `Accept` header; the format is plain text if it names none.
+        consume: the collectors make their samples for this call; text frees them step by step.
 
     Returns:
         Content type and body.
     """
     form = _best(accept)
     if form == "protobuf":
-        return PROTOBUF, b"".join(_delimited(metric) for metric in registry.collect())
+        return PROTOBUF, b"".join([_delimited(metric) for metric in registry.collect()])
     if form == "openmetrics":
-        return OPENMETRICS, _page(registry, openmetrics=True)
-    return CONTENT_TYPE_PLAIN_0_0_4, _page(registry, openmetrics=False)
+        return OPENMETRICS, _page(registry, True, consume)
+    return CONTENT_TYPE_PLAIN_0_0_4, _page(registry, False, consume)
 
 
-def _page(registry: CollectorRegistry, openmetrics: bool) -> bytes:
+def canonical_accept(accept: str) -> str:
+    """Return an `Accept` header for the same format as another; there are as many results as formats."""
+    return {"protobuf": PROTOBUF, "openmetrics": OPENMETRICS}.get(_best(accept), "")
+
+
+def _page(registry: CollectorRegistry, openmetrics: bool, consume: bool) -> bytes:
     """Render the page as text.
 
     The result is that of prometheus-client for plain names of metrics and labels, in a third of the time: it escapes every name
     and value again, and ours repeat from line to line.
     """
     labels: dict[tuple[tuple[str, str], ...], str] = {}
-    lines: list[str] = []
+    parts: list[bytes] = []
     for metric in registry.collect():
         name, kind, text = metric.name, metric.type, metric.documentation.replace("\\", "\\\\").replace("\n", "\\n")
         if openmetrics:
@@ -82,17 +91,27 @@ def _page(registry: CollectorRegistry, openmetrics: bool) -> bytes:
         else:
             name += "_total" if kind == "counter" else ""
             kind = "counter" if kind == "unknown" else kind
-        lines.append(f"# HELP {name} {text}\n# TYPE {name} {kind}\n")
-        for sample in metric.samples:
+        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n"]
+        samples = metric.samples if consume else list(metric.samples)
+        samples.reverse()
+        while samples:  # each is freed here, and each label below: some hundred thousand at once would be one long step
+            sample = samples.pop()
+            if not len(samples) & _STEP_MASK:
+                pause()
             key = tuple(sample.labels.items())
             written = labels.get(key)
             if written is None:
                 written = labels[key] = _label_text(sample.labels)
             exemplar = _exemplar_text(sample) if openmetrics and sample.exemplar is not None else ""
             lines.append(f"{sample.name}{written} {_go_text(sample.value)}{exemplar}\n")
+        parts.append("".join(lines).encode())
     if openmetrics:
-        lines.append("# EOF\n")
-    return "".join(lines).encode()
+        parts.append(b"# EOF\n")
+    while labels:
+        labels.popitem()
+        if not len(labels) & _STEP_MASK:
+            pause()
+    return b"".join(parts)
 
 
 def _go_text(value: float) -> str:
@@ -145,12 +164,12 @@ def _delimited(metric: Metric) -> bytes:
     if _TYPES[metric.type]:
         parts.append(_number(3, _TYPES[metric.type]))
     if isinstance(metric, Durations):
-        parts += [_message(4, _native(metric, labels, histogram)) for labels, histogram in metric.natives]
+        parts += [_message(4, _native(metric, labels, histogram)) for labels, histogram in stepwise(metric.natives)]
     elif metric.type in ("histogram", "summary"):
-        parts += [_message(4, series) for series in _compound(metric)]
+        parts += [_message(4, series) for series in stepwise(_compound(metric))]
     else:
         field = _VALUES[metric.type]
-        for sample in metric.samples:
+        for sample in stepwise(metric.samples):
             value = _message(field, [_double(1, sample.value)])
             parts.append(_message(4, [*_labels(1, sample.labels), value]))
     if len(parts) == 2 + bool(_TYPES[metric.type]):
@@ -270,6 +289,7 @@ class MetricsPage:
         facts: of the server; None leaves its metrics out.
         gpus: reads the driver; None leaves the metrics of GPUs out.
         triton: selects metrics under Triton's names; None for the defaults.
+        custom: custom metrics of Python models; None leaves them out.
     """
 
     def __init__(
@@ -279,6 +299,7 @@ class MetricsPage:
         facts: ServerFacts | None = None,
         gpus: GpuReader | None = None,
         triton: TritonMetrics | None = None,
+        custom: CustomMetrics | None = None,
     ) -> None:
         self._lock = threading.Lock()  # one scrape at a time
         self._registry = CollectorRegistry()
@@ -289,6 +310,8 @@ class MetricsPage:
             self._registry.register(ServerCollector(facts))
         if gpus is not None:
             self._registry.register(GpuCollector(gpus))
+        if custom is not None:
+            self._registry.register(custom)
         self._registry.register(CpuCollector())
         ProcessCollector(registry=self._registry)
 
@@ -299,4 +322,4 @@ class MetricsPage:
             accept: value of the `Accept` header, "" for plain text.
         """
         with self._lock:
-            return expose(self._registry, accept)
+            return expose(self._registry, accept, consume=True)

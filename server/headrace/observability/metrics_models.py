@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from prometheus_client.metrics_core import Metric
@@ -21,7 +21,7 @@ from headrace.core.request import ModelLoad
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import TIMES, Counts, Histogram, Recorder, Totals, quantiles_ns
+from headrace.observability.counters import TIMES, Counts, Histogram, Recorder, StepTotal, Totals, quantiles_ns
 
 # Upper bounds in milliseconds, Triton's defaults.
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
@@ -37,6 +37,7 @@ REASONS: Mapping[str, str] = {
     "quota": "REJECTED",
     "cancelled": "CANCELED",
     "model_failed": "BACKEND",
+    "process_died": "BACKEND",
 }
 """Triton's reason for each reason of `headrace_failures_total`; every other one is OTHER."""
 
@@ -51,11 +52,15 @@ class Row:
         labels: model and version.
         recorder: of the version; a version has a new one after each load.
         totals: a copy of its counts.
+        has_cache: True if a response cache is in front of it.
+        is_padded: True if its requests may be padded.
     """
 
     labels: list[str]
     recorder: Recorder
     totals: Totals
+    has_cache: bool = False
+    is_padded: bool = False
 
 
 class TritonModels:
@@ -78,7 +83,7 @@ class TritonModels:
             if name.endswith("_us") and not self._options.counter_latencies:
                 continue
             counter = table.TRITON[name].unknown()
-            for row in rows:
+            for row in table.stepwise(rows):
                 counter.add_sample(counter.name, _labels(row), read(row.totals))
             yield counter
         yield _failures(rows)
@@ -86,12 +91,13 @@ class TritonModels:
             yield from self._summaries(rows)
         if self._options.histogram_latencies:
             yield _first_response(rows)
+        yield from _triton_caches([row for row in rows if row.has_cache], self._options)
 
     def _summaries(self, rows: Sequence[Row]) -> Iterator[Metric]:
-        recent = [self._windows.recent(row.recorder, row.totals.phases) for row in rows]
+        recent = [self._windows.recent(row.recorder, row.totals.phases) for row in table.stepwise(rows)]
         for phase, family in table.TRITON_SUMMARY.items():
             summary = family.any_summary()
-            for row, fine in zip(rows, recent, strict=True):
+            for row, fine in table.stepwise(zip(rows, recent, strict=True)):
                 labels, histogram = _labels(row), row.totals.phases[phase]
                 quantiles = self._options.summary_quantiles
                 for quantile, value_ns in zip(quantiles, quantiles_ns(fine[phase], quantiles), strict=True):
@@ -205,7 +211,7 @@ def _labels(row: Row) -> dict[str, str]:
 
 def _failures(rows: Sequence[Row]) -> Metric:
     family = table.TRITON_FAILURE.unknown()
-    for row in rows:
+    for row in table.stepwise(rows):
         counts = dict.fromkeys(_ALL_REASONS, 0)
         for reason, count in row.totals.failures.items():
             counts[REASONS.get(reason, "OTHER")] += count
@@ -217,7 +223,7 @@ def _failures(rows: Sequence[Row]) -> Metric:
 def _first_response(rows: Sequence[Row]) -> Metric:
     """Collect the time to the first response. Every request has one response, so it equals the total time."""
     family = table.TRITON_FIRST_RESPONSE.histogram()
-    for row in rows:
+    for row in table.stepwise(rows):
         histogram = row.totals.phases["total"]
         buckets: list[tuple[str, float]] = [
             (str(bound), histogram.count_to(int(bound * NS_PER_MS))) for bound in FIRST_RESPONSE_MS
@@ -231,10 +237,10 @@ def _us(time_ns: int) -> float:
 
 
 _COUNTERS: dict[str, Callable[[Totals], float]] = {
-    "request_success": lambda t: t.requests,
+    "request_success": lambda t: t.successes,
     "count": lambda t: t.rows,
     "exec_count": lambda t: t.executions,
-    "request_duration_us": lambda t: _us(t.request_ns),
+    "request_duration_us": lambda t: _us(t.request_ns + t.cached_ns),
     "queue_duration_us": lambda t: _us(t.queue_ns),
     "compute_input_duration_us": lambda t: _us(t.assemble_ns),
     "compute_infer_duration_us": lambda t: _us(t.compute_ns),
@@ -282,7 +288,7 @@ class Policy(Protocol):
 
 
 class HandleStatus(Protocol):
-    """State of a loaded version; see `headrace.scheduling.handle.ModelHandle`."""
+    """State of a loaded version; see `headrace.scheduling.version_handle.VersionHandle`."""
 
     @property
     def policy(self) -> Policy:
@@ -305,11 +311,22 @@ class HandleStatus(Protocol):
         """Status of the process of an isolated model; None for others."""
 
 
+class ScrapedCache(Protocol):
+    """See `headrace.scheduling.version_handle.RequestCache`."""
+
+    def report(self) -> Mapping[str, object]:
+        """Return state, counts and memory."""
+
+
 class ScrapedModel(HandleStatus, Protocol):
-    """A loaded model version; see `headrace.scheduling.handle.ModelHandle`."""
+    """A loaded model version; see `headrace.scheduling.version_handle.VersionHandle`."""
 
     recorder: Recorder
     spec: ModelSpec
+
+    @property
+    def cache(self) -> ScrapedCache | None:
+        """Response cache; None without one."""
 
     @property
     def latency_table(self) -> LatencySummary:
@@ -317,6 +334,9 @@ class ScrapedModel(HandleStatus, Protocol):
 
     def load(self) -> ModelLoad:
         """Return queue depth, requests in flight and predicted times."""
+
+    def steps(self) -> Mapping[str, StepTotal]:
+        """Return counts and times of the steps of a pipeline by name; empty for a model."""
 
 
 ScrapedModels = Callable[[], Iterable[tuple[str, str, ScrapedModel]]]
@@ -337,14 +357,26 @@ class ModelCollector(table.ScrapeCollector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         sources = [([model, version], source) for model, version, source in self._sources()]
-        rows = [Row(labels, source.recorder, source.recorder.totals()) for labels, source in sources]
+        rows = [
+            Row(
+                labels,
+                source.recorder,
+                source.recorder.scraped_totals(),
+                source.cache is not None,
+                source.spec.padded is not None,
+            )
+            for labels, source in table.stepwise(sources)
+        ]
         yield from _latencies(rows)
         yield from _counts(rows)
         yield _batch_sizes(rows)
+        yield from _padding([row for row in rows if row.is_padded])
         yield from _load(sources)
         yield from _lives(sources)
         yield from _processes(sources)
         yield _profiles(sources)
+        yield from _steps(sources)
+        yield from _caches(sources)
         yield from _engines(sources)
         yield from self._triton.collect(rows)
 
@@ -370,7 +402,7 @@ _Sources = list[tuple[list[str], ScrapedModel]]
 def _latencies(rows: Sequence[Row]) -> Iterator[Metric]:
     for phase in TIMES:
         family = table.PHASE_SECONDS[phase].durations()
-        for row in rows:
+        for row in table.stepwise(rows):
             family.add(row.labels, row.totals.phases[phase])
         yield family
 
@@ -379,8 +411,8 @@ def _counts(rows: Sequence[Row]) -> Iterator[Metric]:
     requests, inferred = table.REQUESTS.counter(), table.ROWS.counter()
     failures, batches, busy = table.FAILURES.counter(), table.BATCHES.counter(), table.BUSY.counter()
     inline_runs, inline_disabled = table.INLINE_RUNS.counter(), table.INLINE_DISABLED.counter()
-    for labels, totals in ((row.labels, row.totals) for row in rows):
-        requests.add_metric(labels, totals.requests)
+    for labels, totals in ((row.labels, row.totals) for row in table.stepwise(rows)):
+        requests.add_metric(labels, totals.successes)
         inferred.add_metric(labels, totals.rows)
         busy.add_metric(labels, totals.busy_ns / NS_PER_S)
         inline_runs.add_metric(labels, totals.inline_runs)
@@ -392,9 +424,17 @@ def _counts(rows: Sequence[Row]) -> Iterator[Metric]:
     yield from (requests, inferred, failures, batches, busy, inline_runs, inline_disabled)
 
 
+def _padding(rows: Sequence[Row]) -> Iterator[Metric]:
+    positions, padding = table.POSITIONS.counter(), table.PADDING_POSITIONS.counter()
+    for row in rows:
+        positions.add_metric(row.labels, row.totals.positions)
+        padding.add_metric(row.labels, row.totals.padding_positions)
+    yield from (positions, padding)
+
+
 def _batch_sizes(rows: Sequence[Row]) -> Metric:
     family = table.BATCH_ROWS.histogram()
-    for row in rows:
+    for row in table.stepwise(rows):
         sizes = sorted(row.totals.sizes.items())
         buckets: list[tuple[str, float]] = []
         for power in range(11):
@@ -409,7 +449,7 @@ def _load(sources: _Sources) -> Iterator[Metric]:
     depth, in_flight, pending = table.QUEUE_DEPTH.gauge(), table.IN_FLIGHT.gauge(), table.TRITON_PENDING.gauge()
     wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
     objective, late = table.OBJECTIVE.gauge(), table.LATE.counter()
-    for labels, source in sources:
+    for labels, source in table.stepwise(sources):
         load = source.load()
         depth.add_metric(labels, load.depth)
         pending.add_metric(labels, load.depth)
@@ -426,7 +466,7 @@ def _load(sources: _Sources) -> Iterator[Metric]:
 
 def _lives(sources: _Sources) -> Iterator[Metric]:
     alive, configured, restarts = table.INSTANCES.gauge(), table.INSTANCES_WANTED.gauge(), table.RESTARTS.counter()
-    for labels, source in sources:
+    for labels, source in table.stepwise(sources):
         alive.add_metric(labels, source.alive)
         configured.add_metric(labels, 0 if source.evicted else source.policy.instances)
         restarts.add_metric(labels, source.restarts)
@@ -435,7 +475,7 @@ def _lives(sources: _Sources) -> Iterator[Metric]:
 
 def _processes(sources: _Sources) -> Iterator[Metric]:
     up, restarts = table.PROCESS_UP.gauge(), table.PROCESS_RESTARTS.counter()
-    for labels, source in sources:
+    for labels, source in table.stepwise(sources):
         process_status = source.process_status
         if process_status is not None:
             up.add_metric(labels, process_status.up)
@@ -445,16 +485,87 @@ def _processes(sources: _Sources) -> Iterator[Metric]:
 
 def _profiles(sources: _Sources) -> Metric:
     family = table.PROFILE.gauge()
-    for labels, source in sources:
+    for labels, source in table.stepwise(sources):
         for size, median_ns, p95_ns in source.latency_table.summary():
             family.add_metric([*labels, str(size), "0.5"], median_ns / NS_PER_US)
             family.add_metric([*labels, str(size), "0.95"], p95_ns / NS_PER_US)
     return family
 
 
+def _steps(sources: _Sources) -> Iterator[Metric]:
+    requests, wasted = table.STEP_REQUESTS.counter(), table.STEP_WASTED.counter()
+    seconds = table.STEP_SECONDS.durations()
+    for labels, source in table.stepwise(sources):
+        for name, total in source.steps().items():
+            outcomes = {
+                "ok": total.requests - total.cached - total.fallbacks,
+                "cached": total.cached,
+                "fallback": total.fallbacks,
+                "skipped": total.skipped,
+                "error": total.failures,
+            }
+            for outcome, count in outcomes.items():
+                requests.add_metric([*labels, name, outcome], count)
+            seconds.add([*labels, name], total.latency)
+            wasted.add_metric([*labels, name], total.wasted_ns / NS_PER_S)
+    yield from (requests, seconds, wasted)
+
+
+_REDIS_LOOKUPS = {"hit": "hits", "miss": "misses", "late": "late", "refused": "refused", "skipped": "skipped"}
+_REDIS_WRITES = {"stored": "stored", "dropped": "dropped"}
+
+
+def _caches(sources: _Sources) -> Iterator[Metric]:
+    counters = {name: family.counter() for name, family in table.CACHE_COUNTERS.items()}
+    size, entries, enabled = table.CACHE_BYTES.gauge(), table.CACHE_ENTRIES.gauge(), table.CACHE_ENABLED.gauge()
+    up = table.CACHE_REDIS_UP.gauge()
+    lookups, writes = table.CACHE_REDIS_LOOKUPS.counter(), table.CACHE_REDIS_WRITES.counter()
+    for labels, source in table.stepwise(sources):
+        if source.cache is None:
+            continue
+        report: Mapping[str, Any] = source.cache.report()
+        for name, counter in counters.items():
+            counter.add_metric(labels, report[name])
+        size.add_metric(labels, report["size_bytes"])
+        entries.add_metric(labels, report["entries"])
+        enabled.add_metric(labels, report["state"] != "off")
+        redis = report.get("redis")
+        if redis is not None:
+            up.add_metric(labels, redis["is_up"])
+            for results, counter in ((_REDIS_LOOKUPS, lookups), (_REDIS_WRITES, writes)):
+                for result, name in results.items():
+                    counter.add_metric([*labels, result], redis[name])
+    yield from (*counters.values(), size, entries, enabled, up, lookups, writes)
+
+
+def _triton_caches(rows: Sequence[Row], options: TritonMetrics) -> Iterator[Metric]:
+    for name, read in _CACHE_COUNTERS.items():
+        if name.endswith("_duration") and not options.counter_latencies:
+            continue
+        counter = table.TRITON_CACHE[name].unknown()
+        for row in table.stepwise(rows):
+            counter.add_sample(counter.name, _labels(row), read(row.totals))
+        yield counter
+    for name, family in table.TRITON_CACHE_SUMMARY.items() if options.summary_latencies else ():
+        summary, count = family.any_summary(), _CACHE_COUNTERS["num_hits" if name == "hit" else "num_misses"]
+        for row in table.stepwise(rows):
+            labels = _labels(row)
+            summary.add_sample(f"{summary.name}_count", labels, count(row.totals))
+            summary.add_sample(f"{summary.name}_sum", labels, _CACHE_COUNTERS[f"{name}_duration"](row.totals))
+        yield summary
+
+
+_CACHE_COUNTERS: dict[str, Callable[[Totals], float]] = {
+    "num_hits": lambda t: t.cache_hits,
+    "num_misses": lambda t: t.cache_misses,
+    "hit_duration": lambda t: _us(t.cache_hit_ns),
+    "miss_duration": lambda t: _us(t.cache_miss_ns),
+}
+
+
 def _engines(sources: _Sources) -> Iterator[Metric]:
     info, accuracy = table.ENGINE_INFO.gauge(), table.ENGINE_ACCURACY.gauge()
-    for labels, source in sources:
+    for labels, source in table.stepwise(sources):
         parameters = source.spec.parameters
         if "engine.file" not in parameters:
             continue

@@ -7,18 +7,18 @@ A family's name is the one that Prometheus stores: that of a counter ends in `_t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 
-from headrace.core.clock import NS_PER_S
+from headrace.core.clock import NS_PER_S, pause
 from headrace.observability.counters import BUCKETS_S, Exemplar, Histogram
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
@@ -32,6 +32,16 @@ class ScrapeCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Return nothing, so that the registry does not collect."""
         return ()
+
+
+T = TypeVar("T")
+
+
+def stepwise(items: Iterable[T]) -> Iterator[T]:
+    """Yield items, with a pause between two if other threads wait for the interpreter: there may be thousands of models."""
+    for item in items:
+        yield item
+        pause()
 
 
 class Durations(HistogramMetricFamily):
@@ -203,6 +213,16 @@ INLINE_DISABLED = _load(
     "headrace_inline_disabled_total",
     "Runs on the event loop that took more than 2 ms. Each disables such runs for 60 s.",
 )
+POSITIONS = _load(
+    "headrace_batch_positions_total",
+    "Rows times length of the batches of a model with `pad`, padding included.",
+    when="for a model with `pad`",
+)
+PADDING_POSITIONS = _load(
+    "headrace_padding_positions_total",
+    "Positions of `headrace_batch_positions_total` that were padding; the quotient of their rate()s is the share of padding.",
+    when="for a model with `pad`",
+)
 QUEUE_DEPTH = _load("headrace_queue_depth", "Requests in the queue.")
 IN_FLIGHT = _load("headrace_in_flight", "Requests between arrival and response.")
 PREDICTED_WAIT = _load(
@@ -244,6 +264,59 @@ PROCESS_RESTARTS = _models(
     "headrace_model_process_restarts_total",
     "Processes of an isolated model that died and were replaced.",
     when="with `isolation: process`",
+)
+
+_cache = _Section("Response cache", MODEL, "with `--cache-config`, for a model with `response_cache.enable`")
+CACHE_COUNTERS = {
+    name: _cache(f"headrace_cache_{name}_total", text)
+    for name, text in {
+        "hits": "Requests answered from the response cache.",
+        "merged": "Requests answered with the response of an equal request that was in flight.",
+        "misses": "Requests that were looked up and computed.",
+        "insertions": "Responses stored.",
+        "evictions": "Responses removed because memory was needed for others.",
+        "expirations": "Responses removed because they were older than `cache.ttl_s`.",
+    }.items()
+}
+CACHE_BYTES = _cache("headrace_cache_bytes", "Memory of the model's responses in the cache.")
+CACHE_ENTRIES = _cache("headrace_cache_entries", "The model's responses in the cache.")
+CACHE_ENABLED = _cache("headrace_cache_enabled", "0 while the cache is switched off because it does not pay, else 1.")
+_redis = "with `--cache-config redis`, for a model with `response_cache.enable`"
+CACHE_REDIS_UP = _cache(
+    "headrace_cache_redis_up",
+    "1 while responses are looked up in Redis, 0 while it does not answer in time.",
+    when=_redis,
+)
+CACHE_REDIS_LOOKUPS = _cache(
+    "headrace_cache_redis_lookups_total",
+    "Requests that were not in memory, by result: hit, miss, late (no answer in time), refused (a wrong digest or another "
+    "format), skipped (Redis does not answer).",
+    labels=(*MODEL, "result"),
+    when=_redis,
+)
+CACHE_REDIS_WRITES = _cache(
+    "headrace_cache_redis_writes_total",
+    "Responses for Redis, by result: stored, dropped (too large, too many, or Redis does not take them).",
+    labels=(*MODEL, "result"),
+    when=_redis,
+)
+
+_steps = _Section("Pipelines", (*MODEL, "step"), "for a pipeline; `step` is a name in its configuration")
+STEP_REQUESTS = _steps(
+    "headrace_step_requests_total",
+    "Pipeline requests by outcome of a step: ok, cached, fallback, skipped or error. A request that is cancelled or late in a "
+    "step counts in none.",
+    "outcome",
+)
+STEP_SECONDS = _steps(
+    "headrace_step_seconds",
+    "Time from the queue of a step to its result, of steps with the outcome ok, cached or fallback.",
+    kind="histogram",
+    native=True,
+)
+STEP_WASTED = _steps(
+    "headrace_step_wasted_seconds_total",
+    "Compute time of results of a step whose pipeline request got an error later.",
 )
 
 _engines = _Section("Engines", MODEL)
@@ -361,6 +434,22 @@ TRITON_SUMMARY = {
         "assemble": ("compute_input", "Time to assemble batches; quantiles of the last minute."),
         "compute": ("compute_infer", "Compute time; quantiles of the last minute."),
         "split": ("compute_output", "Time to split batches; quantiles of the last minute."),
+    }.items()
+}
+TRITON_CACHE = {
+    name: _triton(f"nv_cache_{name}_per_model", text, kind="counter", when=_cache.when)
+    for name, text in {
+        "num_hits": "Requests answered from the response cache, or with the response of an equal one in flight.",
+        "num_misses": "Requests that were looked up and computed.",
+        "hit_duration": "Time of hits in the cache, in microseconds.",
+        "miss_duration": "Time of misses in the cache: lookup and insertion, in microseconds.",
+    }.items()
+}
+TRITON_CACHE_SUMMARY = {
+    name: _triton(f"nv_cache_{name}_summary_us", text, kind="summary", when=_cache.when)
+    for name, text in {
+        "hit": "Time of hits in the cache; count and sum, without quantiles.",
+        "miss": "Time of misses in the cache: lookup and insertion; count and sum, without quantiles.",
     }.items()
 }
 TRITON_FIRST_RESPONSE = _triton(

@@ -39,7 +39,7 @@ from headrace.core.request import BatchTimes
 from headrace.observability.access_log import AccessRecord, phases
 from headrace.observability.background import CAPACITY, BackgroundWorker
 from headrace.observability.counters import DROPPED
-from headrace.observability.logs import redact
+from headrace.observability.logs import escape, redact
 
 logger = logging.getLogger("headrace.trace")
 
@@ -190,6 +190,17 @@ class SpanWriter:
         for name, begin_ns, end_ns in phases(record):
             part = self._tracer.start_span(name, within, start_time=begin_ns + offset_ns)
             part.end(end_ns + offset_ns)
+        for step in record.steps:
+            attributes: dict[str, str | int] = {
+                "headrace.model": step.model,
+                "headrace.version": step.version,
+                "headrace.step.outcome": step.outcome,
+                "headrace.batch.rows": step.batch_rows,
+            }
+            part = self._tracer.start_span(
+                f"step {step.step}", within, attributes=attributes, start_time=step.queued_ns + offset_ns
+            )
+            part.end(step.done_ns + offset_ns)
         if record.error:
             span.set_status(Status(StatusCode.ERROR, redact(_text(record.error))))
         span.end(record.ended_ns + offset_ns)
@@ -327,9 +338,14 @@ def _attributes(record: AccessRecord) -> dict[str, str | int]:
     if record.times is not None:
         attributes |= {"headrace.batch.rows": record.batch_rows, "headrace.batch.closed": record.closed}
         attributes["headrace.batch.id"] = record.batch_id
+    if record.cached:
+        attributes["headrace.cached"] = True
     return attributes
 
 
 def _text(text: str) -> str:
-    """Shorten and sanitise text from clients: a lone surrogate would make the whole export fail."""
-    return text[:_MAX_TEXT].encode("utf-8", "replace").decode()
+    """Shorten and sanitise text from clients.
+
+    A lone surrogate would make the whole export fail; control characters would drive the terminal of a reader of spans.
+    """
+    return escape(text[:_MAX_TEXT].encode("utf-8", "replace").decode())
