@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | keys | health | validate | infer | explain | simulate | tune`, and builder commands."""
+"""The command line: the commands of the server, such as `headrace serve`, and the commands of the builder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.text import Text
 from headrace import settings
 from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError, Unavailable
+from headrace.core.heap import use_one_arena
 from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
 
 # Commands of `python -m headrace_engines`.
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "fail, as serve --strict does, where the CPU serves a model that requires a GPU"
     validate.add_argument("--strict", action="store_true", help=text)
     settings.add_state(validate)
+    settings.add_environments(validate)
     validate.set_defaults(run=_validate)
 
     from headrace.commands import explain as explain_command
@@ -130,19 +132,35 @@ def _parser() -> argparse.ArgumentParser:
     tune_command.add_arguments(tune)
     tune.set_defaults(run=tune_command.main)
 
+    _add_administration(commands)
+    for name, text in ENGINES_COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
+
+
+def _add_administration(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Declare the commands that need no server: keys, backends and environments."""
     from headrace.commands import keys as keys_command
 
     keys = commands.add_parser("keys", help="create, list and revoke the keys of clients")
     keys_command.add_arguments(keys, settings.default_keys_file())
     keys.set_defaults(run=keys_command.main)
 
-    for name, text in ENGINES_COMMANDS.items():
-        commands.add_parser(name, help=text)
-    return parser
+    backends = commands.add_parser("backends", help="list the backends and what is installed for them")
+    backends.add_argument("--json", action="store_true", help="print JSON")
+    backends.set_defaults(run=_backends)
+
+    from headrace.commands import environments as environments_command
+
+    environments = commands.add_parser("environments", help="list and remove Python environments of models")
+    environments_command.add_arguments(environments, (settings.add_state, settings.add_environments))
+    environments.set_defaults(run=environments_command.main)
 
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.from_arguments(args)
+    if not settings.configures_malloc():
+        use_one_arena()
     try:
         configure_logging(options.log_format)
     except Unavailable as error:
@@ -178,7 +196,13 @@ def _health(arguments: Sequence[str]) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from headrace.commands import validate
 
-    return validate.main(args.path, open_console(), args.load, args.strict, args.state_dir)
+    return validate.main(args.path, open_console(), args.load, args.strict, args.state_dir, args.environments_dir)
+
+
+def _backends(args: argparse.Namespace) -> int:
+    from headrace.commands import backends
+
+    return backends.main(args.json)
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from headrace.banner import Addresses, describe_access
 from headrace.config.documents import refuse
 from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Grant, OpenAccess, Principal
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
+from headrace.core.heap import HeapTrimmer
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.telemetry import Telemetry
 from headrace.core.threads import start_pool
@@ -53,8 +54,9 @@ from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from headrace.observability.output import end_output
 from headrace.observability.tracing import RequestObserver, Spans, Tracer
+from headrace.repository.overview import ServerOverview
 from headrace.repository.reconciler import Reconciler
-from headrace.repository.registry import Registry, ServerOverview, explain
+from headrace.repository.registry import Registry, explain
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import ServerTls
@@ -171,6 +173,7 @@ class HeadraceServer:
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         self._lag = LoopLag()
+        self._heap_trimmer = HeapTrimmer(_resident_bytes)
         self._bodies = bodies = BodyMemory(limits)
         self._http_limits = ClientLimits(limits, "http", bodies)
         self._grpc_limits = ClientLimits(limits, "grpc", bodies)
@@ -243,16 +246,20 @@ class HeadraceServer:
             raise
         if settings.metrics:
             self._lag.start(loop)
+        if sys.platform == "linux":
+            self._heap_trimmer.start(loop)
         serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
         if self._grpc is not None:
             serving.append(self._grpc.serve())
         try:
             await asyncio.gather(*serving)
         finally:
+            self._overview.stop()
             self._lag.stop()
+            self._heap_trimmer.stop()
             if self._keys is not None:
                 self._keys.stop()
-            clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
+            clean = await asyncio.to_thread(self._data_plane.stop, settings.drain_timeout_s)
             await asyncio.to_thread(services.codec_threads.close)
             await asyncio.to_thread(self._observer.close)
         if not clean:
@@ -265,6 +272,7 @@ class HeadraceServer:
 
     def _start_threads(self, services: Services, loop: asyncio.AbstractEventLoop) -> None:
         """Start all threads that requests need later; raises Unavailable."""
+        self._overview.start(loop)
         loop.set_default_executor(start_pool(_POOL_THREADS, "headrace-pool"))
         services.codec_threads.start()
         if self._keys is not None:
@@ -276,6 +284,7 @@ class HeadraceServer:
         # The CUDA driver is started only if clients may register GPU memory.
         memory = find_client_memory() if settings.allow_client_shm else None
         cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
+        self._overview = ServerOverview(self._registry, settings.model_repository)
         return Services(
             models=self._registry,
             repository=reconciler,
@@ -283,7 +292,7 @@ class HeadraceServer:
             traces=self._tracer,
             observer=self._observer,
             logs=LogSettings(logging.getLogger("headrace")),
-            overview=ServerOverview(self._registry, settings.model_repository),
+            overview=self._overview,
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
             explain=partial(explain, self._registry),
@@ -319,7 +328,12 @@ class HeadraceServer:
             certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
         )
         return MetricsPage(
-            self._registry.sources, self._data_plane.gpu_model_cache, facts, Nvml(), self._settings.metrics_config
+            self._registry.sources,
+            self._data_plane.gpu_model_cache,
+            facts,
+            Nvml(),
+            self._settings.metrics_config,
+            self._data_plane.custom_metrics,
         )
 
     async def _listen_grpc(self, services: Services, tls: ServerTls | None) -> int:
@@ -392,6 +406,12 @@ class HeadraceServer:
             server.should_exit = True
         if self._grpc is not None:
             self._grpc.stop()
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of the process, on Linux."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def extensions(settings: Settings, cuda: bool) -> list[str]:

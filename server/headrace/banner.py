@@ -21,6 +21,9 @@ from headrace.settings import Settings
 
 logger = logging.getLogger("headrace")
 
+# Of `headrace infer`, if --url is not given.
+_DEFAULT_TARGET = "127.0.0.1:8001"
+
 
 class Addresses(NamedTuple):
     """Addresses of a server.
@@ -119,9 +122,11 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
     if addresses.has_keys:
         line = line.replace("curl ", 'curl -H "Authorization: Bearer $HEADRACE_API_KEY" ')
     console.print("Try:  " + line, soft_wrap=True, markup=False)
-    if "efficientnet_lite0" in ready:
+    if "efficientnet_lite0" in ready and addresses.grpc:
         command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
-        console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg", soft_wrap=True, markup=False)
+        target = addresses.grpc if url.startswith("http:") else f"grpcs://{addresses.grpc}"
+        option = "" if target == _DEFAULT_TARGET else f" --url {target}"
+        console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg{option}", soft_wrap=True, markup=False)
     console.print("Ctrl-C stops it.")
 
 
@@ -150,14 +155,14 @@ def _addresses_line(addresses: Addresses) -> str:
 
 
 def example(url: str, ready: set[object]) -> str:
-    """Return a curl command for the simplest demo model, or for readiness if that is not served.
+    """Return a curl command for the simplest demo model, or for the list of models if that is not served.
 
     Args:
         url: URL of the server.
         ready: names of the models that are READY.
     """
     if "add_sub" not in ready:
-        return f"curl {url}/v2/health/ready"
+        return f"curl -s {url}/v2/models"
     numbers = list(range(16))
     body = {
         "inputs": [

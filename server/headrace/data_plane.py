@@ -7,11 +7,15 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from headrace.caching.response_cache import ResponseCaches
 from headrace.core.clock import NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.limits import BodyMemory
+from headrace.observability.custom_metrics import CustomMetrics
+from headrace.repository.environments import Environments, environments_root
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
+from headrace.repository.model_calls import ModelCalls
 from headrace.repository.reconciler import ControlPolicy, ModelSelection, Reconciler
 from headrace.repository.registry import Registry
 from headrace.repository.warmup import LatencyStore
@@ -28,7 +32,7 @@ class DataPlane:
 
     Args:
         settings: repositories and load options.
-        loop: event loop on which callers of `ModelHandle.infer` wait.
+        loop: event loop on which callers of `VersionHandle.infer` wait.
         on_loaded: called on the loop after the initial load, with the error if it failed as a whole.
         model_filter: names of the served models, for each repository that is served in part.
         bodies: counts requests in the front ends; None without front ends.
@@ -36,7 +40,9 @@ class DataPlane:
     Attributes:
         registry: versions that serve.
         gpu_model_cache: models in GPU memory.
+        environments: Python environments of models.
         reconciler: the control thread.
+        custom_metrics: metrics that the code of Python models reports.
     """
 
     def __init__(
@@ -54,8 +60,15 @@ class DataPlane:
             settings.model_repository, None if "*" in settings.load_model else names, model_filter
         )
         state = Path(settings.state_dir) if settings.state_dir else None
+        self.custom_metrics = CustomMetrics()
+        calls = ModelCalls(loop, self.registry)
+        mailbox = Mailbox(loop)
+        # With --strict the server starts or refuses to, so it waits for installations.
+        root = environments_root(settings.environments_dir, state)
+        self.environments = Environments(root, wait=settings.strict)
+        self._caches = None if settings.cache_config is None else ResponseCaches(settings.cache_config, mailbox)
         loader = Loader(
-            Mailbox(loop),
+            mailbox,
             settings.metrics,
             self._instance_died,
             self._instance_restarted,
@@ -66,6 +79,11 @@ class DataPlane:
             state=state,
             inline_bound_ns=settings.inline_bound_us * NS_PER_US,
             bodies=bodies,
+            allow_python_uploads=settings.allow_python_uploads,
+            calls=calls,
+            metrics=self.custom_metrics,
+            response_caches=self._caches,
+            interpreters=self.environments,
         )
         control = ControlPolicy(
             mode=settings.model_control,
@@ -76,7 +94,23 @@ class DataPlane:
         def loaded(error: BaseException | None) -> None:
             loop.call_soon_threadsafe(on_loaded, error)
 
-        self.reconciler = Reconciler(selection, loader, self.registry, loaded, control)
+        self.reconciler = calls.control = Reconciler(selection, loader, self.registry, loaded, control)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Close every model after its queued requests have completed, and end all installations.
+
+        Args:
+            timeout_s: maximum wait in seconds for the requests of all models.
+
+        Returns:
+            True if all requests completed in time.
+        """
+        self.environments.stop()
+        is_clean = self.reconciler.stop(timeout_s)
+        self.environments.close()
+        if self._caches is not None:
+            self._caches.close()
+        return is_clean
 
     def _instance_died(self, name: str, number: str, remaining: int) -> None:
         logger.error("model %s version %s: an instance died, %d remain", name, number, remaining)

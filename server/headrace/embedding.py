@@ -19,19 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
-from headrace.core.errors import BadRequest, ConfigError, Finding, HeadraceError, Unavailable
+from headrace.core.errors import BadRequest, Cancelled, ConfigError, Finding, HeadraceError, Unavailable
 from headrace.core.request import InferRequest, InferResponse
+from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
 from headrace.data_plane import DataPlane
-from headrace.inference.request_template import TemplateBuilder, TemplateFactory
 from headrace.repository.folders import open_paths
-from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.version_handle import VersionHandle
 from headrace.settings import Settings
 
 logger = logging.getLogger("headrace")
 
-# Shapes of requests repeat; maximum number of cached shapes of a model version.
-MAX_CHECKED_SHAPES = 256
 _THREAD = "headrace-loop"
 
 
@@ -182,7 +180,7 @@ class Server:
     def _close(self) -> None:
         data_plane, self._data_plane = self._data_plane, None
         try:
-            if data_plane is not None and not data_plane.reconciler.stop(self._settings.drain_timeout_s):
+            if data_plane is not None and not data_plane.stop(self._settings.drain_timeout_s):
                 logger.error("requests still run after %g s; their memory is not freed", self._settings.drain_timeout_s)
         finally:
             self._resources.close()
@@ -223,7 +221,7 @@ class Model:
         self._name = name
         self._version = version
         # Checked datatypes and shapes by the version's spec; a reload has a new spec.
-        self._checked: WeakKeyDictionary[ModelSpec, _CheckedShapes] = WeakKeyDictionary()
+        self._checked: WeakKeyDictionary[ModelSpec, CheckedShapes] = WeakKeyDictionary()
 
     @property
     def spec(self) -> ModelSpec:
@@ -331,6 +329,8 @@ class Model:
                 response = await completion
             except asyncio.CancelledError:
                 completion.abandon()
+                error = Cancelled("the caller has cancelled the request")
+                handle.record_failure(error, received_ns, isinstance(completion.outcome, InferResponse))
                 raise
         except HeadraceError as error:
             handle.record_failure(error, received_ns)
@@ -339,7 +339,7 @@ class Model:
             handle.release()
         return _select_outputs(response, output_names)
 
-    def _lease(self) -> ModelHandle:
+    def _lease(self) -> VersionHandle:
         return self._server._running().registry.lease(self._name, self._version)
 
     def _request(
@@ -357,7 +357,7 @@ class Model:
         arrays = {name: _array(spec, name, value) for name, value in inputs.items()}
         checked = self._checked.get(spec)
         if checked is None:
-            checked = self._checked[spec] = _CheckedShapes(spec)
+            checked = self._checked[spec] = CheckedShapes(spec)
         rows, shape_key = checked.rows(arrays)
         return InferRequest(
             inputs=arrays,
@@ -369,44 +369,6 @@ class Model:
             size_bytes=sum(array.nbytes for array in arrays.values()),
             client=client,
         )
-
-
-class _CheckedShapes:
-    """Rows and shape key of requests of one model version, by names and shapes of their inputs; at most MAX_CHECKED_SHAPES
-    entries.
-    """
-
-    __slots__ = ("_factory", "_results")
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._factory = TemplateFactory(spec, 0)
-        self._results: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, object]] = {}
-
-    def rows(self, arrays: Mapping[str, Array]) -> tuple[int, object]:
-        """Check names and shapes against the model.
-
-        Args:
-            arrays: by input name, with the dtype of the input.
-
-        Returns:
-            Rows of the batch dimension (1 without one), and `InferRequest.shape_key`.
-
-        Raises:
-            BadRequest: an unknown or missing input, or a shape that does not match the model.
-        """
-        key = tuple([(name, array.shape) for name, array in arrays.items()])
-        result = self._results.get(key)
-        if result is None:
-            builder = TemplateBuilder(self._factory)
-            for name, array in arrays.items():
-                builder.add_literal(
-                    builder.declare(name, self._factory.spec.inputs[name].datatype.name, array.shape), array
-                )
-            template = builder.finish((), False, {}, "")
-            if len(self._results) >= MAX_CHECKED_SHAPES:
-                self._results.clear()
-            result = self._results[key] = template.rows, template.shape_key
-        return result
 
 
 def _array(spec: ModelSpec, name: str, value: npt.ArrayLike) -> Array:

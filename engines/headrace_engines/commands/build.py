@@ -18,10 +18,10 @@ from pathlib import Path
 from headrace.config.files import read_config_file
 from headrace.config.manifest import LIBRARIES, Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
-from headrace.config.serving_plan import GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
+from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.core.command_line import open_console, pickup_text, plural, printable
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
-from headrace.core.optimization_config import PRECISIONS
+from headrace.core.optimization_config import PRECISIONS, cuda_accelerator
 from headrace.cuda import devices as gpus
 from rich.console import Console
 from rich.text import Text
@@ -72,6 +72,7 @@ class BuildOutcome:
         not_served: reason why a server does not use the published engine, and the remedy; "" if it does.
         advice: change that would lead to another engine, e.g. one for the GPU; "" without any.
         state_folder: folder that the engine is published in, if not the version's folder.
+        without_engine: after a failed build, what a server does without the engine; "" if it is not known.
     """
 
     name: str
@@ -87,6 +88,7 @@ class BuildOutcome:
     not_served: str = ""
     advice: str = ""
     state_folder: Path | None = None
+    without_engine: str = ""
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -161,7 +163,7 @@ def build_model(
 ) -> BuildOutcome:
     """Build and publish one model; errors are in the outcome, not raised."""
     started_s = time.monotonic()
-    outcome, error = BuildOutcome(project.name), ""
+    outcome, error, expected = BuildOutcome(project.name), "", None
     try:
         spec = read_spec(project.config, options.precision or "")
         target, advice = targets.of(project)
@@ -196,7 +198,9 @@ def build_model(
     except OSError as raised:
         location = f" ({raised.filename})" if raised.filename else ""
         error = f"{raised.strerror or raised}{location}: make room, or check the permissions"
-    return replace(outcome, error=error, seconds=time.monotonic() - started_s)
+    without_engine = without_engine_text(expected) if error and expected is not None else ""
+    seconds = time.monotonic() - started_s
+    return replace(outcome, error=error, without_engine=without_engine, seconds=seconds)
 
 
 def _serving_before(plan: ServingPlan | None, built: BuildResult) -> tuple[str, float]:
@@ -238,7 +242,7 @@ def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store
     return 0.0 if baseline is None else baseline.rows_per_s
 
 
-_DEVICES = {"onnxruntime": "the CPU", "tensorrt": "the GPU"}
+_DEVICES = {"onnxruntime": "the CPU", "onnxruntime_cuda": "the GPU", "tensorrt": "the GPU"}
 _STAND_IN = b"\0"
 _STAND_IN_KEY = "0" * 64
 
@@ -251,15 +255,17 @@ class Forecast:
         current: the file and runtime that a server loads now; None if it serves nothing.
         refusal: reason why an engine of the target would not be served, and the remedy; "" if it would.
         not_served: reason why the version is not served, and the remedy; "" if it is.
+        problem: reason why nothing serves now; "" if `current` does.
     """
 
     current: ServingPlan | None
     refusal: str = ""
     not_served: str = ""
+    problem: str = ""
 
 
 def gpu_runtime() -> GpuRuntime:
-    """Return TensorRT of this machine, loaded on first use."""
+    """Return the GPU runtimes of this machine as the server's loader sees them, each loaded on first use."""
     from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
     def describe() -> Machine:
@@ -268,7 +274,12 @@ def gpu_runtime() -> GpuRuntime:
             raise Unsupported(missing)
         return TensorRtTarget().describe()
 
-    return GpuRuntime(describe, gpus.is_visible)
+    def cuda_problem() -> str:
+        from headrace.backends import onnxruntime_cuda  # with it come the libraries of the GPU backends
+
+        return onnxruntime_cuda.provider_problem()
+
+    return GpuRuntime(describe, gpus.is_visible, cuda_problem)
 
 
 def gpu_config_change(project: Project) -> str:
@@ -290,7 +301,7 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
     Args:
         project: the version.
         target: target of the build.
-        gpu: TensorRT of this machine.
+        gpu: GPU runtimes of this machine.
         engines: folder of the version in the server's state folder; None without one.
     """
     served = served_versions(project.config, project.folder.versions)
@@ -300,14 +311,14 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
         pbtxt = f"version_policy {{ specific {{ versions: [ {project.version} ] }} }}"
         change = _config_change(project, yaml, pbtxt, "version_policy")
         return Forecast(None, not_served=f"version {project.version} is not served: {policy}: {change}")
-    current, _ = _plan(project, gpu, engines)
+    current, reason = _plan(project, gpu, engines)
     with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
         machine = target.describe()
         _write_stand_in(Path(scratch), project, machine, target.suffix)
         planned, problem = _plan(project, gpu, Path(scratch))
     if planned is not None and planned.stamp is not None and planned.stamp.machine == machine:
-        return Forecast(current)
-    return Forecast(current, _refusal(project, target, planned, problem))
+        return Forecast(current, problem=reason)
+    return Forecast(current, _refusal(project, target, gpu, planned, problem), problem=reason)
 
 
 def serving_text(built: BuildResult) -> str:
@@ -332,12 +343,35 @@ def serving_rows_per_s(plan: ServingPlan, built: BuildResult) -> float:
     return 0.0
 
 
+def without_engine_text(expected: Forecast) -> str:
+    """Describe what a server does after a failed build, e.g. "served without it: model.onnx, ONNX Runtime on the CPU".
+
+    Args:
+        expected: the forecast for the engine; "" is returned if it would not be served in any case.
+    """
+    if expected.refusal or expected.not_served:
+        return ""
+    plan = expected.current
+    if plan is None:
+        return f"not served without it: {expected.problem}"
+    other = f"; {_second_runtime_problem(plan)}" if plan.build and plan.cuda_problem else ""
+    return f"served without it: {current_serving_text(plan)}{other}"
+
+
+def _second_runtime_problem(plan: ServingPlan) -> str:
+    return f"{LIBRARIES[CUDA_RUNTIME]} does not serve it: {plan.cuda_problem}"
+
+
 def _plan(project: Project, gpu: GpuRuntime, engines: Path | None) -> tuple[ServingPlan | None, str]:
+    """Return the plan of the server's loader, or None and the reason why it serves nothing."""
     try:
         plan = serving_plan(project.folder, project.version, gpu, engines)
     except ConfigError as error:
         return None, "; ".join(finding.message for finding in error.findings)
-    return (None, plan.remark or "it waits for its engine") if plan.is_pending else (plan, "")
+    if not plan.is_pending:
+        return plan, ""
+    reason = f"the configuration requires a GPU, and it waits for its engine ({plan.engine})"
+    return None, f"{reason}; {_second_runtime_problem(plan)}" if plan.cuda_problem else reason
 
 
 def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: str) -> None:
@@ -360,12 +394,21 @@ def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: st
     write_stamp(folder, stamp)
 
 
-def _refusal(project: Project, target: Target, planned: ServingPlan | None, problem: str) -> str:
+def _refusal(project: Project, target: Target, gpu: GpuRuntime, planned: ServingPlan | None, problem: str) -> str:
     other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
     instead = f"or build for the serving runtime: headrace build {project.name} --target {other}"
     pin = cpu_pin(project.config)
     if target.name == "tensorrt" and pin:
         return f"the configuration keeps the model on the CPU ({pin}): {gpu_config_change(project)}, {instead}"
+    if planned is not None and planned.runtime == CUDA_RUNTIME:
+        reason = f"{LIBRARIES[CUDA_RUNTIME]} serves {planned.file.name} on this machine's GPU"
+        is_requested = cuda_accelerator(project.config.optimization) is not None
+        if target.name == "tensorrt":
+            location = _config_location(project, "optimization")
+            cure = f"remove the accelerator cuda in {location}" if is_requested else planned.not_on_tensorrt
+            return f"{reason}: {cure}"
+        choices = [_runtime_change(project, "onnxruntime"), *([] if is_requested or gpu.problem else [instead])]
+        return f"{reason}: {', '.join(choices)}"
     if target.name == "onnxruntime" and (planned is None or planned.runtime == "tensorrt"):
         reason = problem or f"TensorRT serves {planned.file.name if planned else 'it'} on this machine's GPU"
         return f"{reason}: {_runtime_change(project, 'onnxruntime')}, {instead}"
@@ -375,10 +418,15 @@ def _refusal(project: Project, target: Target, planned: ServingPlan | None, prob
 
 def _config_change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
     """Return the line to write, with file and line number."""
+    location = _config_location(project, field)
+    return f"write {pbtxt if read_config_file(project.folder.path).path.suffix == '.pbtxt' else yaml} in {location}"
+
+
+def _config_location(project: Project, field: str) -> str:
+    """Return the name of the configuration's file, with the line of a field if it has one."""
     file = read_config_file(project.folder.path)
     line = file.document.line_of((field,)) if file.exists else None
-    location = f"{file.path.name}:{line}" if line else file.path.name
-    return f"write {pbtxt if file.path.suffix == '.pbtxt' else yaml} in {location}"
+    return f"{file.path.name}:{line}" if line else file.path.name
 
 
 _HEADINGS = (
@@ -400,6 +448,9 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOut
         rows = [_row(outcome) for outcome in built if outcome.built is not None and outcome.built.machine == machine]
         console.print(narrow_table(f"Engines for {machine}", _HEADINGS, rows, console.width))
     _print_served(console, outcomes)
+    for outcome in outcomes:
+        if outcome.without_engine:
+            print_text(console, f"{printable(outcome.name)}: {printable(outcome.without_engine)}")
     for outcome in outcomes:
         name = f"{outcome.name}: " if outcome.name else ""
         if outcome.error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from headrace.access.keys_file import ClientEntry, KeysFile, key_hash, parse_keys, parse_time, read_text
 from headrace.access.tokens import TokenVerifier
+from headrace.config.documents import file_signature
 from headrace.core.access import NO_KEY, Grant, Principal, QuotaBucket
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError
@@ -217,7 +217,7 @@ class _KeysWatcher:
         A file that cannot be read, for instance because the process has no descriptors left, is read again at the next poll. One
         with errors in its content is read again when it changes.
         """
-        signature, self._signature = self._look(), None
+        signature, self._signature = file_signature(self._path), None
         text, warning = read_text(self._path)
         self._signature = signature
         if warning and warning != self._warning:
@@ -245,21 +245,13 @@ class _KeysWatcher:
         """Write the audit line of a reload."""
         AUDIT.write(AuditRecord("reload keys", str(self._path), protocol="file", result=result))
 
-    def _look(self) -> tuple[int, ...]:
-        """Return values that differ after a change of the file, its owner or its mode; empty if it is missing."""
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return ()
-        return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
-
     def _run(self) -> None:
         while not self._closing:
             is_forced = self._wake.wait(_POLL_S)
             self._wake.clear()
             if self._closing:
                 return
-            if not is_forced and self._look() == self._signature:
+            if not is_forced and file_signature(self._path) == self._signature:
                 continue
             try:
                 keys = self.read()

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from headrace.config.documents import Document, check_permissions, did_you_mean, open_regular_file, read_yaml, refuse
-from headrace.config.files import temporary_name
+from headrace.config.files import write_durably
 from headrace.core.access import Scope
 from headrace.core.config_base import ConfigPart, Location, Problem, Problems, option
 from headrace.core.errors import ConfigError
@@ -239,7 +240,7 @@ def editing(path: Path) -> Iterator[dict[str, Any]]:
         yield data["clients"]
         text = _HEADER + yaml.safe_dump(data, sort_keys=False, width=120)
         parse_keys(text, str(path))
-        _replace(path, text.encode())
+        write_durably(path, text.encode(), 0o600, partial(_keep_owner, path))
     finally:
         os.close(descriptor)
 
@@ -255,19 +256,6 @@ def _open_lock(path: Path) -> int:
         status = path.stat()
         os.fchown(descriptor, status.st_uid, status.st_gid)
     return descriptor
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = temporary_name(path)
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as stream:
-            _keep_owner(path, stream.fileno())
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _keep_owner(path: Path, descriptor: int) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from headrace.config.documents import check_permissions, open_regular_file, refuse
+from headrace.config.documents import check_permissions, file_signature, open_regular_file, refuse
 from headrace.core.access import Grant, Principal, Scope
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.limits import CLIENT_PATTERN
@@ -253,7 +253,9 @@ class KeySetReader:
                 self._closing.wait(max(0.0, started_s + MIN_REFRESH_S - time.monotonic()))
             self._wake.clear()
             is_forced, self._is_forced = self._is_forced, False
-            if not self._closing.is_set() and (self._is_url or is_forced or self._look() != self._signature):
+            if not self._closing.is_set() and (
+                self._is_url or is_forced or file_signature(self._source) != self._signature
+            ):
                 is_failed = not self._refresh()
 
     def _refresh(self) -> bool:
@@ -274,20 +276,13 @@ class KeySetReader:
                 self._loop.call_soon_threadsafe(self._apply, keys)
         return True
 
-    def _look(self) -> tuple[int, ...]:
-        """Return values that differ after a change of the file, its owner or its mode; empty if it is missing."""
-        try:
-            status = os.stat(self._source)
-        except OSError:
-            return ()
-        return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
-
     def _read(self) -> Mapping[str, PyJWK]:
         """Read and parse the set; raises OSError or ValueError."""
         if self._is_url:
             content = _fetch(self._source)
         else:
-            signature, self._signature = self._look(), None  # a failed read is repeated at the next poll
+            signature = file_signature(self._source)
+            self._signature = None  # a failed read is repeated at the next poll
             with open_regular_file(Path(self._source)) as stream:
                 mode = os.fstat(stream.fileno()).st_mode
                 content = stream.read(_MAX_SET_BYTES + 1)

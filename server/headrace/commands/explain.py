@@ -24,7 +24,7 @@ from headrace.commands.connection import (
 from headrace.commands.connection import (
     add_arguments as add_connection_arguments,
 )
-from headrace.core.command_line import open_console, printable
+from headrace.core.command_line import open_console, printable, printable_json
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -73,12 +73,14 @@ def main(args: argparse.Namespace, console: Console | None = None, errors: Conso
         errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
         return 1
     if args.json:
-        console.print(orjson.dumps(document).decode(), markup=False, soft_wrap=True)
+        console.print(printable_json(orjson.dumps(document).decode()), markup=False, soft_wrap=True)
         return 0
     title = f"{document.get('name', args.model)}, version {document.get('version', '')}"
     console.print(Text(printable(title), style="bold"))
     _findings(console, document.get("findings", ()))
     _numbers(console, document.get("numbers", {}))
+    _cache(console, document.get("cache"))
+    _padding(console, document.get("padding"))
     return 0
 
 
@@ -156,6 +158,23 @@ def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
             if text:
                 line = Text.assemble((f"{label}: ", "green"), printable(text))
                 console.print(Padding(line, (0, 0, 0, 2), expand=False))
+
+
+def _cache(console: Console, cache: object) -> None:
+    """Print the state of the response cache; prints nothing without one."""
+    if isinstance(cache, Mapping):
+        console.print(Text(printable(f"response cache {cache.get('state')}: {cache.get('reason')}"), style="dim"))
+        redis = cache.get("redis")
+        if isinstance(redis, Mapping):
+            tls = f" ({redis['tls']})" if redis.get("tls") else ""
+            state = "is used" if redis.get("is_up") else f"is not used: {redis.get('problem')}"
+            console.print(Text(printable(f"Redis at {redis.get('address')}{tls} {state}"), style="dim"))
+
+
+def _padding(console: Console, padding: object) -> None:
+    """Print the state of padding; prints nothing for a model without `pad`."""
+    if isinstance(padding, Mapping):
+        console.print(Text(printable(f"padding {padding.get('state')}: {padding.get('reason')}"), style="dim"))
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:

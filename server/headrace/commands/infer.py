@@ -22,7 +22,7 @@ from rich.text import Text
 
 from headrace.commands import connection
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import number_parser, open_console, plural, positive_count, printable
+from headrace.core.command_line import number_parser, open_console, plural, positive_count, printable, printable_json
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
 from headrace.pipelines.recipe import ImageRecipe, parameter_value
 
@@ -473,7 +473,7 @@ def _send_tensors(client: InferClient, args: argparse.Namespace, console: Consol
 
 
 def _print_json(console: Console, value: object) -> None:
-    console.print(orjson.dumps(value).decode(), markup=False, soft_wrap=True)
+    console.print(printable_json(orjson.dumps(value).decode()), markup=False, soft_wrap=True)
 
 
 def _complain(errors: Console, message: str) -> None:

@@ -15,17 +15,43 @@ from rich.text import Text
 from headrace.config.model_folder import find_model_folder, read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.command_line import open_console
+from headrace.core.config_base import Problems
 from headrace.core.errors import ConfigError, NotFound
+from headrace.core.model_config import ModelConfig
 from headrace.core.quota import Quota
 from headrace.core.svg_plot import curve_picture
+from headrace.pipelines.graph import PipelineGraph, build_graph
+from headrace.pipelines.yaml_steps import build_yaml_graph
 from headrace.repository.loader import handle_policy
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, RateLimits, Sharing
 from headrace.simulation.options import KINDS, SettingParser, add_setting
+from headrace.simulation.pipelines import SimulatedPipeline, called_by, plain_graph
 from headrace.simulation.replay import LatencyProfile, SimulatedModel, parse_profile, replay
 from headrace.simulation.report import panels, print_reports, report
 from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 
 _PROFILE = "1000+100n"
+_Policies = dict[str, tuple[HandlePolicy, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulatedNames:
+    """Models and pipelines to simulate.
+
+    Attributes:
+        policies: policy and latency objective of each model.
+        pipelines: pipelines with their latency objectives, by name.
+        targets: names of those that get the requests.
+    """
+
+    policies: _Policies
+    pipelines: dict[str, tuple[SimulatedPipeline, float | None]]
+    targets: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models, then of the pipelines."""
+        return (*self.policies, *self.pipelines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +61,14 @@ class _SimulatedSetting:
     Attributes:
         label: the options in which it differs.
         models: by number.
-        slos_ms: latency objective by model, None without one.
+        pipelines: they follow the models.
+        slos_ms: latency objective by model and pipeline, None without one.
         overhead_ns: added to each request.
     """
 
     label: str
     models: tuple[SimulatedModel, ...]
+    pipelines: tuple[SimulatedPipeline, ...]
     slos_ms: tuple[float | None, ...]
     overhead_ns: int
 
@@ -49,18 +77,21 @@ def main(args: argparse.Namespace) -> int:
     """Run the command with the options of `options.add_arguments`; return the exit status."""
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
-        configured = _read_policies(args.folders, args.model_repository)
-        names = tuple(configured) or tuple(f"model{number}" for number in range(args.models))
-        policies = list(configured.values()) or [(HandlePolicy(BatchPolicy(max_rows=8)), None)] * args.models
-        settings = _settings(args, names, policies)
-        trace = _trace(args, names)
+        simulated = _read_models(args.folders, args.model_repository)
+        if not simulated.names:
+            policies: _Policies = {
+                f"model{number}": (HandlePolicy(BatchPolicy(max_rows=8)), None) for number in range(args.models)
+            }
+            simulated = _SimulatedNames(policies, {}, tuple(policies))
+        settings = _settings(args, simulated)
+        trace = _trace(args, simulated)
         warm_up_ns = round(args.warm_up * NS_PER_S)
         if warm_up_ns >= trace.duration_ns:
             raise ValueError(
                 f"--warm-up {args.warm_up:g} leaves nothing to measure of {trace.duration_ns / NS_PER_S:g} seconds"
             )
         start_ns = monotonic_ns()
-        replays = [(setting.label, replay(trace, setting.models, args.seed)) for setting in settings]
+        replays = [(setting.label, replay(trace, setting.models, args.seed, setting.pipelines)) for setting in settings]
         reports = [
             (label, report(replayed, setting.slos_ms, warm_up_ns, setting.overhead_ns))
             for (label, replayed), setting in zip(replays, settings, strict=True)
@@ -68,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
         elapsed_ns = monotonic_ns() - start_ns
         if args.plot:
             plot_panels = panels(replays, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
-            title = f"{len(trace):,} requests to {len(names)} models"
+            title = f"{len(trace):,} requests to {len(simulated.targets)} models"
             args.plot.write_text(curve_picture(plot_panels, title), encoding="utf-8")
     except (ValueError, OSError, ConfigError, NotFound) as error:
         errors.print(Text(f"headrace simulate: {error}", style="red"))
@@ -86,17 +117,55 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_policies(models: Sequence[str], repository: Path) -> dict[str, tuple[HandlePolicy, float | None]]:
-    """Policies and latency objectives of configured models, by name."""
-    policies = {}
-    for model in models:
-        path = find_model_folder(model, repository)
-        config = read_model_folder(path, path.parent).config
-        policies[config.name] = (handle_policy(config), config.slo.p99_ms)
-    return policies
+def _read_models(folders: Sequence[str], repository: Path) -> _SimulatedNames:
+    """Read the configured models and pipelines, and the models that pipelines call."""
+    simulated = _SimulatedNames({}, {}, ())
+    targets = [_read_model(find_model_folder(folder, repository), simulated) for folder in folders]
+    return replace(simulated, targets=tuple(dict.fromkeys(targets)))
 
 
-def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
+def _read_model(path: Path, simulated: _SimulatedNames) -> str:
+    """Add the model or pipeline in a folder, and what it calls in the folders beside it; return its name."""
+    config = read_model_folder(path, path.parent).config
+    if config.name in simulated.names:
+        return config.name
+    policy = (handle_policy(config), config.slo.p99_ms)
+    if config.pipeline is None and config.ensemble_scheduling is None:
+        simulated.policies[config.name] = policy
+        return config.name
+    pipeline = _read_pipeline(config, policy[0])
+    simulated.pipelines[config.name] = pipeline, policy[1]
+    builtin = {f"{config.name}.{step.name}" for step in _graph(config).steps if step.builtin}
+    for name in called_by(pipeline.graph):
+        if name in builtin:
+            simulated.policies[name] = (HandlePolicy(BatchPolicy(max_rows=pipeline.max_rows)), None)
+        else:
+            _read_model(find_model_folder(name, path.parent), simulated)
+    return config.name
+
+
+def _graph(config: ModelConfig) -> PipelineGraph:
+    try:
+        return build_graph(config) if config.pipeline is None else build_yaml_graph(config)
+    except Problems as error:
+        problem = error.problems[0]
+        raise ValueError(f"{config.name}: {problem.message}: {problem.cure}") from None
+
+
+def _read_pipeline(config: ModelConfig, policy: HandlePolicy) -> SimulatedPipeline:
+    return SimulatedPipeline(plain_graph(_graph(config)), max(config.max_batch_size, 1), policy)
+
+
+def _trace(args: argparse.Namespace, simulated: _SimulatedNames) -> Trace:
+    """Return the requests, whose models are indices in all names."""
+    trace, names = _requests(args, simulated.targets), simulated.names
+    if simulated.targets == names:
+        return trace
+    indices = np.array([names.index(name) for name in simulated.targets], dtype=trace.models.dtype)
+    return replace(trace, models=indices[trace.models], names=names)
+
+
+def _requests(args: argparse.Namespace, names: Sequence[str]) -> Trace:
     timeout_ns = round(args.timeout_ms * NS_PER_MS)
     if args.arrivals not in KINDS:
         if not args.arrivals.endswith(".csv"):
@@ -111,47 +180,50 @@ def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
     return trace
 
 
-def _settings(
-    args: argparse.Namespace, names: Sequence[str], policies: Sequence[tuple[HandlePolicy, float | None]]
-) -> list[_SimulatedSetting]:
+def _settings(args: argparse.Namespace, simulated: _SimulatedNames) -> list[_SimulatedSetting]:
     parser = SettingParser(prog="--compare", add_help=False)
     add_setting(parser)
-    settings = [_setting("as given", args, names, policies)]
+    settings = [_setting("as given", args, simulated)]
     for text in args.compare:
         try:
             other = parser.parse_args([f"--{word}" for word in text.split()], copy.copy(args))
         except ValueError as error:
             raise ValueError(f'--compare "{text}": {error}') from None
-        settings.append(_setting(text, other, names, policies))
+        settings.append(_setting(text, other, simulated))
     return settings
 
 
-def _setting(
-    label: str, args: argparse.Namespace, names: Sequence[str], policies: Sequence[tuple[HandlePolicy, float | None]]
-) -> _SimulatedSetting:
+def _setting(label: str, args: argparse.Namespace, simulated: _SimulatedNames) -> _SimulatedSetting:
     options = vars(args)
-    profiles = _profiles(options.get("profile", _PROFILE), names)
+    profiles = _profiles(options.get("profile", _PROFILE), tuple(simulated.policies))
     if "variation" in options:
         profiles = [replace(profile, variation=args.variation) for profile in profiles]
     depth, devices = options.get("depth", 1), options.get("devices", 0)
     models, placed = [], 0
-    slos_ms = _slos_ms(options.get("slo_ms", {}), names, [slo_ms for _, slo_ms in policies])
-    for (configured, _), profile, slo_ms in zip(policies, profiles, slos_ms, strict=True):
+    slos_ms = _slos_ms(options.get("slo_ms", {}), simulated)
+    for (configured, _), profile, slo_ms in zip(simulated.policies.values(), profiles, slos_ms, strict=False):
         policy = _policy(configured, args, slo_ms)
         numbers = range(placed, placed + policy.instances) if devices else ()
         placed += policy.instances
         models.append(SimulatedModel(policy, profile, depth, tuple(number % devices for number in numbers)))
-    return _SimulatedSetting(label, tuple(models), slos_ms, round(options.get("overhead_us", 0.0) * NS_PER_US))
+    pipelines = tuple(
+        replace(pipeline, policy=_policy(pipeline.policy, args, slo_ms))
+        for (pipeline, _), slo_ms in zip(simulated.pipelines.values(), slos_ms[len(models) :], strict=True)
+    )
+    overhead_ns = round(options.get("overhead_us", 0.0) * NS_PER_US)
+    return _SimulatedSetting(label, tuple(models), pipelines, slos_ms, overhead_ns)
 
 
-def _slos_ms(
-    slo_options: Mapping[str, float], names: Sequence[str], configured: Sequence[float | None]
-) -> tuple[float | None, ...]:
+def _slos_ms(slo_options: Mapping[str, float], simulated: _SimulatedNames) -> tuple[float | None, ...]:
+    names = simulated.names
+    configured = [slo_ms for _, slo_ms in (*simulated.policies.values(), *simulated.pipelines.values())]
     for name in slo_options:
         if name and name not in names:
             raise ValueError(f"--slo-ms {name}=...: no model '{name}' is simulated, only {', '.join(list(names)[:5])}")
     return tuple(
-        slo_options.get(name, slo_options.get("", slo_ms)) for name, slo_ms in zip(names, configured, strict=True)
+        # An objective without a name is that of the requests, not of the steps of a pipeline.
+        slo_options.get(name, slo_options.get("", slo_ms) if name in simulated.targets else slo_ms)
+        for name, slo_ms in zip(names, configured, strict=True)
     )
 
 

@@ -200,7 +200,7 @@ def _changes(folder: ModelFolder, result: Sweep) -> Changes:
     assert best is not None
     rows = best.rows if config.max_batch_size and (current is None or best.rows != current.rows) else None
     # A GPU may need larger batches than this CPU: max_batch_size stays if the CPU has a limit of its own.
-    has_cpu_limit = config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
+    has_cpu_limit = config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime,")
     keeps_cpu_limit = rows is not None and has_cpu_limit
     return Changes(
         instances=best.instances if current is None or best.instances != current.instances else None,

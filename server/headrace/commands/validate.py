@@ -30,9 +30,18 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.repository.builds import BUILDER, EngineBuilds
 from headrace.repository.deployment import Deployments, ModelSource, VersionCloser
-from headrace.repository.folders import SkippedFolder, folder_names, folders, is_model_folder, open_paths
+from headrace.repository.environments import Environments, environments_root
+from headrace.repository.folders import (
+    RepositoryModel,
+    SkippedFolder,
+    folder_names,
+    folders,
+    is_model_folder,
+    open_paths,
+)
 from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
+from headrace.repository.pipelines import in_load_order
 from headrace.repository.registry import Registry
 
 TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.commands.validate")
@@ -63,7 +72,7 @@ class ModelCheck:
         return tuple(version for version, state, _ in self.states if state == _READY)
 
 
-def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[ModelCheck]:
+def inspect(path: Path, load: bool = True, state_dir: str = "", environments_dir: str = "") -> list[ModelCheck]:
     """Read and load the models in `path`, or the one model whose folder it is. Problems become findings, not exceptions.
 
     Args:
@@ -71,20 +80,22 @@ def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[ModelChe
             file: to the folder around it).
         load: also load the models, in a child process; False only reads their files.
         state_dir: state folder of the server, with engines of read-only folders; "" for none.
+        environments_dir: folder of Python environments; "" for that in the state folder.
     """
     # "." and ".." are not names of models, so the path is made absolute. Links stay: the reader checks them.
     path = Path(os.path.abspath(path))
     if path.is_file() and path.suffix == ".onnx":
         with open_paths([path]) as named:
-            return inspect(named.repositories[0], load, state_dir)
+            return inspect(named.repositories[0], load, state_dir, environments_dir)
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
         suggestion = did_you_mean(path.name, folder_names(path.parent))
         cure = " ".join(filter(None, (suggestion, "name a model repository, or one model's folder")))
         return [_unreadable(Finding(path.name, None, state, cure))]
+    folders_used = {"state_dir": os.path.expanduser(state_dir), "environments_dir": environments_dir}
     if is_model_folder(path):
         inspections = [_read_folder(path, path.parent)]
-        return _with_load_outcomes(inspections, path.parent, state_dir) if load else inspections
+        return _with_load_outcomes(inspections, path.parent, folders_used) if load else inspections
     try:
         models, skipped = folders(path)
     except ConfigError as error:
@@ -95,7 +106,7 @@ def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[ModelChe
         return [*(ModelCheck(None, (), skipped=folder) for folder in skipped), empty]
     inspections = [_read_folder(folder, path) for folder in models]
     notes = [ModelCheck(None, (), skipped=folder) for folder in skipped]
-    return [*notes, *(_with_load_outcomes(inspections, path, state_dir) if load else inspections)]
+    return [*notes, *(_with_load_outcomes(inspections, path, folders_used) if load else inspections)]
 
 
 def _unreadable(finding: Finding) -> ModelCheck:
@@ -110,10 +121,12 @@ def _read_folder(folder: Path, repository: Path) -> ModelCheck:
     return ModelCheck(model, model.findings)
 
 
-def _with_load_outcomes(inspections: Sequence[ModelCheck], repository: Path, state_dir: str) -> list[ModelCheck]:
+def _with_load_outcomes(
+    inspections: Sequence[ModelCheck], repository: Path, folders_used: Mapping[str, str]
+) -> list[ModelCheck]:
     """Add the outcome of loading to the inspections of models that could be read."""
     models = [inspection.model for inspection in inspections if inspection.model is not None]
-    outcomes = load_in_child(models, repository, state_dir)
+    outcomes = load_in_child(models, repository, folders_used)
     return [
         inspection if inspection.model is None else _with_outcome(inspection, inspection.model, outcomes)
         for inspection in inspections
@@ -125,7 +138,18 @@ def _with_outcome(inspection: ModelCheck, model: ModelFolder, outcomes: Mapping[
     findings = [_below_model(Finding(*finding), model) for finding in outcome["findings"]]
     states = tuple((version, state, reason) for version, state, reason in outcome["states"])
     substitutes = tuple((version, reason) for version, reason in outcome["substitutes"])
-    return replace(inspection, findings=(*inspection.findings, *findings), states=states, substitutes=substitutes)
+    if model.missing and outcome["tensors"]:  # completed by the model's code
+        model = replace(model, config=model.config.model_copy(update=_completed(outcome["tensors"])))
+    findings = [*inspection.findings, *findings]
+    return replace(inspection, model=model, findings=tuple(findings), states=states, substitutes=substitutes)
+
+
+def _completed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input": tuple(ModelInput.model_validate(tensor) for tensor in tensors["input"]),
+        "output": tuple(ModelOutput.model_validate(tensor) for tensor in tensors["output"]),
+        "max_batch_size": tensors["max_batch_size"],
+    }
 
 
 def _below_model(finding: Finding, model: ModelFolder) -> Finding:
@@ -137,13 +161,15 @@ def _below_model(finding: Finding, model: ModelFolder) -> Finding:
     return replace(finding, path=model.name, message=f"{finding.path} {finding.message}")
 
 
-def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: str = "") -> dict[str, dict[str, Any]]:
+def load_in_child(
+    models: Sequence[ModelFolder], repository: Path, folders_used: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """Load models as the server does, in a child process: a crash of a runtime ends only that process.
 
     Args:
         models: to load, one after the other.
         repository: folder that contains the models.
-        state_dir: as for `inspect`.
+        folders_used: `state_dir` and `environments_dir`, as for `inspect`.
 
     Returns:
         For each model name the result of `trial_load`.
@@ -152,7 +178,7 @@ def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: st
     waiting = list(models)
     while waiting:
         listed = [(model.name, str(model.path), str(repository)) for model in waiting]
-        order = json.dumps({"state_dir": os.path.expanduser(state_dir), "models": listed})
+        order = json.dumps({**folders_used, "models": listed})
         with tempfile.TemporaryFile() as errors:
             child = subprocess.run(TRIAL_LOAD, input=order.encode(), stdout=subprocess.PIPE, stderr=errors, check=False)
             lines = child.stdout.splitlines()
@@ -179,10 +205,17 @@ def _crash(name: str, status: int, detail: str) -> dict[str, Any]:
         ending = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     message = f"loading the model ends the process with {ending}" + (f": {detail[:400]}" if detail else "")
     cure = "check the model's file and the libraries of its runtime; `isolation: process` keeps the server alive"
-    return {"states": [], "findings": [[name, None, message, cure, True]], "substitutes": []}
+    return {"states": [], "findings": [[name, None, message, cure, True]], "substitutes": [], "tensors": {}}
 
 
-def main(paths: Sequence[Path], console: Console, load: bool = True, strict: bool = False, state_dir: str = "") -> int:
+def main(
+    paths: Sequence[Path],
+    console: Console,
+    load: bool = True,
+    strict: bool = False,
+    state_dir: str = "",
+    environments_dir: str = "",
+) -> int:
     """Print the findings of `paths`, a line for each good model, and a summary.
 
     Args:
@@ -190,7 +223,7 @@ def main(paths: Sequence[Path], console: Console, load: bool = True, strict: boo
         console: output.
         load: as for `inspect`.
         strict: count a model that runs on the CPU instead of a GPU as an error, like `headrace serve --strict`.
-        state_dir: as for `inspect`.
+        state_dir, environments_dir: as for `inspect`.
 
     Returns:
         The exit status: 1 if a model would not be served (with `strict` also if `headrace serve --strict` would not
@@ -199,7 +232,7 @@ def main(paths: Sequence[Path], console: Console, load: bool = True, strict: boo
     counts: Counter[str] = Counter()
     for path in paths:
         single = path.is_dir() and is_model_folder(path)
-        for inspection in inspect(path, load, state_dir):
+        for inspection in inspect(path, load, state_dir, environments_dir):
             if strict:
                 inspection = _strict(inspection)
             if inspection.skipped is not None:
@@ -270,6 +303,11 @@ def signature_line(config: ModelConfig) -> str:
     batched = config.max_batch_size > 0
     inputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_input)
     outputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_output)
+    if not inputs and not outputs:
+        return "inputs and outputs come from its code or its steps"
+    if not inputs or not outputs:
+        unknown = "outputs" if inputs else "inputs"
+        return f"{inputs or '...'} -> {outputs or '...'} ({unknown} come from its code or its steps)"
     batching = f", batches of up to {config.max_batch_size}" if batched else ", no batching"
     return f"{inputs} -> {outputs}{batching}"
 
@@ -284,7 +322,9 @@ _CLOSE_TIMEOUT_S = 30.0
 _MEASURE_S = 0.02
 
 
-def trial_load(name: str, folder: Path, repository: Path, state: Path | None = None) -> dict[str, object]:
+def trial_load(
+    name: str, folder: Path, repository: Path, state: Path | None = None, environments_dir: str = ""
+) -> dict[str, object]:
     """Load one model with the server's own `Deployments` and close it again.
 
     It runs briefly, as in a server that measures it before serving. No engine is built.
@@ -294,30 +334,54 @@ def trial_load(name: str, folder: Path, repository: Path, state: Path | None = N
         folder: of the model.
         repository: folder that contains it.
         state: state folder with engines of read-only folders; None for none.
+        environments_dir: folder of Python environments; "" for that in the state folder.
 
     Returns:
         `states`: version, state and reason as in the server's index; `findings`: why a version is not served;
         `substitutes`: version and reason for each version that runs on the CPU although the configuration requests a
-        GPU.
+        GPU; `tensors`: inputs, outputs and batch size of a model that serves.
     """
     registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
     drains = VersionCloser(registry, gpu_model_cache.remove)
-    loader = Loader(Mailbox(loop), histograms=False, gpu_model_cache=gpu_model_cache, profile_s=_MEASURE_S, state=state)
+    environments = Environments(environments_root(environments_dir, state))
+    loader = Loader(
+        Mailbox(loop),
+        histograms=False,
+        gpu_model_cache=gpu_model_cache,
+        profile_s=_MEASURE_S,
+        state=state,
+        interpreters=environments,
+    )
     # Never started: build requests stay queued, so no engine is built.
     builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)
     findings: Sequence[Finding] = ()
-    try:
-        deployments.load(ModelSource(name, folder, repository))
-    except ConfigError as error:
-        findings = error.findings
+    others = {path.name: RepositoryModel(path.name, path, repository) for path in folders(repository)[0]}
+    # A pipeline needs the models that it calls.
+    for model in in_load_order([RepositoryModel(name, folder, repository)], others):
+        try:
+            deployments.load(ModelSource(model.name, model.path, repository))
+        except ConfigError as error:
+            if model.name == name:
+                findings = error.findings
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
     substitutes = [[version, reason] for model, version, reason in registry.substitutes() if model == name]
+    tensors = _tensors(registry, name) if any(state == _READY for _, state, _ in states) else {}
     deployments.unload_all()
     drains.wait(_CLOSE_TIMEOUT_S)
+    environments.close()
     loop.close()
     errors = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
-    return {"states": states, "findings": errors, "substitutes": substitutes}
+    return {"states": states, "findings": errors, "substitutes": substitutes, "tensors": tensors}
+
+
+def _tensors(registry: Registry, name: str) -> dict[str, object]:
+    config: Mapping[str, Any] = registry.config(name, "")
+    tensors = {
+        field: [{key: tensor[key] for key in ("name", "data_type", "dims")} for tensor in config[field]]
+        for field in ("input", "output")
+    }
+    return {**tensors, "max_batch_size": config["max_batch_size"]}
 
 
 def load_in_this_process() -> int:
@@ -329,7 +393,10 @@ def load_in_this_process() -> int:
         order = json.load(sys.stdin)
         state = Path(order["state_dir"]) if order["state_dir"] else None
         for name, folder, repository in order["models"]:
-            results.write(json.dumps(trial_load(name, Path(folder), Path(repository), state)) + "\n")
+            results.write(
+                json.dumps(trial_load(name, Path(folder), Path(repository), state, order["environments_dir"]))
+            )
+            results.write("\n")
             results.flush()
     return 0
 
