@@ -79,3 +79,103 @@ def busy(width: int = 128) -> onnx.ModelProto:
         helper.make_node("Mul", ["one", "steps"], ["Y"]),
     ]
     return onnx_model(nodes, {"STEPS": (TensorProto.INT64, (1,))}, {"Y": (fp32, (1,))}, constants)
+
+
+def transformer(
+    layers: int = 4, width: int = 128, heads: int = 4, words: int = 1000, has_hidden: bool = True
+) -> onnx.ModelProto:
+    """ids and mask (rows, length) INT64 -> hidden (rows, length, width) and pooled (rows, width) FP32: a text encoder.
+
+    Attention, layer normalisation and two layers with ReLU, as in BERT; random weights from a fixed seed.
+
+    Args:
+        layers: of attention.
+        width: of the hidden state; the inner layers are four times as wide.
+        heads: of attention.
+        words: ids are below this.
+        has_hidden: False leaves `hidden` out, as encoders of embeddings do.
+    """
+    random = np.random.default_rng(0)
+    node = helper.make_node
+    constants: dict[str, Array] = {
+        "words": random.standard_normal((words, width), np.float32),
+        "split": np.array([0, 0, heads, width // heads], np.int64),
+        "join": np.array([0, 0, width], np.int64),
+        "mask_axes": np.array([1, 2], np.int64),
+        "last": np.array([2], np.int64),
+        "length_axis": np.array([1], np.int64),
+        "one": np.array(1, np.float32),
+        "hidden_score": np.array(-1e9, np.float32),
+        "scale": np.array((width // heads) ** -0.5, np.float32),
+        "ones": np.ones(width, np.float32),
+        "zeros": np.zeros(width, np.float32),  # a bias: TensorRT's parser expects one
+    }
+    nodes = [
+        node("Gather", ["words", "ids"], ["state0"]),
+        node("Cast", ["mask"], ["seen"], to=TensorProto.FLOAT),
+        node("Unsqueeze", ["seen", "mask_axes"], ["seen_keys"]),
+        node("Sub", ["one", "seen_keys"], ["unseen"]),
+        node("Mul", ["unseen", "hidden_score"], ["bias"]),
+    ]
+
+    for layer in range(layers):
+        nodes += _encoder_layer(layer, width, constants, random)
+    nodes += [
+        node("Identity", [f"state{layers}"], ["hidden"]),
+        node("Unsqueeze", ["seen", "last"], ["seen_states"]),
+        node("Mul", ["hidden", "seen_states"], ["counted"]),
+        node("ReduceSum", ["counted", "length_axis"], ["sums"], keepdims=0),
+        node("ReduceSum", ["seen", "length_axis"], ["count"], keepdims=1),
+        node("Div", ["sums", "count"], ["pooled"]),
+    ]
+    text = (TensorProto.INT64, ("rows", "length"))
+    outputs: dict[str, tuple[int, Sequence[Dim]]] = {
+        "hidden": (TensorProto.FLOAT, ("rows", "length", width)),
+        "pooled": (TensorProto.FLOAT, ("rows", width)),
+    }
+    if not has_hidden:
+        del outputs["hidden"]
+    return onnx_model(nodes, {"ids": text, "mask": text}, outputs, constants)
+
+
+def _encoder_layer(
+    layer: int, width: int, constants: dict[str, Array], random: np.random.Generator
+) -> list[onnx.NodeProto]:
+    """Return the nodes of one layer, state N -> state N + 1; adds its weights to `constants`."""
+    node = helper.make_node
+    nodes: list[onnx.NodeProto] = []
+
+    def weight(name: str, rows: int, columns: int) -> str:
+        constants[name] = random.standard_normal((rows, columns), np.float32) / np.float32(rows**0.5)
+        return name
+
+    state, p = f"state{layer}", f"l{layer}_"
+    for part in "qkv":
+        nodes += [
+            node("MatMul", [state, weight(p + part, width, width)], [p + part + "_flat"]),
+            node("Reshape", [p + part + "_flat", "split"], [p + part + "_heads"]),
+            node(
+                "Transpose",
+                [p + part + "_heads"],
+                [p + part + "_t"],
+                perm=[0, 2, 3, 1] if part == "k" else [0, 2, 1, 3],
+            ),
+        ]
+    nodes += [
+        node("MatMul", [p + "q_t", p + "k_t"], [p + "raw"]),
+        node("Mul", [p + "raw", "scale"], [p + "scaled"]),
+        node("Add", [p + "scaled", "bias"], [p + "masked"]),
+        node("Softmax", [p + "masked"], [p + "attention"], axis=-1),
+        node("MatMul", [p + "attention", p + "v_t"], [p + "mixed"]),
+        node("Transpose", [p + "mixed"], [p + "mixed_t"], perm=[0, 2, 1, 3]),
+        node("Reshape", [p + "mixed_t", "join"], [p + "joined"]),
+        node("MatMul", [p + "joined", weight(p + "o", width, width)], [p + "projected"]),
+        node("Add", [state, p + "projected"], [p + "sum"]),
+        node("LayerNormalization", [p + "sum", "ones", "zeros"], [p + "normed"], axis=-1),
+        node("MatMul", [p + "normed", weight(p + "up", width, 4 * width)], [p + "wide"]),
+        node("Relu", [p + "wide"], [p + "active"]),
+        node("MatMul", [p + "active", weight(p + "down", 4 * width, width)], [p + "narrow"]),
+        node("Add", [p + "normed", p + "narrow"], [p + "sum2"]),
+        node("LayerNormalization", [p + "sum2", "ones", "zeros"], [f"state{layer + 1}"], axis=-1),
+    ]
+    return nodes

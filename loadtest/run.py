@@ -157,7 +157,8 @@ def summarise(entries: Sequence[Mapping[str, Any]], duration_s: float) -> list[L
     lines = []
     for entry in sorted(entries, key=lambda entry: str(entry["name"])):
         times = {float(time_ms): int(count) for time_ms, count in entry["response_times"].items()}
-        elapsed_s = entry["last_request_timestamp"] - entry["start_time"] if entry["num_requests"] else duration_s
+        # From the first request to the last: a single one has no rate of its own.
+        elapsed_s = entry["last_request_timestamp"] - entry["start_time"] if entry["num_requests"] > 1 else duration_s
         lines.append(
             Line(
                 name=entry["name"],

@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from headrace.commands.connection import ConnectionOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
@@ -32,17 +34,23 @@ class Running:
         port: TCP port on the loopback address.
         pid: the process that was started.
         grpc_port: a second one, for gRPC; 0 if it was started without.
+        api_keys: key of each client by name; empty for a server without keys.
     """
 
     name: str
     port: int
     pid: int
     grpc_port: int = 0
+    api_keys: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def url(self) -> str:
         """Base URL."""
         return f"http://{HOST}:{self.port}"
+
+    def headers(self, client: str) -> dict[str, str]:
+        """Return the header with the key of a client, which is gRPC's metadata too; empty for a server without keys."""
+        return ConnectionOptions(api_key=self.api_keys.get(client, "")).headers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,15 @@ def resident_bytes(pid: int) -> int:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         total += sum(resident_bytes(int(child)) for child in children.read_text().split())
     return total
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of the children of a process, and of theirs."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
 
 
 def cpu_seconds(pid: int) -> float:

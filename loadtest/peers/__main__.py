@@ -3,6 +3,9 @@
 Each peer runs in a virtual environment of its own (`--environments`), made from `requirements/NAME.txt` on the first run, and is
 set up as its documentation recommends. The first answer of each is compared with ONNX Runtime. A peer with `--batching` is
 measured both ways in the first round; later rounds take the way that was faster with 64 connections.
+
+With `--identity` the model is Python code that returns its input, and the servers may use both cores: Headrace and Triton run
+the same model.py, the others their own kind of handler.
 """
 
 from __future__ import annotations
@@ -38,6 +41,20 @@ from loadtest.servers import HOST, ROOT, Running, ServerCommand
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("tiny", "mlp")
+IDENTITY = "identity"
+IDENTITY_WIDTH = 16
+IDENTITY_CODE = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            rows = pb_utils.get_input_tensor_by_name(request, "input").as_numpy()
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("output", rows)]))
+        return responses
+"""
 CONNECTIONS = (1, 64)
 # Model, connections -> requests/s and p50 in us of each round.
 Samples = dict[tuple[str, int], list[wrk.Sample]]
@@ -116,7 +133,7 @@ class Session:
 
     def command(self, peer: Peer, model: str, variant: str) -> ServerCommand:
         """Start a peer with one model."""
-        cpus = self.cores.server
+        cpus = self.cores.both if model == IDENTITY else self.cores.server
         if peer is HEADRACE:
             return servers.headrace(self.scratch / "repository", models=(model,), cpus=cpus)
         if not peer.script:
@@ -125,6 +142,10 @@ class Session:
         python = self.environments / peer.script / "bin" / "python"
         words = (str(python), "-P", str(HERE / f"run_{peer.script}.py"), "--model", str(self.models[model]))
         command = (*words, *([variant] if variant else []))
+        if model == IDENTITY:
+            command += ("--identity",)
+            if peer.script == "triton":
+                command += (str(self.scratch / "repository" / IDENTITY / "1" / "model.py"),)
         return ServerCommand(peer.name, command, ready_path="", cpus=cpus, own_group=True)
 
     def measure(self, peer: Peer, model: str, variant: str) -> dict[int, wrk.Sample]:
@@ -178,6 +199,22 @@ def mlp() -> onnx.ModelProto:
     return onnx_model(nodes, {"input": (kind, ("N", sizes[0]))}, {"output": (kind, ("N", sizes[-1]))}, constants)
 
 
+def prepare_identity(folder: Path) -> dict[str, Path]:
+    """Write a repository with the identity in Python, and an ONNX file of it for the oracle; the file by name."""
+    model = folder / "repository" / IDENTITY
+    (model / "1").mkdir(parents=True)
+    (model / "1" / "model.py").write_text(IDENTITY_CODE)
+    tensor = f"data_type: TYPE_FP32, dims: [{IDENTITY_WIDTH}]"
+    (model / "config.yaml").write_text(
+        "backend: python\nmax_batch_size: 64\ndynamic_batching: {}\n"
+        f"input: [{{name: input, {tensor}}}]\noutput: [{{name: output, {tensor}}}]\n"
+    )
+    shape = (TensorProto.FLOAT, ("N", IDENTITY_WIDTH))
+    node = helper.make_node("Identity", ["input"], ["output"])
+    onnx.save(onnx_model([node], {"input": shape}, {"output": shape}), folder / "identity.onnx")
+    return {IDENTITY: folder / "identity.onnx"}
+
+
 def prepare(folder: Path, tiny: Path) -> dict[str, Path]:
     """Write a repository with both models; ONNX files by name."""
     paths = {name: folder / "repository" / name / "1" / "model.onnx" for name in MODELS}
@@ -207,10 +244,10 @@ def install(peer: Peer, environments: Path) -> None:
     stamp.write_bytes(requirements.read_bytes())
 
 
-def chart(results: Mapping[str, Samples]) -> str:
+def chart(results: Mapping[str, Samples], models: Sequence[str] = MODELS) -> str:
     """SVG: requests/s by peer, one panel for each model with 64 connections."""
     panels = []
-    for model in MODELS:
+    for model in models:
         rates = {name: _spread(samples, model, 64).median for name, samples in results.items()}
         top = max(rates.values())
         bars = [
@@ -218,22 +255,24 @@ def chart(results: Mapping[str, Samples]) -> str:
             for name, rate in rates.items()
         ]
         panels.append((bar_plot(f"{model}, 64 connections, requests/s", bars), bars_height(len(bars))))
-    return side_by_side(panels, (), "One server core, one client core, HTTP") + "\n"
+    cores = "Server on both cores" if IDENTITY in models else "One server core"
+    return side_by_side(panels, (), f"{cores}, one client core, HTTP") + "\n"
 
 
-def markdown(results: Mapping[str, Samples], command: str, described: Mapping[str, str]) -> str:
+def markdown(
+    results: Mapping[str, Samples], command: str, described: Mapping[str, str], models: Sequence[str] = MODELS
+) -> str:
     """Table of all peers, and where it was measured."""
     columns = [
         "server",
-        *(f"`{model}`, {count}" for model in MODELS for count in CONNECTIONS),
-        "p50 `tiny`, 1",
-        "p50 `mlp`, 1",
+        *(f"`{model}`, {count}" for model in models for count in CONNECTIONS),
+        *(f"p50 `{model}`, 1" for model in models),
     ]
     rows = [
         (
             name,
-            *(number(_spread(samples, model, count).median) for model in MODELS for count in CONNECTIONS),
-            *(f"{_spread(samples, model, 1, 'p50_us').median / 1000:.2f} ms" for model in MODELS),
+            *(number(_spread(samples, model, count).median) for model in models for count in CONNECTIONS),
+            *(f"{_spread(samples, model, 1, 'p50_us').median / 1000:.2f} ms" for model in models),
         )
         for name, samples in results.items()
     ]
@@ -253,10 +292,11 @@ def run(
     """Measure every peer once a round, in turning order; samples and failures by peer. A peer that fails is left out."""
     results: dict[str, Samples] = {peer.name: {} for peer in peers}
     failures: dict[str, str] = {}
-    best = {(peer.name, model): peer.variants for peer in peers for model in MODELS}
+    models = tuple(session.models)
+    best = {(peer.name, model): peer.variants for peer in peers for model in models}
     for index in range(rounds):
         order = peers if index % 2 == 0 else list(reversed(peers))
-        for peer, model in ((peer, model) for peer in order for model in MODELS):
+        for peer, model in ((peer, model) for peer in order for model in models):
             measured = {}
             for variant in best[peer.name, model]:
                 progress(f"round {index + 1}: {peer.name} {variant.strip('-')} {model}")
@@ -287,33 +327,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(wrk.HOW_TO_INSTALL if len(usable) > 1 else "two cores are needed", style="bold red")
         return 2
     peers = [peer for peer in PEERS if peer is HEADRACE or not options.only or peer.name in options.only]
+    if options.identity:  # the FastAPI handler has no model in Python
+        peers = [peer for peer in peers if peer is HEADRACE or peer.script]
     cores = Cores(server=usable[:1], client=usable[1:2])
     busy = machine.busy_share()
     if busy > 0.1:
         console.print(f"{busy:.0%} of the cores are in use: expect noise", style="yellow")
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console)
     with tempfile.TemporaryDirectory(prefix="headrace-peers-") as scratch, bar:
-        steps = sum(len(MODELS) * (len(peer.variants) + options.rounds - 1) for peer in peers)
+        models = (IDENTITY,) if options.identity else MODELS
+        steps = sum(len(models) * (len(peer.variants) + options.rounds - 1) for peer in peers)
         task = bar.add_task("install", total=steps + len(peers))
         for peer in peers:
             if peer.script:
                 bar.update(task, description=f"install {peer.name}")
                 install(peer, options.environments)
             bar.advance(task)
-        session = Session(
-            prepare(Path(scratch), options.tiny), options.environments.absolute(), options.seconds, cores, Path(scratch)
-        )
+        files = prepare_identity(Path(scratch)) if options.identity else prepare(Path(scratch), options.tiny)
+        session = Session(files, options.environments.absolute(), options.seconds, cores, Path(scratch))
         results, failures = run(
             session, peers, options.rounds, lambda text: bar.update(task, description=text, advance=1)
         )
-    table = markdown(results, shlex.join(["python", "-m", "loadtest.peers", *words]), machine.describe(cores, busy))
+    command = shlex.join(["python", "-m", "loadtest.peers", *words])
+    table = markdown(results, command, machine.describe(cores, busy), models)
     console.print(table, markup=False, highlight=False)
     for name, failure in failures.items():
         console.print(f"{name}: {failure}", style="red", markup=False)
     if options.chart:
-        options.chart.write_text(chart(results))
+        options.chart.write_text(chart(results, models))
     if options.markdown:
-        options.markdown.write_text(replace_block(options.markdown.read_text(), table, "peers"))
+        block = "peers-identity" if options.identity else "peers"
+        options.markdown.write_text(replace_block(options.markdown.read_text(), table, block))
     return int(bool(failures))
 
 
@@ -323,6 +367,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = [peer.name for peer in PEERS if peer is not HEADRACE]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PEER", help=f"of {', '.join(names)}")
+    parser.add_argument("--identity", action="store_true", help="measure an identity in Python, on both cores")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--seconds", type=int, default=4, help="length of a sample (default: 4)")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "peers", help="default: .venv/peers")

@@ -1,7 +1,7 @@
 """BentoML with a service around ONNX Runtime, one worker.
 
 Runs in the environment of requirements/bentoml.txt. The documentation's two ways are both there: `--batching` takes the adaptive
-batching (64 rows), without it every request runs alone.
+batching (64 rows), without it every request runs alone. `--identity` returns the rows without ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 import onnxruntime as ort
 
 
-def _session() -> ort.InferenceSession:
+def _session() -> ort.InferenceSession | None:
+    if not os.environ["PEER_MODEL"]:
+        return None
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     return ort.InferenceSession(os.environ["PEER_MODEL"], options, providers=["CPUExecutionProvider"])
@@ -32,6 +34,8 @@ class Plain:
     @bentoml.api(route="/predict")
     async def predict(self, input: np.ndarray) -> np.ndarray:  # noqa: A002
         """Run the rows of one request."""
+        if self._session is None:
+            return input
         outputs: np.ndarray = self._session.run(None, {"input": input.astype(np.float32, copy=False)})[0]
         return outputs
 
@@ -46,6 +50,8 @@ class Batching:
     @bentoml.api(route="/predict", batchable=True, max_batch_size=64, max_latency_ms=1000)
     async def predict(self, input: np.ndarray) -> np.ndarray:  # noqa: A002
         """Run a batch."""
+        if self._session is None:
+            return input
         outputs: np.ndarray = self._session.run(None, {"input": input.astype(np.float32, copy=False)})[0]
         return outputs
 
@@ -56,10 +62,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--batching", action="store_true")
+    parser.add_argument("--identity", action="store_true")
     options = parser.parse_args()
     here = str(Path(__file__).parent)
     environment = os.environ | {
-        "PEER_MODEL": str(options.model.resolve()),
+        "PEER_MODEL": "" if options.identity else str(options.model.resolve()),
         "BENTOML_DO_NOT_TRACK": "True",
         "PYTHONPATH": here,
     }

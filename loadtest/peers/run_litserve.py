@@ -1,7 +1,8 @@
 """LitServe with an API around ONNX Runtime, one worker.
 
 Runs in the environment of requirements/litserve.txt. `--batching` merges up to 64 requests within 1 ms. `fast_queue` (ZeroMQ
-between the processes) is on, as the documentation recommends for small requests.
+between the processes) is on, as the documentation recommends for small requests. `--identity` returns the rows without ONNX
+Runtime.
 """
 
 import argparse
@@ -22,7 +23,7 @@ class OnnxApi(litserve.LitAPI):
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         path = os.environ["PEER_MODEL"]
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]) if path else None
 
     def decode_request(self, request) -> np.ndarray:
         """Rows of one request."""
@@ -34,6 +35,8 @@ class OnnxApi(litserve.LitAPI):
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Run a batch."""
+        if self._session is None:
+            return x
         outputs: np.ndarray = self._session.run(None, {"input": x})[0]
         return outputs
 
@@ -52,8 +55,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--batching", action="store_true")
+    parser.add_argument("--identity", action="store_true")
     options = parser.parse_args()
-    os.environ["PEER_MODEL"] = str(options.model.resolve())
+    os.environ["PEER_MODEL"] = "" if options.identity else str(options.model.resolve())
     api = OnnxApi(max_batch_size=64, batch_timeout=0.001) if options.batching else OnnxApi()
     server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1, fast_queue=True)
     server.run(

@@ -1,7 +1,8 @@
 """NVIDIA's tritonserver (from the nvidia-pytriton wheel) with its Python backend around ONNX Runtime, one instance.
 
 Runs in the environment of requirements/triton.txt. The wheel has no ONNX Runtime backend. Dynamic batching is on, as Triton's
-optimisation guide recommends; the preferred sizes and the delay stay at their defaults, which batch what waits.
+optimisation guide recommends; the preferred sizes and the delay stay at their defaults, which batch the queued requests.
+`--identity FILE` is a model.py that returns its input, the same file that Headrace serves.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--identity", type=Path, help="a model.py to serve in place of the ONNX file")
     options = parser.parse_args()
     package = Path(pytriton.__file__).parent
     folder = Path(tempfile.mkdtemp(prefix="peer-triton-"))
@@ -69,9 +71,11 @@ def main() -> None:
     (model / "1").mkdir(parents=True)
     features, classes = session.get_inputs()[0].shape[1], session.get_outputs()[0].shape[1]
     (model / "config.pbtxt").write_text(CONFIG.format(features=features, classes=classes))
-    (model / "1" / "model.py").write_text(
-        MODEL.format(path=str(options.model.resolve()), packages=sysconfig.get_paths()["purelib"])
-    )
+    packages = sysconfig.get_paths()["purelib"]
+    code = MODEL.format(path=str(options.model.resolve()), packages=packages)
+    if options.identity:
+        code = f"import sys\nsys.path.insert(0, {packages!r})\n{options.identity.read_text()}"
+    (model / "1" / "model.py").write_text(code)
     libraries = [
         str(package.parent / "nvidia_pytriton.libs"),
         sysconfig.get_config_var("LIBDIR"),

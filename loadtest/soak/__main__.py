@@ -13,10 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from deploy.make_keys import KEYS, KEYS_FILE, make_keys
 from loadtest.bench import machine
 from loadtest.servers import HEADRACE_COMMAND, ROOT, Running, ServerFailed, headrace, running
 from loadtest.soak.clients import Client, ConnectionCrowd, GrpcClient, HttpClient, Onlooker, StreamClient
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     bounds = Bounds(p99_ratio=options.p99_ratio, p99_slack_s=options.p99_slack_ms / 1e3)
     found = verdicts(run, bounds)
-    about = [f"{start}, {options.seconds:g} s, gRPC engine {options.grpc_engine}"]
+    keys = ", with API keys" if options.keys else ""
+    about = [f"{start}, {options.seconds:g} s, gRPC engine {options.grpc_engine}{keys}"]
     about += [machine.processor(), f"{machine.system()}, {machine.python()}, commit {machine.commit()}"]
     (folder / "soak.html").write_text(to_html(run, found, "Headrace: soak", about), encoding="utf-8")
     (folder / "soak.svg").write_text(picture(run, f"{options.seconds:g} s of soak"), encoding="utf-8")
@@ -80,19 +83,21 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
     ledger = Ledger()
     with tempfile.TemporaryDirectory(prefix="headrace-soak-") as scratch:
         repository = Repository(Path(scratch) / "models")
+        api_keys, key_options = _api_keys(Path(scratch)) if options.keys else ({}, ())
         # Nothing is left of other runs, and nothing for them.
         command = headrace(
             repository.folder,
             command=shlex.split(options.command),
             models=MODELS,
-            options=("--grpc-engine", options.grpc_engine, "--state-dir", "", *_KEEP_ALIVE),
+            options=("--grpc-engine", options.grpc_engine, "--state-dir", "", *_KEEP_ALIVE, *key_options),
         )
         phases = []
         logs = folder / "log"
         logs.mkdir(exist_ok=True)
         for old in logs.glob("headrace.*.log"):
             old.unlink()
-        with running(command, logs) as server:
+        with running(command, logs) as started:
+            server = replace(started, api_keys=api_keys)
             crowd = ConnectionCrowd(server, ledger, _CROWD_PER_S, 7, repository.cases[STEADY], options.connections)
             crowd.open()
             watch = Watch(server)
@@ -102,7 +107,7 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
                     clients = _clients(server, ledger, repository, phase_s, number)
                     _phase([*clients, crowd] if options.connections else clients, phase_s)
                     if options.connections:
-                        crowd.check()
+                        crowd.check(counts_grpc=options.grpc_engine == "fast")
                     phases.append(settled(server, start_s, time.monotonic()))
                     console.print(f"phase {number} of {count - 1}: {phases[-1].held}", markup=False, highlight=False)
             finally:
@@ -116,6 +121,13 @@ def soak(options: argparse.Namespace, folder: Path, console: Console) -> Run:
         if "Traceback" in line
     ]
     return Run(ledger.lines, ledger.details, ledger.events, phases, watch.samples, said, tracebacks)
+
+
+def _api_keys(folder: Path) -> tuple[dict[str, str], tuple[str, str]]:
+    """Create the keys that a deployment has; return them by name, and the options of a server with these keys."""
+    make_keys(folder)
+    keys = {name: (folder / f"{name}.key").read_text().strip() for name in KEYS}
+    return keys, ("--api-keys-file", str(folder / KEYS_FILE))
 
 
 def _clients(server: Running, ledger: Ledger, repository: Repository, phase_s: float, phase: int) -> list[Client]:
@@ -180,6 +192,11 @@ def _parser() -> argparse.ArgumentParser:
         "--command", default=shlex.join(HEADRACE_COMMAND), help="how to start a server (default: %(default)s)"
     )
     parser.add_argument("--grpc-engine", choices=("fast", "grpcio"), default="fast", help="default: %(default)s")
+    parser.add_argument(
+        "--keys",
+        action="store_true",
+        help="a server with API keys: clients, monitoring and operator have one each, and requests with wrong keys are sent",
+    )
     parser.add_argument(
         "--connections",
         type=int,

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -24,6 +24,8 @@ from loadtest.soak.ledger import Ledger, Outcome
 from loadtest.soak.models import APART, GUEST, Case
 
 TIMEOUT_S = 30.0
+# Names of the keys of deploy/make_keys.py.
+INFER_KEY, METRICS_KEY, ADMIN_KEY = "infer", "metrics", "admin"
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 # The server's messages for a model that is unloaded or being loaded again, and for a killed process.
 _UNLOADED = ("is not loaded", "is being loaded")
@@ -40,13 +42,22 @@ class Client(ABC):
         per_s: turns a second, if the server keeps up.
         seed: of the random numbers.
         cases: requests and their answers.
+
+    Attributes:
+        KEY: name of the client whose key is sent, if the server has keys.
+        headers: that key, as a header of HTTP.
+        metadata: the same for gRPC.
     """
+
+    KEY: ClassVar[str] = INFER_KEY
 
     def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case] = ()) -> None:
         self.server = server
         self.ledger = ledger
         self.random = random.Random(seed)
         self.cases = cases
+        self.headers = server.headers(self.KEY)
+        self.metadata = tuple(self.headers.items())
         self._pause_s = 1.0 / per_s
 
     def run(self, stop: threading.Event) -> None:
@@ -85,7 +96,7 @@ class ChannelClient(Client):
         for name, case in cases.items():
             sent.put(named_message(case, name))
         open_stream: grpc.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(MODEL_STREAM_INFER)
-        return open_stream(iter(sent.get, None), timeout=TIMEOUT_S), sent
+        return open_stream(iter(sent.get, None), timeout=TIMEOUT_S, metadata=self.metadata), sent
 
     def close(self) -> None:
         """Close the channel."""
@@ -111,7 +122,7 @@ class HttpClient(Client):
         case, request = self.random.choice(self._requests)
         start_s = time.perf_counter()
         try:
-            status, headers, body = post(self._connection, request)
+            status, headers, body = post(self._connection, request, self.headers)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             self._connection = connect(self.server)
@@ -138,7 +149,7 @@ class GrpcClient(ChannelClient):
         case, message = self.random.choice(self._requests)
         start_s = time.perf_counter()
         try:
-            answer = self.infer(message, timeout=TIMEOUT_S)
+            answer = self.infer(message, timeout=TIMEOUT_S, metadata=self.metadata)
         except grpc.RpcError as error:
             self.ledger.note("gRPC", case.model, *read_failure(case, error))
             return
@@ -176,15 +187,20 @@ class ConnectionCrowd(Client):
         """One request on the next connection."""
         next(self._next).turn()
 
-    def check(self) -> None:
-        """Note a failure if the server has fewer open connections than there should be."""
+    def check(self, counts_grpc: bool) -> None:
+        """Note a failure if the server has fewer open connections than there should be.
+
+        Args:
+            counts_grpc: the server counts its gRPC connections, which the engine grpcio does not.
+        """
+        expected = sum(counts_grpc or isinstance(client, HttpClient) for client in self._clients)
         connection = connect(self.server)
-        connection.request("GET", "/metrics")
+        connection.request("GET", "/metrics", headers=self.server.headers(METRICS_KEY))
         page = connection.getresponse().read().decode()
         connection.close()
         found = sum(float(value) for value in re.findall(r"(?m)^headrace_connections\{[^}]*\} (\S+)$", page))
-        outcome = Outcome.RIGHT if found >= len(self._clients) else Outcome.FAILED
-        self.ledger.note("crowd", "", outcome, 0.0, f"{found:.0f} of {len(self._clients)} connections are open")
+        outcome = Outcome.RIGHT if found >= expected else Outcome.FAILED
+        self.ledger.note("crowd", "", outcome, 0.0, f"{found:.0f} of {expected} connections are open")
 
     def end(self) -> None:
         """Close all connections."""
@@ -238,7 +254,8 @@ class Onlooker(Client):
         path = self.random.choice(self._PATHS)
         connection = connect(self.server)
         try:
-            connection.request("GET", path)
+            key = METRICS_KEY if path == "/metrics" else self.KEY
+            connection.request("GET", path, headers=self.server.headers(key))
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -258,15 +275,19 @@ def connect(server: Running) -> http.client.HTTPConnection:
 
 
 def post(
-    connection: http.client.HTTPConnection, request: HttpRequest, **headers: str
+    connection: http.client.HTTPConnection, request: HttpRequest, headers: Mapping[str, str]
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the answer; underscores in names of headers become hyphens.
+    """Send a request; return status, headers and body of the answer.
+
+    Args:
+        connection: to the server.
+        request: path, body and the headers that belong to it.
+        headers: further ones, e.g. of the API key.
 
     Raises:
-        OSError, http.client.HTTPException: there is none.
+        OSError, http.client.HTTPException: there is no answer.
     """
-    more = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request("POST", request.path, request.body, {**request.headers, **more})
+    connection.request("POST", request.path, request.body, {**request.headers, **headers})
     response = connection.getresponse()
     return response.status, dict(response.getheaders()), response.read()
 

@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -34,7 +35,7 @@ class HttpLeaver(Client):
         self.random.choice((self._leave, self._leave, self._expire))(case, request)
 
     def _leave(self, case: Case, request: HttpRequest) -> None:
-        content = wire_bytes(request, self.server.port)
+        content = wire_bytes(replace(request, headers={**request.headers, **self.headers}), self.server.port)
         part = len(content) if self.random.random() < 0.7 else self.random.randrange(1, len(content))
         try:
             with socket.create_connection((HOST, self.server.port), timeout=TIMEOUT_S) as connection:
@@ -53,8 +54,8 @@ class HttpLeaver(Client):
         connection = connect(self.server)
         start_s = time.perf_counter()
         try:
-            deadline_ms = str(self.random.randint(1, 8))
-            status, headers, body = post(connection, request, X_Request_Timeout_Ms=deadline_ms)
+            more = {"X-Request-Timeout-Ms": str(self.random.randint(1, 8)), **self.headers}
+            status, headers, body = post(connection, request, more)
         except (OSError, http.client.HTTPException) as error:
             self.ledger.note("HTTP, deadline", case.model, Outcome.LOST, 0.0, repr(error))
             return
@@ -78,7 +79,8 @@ class GrpcLeaver(ChannelClient):
 
     def _cancel(self, case: Case) -> None:
         start_s = time.perf_counter()
-        call = self.infer.future(infer_message(case.model, case.inputs), timeout=TIMEOUT_S)
+        message = infer_message(case.model, case.inputs)
+        call = self.infer.future(message, timeout=TIMEOUT_S, metadata=self.metadata)
         time.sleep(self.random.uniform(0, _MAX_WAIT_S))
         call.cancel()
         try:
@@ -91,7 +93,8 @@ class GrpcLeaver(ChannelClient):
     def _expire(self, case: Case) -> None:
         start_s = time.perf_counter()
         try:
-            answer = self.infer(infer_message(case.model, case.inputs), timeout=self.random.uniform(0.001, 0.008))
+            message, timeout_s = infer_message(case.model, case.inputs), self.random.uniform(0.001, 0.008)
+            answer = self.infer(message, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
             late = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
             # The server may have answered when the client gave up.

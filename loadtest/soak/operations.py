@@ -7,13 +7,14 @@ import os
 import signal
 from itertools import cycle
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 from tritonclient.grpc import service_pb2
 
 from loadtest.protocol import HttpRequest, binary_request
 from loadtest.servers import Running
-from loadtest.soak.clients import TIMEOUT_S, ChannelClient, connect, post, read_http
+from loadtest.soak.clients import ADMIN_KEY, TIMEOUT_S, ChannelClient, connect, post, read_http
 from loadtest.soak.ledger import Ledger, Outcome
 from loadtest.soak.models import GUEST, SEEDS, SWAPPED, Repository
 
@@ -31,6 +32,7 @@ class Operator(ChannelClient):
         repository: the folder that is served.
     """
 
+    KEY: ClassVar[str] = ADMIN_KEY
     STEPS = (*RELOADS, KILL, "unload", "broken", "load", *RELOADS)
 
     def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, repository: Repository) -> None:
@@ -77,7 +79,8 @@ class Operator(ChannelClient):
             return wrong
         connection = connect(self.server)
         try:
-            outcome, detail = read_http(case, *post(connection, binary_request(case.model, case.inputs)))
+            request = binary_request(case.model, case.inputs)
+            outcome, detail = read_http(case, *post(connection, request, self.headers))
         finally:
             connection.close()
         return "" if outcome is Outcome.RIGHT else f"loaded, but the new weights do not serve: {detail}"
@@ -99,7 +102,8 @@ class Operator(ChannelClient):
     def _ask(self, model: str, verb: str, expected: int) -> str:
         connection = connect(self.server)
         try:
-            status, _, body = post(connection, HttpRequest(f"/v2/repository/models/{model}/{verb}", b"{}"))
+            request = HttpRequest(f"/v2/repository/models/{model}/{verb}", b"{}")
+            status, _, body = post(connection, request, self.headers)
         finally:
             connection.close()
         return "" if status == expected else f"{verb} of {model}: status {status}, expected {expected}: {body[:300]!r}"
@@ -108,7 +112,7 @@ class Operator(ChannelClient):
         message = service_pb2.RepositoryModelLoadRequest(model_name=SWAPPED).SerializeToString()
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(_LOAD)
         try:
-            call(message, timeout=TIMEOUT_S)
+            call(message, timeout=TIMEOUT_S, metadata=self.metadata)
         except grpc.RpcError as error:
             return f"load over gRPC: {error.code().name}: {error.details()}"
         return ""

@@ -6,7 +6,7 @@ import gzip
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,9 +15,9 @@ from tritonclient.grpc import service_pb2
 
 from loadtest.grpc_protocol import MODEL_INFER
 from loadtest.protocol import HEADER_LENGTH, HttpRequest, wire_bytes
-from loadtest.servers import HOST
-from loadtest.soak.clients import TIMEOUT_S, ChannelClient, Client
-from loadtest.soak.ledger import Outcome
+from loadtest.servers import HOST, Running
+from loadtest.soak.clients import METRICS_KEY, TIMEOUT_S, ChannelClient, Client
+from loadtest.soak.ledger import Ledger, Outcome
 from loadtest.soak.models import STEADY
 
 _X: dict[str, Any] = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [0.5] * 16}
@@ -43,20 +43,30 @@ class Bad:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """A gRPC call: the error, its status code, the method, the message."""
+    """A gRPC call: the error, its status code, the method, the message, and a key in place of the client's own."""
 
     name: str
     codes: tuple[str, ...]
     method: str
     message: bytes
+    metadata: Mapping[str, str] | None = None
 
 
 class HttpSpoiler(Client):
     """Sends invalid requests, each on a connection of its own."""
 
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int) -> None:
+        super().__init__(server, ledger, per_s, seed)
+        self._requests = [_with_headers(bad, self.headers) for bad in http_requests()]
+        if server.api_keys:
+            good = _post(json.dumps({"inputs": [_X]}).encode())
+            self._requests += [
+                _with_headers(Bad(name, (status,), good), headers) for name, status, _, headers in _wrong_keys(server)
+            ]
+
     def turn(self) -> None:
         """One of them."""
-        bad = self.random.choice(http_requests())
+        bad = self.random.choice(self._requests)
         try:
             with socket.create_connection((HOST, self.server.port), timeout=TIMEOUT_S) as connection:
                 connection.sendall(bad.content)
@@ -71,15 +81,25 @@ class HttpSpoiler(Client):
 class GrpcSpoiler(ChannelClient):
     """Sends invalid calls, and sometimes bytes that are not HTTP/2."""
 
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int) -> None:
+        super().__init__(server, ledger, per_s, seed)
+        self._calls = list(grpc_calls())
+        if server.api_keys:
+            good = _message(STEADY)
+            self._calls += [
+                BadCall(name, (code,), MODEL_INFER, good, headers) for name, _, code, headers in _wrong_keys(server)
+            ]
+
     def turn(self) -> None:
         """One of them."""
-        bad = self.random.choice([*grpc_calls(), None])
+        bad = self.random.choice([*self._calls, None])
         if bad is None:
             self._garbage()
             return
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(bad.method)
         try:
-            call(bad.message, timeout=TIMEOUT_S)
+            metadata = self.metadata if bad.metadata is None else tuple(bad.metadata.items())
+            call(bad.message, timeout=TIMEOUT_S, metadata=metadata)
             code = "OK"
         except grpc.RpcError as error:
             code = error.code().name
@@ -145,6 +165,22 @@ def grpc_calls() -> Sequence[BadCall]:
         BadCall("no message", ("INVALID_ARGUMENT", "INTERNAL"), MODEL_INFER, b"\xff\xff\xff no message"),
         BadCall("an unknown method", ("UNIMPLEMENTED",), "/inference.GRPCInferenceService/Nothing", b""),
     ]
+
+
+def _wrong_keys(server: Running) -> Sequence[tuple[str, int, str, Mapping[str, str]]]:
+    """Name, status of HTTP, gRPC code and headers of requests that a server with keys must refuse."""
+    return [
+        ("no key", 401, "UNAUTHENTICATED", {}),
+        ("an unknown key", 401, "UNAUTHENTICATED", {"authorization": f"Bearer hr_{'A' * 43}"}),
+        ("a key without the scope", 403, "PERMISSION_DENIED", server.headers(METRICS_KEY)),
+    ]
+
+
+def _with_headers(bad: Bad, headers: Mapping[str, str]) -> Bad:
+    """Add headers after the request line."""
+    line, rest = bad.content.split(b"\r\n", 1)
+    added = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+    return replace(bad, content=line + b"\r\n" + added + rest)
 
 
 def _inputs(more: Mapping[str, object] | None = None, **changed: object) -> bytes:

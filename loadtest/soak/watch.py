@@ -14,6 +14,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.servers import HOST, Running, cpu_seconds
+from loadtest.soak.clients import METRICS_KEY
 from loadtest.soak.operations import children_of
 
 _EVERY_S = 0.5
@@ -162,7 +163,7 @@ def _under_way(server: Running) -> tuple[int, int]:
 def _metrics(server: Running) -> list[tuple[str, dict[str, str], float]]:
     connection = http.client.HTTPConnection(HOST, server.port, timeout=10.0)
     try:
-        connection.request("GET", "/metrics")
+        connection.request("GET", "/metrics", headers=server.headers(METRICS_KEY))
         page = connection.getresponse().read().decode()
     finally:
         connection.close()

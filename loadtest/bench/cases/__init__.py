@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from loadtest.bench.cases import cache, jpeg, pipelines, python_models, ragged
 from loadtest.bench.cases.grpc import GrpcDefault, GrpcFrontEnd, GrpcMillion, GrpcStream
-from loadtest.bench.cases.http import FrontEnd, IdleConnections, Memory, MetricsCost, Mixed
+from loadtest.bench.cases.http import FrontEnd, IdleConnections, KeysCost, Memory, MetricsCost, Mixed
 from loadtest.bench.cases.models import ModelThroughput, Quantized
 from loadtest.bench.cases.shared_memory import SharedMemoryInputs
 from loadtest.bench.results import at_least, at_most
@@ -15,6 +16,7 @@ CASES: tuple[Case, ...] = (
     FrontEnd("tiny-json-64", 64, "json"),
     Mixed("mixed-64", 64),
     MetricsCost("metrics", 64, ratio=at_least(0.98)),
+    KeysCost("keys", 64),
     IdleConnections("idle-connections", 16, idle=1000),
     Memory("memory", 64, warm_up_requests=20_000, requests=200_000, growth=at_most(1.05)),
     GrpcFrontEnd("grpc-tiny-64", 4, in_flight=16, grpcio_to_echo=at_least(0.8), fast_to_echo=at_least(4.0)),
@@ -28,4 +30,9 @@ CASES: tuple[Case, ...] = (
     ModelThroughput("resnet50", 16, "resnet50", ratio=at_least(0.95)),
     ModelThroughput("efficientnet_lite0", 16, "efficientnet_lite0", ratio=at_least(0.95)),
     Quantized("int8", 16, "resnet50", raw=at_least(2.8), served=at_least(2.8)),
+    *python_models.CASES,
+    *pipelines.CASES,
+    *jpeg.CASES,
+    *cache.CASES,
+    *ragged.CASES,
 )

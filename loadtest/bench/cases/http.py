@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
+from headrace.commands.connection import ConnectionOptions
 
+from deploy.make_keys import KEYS_FILE, make_keys
 from loadtest import servers
 from loadtest.bench.inprocess import WrongAnswer
 from loadtest.bench.results import CaseResult, Comparison, Figure, Target, at_most, figures_of
@@ -129,25 +132,27 @@ class Mixed(Case):
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsCost(Case):
-    """Cost of metrics: pairs of fresh servers, metrics on and off, each pair on one core; the idle one of the two costs nothing.
+class SwitchCost(Case):
+    """Cost of a feature: pairs of fresh servers with it on and off, each pair on one core; the idle one of the two costs nothing.
 
     The effect is smaller than what two processes that run the same code differ by (memory layout, hash seeds: 3 to 5 %), so
     one pair cannot show it however long it is measured. Many pairs can: each gives one ratio, and their median is judged.
 
     Attributes:
-        ratio: target of requests a second with metrics over those without.
+        ratio: target of requests a second with the feature over those without; None for no target.
+        feature: its name in reports.
     """
 
-    ratio: Target
+    ratio: Target | None = None
 
+    feature: ClassVar[str]
     contenders = 2 * ROUNDS_A_PAIR
     sample_s = 1
 
     @property
     def title(self) -> str:
         """One-line description of the measurement."""
-        return f"metrics on against off: tiny, binary bodies, {self.connections} connections, pairs of fresh servers"
+        return f"{self.feature} on against off: tiny, binary bodies, {self.connections} connections, pairs of fresh servers"
 
     def rounds(self, bench: Bench) -> int:
         """Number of pairs."""
@@ -156,31 +161,72 @@ class MetricsCost(Case):
     def run(self, bench: Bench) -> CaseResult:
         """Start a pair, check both, measure in interleaved rounds; and again."""
         question = bench.question(MODEL)
-        load = self.load(bench, question.request)
+        requests = {"on": self.request_on(bench, question), "off": question.request}
+        loads = {name: self.load(bench, request) for name, request in requests.items()}
         rates: dict[str, list[float]] = {"on": [], "off": []}
         costs: dict[str, list[float]] = {"on": [], "off": []}
         for _ in range(self.rounds(bench)):
-            with self._start(bench, "on", "1") as on, self._start(bench, "off", "0") as off:
-                for server in (on, off):
-                    bench.check(server, question)
-                    bench.warm_up(server, load)
-                samples = interleave(
-                    {"on": partial(_sample, bench, on, load), "off": partial(_sample, bench, off, load)}, ROUNDS_A_PAIR
-                )
+            with self._start(bench, "on") as on, self._start(bench, "off") as off:
+                contenders = {}
+                for name, server in (("on", on), ("off", off)):
+                    bench.check(server, question, requests[name])
+                    bench.warm_up(server, loads[name])
+                    contenders[name] = partial(_sample, bench, server, loads[name])
+                samples = interleave(contenders, ROUNDS_A_PAIR)
             for name, rounds in samples.items():
                 rates[name].append(median(rate for rate, _ in rounds))
                 costs[name].append(median(cpu_us for _, cpu_us in rounds))
-        figures = [Figure(f"metrics {name}", "requests/s", Spread.of(values)) for name, values in rates.items()]
-        figures += [Figure(f"metrics {name}", "CPU us/request", Spread.of(values)) for name, values in costs.items()]
+        figures = [Figure(f"{self.feature} {name}", "requests/s", Spread.of(values)) for name, values in rates.items()]
+        figures += [
+            Figure(f"{self.feature} {name}", "CPU us/request", Spread.of(values)) for name, values in costs.items()
+        ]
         comparisons = (
-            Comparison("metrics on / off, requests/s", "", ratios(rates["on"], rates["off"]), self.ratio),
+            Comparison(f"{self.feature} on / off, requests/s", "", ratios(rates["on"], rates["off"]), self.ratio),
             # The same by the kernel's CPU time, which a busy neighbour disturbs less.
-            Comparison("metrics off / on, CPU time a request", "", ratios(costs["off"], costs["on"])),
+            Comparison(f"{self.feature} off / on, CPU time a request", "", ratios(costs["off"], costs["on"])),
         )
         return CaseResult(self.name, self.title, figures, comparisons)
 
-    def _start(self, bench: Bench, name: str, value: str) -> AbstractContextManager[Running]:
-        return bench.headrace(MODEL, name=f"metrics {name}", env={"HEADRACE_METRICS": value, "PYTHONHASHSEED": "0"})
+    def request_on(self, bench: Bench, question: Question) -> HttpRequest:
+        """Return the request of the server with the feature."""
+        del bench
+        return question.request
+
+    @abstractmethod
+    def settings(self, bench: Bench, name: str) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Return options and environment of the server named "on" or "off"."""
+
+    def _start(self, bench: Bench, name: str) -> AbstractContextManager[Running]:
+        options, env = self.settings(bench, name)
+        env = {**env, "PYTHONHASHSEED": "0"}
+        return bench.headrace(MODEL, name=f"{self.feature} {name}", options=options, env=env)
+
+
+class MetricsCost(SwitchCost):
+    """Cost of metrics."""
+
+    feature = "metrics"
+
+    def settings(self, bench: Bench, name: str) -> tuple[Sequence[str], Mapping[str, str]]:
+        """See `SwitchCost`."""
+        return (), {"HEADRACE_METRICS": "1" if name == "on" else "0"}
+
+
+class KeysCost(SwitchCost):
+    """Cost of API keys, each request with the same key."""
+
+    feature = "keys"
+
+    def request_on(self, bench: Bench, question: Question) -> HttpRequest:
+        """See `SwitchCost`."""
+        make_keys(bench.scratch)
+        key = (bench.scratch / "infer.key").read_text().strip()
+        request = question.request
+        return replace(request, headers={**request.headers, **ConnectionOptions(api_key=key).headers()})
+
+    def settings(self, bench: Bench, name: str) -> tuple[Sequence[str], Mapping[str, str]]:
+        """See `SwitchCost`."""
+        return (("--api-keys-file", str(bench.scratch / KEYS_FILE)) if name == "on" else ()), {}
 
 
 def _sample(bench: Bench, server: Running, load: Load) -> tuple[float, float]:
