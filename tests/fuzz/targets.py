@@ -17,7 +17,8 @@ from headrace.config.completion import bind, screen
 from headrace.config.documents import Document, read_config_json, read_pbtxt, read_value, read_yaml
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_server import DeadlineTimer, FastGrpcServer
+from headrace.grpc.fast_call import DeadlineTimer
+from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.fast_wire import MessageReader
 from headrace.grpc.methods import Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.http2.frames import HpackDecoder, Http2ConnectionError

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from headrace import settings
+from headrace.core.cache_options import CacheOptions, RedisOptions, RedisTls
 from headrace.core.limits import LIMIT_HELP, Limits
 from headrace.core.telemetry import TritonMetrics
 from headrace.settings import Settings
@@ -37,6 +38,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "allow_client_shm": ("true", True),
         "id": ("triton", "triton"),
         "allow_model_override": ("yes", True),
+        "allow_python_uploads": ("yes", True),
         "trace_file": ("t.json", "t.json"),
         "log_format": ("json", "json"),
         "client_header": ("X-Api-Key", "x-api-key"),
@@ -44,6 +46,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "profile_s": ("0", 0.0),
         "inline_bound_us": ("0", 0),
         "state_dir": ("s", "s"),
+        "environments_dir": ("e", "e"),
         "drain_timeout_s": ("6.5", 6.5),
         "keep_alive_timeout_s": ("7.5", 7.5),
         "metrics": ("off", False),
@@ -61,6 +64,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "jwks": ("https://id.example/jwks", "https://id.example/jwks"),
         "jwt_issuer": ("https://id.example", "https://id.example"),
         "jwt_audience": ("headrace", "headrace"),
+        "cache_config": ("local,size=1MiB", CacheOptions(1 << 20)),
     }
     assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits", "telemetry"}
     for name, (text, expected) in values.items():
@@ -93,6 +97,92 @@ def test_metrics_are_configured_by_tritons_words() -> None:
     expected = TritonMetrics(counter_latencies=False, summary_quantiles=(0.5, 0.99))
     assert parse(*(word for text in words for word in ("--metrics-config", text))).metrics_config == expected
     assert parse(HEADRACE_METRICS_CONFIG=" ".join(words)).metrics_config == expected
+
+
+def test_the_response_cache_is_configured_by_tritons_words() -> None:
+    assert parse("--cache-config=local,size=1048576").cache_config == CacheOptions(1 << 20)
+    assert parse("--cache-config", "local,size=1", "--cache-config", "local,size=2GiB").cache_config == CacheOptions(
+        2 << 30
+    )
+    assert parse(HEADRACE_CACHE_CONFIG="local,size=64MiB").cache_config == CacheOptions(64 << 20)
+    assert parse().cache_config is None
+
+
+def test_redis_is_configured_by_tritons_words() -> None:
+    words = (
+        "redis,host=cache",
+        "redis,port=6380",
+        "redis,user=me,password=word",
+        "redis,db=0,connect_timeout=0,pool_size=4",
+    )
+    options = parse(*(word for text in words for word in ("--cache-config", text))).cache_config
+    assert options == CacheOptions(0, RedisOptions("cache", 6380, "me", "word"))
+    assert "word" not in repr(options)
+    timeouts = "redis,host=cache,wait_timeout=3,socket_timeout=50,connect_timeout=200"
+    assert parse("--cache-config=redis,port=1").cache_config == CacheOptions(0, RedisOptions("", 1)), (
+        "refused at the start"
+    )
+    both = parse("--cache-config", timeouts, "--cache-config", "local,size=1KiB").cache_config
+    expected = RedisOptions("cache", wait_timeout_ms=3, socket_timeout_ms=50, connect_timeout_ms=200)
+    assert both == CacheOptions(1024, expected)
+    environment = {"TRITONCACHE_REDIS_USERNAME": "me", "TRITONCACHE_REDIS_PASSWORD": "word"}
+    options = parse("--cache-config", "redis,host=cache", **environment).cache_config
+    assert options == CacheOptions(0, RedisOptions("cache", user="me", password="word"))
+
+
+@pytest.mark.parametrize(
+    ("words", "tls"),
+    [
+        ("", None),
+        (",tls=false", None),
+        (",tls=true", RedisTls()),
+        (",tls_enabled=TRUE", RedisTls()),
+        (",ca=a.pem", RedisTls(ca="a.pem")),
+        (",cacert=a.pem,cacert_dir=/a", RedisTls(ca="a.pem", ca_dir="/a")),
+        (",cacert=a.pem,ca=b.pem", RedisTls(ca="b.pem")),
+        (",cert=c.pem,key=c.key,sni=name", RedisTls(cert="c.pem", key="c.key", sni="name")),
+        (",verify=0", RedisTls(verify=False)),
+        (",tls=true,tls_enabled=false", None),
+        (",tls=false,ca=a.pem", RedisTls(ca="a.pem", is_disabled=True)),
+    ],
+)
+def test_tls_of_redis(words: str, tls: RedisTls | None) -> None:
+    options = parse("--cache-config", f"redis,host=cache{words}").cache_config
+    assert options == CacheOptions(0, RedisOptions("cache", tls=tls))
+    # One setting a value, as in Triton.
+    parts = ["host=cache", *words.split(",")[1:]]
+    single = parse(*(word for part in parts for word in ("--cache-config", f"redis,{part}"))).cache_config
+    assert single == options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a cache: write local,size=BYTES"),
+        ("disk,size=1", "'disk' is not a cache"),
+        ("local", "is not a setting of the cache local: write local,size=BYTES"),
+        ("local,length=1", "is not a setting of the cache local"),
+        ("local,size=", "is not a setting of the cache local"),
+        ("local,size=0", "'0' is not a size"),
+        ("local,size=1.5GiB", "is not a size: write a number of bytes, or one with KiB, MiB or GiB"),
+        ("local,size=-1", "is not a size"),
+        ("redis", "'' is not a setting of the cache redis: write redis,host=NAME,port=NUMBER"),
+        ("redis,hots=a", "'hots' is not a setting of the cache redis"),
+        ("redis,host=a,size=1", "'size' is not a setting of the cache redis"),
+        ("redis,port=70000", "'70000' is not a value of port: write a number from 1 to 65535"),
+        ("redis,db=x", "'x' is not a value of db"),
+        ("redis,tls=maybe", "'maybe' is not a value of tls: write true or false"),
+        ("redis,tls_enabled=2", "'2' is not a value of tls_enabled: write true or false"),
+        ("redis,verify=peer", "'peer' is not a value of verify: write true or false"),
+        ("redis,ca=", "'ca' is not a setting of the cache redis"),
+        ("local,ca=a.pem", "'ca' is not a setting of the cache local"),
+        ("redis,password=one,two", "a part without = is not a setting of the cache redis"),
+    ],
+)
+def test_a_wrong_setting_of_the_cache_is_answered(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--cache-config", text)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ TRITON_SAME = (
     "--trace-file",
     "--trace-rate",
     "--metrics-config",
+    "--cache-config",
 )
 
 
@@ -76,6 +77,7 @@ VALUES = {
     "--trace-file": "f",
     "--load-model": "m",
     "--metrics-config": "histogram_latencies=false",
+    "--cache-config": "local,size=1048576",
 }
 
 
@@ -171,6 +173,18 @@ SAMPLES: dict[str, Any] = {
     "optimization.execution_accelerators.cpu_execution_accelerator": [{"name": "openvino"}],
 }
 DATA = {"zero_data": True}
+COMPUTED = {"target_name": ["count"], "data_type": "TYPE_INT32", "source_input": ["x"]}
+SCATTERED = {"target_name": ["y"], "source_input": ["x"]}
+SAMPLES |= {
+    "batch_input": [COMPUTED],
+    "batch_output": [SCATTERED],
+    "batch_input[].data_type": "TYPE_FP32",
+    "batch_input[].source_input": ["x"],
+    "batch_input[].target_name": ["other"],
+    "batch_output[].source_input": ["x"],
+    "batch_output[].target_name": ["y"],
+    "batch_output[].kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
+}
 # What must be written beside a field for it to mean anything.
 BESIDE: dict[str, dict[str, Any]] = {
     "instance_group": {"backend": "tensorrt", "instance_group": [{"kind": "KIND_GPU"}]},
@@ -184,6 +198,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optimization.execution_accelerators.cpu_execution_accelerator[].parameters": {
         "optimization": {"execution_accelerators": {"cpu_execution_accelerator": [{"name": "openvino"}]}}
     },
+    "batch_input[]": {"batch_input": [COMPUTED]},
+    "batch_output[]": {"batch_output": [SCATTERED]},
     "model_warmup": {
         "model_warmup": [{"name": "w", "batch_size": 1, "inputs": {"x": {"data_type": "TYPE_FP32", "dims": [2], **DATA}}}]
     },
@@ -283,16 +299,13 @@ def test_every_listed_feature_is_a_refused_field() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"platform": "ensemble", "ensemble_scheduling": {}}, "an ensemble of models"),
         ({"sequence_batching": {"direct": {}}}, "sequences of requests with a state on the server"),
-        ({"backend": "python"}, "Python code (model.py)"),
-        ({"platform": "pytorch_libtorch"}, "a TorchScript model"),
+        ({"platform": "tensorflow_graphdef"}, "a TensorFlow GraphDef"),
         ({"platform": "tensorflow_savedmodel"}, "a TensorFlow SavedModel"),
         ({"model_transaction_policy": {"decoupled": True}}, "any number of answers to a request"),
         ({"backend": "dali"}, "a DALI pipeline"),
         ({"backend": "openvino"}, "an OpenVINO model"),
         ({"backend": "fil"}, "a forest of trees (FIL)"),
-        ({"response_cache": {"enable": True}}, "a cache of responses"),
     ],
 )
 def test_a_refusal_names_the_feature_in_plain_words(config: dict[str, Any], words: str) -> None:

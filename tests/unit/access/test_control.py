@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_read_once_is_read_at_the_next_poll(
     asyncio.run(run())
     assert caplog.text.count("the keys in force stay: ") == 1, "one line for one error"
     assert "Too many open files" in caplog.text
-    assert "audit: reload keys" in caplog.text.splitlines()[-1]
+    assert f"audit: reload keys {keys.path} by the server: ok" in caplog.text.splitlines()[-1]
     assert caplog.text.rstrip().endswith(": ok")
 
 
@@ -338,5 +338,5 @@ def test_keys_that_cannot_be_applied_change_nothing_and_are_audited(
     assert principal.grant is before
     assert bearer(access, keys.keys["infer"]).grant is not None
     assert "audit: reload keys" in caplog.text
-    assert "file: internal error" in caplog.text
+    assert "by the server: internal error" in caplog.text
     assert ": ok" not in caplog.text

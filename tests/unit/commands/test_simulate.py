@@ -9,6 +9,7 @@ import pytest
 from headrace.__main__ import main
 from headrace.simulation.options import SettingParser, add_arguments
 
+from loadtest.bench.chained import SMALL, write_repository
 from tests.support.onnx_models import write_model
 
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
@@ -161,3 +162,77 @@ def test_a_plot_shows_every_setting_and_the_objective(tmp_path: Path, capsys: py
     assert {"as given", "scheduler=fixed", "offered", "answered within", "answered in time"} <= set(texts)
     dashed = [each for each in root.iter("{http://www.w3.org/2000/svg}path") if each.get("stroke-dasharray") == "2 2"]
     assert len(dashed) == 1, "the SLO"
+
+
+def test_a_pipeline_runs_through_the_queues_of_its_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    command = ["simulate", str(tmp_path / "chain"), "--seconds", "4", "--timeout-ms", "40", "--json", "--rate"]
+    profile = ["--profile", "first=500,second=4000,third=500"]
+    assert main([*command, "4000", *profile]) == 0  # twice what the second step can
+    (setting,) = json.loads(capsys.readouterr().out)["settings"]
+    models = {each["name"]: each for each in setting["models"]}
+    assert models["chain"]["throughput"] > 0.9 * 2000
+    assert set(models["chain"]["errors"]) <= {"would_miss", "deadline"}
+    assert models["chain"]["latency_us"]["p99.9"] <= 40_000
+    assert models["second"]["requests"] == 0, "no request goes to it directly"
+    assert models["second"]["mean_batch"] > 7
+    (pipeline,) = setting["pipelines"]
+    assert (pipeline["name"], pipeline["limiting_step"]) == ("chain", "second")
+    assert pipeline["wasted"] < 0.05
+    assert [(step["name"], step["model"]) for step in pipeline["steps"]] == [
+        (n, n) for n in ("first", "second", "third")
+    ]
+    assert sum(step["requests"] for step in pipeline["steps"]) > 3 * 0.9 * 2000 * 4
+    # Far below the capacity every request is answered, after the sum of its steps.
+    assert main([*command, "20", *profile]) == 0
+    (setting,) = json.loads(capsys.readouterr().out)["settings"]
+    latency_us = setting["models"][-1]["latency_us"]
+    assert latency_us["p50"] == pytest.approx(5000, abs=1)
+    # The step that limits it follows the profile.
+    assert main([*command[:-2], "--rate", "100", "--profile", "first=9000,second=10,third=10"]) == 0
+    assert "step 'first' takes the longest" in capsys.readouterr().out
+
+
+def test_yaml_pipelines_simulate_built_in_steps_and_fallbacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    (tmp_path / "image/1").mkdir(parents=True)
+    (tmp_path / "image/config.yaml").write_text(
+        "input: [{name: x, data_type: fp32, dims: [16]}]\noutput: [{name: y, data_type: fp32, dims: [16]}]\n"
+        "max_batch_size: 8\npipeline:\n  steps:\n"
+        "    main: {model: first, fallback: second, inputs: {X: x}, outputs: {Y: m}}\n"
+        "    shares: {builtin: softmax, inputs: {scores: m}, outputs: {probabilities: y}}\n"
+    )
+    command = ["simulate", str(tmp_path / "image"), "--json", "--seconds", "2", "--rate", "50", "--timeout-ms", "20"]
+    assert main([*command, "--profile", "first=90000,second=500,image.shares=10"]) == 0
+    (setting,) = json.loads(capsys.readouterr().out)["settings"]
+    assert [each["name"] for each in setting["models"]] == ["first", "second", "image.shares", "image"]
+    batches = {each["name"]: each["mean_batch"] for each in setting["models"]}
+    assert setting["models"][-1]["answered"] == setting["models"][-1]["requests"], "the fallback is in time"
+    assert batches["second"] is not None
+
+
+def test_rows_of_a_pipeline_with_each_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    (tmp_path / "crops/1").mkdir(parents=True)
+    (tmp_path / "crops/config.yaml").write_text(
+        "input: [{name: x, data_type: fp32, dims: [-1, 16]}]\noutput: [{name: y, data_type: fp32, dims: [-1, 16]}]\n"
+        "max_batch_size: 8\npipeline:\n  steps:\n"
+        "    detect: {model: first, inputs: {X: x}, outputs: {Y: m}}\n"
+        "    classify: {model: second, each: m, inputs: {X: m}, outputs: {Y: y}}\n"
+    )
+    command = ["simulate", str(tmp_path / "crops"), "--json", "--seconds", "2", "--rate", "20", "--rows", "4:1"]
+    assert main([*command, "--profile", "first=500,second=500"]) == 0
+    (setting,) = json.loads(capsys.readouterr().out)["settings"]
+    crops = setting["models"][-1]
+    assert crops["answered"] == crops["requests"] > 20
+    assert [step["requests"] for step in setting["pipelines"][0]["steps"]] == [4 * crops["requests"]] * 2
+
+
+def test_a_pipeline_with_an_invalid_graph_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    config = tmp_path / "chain/config.pbtxt"
+    config.write_text(config.read_text().replace('value: "t1" } output_map', 'value: "lost" } output_map'))
+    assert main(["simulate", str(tmp_path / "chain"), "--seconds", "1"]) == 2
+    assert 'chain: output "Y" is never ready' in capsys.readouterr().err

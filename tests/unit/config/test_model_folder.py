@@ -5,6 +5,7 @@ from pathlib import Path
 import onnx
 import pytest
 from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
+from headrace.config.python_rules import reads_device_rows
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from onnx import TensorProto
@@ -423,3 +424,17 @@ def test_a_precision_that_needs_samples_warns_if_none_are_named(tmp_path: Path) 
     assert "optimization.calibration.data" in finding.cure
     write_model(tmp_path / "m", config="optimization: {precision: fp16}\n")
     assert read(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("yes", False), ("no", False), ("maybe", True), ("", True)])
+def test_a_python_model_reads_inputs_on_the_host_or_on_a_gpu(tmp_path: Path, value: str, is_refused: bool) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text("")
+    parameter = f"parameters: {{FORCE_CPU_ONLY_INPUT_TENSORS: '{value}'}}"
+    (folder / "config.yaml").write_text(f"backend: python\n{parameter}\n")
+    if is_refused:
+        with pytest.raises(ConfigError, match=f'FORCE_CPU_ONLY_INPUT_TENSORS is "yes" or "no", not "{value}"'):
+            read_model_folder(folder, tmp_path)
+    else:
+        assert reads_device_rows(read_model_folder(folder, tmp_path).config) == (value == "no")

@@ -9,6 +9,7 @@ import pytest
 from headrace.core.completion import LoopCompletion, Mailbox, settle_all
 from headrace.core.errors import Cancelled, ModelFailed
 from headrace.core.request import InferResponse
+from headrace.scheduling.entries import Sequencer
 
 from tests.support.completions import RecordedCompletion
 
@@ -67,11 +68,24 @@ def test_a_batch_wakes_the_loop_once() -> None:
 
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
         waiting = [LoopCompletion(mailbox) for _ in range(64)]
-        assert settle_all([(each, InferResponse({})) for each in waiting]) == 64
+        assert settle_all([(each, InferResponse({})) for each in waiting]) == []
         await asyncio.gather(*[asyncio.ensure_future(_wait(each)) for each in waiting])
         assert wakes == 1
 
     asyncio.run(main())
+
+
+def test_the_sequencer_keeps_no_outcome_of_a_request_that_has_left() -> None:
+    sequencer, answer = Sequencer(lambda requests: None), InferResponse({})
+    slots = [RecordedCompletion() for _ in range(3)]
+    sequencer.admit(slots)
+    assert slots[0].abandon()
+    assert sequencer.deliver([(slots[2], answer)]) == []
+    assert slots[2].outcome is None, "the second one is not settled yet"
+    assert sequencer.deliver([(slots[1], answer)]) == []
+    assert [slot.outcome for slot in slots[1:]] == [answer, answer]
+    assert sequencer.deliver([(slots[0], answer)]) == [slots[0]]
+    assert not sequencer._outcomes
 
 
 async def _wait(completion: LoopCompletion) -> InferResponse:

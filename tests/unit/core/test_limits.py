@@ -13,6 +13,7 @@ from headrace.core.limits import (
     BodyMemory,
     BodyReservation,
     ClientLimits,
+    ConnectionReserve,
     Limits,
     UnreadResponses,
 )
@@ -192,15 +193,6 @@ def test_unread_responses_make_new_requests_fail(clock: list[int]) -> None:
     assert client_limits.bodies.unread_bytes == 0
 
 
-def test_a_connection_over_its_limit_is_full() -> None:
-    client_limits = large_limits()
-    unread = UnreadResponses(client_limits)
-    unread.update(client_limits.limits.max_unread_bytes)
-    assert not unread.is_full
-    unread.update(client_limits.limits.max_unread_bytes + 1)
-    assert unread.is_full
-
-
 def test_the_client_that_reads_slowest_gives_way(clock: list[int]) -> None:
     client_limits = large_limits()
     reader, stalled, upload = UnreadResponses(client_limits), UnreadResponses(client_limits), Upload(client_limits)
@@ -229,3 +221,49 @@ def test_the_client_that_reads_slowest_gives_way(clock: list[int]) -> None:
     assert (closed, upload.gave_way) == ([stalled], False), "it fits"
     body.grow(1 * MIB)
     assert upload.gave_way, "responses and bodies give way to bodies"
+
+
+class OneConnection:
+    """A connection whose rank the test sets: None while it is busy."""
+
+    def __init__(self, rank: tuple[bool, float] | None) -> None:
+        self.rank, self.closed = rank, False
+
+    def idle_rank(self) -> tuple[bool, float] | None:
+        return self.rank
+
+    def close_idle(self) -> None:
+        self.closed = True
+
+    def refuse_connection(self, with_response: bool) -> None:
+        self.closed = True
+
+
+def test_a_new_connection_is_searched_for_although_the_last_search_found_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that found only busy connections is not repeated at once, unless other connections took their places."""
+    monkeypatch.setattr(limits_module, "monotonic_ns", lambda: NS_PER_S)
+    client_limits = ClientLimits(Limits(max_connections=2), "http")
+    reserve, busy = ConnectionReserve(client_limits), [OneConnection(None), OneConnection(None)]
+    for connection in busy:
+        assert client_limits.enter()
+        reserve.add(connection)
+    over = [OneConnection(None) for _ in range(3)]
+    for connection in over:
+        assert not client_limits.enter()
+        reserve.add_over(connection)
+    assert not reserve.admit(over[0])
+    busy[0].rank = True, 1.0
+    assert not reserve.admit(over[1]), "the search is too recent"
+    client_limits.leave()
+    reserve.discard(over[1])
+    assert not reserve.admit(over[2]), "a refused connection changes nothing"
+    for connection in busy:
+        client_limits.leave()
+        reserve.discard(connection)
+    assert reserve.admit(over[0]), "two places are free"
+    over[0].rank = True, 2.0
+    last = OneConnection(None)
+    assert not client_limits.enter()
+    reserve.add_over(last)
+    assert reserve.admit(last)
+    assert over[0].closed

@@ -65,9 +65,8 @@ def test_words_of_enumerations_may_be_short() -> None:
     ("fields", "loc", "message"),
     [
         ({"name": "a/b"}, ("name",), "'a/b' cannot be a model's name"),
-        ({"backend": "python"}, ("backend",), 'backend "python" is not served here'),
-        ({"platform": "pytorch_libtorch"}, ("platform",), 'platform "pytorch_libtorch" is not served here'),
-        ({"platform": "ensemble"}, ("platform",), "it is an ensemble of models"),
+        ({"backend": "openvino"}, ("backend",), 'backend "openvino" is not served here'),
+        ({"platform": "tensorflow_graphdef"}, ("platform",), 'platform "tensorflow_graphdef" is not served here'),
         ({"platform": "tensorrt_plan", "backend": "onnxruntime"}, ("platform",), "does not go with backend"),
         ({"input": [{"name": "x"}, {"name": "x"}]}, ("input", 1, "name"), 'input "x" is listed twice'),
         ({"input": [{"name": "x", "dims": [3, 0]}]}, ("input", 0, "dims", 1), "not 0"),

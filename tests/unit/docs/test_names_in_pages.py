@@ -85,7 +85,7 @@ def test_missing_paths_and_symbols_are_reported() -> None:
         "http/no_such.py"
     ]
     assert missing_paths("```\n`http/no_such.py`\n```\n    `grpc/no_such.py`\n") == []
-    assert missing_symbols("`ModelHandle.infer` `ModelHandle` `decide` `NoSuchClass` `ModelHandle.no_such`") == [
+    assert missing_symbols("`ModelHandle.compute` `ModelHandle` `decide` `NoSuchClass` `ModelHandle.no_such`") == [
         "NoSuchClass",
         "ModelHandle.no_such",
     ]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from headrace.grpc.codec import GrpcCodec, scan, varint
+from headrace.grpc.codec import GrpcCodec, scan
+from headrace.grpc.large_contents import varint
 from tritonclient.grpc import service_pb2 as pb
 
 TYPED: list[tuple[str, str, list[Any]]] = [

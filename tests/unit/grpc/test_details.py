@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 from headrace.core.errors import (
     BadRequest,
@@ -12,9 +13,13 @@ from headrace.core.errors import (
     Unavailable,
     WouldMiss,
 )
-from headrace.grpc.status import error_status
+from headrace.grpc.status import CODES, error_status
 
 from tests.support.rich_status import retry_delay_s, rich_status
+
+
+def test_the_codes_are_those_of_grpcio() -> None:
+    assert {code.name: code.value[0] for code in grpc.StatusCode} == CODES
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.limits import ClientLimits
-from headrace.core.request import InferRequest, InferResponse, ModelLoad
+from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.grpc.infer import GrpcInference, InferStreams
 from headrace.grpc.response_room import ResponseRoom
@@ -72,10 +72,13 @@ class Model:
     def admit(self) -> None:
         pass
 
+    def probes(self) -> list[Probe]:
+        return []
+
     def load(self, by_level: bool = True) -> ModelLoad:
         return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
-    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
         self.failures.append(error)
 
     def infer(self, request: InferRequest) -> LoopCompletion:
@@ -102,6 +105,9 @@ class Call:
     options: RequestOptions = NO_OPTIONS
     completion: LoopCompletion | None = None
 
+    def admit(self, size_bytes: int) -> None:
+        pass
+
 
 class Streaming:
     """A stream call of a client under the test's control."""
@@ -109,6 +115,7 @@ class Streaming:
     deadline_ns = 0
     options: RequestOptions = NO_OPTIONS
     stopping = False
+    take: Callable[[bytes], bool] | None = None
 
     def __init__(self, client_limits: ClientLimits | None = None) -> None:
         self.reservation = (client_limits or ClientLimits()).reserve()
@@ -125,6 +132,11 @@ class Streaming:
         if isinstance(given, Exception):
             raise given
         return given
+
+    def write_now(self, parts: list[Any], *, last: bool) -> bool:
+        if self.open.is_set():
+            self.got.append(pb.ModelStreamInferResponse.FromString(b"".join(parts)))
+        return self.open.is_set()
 
     async def write(self, parts: list[Any]) -> None:
         await self.open.wait()

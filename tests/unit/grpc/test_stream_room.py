@@ -158,6 +158,9 @@ def test_large_responses_that_are_read_at_once_run_together() -> None:
 
 def test_a_response_that_memory_refuses_ends_its_request_and_not_the_stream() -> None:
     class Full(Streaming):
+        def write_now(self, parts: list[Any], *, last: bool) -> bool:
+            return False
+
         async def write(self, parts: list[Any]) -> None:
             self.writes += 1
             if self.writes == 1:

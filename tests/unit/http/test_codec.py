@@ -11,7 +11,7 @@ import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, Array, Datatype, ModelSpec, TensorSpec
-from headrace.http.codec import ModelCodec, RequestTemplate
+from headrace.http.codec import IMAGE_BODY, ModelCodec, RequestTemplate
 from headrace.inference import tensor_codec
 
 LABELS = ("cat", "dog")
@@ -378,3 +378,51 @@ def test_cached_response_headers_work_for_responses_with_an_id() -> None:
         named_size, named = encoder.encode(answer(), template, "r")
         assert b"".join(named).replace(b'"id":"r",', b"", 1) == b"".join(parts)
         assert size == len(parts[0]) == named_size - len(b'"id":"r",')
+
+
+def image_model(shape: tuple[int, ...], batch: int = 0, datatype: str = "BYTES", optional: bool = False) -> ModelSpec:
+    inputs = [TensorSpec("image", BY_NAME[datatype], shape)]
+    if optional:
+        inputs.append(TensorSpec("threshold", BY_NAME["FP32"], shape, optional=True))
+    outputs = [TensorSpec("S", BY_NAME["FP32"], (3,))]
+    return ModelSpec("m", "3", "test", {t.name: t for t in inputs}, {t.name: t for t in outputs}, batch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (image_model((1,)), (1,)),
+        (image_model((-1,)), (1,)),
+        (image_model(()), ()),
+        (image_model((-1, 1), batch=8), (1, 1)),
+        (image_model((1,), optional=True), (1,)),
+    ],
+)
+def test_an_image_body_is_one_text_and_its_answer_is_json(spec: ModelSpec, shape: tuple[int, ...]) -> None:
+    data, of = b"\xff\xd8\xff{}" + bytes(range(256)) * 1000, ModelCodec(spec)
+    decoded, template = of.decode(bytearray(data), IMAGE_BODY, 1_000)  # type: ignore[arg-type]
+    assert decoded.inputs["image"].shape == shape
+    assert decoded.inputs["image"].reshape(-1).tolist() == [data]
+    assert (decoded.rows, decoded.size_bytes) == (1, len(data))
+    size, parts = of.encode(InferResponse({"S": np.zeros(3, np.float32)}), template)
+    assert size is None
+    assert json.loads(b"".join(parts))["outputs"][0]["data"] == [0, 0, 0]
+    # Another file of the same length is not mistaken for the first.
+    other, _ = of.decode(bytes(len(data)), IMAGE_BODY, 1_000)
+    assert other.inputs["image"].reshape(-1).tolist() == [bytes(len(data))]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (model(), r"the data of one input, model 'm' has \['A', 'B'\]"),
+        (
+            image_model((3, 224, 224), datatype="FP32"),
+            r"input 'image' is FP32, shape \[3, 224, 224\]: send its tensors",
+        ),
+        (image_model((2,)), r"input 'image' is BYTES, shape \[2\]"),
+    ],
+)
+def test_an_image_body_is_refused_by_other_models(spec: ModelSpec, reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason):
+        ModelCodec(spec).decode(b"\xff\xd8\xff", IMAGE_BODY, 1_000)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from headrace.core.tensor import BYTES, FP32, Array, ModelSpec, ResidentRows, Te
 from headrace.grpc.codec import GrpcCodec, scan
 from headrace.http.codec import ModelCodec
 from headrace.inference.request_template import RequestTemplate
+from headrace.inference.service import InferenceService
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 from tritonclient.utils import serialize_byte_tensor
@@ -35,6 +39,8 @@ N_WIRE = serialize_byte_tensor(N).item()
 
 
 class FakeRegion:
+    gpu: int | None = None
+
     def __init__(self, size_bytes: int) -> None:
         self.memory = bytearray(size_bytes)
         self.reads = 0
@@ -52,6 +58,9 @@ class FakeRegion:
         self.check(offset, size_bytes)
         self.reads += 1
         return np.frombuffer(bytes(self.memory[offset : offset + size_bytes]), np.uint8)
+
+    def write_rows(self, offset: int, rows: ResidentRows) -> None:
+        raise AssertionError("no output of these tests is on a GPU")
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         self.check(offset, len(data))
@@ -386,3 +395,68 @@ def test_data_in_two_places() -> None:
     wire = message.SerializeToString()
     with pytest.raises(BadRequest, match="input 'X' is in shared memory, it takes no contents"):
         GrpcCodec(SPEC, regions).decode(wire, scan(wire), 1)
+
+
+@pytest.mark.parametrize(("rows", "is_large"), [(4, False), (40_000, True)])
+def test_large_texts_are_split_on_a_codec_thread(rows: int, is_large: bool) -> None:
+    """The event loop splits small ones: a codec thread would cost more."""
+    spec = ModelSpec("m", "1", "test", {"N": SPEC.inputs["N"]}, SPEC.outputs, 65_536)
+    texts = np.array([[b"text %d" % row] for row in range(rows)], object)
+    content = serialize_byte_tensor(texts).item()
+    region = FakeRegion(len(content))
+    region.memory[:] = content
+    regions, functions = FakeRegions(texts=region), []
+
+    async def run(function: Callable[..., object], *args: object, size_bytes: int) -> None:
+        assert size_bytes == len(content)
+        functions.append(function.__name__)
+        function(*args)
+
+    place = {"shared_memory_region": "texts", "shared_memory_byte_size": len(content)}
+    body = json.dumps(
+        {"inputs": [{"name": "N", "datatype": "BYTES", "shape": [rows, 1], "parameters": place}]}
+    ).encode()
+    codec: Any = ModelCodec(spec, regions)
+    threads = SimpleNamespace(run=run)
+    service: Any = SimpleNamespace(
+        codec=lambda _: codec, codec_threads=threads, has_shared_memory=True, _regions=regions
+    )
+    handle: Any = SimpleNamespace(spec=spec)
+    parts = asyncio.run(InferenceService.read_large(service, handle, body, None))
+    assert functions == (["read_shared"] if is_large else [])
+    request, _ = codec.decode(body, None, 0, parts=parts)
+    assert np.array_equal(request.inputs["N"], texts)
+    assert region.reads == 1
+    assert request.size_bytes == len(body) + len(content)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_pinned", "is_large"), [(1000, False, False), (1 << 20, False, True), (1 << 20, True, False)]
+)
+def test_large_numbers_are_copied_on_a_codec_thread(rows: int, is_pinned: bool, is_large: bool) -> None:
+    """Of 100 MiB the copy takes 30 ms. Memory that the GPU reads is not copied."""
+    devices = frozenset({0} if is_pinned else ())
+    spec = ModelSpec("m", "1", "test", {"X": SPEC.inputs["X"]}, SPEC.outputs, 2 << 20, resident_devices=devices)
+    values = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+    region = FakeRegion(values.nbytes)
+    region.memory[:] = values.tobytes()
+    region.array = values.reshape(-1).view(np.uint8)
+    regions, functions = FakeRegions(numbers=region), []
+
+    async def run(function: Callable[..., object], *args: object, size_bytes: int) -> None:
+        assert size_bytes == values.nbytes
+        functions.append(function.__name__)
+        function(*args)
+
+    place = {"shared_memory_region": "numbers", "shared_memory_byte_size": values.nbytes}
+    body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [rows, 2], "parameters": place}]}).encode()
+    codec: Any = ModelCodec(spec, regions)
+    service: Any = SimpleNamespace(
+        codec=lambda _: codec, codec_threads=SimpleNamespace(run=run), has_shared_memory=True, _regions=regions
+    )
+    handle: Any = SimpleNamespace(spec=spec)
+    parts = asyncio.run(InferenceService.read_large(service, handle, body, None))
+    assert functions == (["read_shared"] if is_large else [])
+    request, _ = codec.decode(body, None, 0, parts=parts)
+    assert np.array_equal(np.asarray(request.inputs["X"]), values)
+    assert region.reads == (0 if is_pinned else 1)

@@ -28,7 +28,9 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import BatchTimes, InferRequest, InferResponse, LevelLoad, ModelLoad
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.http.infer_endpoint import InferEndpoint
+from headrace.http.codec import IMAGE_BODY
+from headrace.http.infer_endpoint import InferEndpoint, InferHeaders
+from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
 from headrace.observability.counters import Recorder
 
@@ -82,9 +84,10 @@ class Handle:
         self.loads += 1
         return LOAD
 
-    def record_failure(self, error: HeadraceError, received_ns: int) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
         assert received_ns > 0
         self.failures.append(error)
+        self.recorder.failure(error.reason, 0, answered)
 
     def release(self) -> None:
         self.leases -= 1
@@ -263,6 +266,19 @@ def test_an_unexpected_error_hides_its_text_and_names_the_log_reference(caplog: 
     assert [failure.reason for failure in handle.failures] == ["model_failed"]
 
 
+def test_a_response_that_cannot_be_written_counts_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def head(*_arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("headrace.http.infer_endpoint.success_head", head)
+    handle = Handle()
+    answer = call(handle, request())
+    assert answer is not None
+    assert answer[0] == 500
+    assert [type(error) for error in handle.failures] == [ModelFailed]
+    assert (handle.recorder.totals().undelivered, handle.leases) == (1, 0)
+
+
 def test_a_disconnect_before_the_body_is_complete_gets_no_response() -> None:
     handle = Handle()
     incoming = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
@@ -388,3 +404,21 @@ def test_headers_that_fail_again_for_the_error_do_not_hide_it(monkeypatch: pytes
     assert answer is not None
     assert answer[0] == 500
     assert b"its log has the cause" in answer[2]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([(b"content-type", b"image/jpeg")], IMAGE_BODY),
+        ([(b"content-type", b"Image/WebP; q=1")], IMAGE_BODY),
+        ([(b"content-type", b"application/x-www-form-urlencoded")], None),
+        ([(b"content-type", b"application/json")], None),
+        ([], None),
+        ([(b"inference-header-content-length", b"12"), (b"content-type", b"image/jpeg")], 12),
+        ([(b"content-type", b"image/jpeg"), (b"inference-header-content-length", b"0")], 0),
+    ],
+)
+def test_a_content_type_of_images_makes_the_body_one_image(
+    headers: list[tuple[bytes, bytes]], expected: int | None
+) -> None:
+    assert InferHeaders(headers, RequestOptionsReader()).header_size == expected

@@ -38,7 +38,7 @@ def read(datatype: str, content: bytes) -> np.ndarray:
 def steps(request: pytest.FixtureRequest) -> Any:
     """Small texts are read as large ones, in tiny steps."""
     scanned, decoded = (64, 24) if request.param == "steps" else (1 << 20, 1 << 20)
-    names = {"_MAX_WHOLE_BYTES": 0, "_MIN_CUT_BYTES": 2, "_SCANNED_BYTES": scanned, "_DECODED_BYTES": decoded}
+    names = {"MAX_WHOLE_BYTES": 0, "_MIN_CUT_BYTES": 2, "_SCANNED_BYTES": scanned, "_DECODED_BYTES": decoded}
     with patch.multiple(json_text, **names):
         yield request.param
 
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_the_small_path(rows: list[list[float]], indent: in
     data = json.dumps([*chain(*rows)] if flat else rows, indent=indent)
     content = body("FP32", [len(rows), 3], data)
     expected = read("FP32", content)
-    with patch.multiple(json_text, _MAX_WHOLE_BYTES=0, _MIN_CUT_BYTES=2, _SCANNED_BYTES=64, _DECODED_BYTES=80):
+    with patch.multiple(json_text, MAX_WHOLE_BYTES=0, _MIN_CUT_BYTES=2, _SCANNED_BYTES=64, _DECODED_BYTES=80):
         assert read("FP32", content).tobytes() == expected.tobytes()
 
 
@@ -64,7 +64,7 @@ def test_numbers_are_those_of_the_small_path(rows: list[list[float]], indent: in
 def test_texts_are_those_of_the_small_path(rows: list[list[str]], ascii_only: bool, flat: bool) -> None:
     content = body("BYTES", [len(rows), 2], json.dumps([*chain(*rows)] if flat else rows, ensure_ascii=ascii_only))
     expected = read("BYTES", content)
-    with patch.multiple(json_text, _MAX_WHOLE_BYTES=0, _MIN_CUT_BYTES=2, _SCANNED_BYTES=64, _DECODED_BYTES=24):
+    with patch.multiple(json_text, MAX_WHOLE_BYTES=0, _MIN_CUT_BYTES=2, _SCANNED_BYTES=64, _DECODED_BYTES=24):
         assert read("BYTES", content).tolist() == expected.tolist()
 
 
@@ -75,7 +75,7 @@ def test_malformed_arrays_are_refused_as_on_the_small_path(inner: str) -> None:
         expected: object = read("INT64", content).tolist()
     except BadRequest:
         expected = None
-    with patch.multiple(json_text, _MAX_WHOLE_BYTES=0, _MIN_CUT_BYTES=2, _SCANNED_BYTES=16):
+    with patch.multiple(json_text, MAX_WHOLE_BYTES=0, _MIN_CUT_BYTES=2, _SCANNED_BYTES=16):
         try:
             got: object = read("INT64", content).tolist()
         except BadRequest:

@@ -8,7 +8,8 @@ import random
 
 import pytest
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.fast_server import DeadlineTimer, FastGrpcServer
+from headrace.grpc.fast_call import DeadlineTimer
+from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import Message, Methods, StreamCall, UnaryMethod
 from headrace.http2 import frames
 from headrace.http2.frames import Setting

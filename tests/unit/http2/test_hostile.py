@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 from dataclasses import replace
 
@@ -149,6 +150,23 @@ async def test_a_flood_is_read_in_slices() -> None:
         await asyncio.sleep(0)
     assert 50_000 - wire.connection.frame_budget.available >= 10_000 - 100  # some time has passed
     assert len(await wire.frames()) == 10_000
+
+
+@on_a_loop
+async def test_calls_that_cost_nothing_are_read_in_slices_of_time() -> None:
+    """Calls that are answered at once give their cost back: only the time that they take bounds an iteration."""
+    wire = Wire()
+    await wire.frames()
+    now_ns = itertools.count(1, 1_000_000)  # each look at the clock is a millisecond later
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("headrace.http2.connection.monotonic_ns", lambda: next(now_ns))
+        wire.connection.data_received(b"".join(request(stream_id) for stream_id in range(1, 41, 2)))
+        opened = [wire.connection.last_stream_id]
+        for _ in range(20):
+            await asyncio.sleep(0)
+            opened.append(wire.connection.last_stream_id)
+    assert 1 < opened[0] < 15
+    assert opened[-1] == 39, "all are read, in later iterations"
 
 
 @on_a_loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 
+import numpy as np
 import pytest
 from headrace.core.errors import BadRequest, TooLarge
 from headrace.core.limits import ClientLimits, Limits
@@ -129,3 +130,20 @@ def test_choosing_an_encoding(accepted: str, encoding: str) -> None:
 )
 def test_small_answers_are_compressed_for_clients_that_refuse_identity(accepted: str, encoding: str) -> None:
     assert compression.select_encoding(accepted, 10) == encoding
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("kind", ["random", "zeros", "both"])
+def test_bodies_of_several_steps(encoding: str, kind: str) -> None:
+    limits = ClientLimits(Limits(max_body_bytes=8 << 20, max_unpack_ratio=10_000))
+    random = np.random.default_rng(1).integers(0, 256, 3_500_000, np.uint8).tobytes()
+    plain = {"random": random, "zeros": bytes(8 << 20), "both": random + bytes(3 << 20) + random[:1_000_000]}[kind]
+    packed = compression.compress(plain, encoding)
+    assert compression.decompress(packed, encoding, limits) == plain
+    assert compression.decompress(np.frombuffer(packed, np.uint8), encoding, limits) == plain
+    with pytest.raises(BadRequest, match="truncated"):
+        compression.decompress(packed[:-1], encoding, limits)
+    with pytest.raises(BadRequest, match="3000001 bytes follow"):
+        compression.decompress(packed + bytes(3_000_001), encoding, limits)
+    with pytest.raises(TooLarge, match="larger than"):
+        compression.decompress(compression.compress(plain + bytes(8 << 20), encoding), encoding, limits)

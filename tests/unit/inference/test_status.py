@@ -19,6 +19,7 @@ EXPECTED = {
     "ConfigError": (400, "INVALID_ARGUMENT"),
     "DeadlineExceeded": (504, "DEADLINE_EXCEEDED"),
     "HeadraceError": (500, "INTERNAL"),
+    "BatchLost": (500, "INTERNAL"),
     "ModelFailed": (500, "INTERNAL"),
     "NotFound": (404, "NOT_FOUND"),
     "Overloaded": (503, "UNAVAILABLE"),

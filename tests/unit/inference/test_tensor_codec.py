@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 import pytest
 from headrace.core.errors import BadRequest
+from headrace.core.shapes import check_shape
 from headrace.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
 from headrace.inference import tensor_codec
 from hypothesis import given
@@ -290,19 +291,19 @@ MODEL = ModelSpec("m", "1", "test", {}, {}, 8)
 )
 def test_shapes_that_are_refused(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        tensor_codec.check_shape(spec("FP32", -1, 3), shape, MODEL)
+        check_shape(spec("FP32", -1, 3), shape, MODEL)
 
 
 FREE = ModelSpec("m", "1", "test", {}, {}, 0)
 
 
 def test_shapes_without_elements() -> None:
-    assert tensor_codec.check_shape(spec("FP32", -1, -1, -1), (1, 0, 4), MODEL) == 0
-    assert tensor_codec.check_shape(spec("FP32", -1, 4), (0, 4), FREE) == 0
+    assert check_shape(spec("FP32", -1, -1, -1), (1, 0, 4), MODEL) == 0
+    assert check_shape(spec("FP32", -1, 4), (0, 4), FREE) == 0
     with pytest.raises(BadRequest, match="every dimension must be at least 0"):
-        tensor_codec.check_shape(spec("FP32", -1, -1), (0, -1), FREE)
+        check_shape(spec("FP32", -1, -1), (0, -1), FREE)
     with pytest.raises(BadRequest, match="beside a dimension of 0, the product of the others must be at most 16777216"):
-        tensor_codec.check_shape(spec("FP32", -1, -1, -1), (0, 1 << 12, (1 << 12) + 1), FREE)
+        check_shape(spec("FP32", -1, -1, -1), (0, 1 << 12, (1 << 12) + 1), FREE)
 
 
 @pytest.mark.parametrize("datatype", DATATYPES, ids=str)
@@ -321,10 +322,10 @@ def test_tensors_without_elements_survive(datatype: Datatype) -> None:
 
 def test_a_shape_of_very_many_dimensions_is_abbreviated() -> None:
     with pytest.raises(BadRequest) as caught:
-        tensor_codec.check_shape(spec("FP32", -1, 3), [1] * 100_000, MODEL)
+        check_shape(spec("FP32", -1, 3), [1] * 100_000, MODEL)
     assert len(str(caught.value)) < 300
 
 
 def test_a_valid_shape_returns_its_number_of_elements() -> None:
-    assert tensor_codec.check_shape(spec("FP32", -1, 3), (5, 3), MODEL) == 15
-    assert tensor_codec.check_shape(spec("FP32"), (), MODEL) == 1
+    assert check_shape(spec("FP32", -1, 3), (5, 3), MODEL) == 15
+    assert check_shape(spec("FP32"), (), MODEL) == 1

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from loadtest import servers
-from loadtest.bench import h2load, wrk
+from loadtest.bench import h2load, session, wrk
+from loadtest.bench.cases import cache
 from loadtest.bench.cases.http import idle_connections
 from loadtest.protocol import HttpRequest, send
 from loadtest.servers import ROOT, ServerCommand, ServerFailed, running
@@ -117,6 +118,15 @@ def test_quick_bench_measures_shared_memory_in_copies(tmp_path: Path) -> None:
     assert "one copy by the kernel" in judged["label"]
 
 
+@needs_wrk
+@needs_models
+@needs_two_cores
+def test_quick_bench_measures_the_cost_of_keys(tmp_path: Path) -> None:
+    (result,) = quick_results("keys", folder=tmp_path)
+    assert {figure["contender"] for figure in result["figures"]} == {"keys on", "keys off"}
+    assert all(figure["spread"]["median"] > 0 for figure in result["figures"])
+
+
 def quick_results(*cases: str, folder: Path) -> list[dict[str, Any]]:
     """Results of `--quick` for these cases; a failed case makes the exit status 2."""
     results = folder / "results.json"
@@ -136,3 +146,20 @@ def write_sum(path: Path) -> None:
         [helper.make_node("Add", ["input", "input"], ["output"])], "sum", tensors[:1], tensors[1:]
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
+@needs_wrk
+@needs_two_cores
+def test_the_case_of_the_cache_measures_hits_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PAIRS", 60)
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    cores = session.Cores((first,), (second,))
+    bench = session.Bench(tmp_path, servers.HEADRACE_COMMAND, 1, True, cores, tmp_path, lambda _step, _seconds: None)
+    (case,) = cache.CASES
+    assert isinstance(case, cache.CacheCost)
+    figures, comparisons = case._hits(bench)
+    assert len(figures) == 3 * 4 + 3
+    assert [str(each.target) for each in comparisons] == ["<= 25", "<= 25", "<= 145.4", "<= 25"]
+    figures, comparisons = case._without_hits(bench)
+    assert all(figure.spread.median > 0 for figure in figures)
+    assert str(comparisons[0].target) == ">= 0.98"

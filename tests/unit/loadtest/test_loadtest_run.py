@@ -40,6 +40,8 @@ def test_statistics_are_read() -> None:
         "response_times": {"2": 150, "7": 50},
     }
     assert summarise([entry], duration_s=5.0) == [Line("tiny binary", 200, 1, 50.0, 2.0, 7.0)]
+    single = {**entry, "num_requests": 1, "last_request_timestamp": 100.00001, "response_times": {"7": 1}}
+    assert summarise([single], duration_s=5.0) == [Line("tiny binary", 1, 1, 0.2, 7.0, 7.0)]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class Scripted:
     def __init__(self, rates: dict[str, float], broken: str = "") -> None:
         self.rates, self.broken = rates, broken
         self.measured: list[tuple[str, str, str]] = []
+        self.models = dict.fromkeys(peers.MODELS)
 
     def measure(self, peer: peers.Peer, model: str, variant: str) -> dict[int, wrk.Sample]:
         self.measured.append((peer.name, model, variant))
@@ -93,3 +94,17 @@ def test_short_run_beside_a_fastapi_handler(tmp_path: Path) -> None:
     assert peers.main(words) == 0
     assert "| FastAPI, raw bytes |" in page.read_text()
     assert (tmp_path / "chart.svg").read_text().startswith("<svg")
+
+
+def test_the_identity_runs_on_both_cores_with_the_same_file_for_triton(tmp_path: Path) -> None:
+    files = peers.prepare_identity(tmp_path)
+    session = peers.Session(files, tmp_path / "environments", 1, peers.Cores(server=(0,), client=(1,)), tmp_path)
+    commands = {peer.name: session.command(peer, peers.IDENTITY, "") for peer in peers.PEERS if peer.script}
+    model = tmp_path / "repository" / "identity" / "1" / "model.py"
+    assert commands["Triton, Python backend"].command[-2:] == ("--identity", str(model))
+    assert commands["MLServer"].command[-1] == "--identity"
+    ours = session.command(peers.HEADRACE, peers.IDENTITY, "")
+    assert ours.cpus == commands["MLServer"].cpus == (0, 1)
+    assert str(tmp_path / "repository") in ours.command
+    oracle = ort.InferenceSession(str(files["identity"]), providers=["CPUExecutionProvider"])
+    assert oracle.run(None, {"input": np.ones((2, 16), np.float32)})[0].shape == (2, 16)

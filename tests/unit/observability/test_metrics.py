@@ -117,7 +117,7 @@ def page(totals_ns: list[int]) -> MetricsPage:
     sources = [
         SimpleNamespace(
             recorder=recorder, load=lambda: ModelLoad(1, 1, 2, 0, 1, 0, 0, 0.0, 0, ()),
-            alive=1, restarts=0, evicted=False, process_status=None,
+            alive=1, restarts=0, evicted=False, process_status=None, cache=None, steps=dict,
             policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)),
             latency_table=SimpleNamespace(summary=list),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),

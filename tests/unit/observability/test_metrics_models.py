@@ -73,7 +73,7 @@ def test_every_reason_maps_to_a_triton_reason() -> None:
     for reason in reasons:
         page.recorder.failure(reason, 1)
     scraped = {key[1]: value for key, value in page.scrape().items() if key[0] == "nv_inference_request_failure"}
-    assert scraped == {"REJECTED": 5, "CANCELED": 1, "BACKEND": 1, "OTHER": len(reasons) - 7}
+    assert scraped == {"REJECTED": 5, "CANCELED": 1, "BACKEND": 2, "OTHER": len(reasons) - 8}
 
 
 def test_counters_are_cumulative_microseconds() -> None:

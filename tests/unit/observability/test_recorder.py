@@ -166,6 +166,8 @@ class _Source:
     policy = SimpleNamespace(instances=4, batch=SimpleNamespace(objective_ns=50_000_000))
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
     process_status = ProcessStatus(False, "", 6)
+    cache = None
+    steps = dict
     latency_table = _Profile()
 
     def __init__(self) -> None:

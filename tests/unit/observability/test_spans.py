@@ -11,7 +11,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Forbidden
-from headrace.core.request import BatchTimes
+from headrace.core.request import BatchTimes, PipelineStepTimes
 from headrace.core.telemetry import TraceContext
 from headrace.observability import tracing
 from headrace.observability.access_log import AccessRecord, phases
@@ -103,6 +103,22 @@ def test_a_batch_is_sent_after_its_delay_without_new_spans() -> None:
 def test_a_request_that_was_cut_has_no_batch() -> None:
     exporter_stub = written(account(None))
     assert [span.name for span in exporter_stub.spans] == ["decode", "queue_to_split", "encode", "infer m"]
+
+
+def test_the_steps_of_a_pipeline_are_spans_within_the_request() -> None:
+    steps = (
+        PipelineStepTimes("decode", "reader", "1", NOW + 20, NOW + 40, times(), 2, "ok"),
+        PipelineStepTimes("classify", "net", "3", NOW + 40, NOW + 70, None, 0, "skipped"),
+    )
+    exporter_stub = written(account(None)._replace(steps=steps))
+    (request,) = exporter_stub.named("infer m")
+    (first,), (second,) = exporter_stub.named("step decode"), exporter_stub.named("step classify")
+    assert {first.parent.span_id, second.parent.span_id} == {request.context.span_id}
+    assert (first.end_time - first.start_time, second.end_time - second.start_time) == (20, 30)
+    assert dict(first.attributes) == {
+        "headrace.model": "reader", "headrace.version": "1", "headrace.step.outcome": "ok", "headrace.batch.rows": 2
+    }  # fmt: skip
+    assert (second.attributes["headrace.step.outcome"], second.attributes["headrace.batch.rows"]) == ("skipped", 0)
 
 
 def test_the_tracestate_and_id_of_the_caller_are_preserved() -> None:

@@ -22,6 +22,7 @@ from tests.support.examples import examples
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 SKLEARN = Path(sklearn.datasets.__file__).parent / "images"
 CHELSEA = PHOTOGRAPHS / "chelsea.png"
+WEBP_KINDS = ["VP8 ", "VP8L", "VP8X"]
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -48,6 +49,21 @@ def jpeg_claiming(width: int, height: int) -> bytes:
     return bytes(data)
 
 
+def webp_claiming(kind: str, width: int, height: int) -> bytes:
+    """A small real WebP file whose header claims another size; `kind` is the first chunk: "VP8 ", "VP8L" or "VP8X"."""
+    data = bytearray(saved(Image.new("RGB", (16, 16), "red"), "WEBP", lossless=kind == "VP8L"))
+    if kind == "VP8X":
+        canvas = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+        data[12:12] = b"VP8X" + struct.pack("<II", 10, 0) + canvas
+        data[4:8] = struct.pack("<I", len(data) - 8)
+    elif kind == "VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        struct.pack_into("<I", data, 21, bits & ~0xFFFFFFF | (width - 1) | (height - 1) << 14)
+    else:
+        struct.pack_into("<HH", data, 26, width, height)
+    return bytes(data)
+
+
 @pytest.mark.parametrize("name", ["chelsea.png", "coffee.png", "camera.png", "rocket.jpg", "motorcycle_left.png"])
 def test_photographs_decode_as_pillow_shows_them(name: str) -> None:
     data = (PHOTOGRAPHS / name).read_bytes()
@@ -62,6 +78,9 @@ def test_the_limit_is_checked_before_decoding() -> None:
     for data in (png_claiming(65_535, 65_535), jpeg_claiming(65_500, 65_500), jpeg_claiming(9_000, 9_000)):
         with pytest.raises(TooLarge, match=r"at most 50000000 .*send a smaller one"):
             decode(data)
+    for kind in WEBP_KINDS:
+        with pytest.raises(TooLarge, match=r"12000 x 11999 = 143988000 pixels, at most 50000000 .*send a smaller one"):
+            decode(webp_claiming(kind, 12_000, 11_999))
     with pytest.raises(TooLarge, match=r"451 x 300 = 135300 pixels, at most 1000"):
         decode(CHELSEA.read_bytes(), max_pixels=1000)
     assert decode(CHELSEA.read_bytes(), max_pixels=451 * 300).size == (451, 300)
@@ -81,6 +100,27 @@ def test_the_limit_is_checked_before_decoding() -> None:
 def test_invalid_images_are_client_errors(data: bytes, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         decode(data)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (451, 300), (4097, 3), (3, 4097)])
+@pytest.mark.parametrize("kind", WEBP_KINDS)
+def test_webp_files_of_the_largest_allowed_size_are_decoded(kind: str, size: tuple[int, int]) -> None:
+    # The form with features is written for an alpha channel beside lossy pixels.
+    image = Image.new("RGBA", size, (255, 0, 0, 128)) if kind == "VP8X" else Image.new("RGB", size, "red")
+    data = saved(image, "WEBP", lossless=kind == "VP8L")
+    assert data[12:16] == kind.encode()
+    pixels = size[0] * size[1]
+    assert decode(data, max_pixels=pixels).size == size
+    with pytest.raises(TooLarge, match=f"{size[0]} x {size[1]} = {pixels} pixels"):
+        decode(data, max_pixels=pixels - 1)
+
+
+@pytest.mark.parametrize("length", range(0, 34, 3))
+def test_a_webp_header_that_is_cut_is_a_client_error(length: int) -> None:
+    for kind in WEBP_KINDS:
+        with pytest.raises(BadRequest) as refusal:
+            decode(webp_claiming(kind, 16, 16)[:length])
+        assert not isinstance(refusal.value, TooLarge)
 
 
 @pytest.mark.parametrize("file", [SKLEARN / "china.jpg", CHELSEA, PHOTOGRAPHS / "no_time_for_that_tiny.gif"])

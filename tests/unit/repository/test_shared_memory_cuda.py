@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest, Conflict, NotFound, Unsupported
-from headrace.core.tensor import Array
+from headrace.core.tensor import Array, ResidentRows
 from headrace.repository.shared_memory import CUDA, SYSTEM, SharedMemoryRegions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm")
@@ -28,6 +28,8 @@ def key() -> Iterator[str]:
 class FakeGpu:
     """Stands for memory of a GPU."""
 
+    gpu: int | None = 0
+
     def check(self, offset: int, size_bytes: int) -> None:
         pass
 
@@ -36,6 +38,9 @@ class FakeGpu:
 
     def read(self, offset: int, size_bytes: int) -> Array:
         return np.zeros(size_bytes, np.uint8)
+
+    def write_rows(self, offset: int, rows: ResidentRows) -> None:
+        raise AssertionError("no output of these tests is on a GPU")
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         pass

@@ -11,7 +11,9 @@ from headrace.commands import validate
 from headrace.commands.validate import inspect, main
 from rich.console import Console
 
+from tests.support.models import add_model, add_pipeline, affine, ensemble_config
 from tests.support.onnx_models import write_model
+from tests.support.wheels import OFFLINE, add_numpy
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
@@ -66,6 +68,21 @@ def test_a_single_model_may_be_named(repository: Path, monkeypatch: pytest.Monke
     assert run(Path("good"), Path("warned"))[1][-1] == "2 good models, 0 errors, 1 warning"
 
 
+def test_an_ensemble_is_tried_with_the_models_that_it_calls(tmp_path: Path) -> None:
+    add_model(tmp_path, "net", affine())
+    fp32 = "TYPE_FP32"
+    config = ensemble_config(
+        [("net", {"X": "x"}, {"Y": "y"})], {"x": (fp32, (16,))}, {"y": (fp32, (4,))}, "max_batch_size: 4"
+    )
+    add_pipeline(tmp_path, "good", config)
+    add_pipeline(tmp_path, "lost", config.replace('"net"', '"gone"'))
+    status, lines = run(tmp_path)
+    assert status == 1
+    assert "OK good 1: x FP32[-1,16] -> y FP32[-1,4], batches of up to 4" in lines
+    assert any(line.startswith(f"{tmp_path}/lost/config.pbtxt:5: error: needs model 'gone'") for line in lines), lines
+    assert run(tmp_path / "good")[1][-1] == "1 good model, 0 errors, 0 warnings"
+
+
 def test_hidden_folders_and_files_are_no_models(repository: Path) -> None:
     (repository / ".git").mkdir()
     (repository / "README.md").touch()
@@ -114,11 +131,11 @@ def test_a_model_that_crashes_its_runtime_does_not_hide_the_others(
         write_model(tmp_path / name)
     code = (
         "import os, signal, sys; from headrace.commands import validate as t; load = t.trial_load\n"
-        "def crashing(name, folder, repository, state):\n"
+        "def crashing(name, *paths):\n"
         "    if name == 'b':\n"
         "        print('free(): invalid pointer', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "    return load(name, folder, repository, state)\n"
+        "    return load(name, *paths)\n"
         "t.trial_load = crashing; t.load_in_this_process()"
     )
     monkeypatch.setattr(validate, "TRIAL_LOAD", (sys.executable, "-c", code))
@@ -137,3 +154,43 @@ def test_files_only_mode_loads_no_models(tmp_path: Path, monkeypatch: pytest.Mon
     out = io.StringIO()
     assert main([tmp_path], Console(file=out, width=40), load=False) == 0
     assert "OK m 1: " in out.getvalue()
+
+
+OWN_FORM = """
+from headrace_model import Tensor, model
+
+@model(max_batch_size=4)
+def scale(x: Tensor["fp32", 3]) -> {"y": Tensor["int64", -1]}:
+    return {"y": x.astype("int64")}
+"""
+
+
+def test_a_model_that_its_code_completes_is_listed_with_its_tensors(tmp_path: Path) -> None:
+    folder = tmp_path / "scale" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(OWN_FORM)
+    status, lines = run(tmp_path)
+    assert status == 0, lines
+    assert "OK scale 1: x FP32[-1,3] -> y INT64[-1,-1], batches of up to 4" in lines
+    out = io.StringIO()
+    assert main([tmp_path], Console(file=out, width=40), load=False) == 0
+    assert "OK scale 1: inputs and outputs come from its code or its steps" in out.getvalue()
+    (tmp_path / "scale" / "config.pbtxt").write_text(
+        'backend: "python"\ninput { name: "x", data_type: TYPE_FP32, dims: [ 3 ] }\n'
+    )
+    out = io.StringIO()
+    assert main([tmp_path], Console(file=out, width=40), load=False) == 0
+    assert "x FP32[3] -> ... (outputs come from its code or its steps)" in out.getvalue()
+
+
+def test_environments_are_made_in_the_named_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "repository" / "scale" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(OWN_FORM)
+    (folder / "requirements.txt").write_text(OFFLINE)
+    add_numpy(folder / "wheels")
+    (folder / "requirements.txt").write_text(OFFLINE + "numpy\n")
+    words = ["--environments-dir", str(tmp_path / "environments"), str(tmp_path / "repository")]
+    done = subprocess.run([sys.executable, "-m", "headrace", "validate", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in (tmp_path / "environments").iterdir() if (path / "bin" / "python").exists()]

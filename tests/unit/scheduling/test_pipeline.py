@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from headrace.core.errors import HeadraceError, ModelFailed
+from headrace.core.errors import Cancelled, HeadraceError, ModelFailed
 from headrace.core.request import InferResponse
 from headrace.scheduling.policy import BatchPolicy
 
@@ -215,6 +215,20 @@ def test_a_request_cancelled_in_flight_does_not_affect_the_others(benches: Make,
     assert (totals.requests, totals.rows, list(totals.sizes)) == (2, 2, [3])
 
 
+def test_a_request_whose_cancellation_is_still_being_written_does_not_count_as_answered(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model)
+    cancelled, other = bench.submit(0, 1)
+    model.wait_for("finishing 0")
+    assert cancelled._once.acquire(False)  # as another thread within `claim`, before it sets the outcome
+    model.land()
+    assert rows_of(other) == doubled(1)
+    cancelled.outcome = Cancelled("the client disconnected")
+    bench.close()
+    totals = bench.recorder.totals()
+    assert (totals.requests, totals.rows, list(totals.sizes)) == (1, 1, [2])
+
+
 # Death
 
 
@@ -343,3 +357,16 @@ def test_an_instance_is_busy_for_the_time_that_does_not_overlap(benches: Make) -
     assert one is not None
     assert two is not None
     assert bench.reports == [one.split_ns - one.taken_ns, two.split_ns - one.split_ns]
+
+
+# Outputs that stay on the GPU
+
+
+@pytest.mark.parametrize("device", [0, None])
+def test_an_output_stays_on_the_gpu_if_every_request_of_the_batch_allows_it(benches: Make, device: int | None) -> None:
+    model, all_of, some, none = FakePipeline(device=device), frozenset("yz"), frozenset("y"), frozenset[str]()
+    bench = benches(model, BatchPolicy(3))
+    for allowed in ([all_of, some, all_of], [all_of, all_of, none], [none, some, some]):
+        for caller in bench.queue([np.full((1, 2), value, np.float32) for value in range(3)], allowed):
+            rows_of(caller)
+    assert model.resident_outputs == [some if device == 0 else none, none, none]

@@ -10,8 +10,8 @@ from headrace.backends.base import InFlightBatch
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array, as_input
+from headrace.scheduling.assembly import Staging
 from headrace.scheduling.entries import split_request
-from headrace.scheduling.executor import Staging
 from headrace.scheduling.pipeline import Filler
 from headrace.scheduling.queue import Entry
 

@@ -11,6 +11,7 @@ import pytest
 from headrace.backends.base import InputRefused, find_inner, is_pipelined
 from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
+from headrace.backends.process.child import SharedSlot
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
@@ -109,7 +110,7 @@ def test_batches_overlap_and_finish_in_order(load: Load) -> None:
 )
 def test_a_model_that_cannot_be_loaded(load: Load, monkeypatch: pytest.MonkeyPatch, words: str, prefix: str) -> None:
     if words == "hang":
-        monkeypatch.setattr(supervisor, "_LOAD_LIMIT_S", 0.5)
+        monkeypatch.setattr(supervisor, "LOAD_LIMIT_S", 0.5)
     with pytest.raises(ConfigError) as caught:
         load(words)
     assert str(caught.value).startswith(prefix)
@@ -160,3 +161,18 @@ def test_a_load_without_room_in_the_process_is_refused_like_by_the_ledger(
     assert (caught.value.gpu, caught.value.others, caught.value.lacking_bytes) == (0, others, lacking)
     assert caught.value.findings[0].path == "m/1"
     assert isolated_children_of_this_process() == []
+
+
+def test_an_output_in_the_memory_of_the_slot_is_not_copied() -> None:
+    slot = SharedSlot.create("test", 100)
+    try:
+        array = slot.array_at(64, (300, 4), np.float32)
+        array[:] = 7
+        (layout,) = slot.put({"y": array}, 64)
+        result = slot.arrays([layout])["y"]
+        assert (layout.offset, result.shape, result.ctypes.data) == (64, (300, 4), array.ctypes.data)
+        assert (result == 7).all()
+        (moved,) = slot.put({"y": array}, 64 * 1024)
+        assert (slot.arrays([moved])["y"] == 7).all()
+    finally:
+        slot.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -55,6 +56,23 @@ def test_a_batch_that_kills_its_process_fails_and_the_next_one_runs(
     (message,) = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
     assert f"the process of m has died: {cause}, with 1 batches inside; the next in 0 s" in message
     assert "printed by the child" in message, "its last words"
+
+
+def test_the_descriptors_of_a_dead_process_are_closed_without_the_collector(load: Load) -> None:
+    model = load("")
+    execution = model.execution(0)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            with pytest.raises(ModelFailed):
+                execution.run(x_of(1, fragile.ABORT))
+            assert values(execution.run(x_of(3))) == [6]
+            counts.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[:1] * 3
 
 
 def test_only_the_batch_that_kills_the_process_fails(load: Load, tmp_path: Path) -> None:
@@ -139,7 +157,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
 def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.02, 600.0))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 0.02, 600.0))
     model = load()
     execution = model.execution(0)
     for _ in range(3):
@@ -159,8 +177,8 @@ def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
 
 
 def test_a_process_that_has_lived_long_counts_anew(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 600.0))
-    monkeypatch.setattr(supervisor, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 600.0))
+    monkeypatch.setattr(supervisor, "SETTLED_S", 0.0)
     execution = load().execution(0)
     for _ in range(3):
         with pytest.raises(ModelFailed):
@@ -189,7 +207,7 @@ def test_a_dead_supervisor_thread_ends_the_model(
 
 
 def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "CLOSE_GRACE_S", 0.3)
     model = load()
     (child,) = isolated_children_of_this_process()
     os.kill(child, signal.SIGSTOP)
@@ -214,7 +232,7 @@ def test_unfinished_batches_do_not_block_others(load: Load, tmp_path: Path) -> N
 def test_a_model_that_cannot_be_loaded_again_is_tried_again(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.05,))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05,))
     model = load()
     execution = model.execution(0)
     (tmp_path / "model").write_text("refuse")

@@ -17,7 +17,7 @@ import pytest
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.backends.tensorrt.contexts import PreparedContext
-from headrace.core.tensor import PINNED
+from headrace.core.tensor import PINNED, is_resident
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import launching, loading
 from headrace.cuda.kernels.launching import ClassStage, PictureStage
@@ -28,7 +28,7 @@ from onnx import helper
 from tests.support import kernel_reference as reference
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import HostKernels
-from tests.support.resident_rows import HostOwner, resident
+from tests.support.resident_rows import HostOwner, read, resident
 from tests.support.tensorrt_case import build
 from tests.unit.backends.tensorrt.test_backend import opened, right, rows
 
@@ -113,9 +113,9 @@ def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path) -
     assert owner() is None
 
 
-def sums(element: int = onnx.TensorProto.FLOAT) -> onnx.ModelProto:
-    """z = a + b, [n, 5]."""
-    a, b, z = (helper.make_tensor_value_info(name, element, ["n", 5]) for name in "abz")
+def sums(element: int = onnx.TensorProto.FLOAT, width: int = 5) -> onnx.ModelProto:
+    """z = a + b, [n, width]."""
+    a, b, z = (helper.make_tensor_value_info(name, element, ["n", width]) for name in "abz")
     graph = helper.make_graph([helper.make_node("Add", ["a", "b"], ["z"], name="add")], "sums", [a, b], [z])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
@@ -374,3 +374,85 @@ def test_a_capture_that_was_spoilt_is_tried_again(
     with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), parameters_of("0")) as execution:
         assert execution._resources.graphs
     assert not caplog.records
+
+
+# --- Outputs that stay on the GPU ---------------------------------------------------------------------------------------
+
+
+def kept(execution: Any, x: np.ndarray[Any, Any]) -> Any:
+    """Run a batch whose output may stay on the GPU; the output."""
+    batch = execution.begin({"x": x}, len(x))
+    batch.inputs["x"][:] = x
+    batch.resident_outputs = frozenset({"y"})
+    execution.launch(batch)
+    return execution.finish(batch)["y"]
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("parameters", [{}, {"cuda_graphs": "0"}])
+@pytest.mark.parametrize("one_graph_rows", ["0", "2", "8"])
+def test_outputs_stay_on_the_gpu(tmp_path: Path, one_graph_rows: str, parameters: dict[str, str]) -> None:
+    """Their values are right while later batches run, whatever batches without them run in between."""
+    with opened(build(tmp_path), parameters_of(one_graph_rows, **parameters)) as execution:
+        held: list[tuple[Any, np.ndarray[Any, Any]]] = []
+        for number in range(40):
+            x = rows(1 + number % 8, number)
+            y = kept(execution, x)
+            assert is_resident(y)
+            assert (y.shape, y.dtype, y.device) == ((len(x), 2), np.float32, 0)
+            held.append((y, right(x)))
+            np.testing.assert_array_equal(execution.run({"x": x})["y"], right(x))
+            for values, expected in held:
+                np.testing.assert_array_equal(read(values), expected)
+                np.testing.assert_array_equal(np.asarray(values), expected)
+            if len(held) == 4:
+                del held[number % 4], values, y
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("one_graph_rows", ["0", "8"])
+def test_outputs_are_inputs_of_another_model_on_the_gpu(tmp_path: Path, one_graph_rows: str) -> None:
+    (tmp_path / "sums").mkdir()
+    order = TargetSpec("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 2), (8, 2), (8, 2)))),))
+    second = build(tmp_path / "sums", sums(width=2), order)
+    with (
+        opened(build(tmp_path), parameters_of(one_graph_rows)) as first,
+        opened(second, parameters_of(one_graph_rows)) as execution,
+    ):
+        for count in range(1, 9):
+            x, b = rows(count, count), rows(count, 50 + count)[:, :2]
+            y = kept(first, x)
+            batch = execution.begin({"a": y, "b": b}, count)
+            batch.inputs["b"][:] = b
+            batch.resident_inputs += [("a", row, y[row : row + 1]) for row in range(count)]
+            del y
+            execution.launch(batch)
+            np.testing.assert_array_equal(execution.finish(batch)["z"], right(x) + b)
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+def test_without_memory_for_them_outputs_are_copied(cuda: LateCuda, tmp_path: Path) -> None:
+    with opened(build(tmp_path), parameters_of()) as execution:
+        held = [kept(execution, rows(2, number)) for number in range(6)]
+        assert [is_resident(y) for y in held] == [True] * 4 + [False] * 2
+        np.testing.assert_array_equal(held[4], right(rows(2, 4)))
+        held.clear()
+        assert is_resident(kept(execution, rows(2)))
+    with opened(build(tmp_path), parameters_of()) as execution:
+        first = kept(execution, rows(2))
+        cuda.room_bytes = 0
+        second = kept(execution, rows(2))
+        assert (is_resident(first), is_resident(second)) == (True, False)
+        del first
+        assert is_resident(kept(execution, rows(2))), "the block of the first is free"
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+def test_outputs_outlive_the_model(cuda: LateCuda, tmp_path: Path) -> None:
+    with opened(build(tmp_path), parameters_of()) as execution:
+        y, unused = kept(execution, rows(3)), kept(execution, rows(1))
+        del unused
+    np.testing.assert_array_equal(np.asarray(y), right(rows(3)))
+    assert len(cuda.device_blocks) == 1
+    del y  # the fixture checks that its memory is given back
+    assert not cuda.device_blocks

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+from headrace.backends import onnxruntime_cuda
 from headrace.config.manifest import Machine, onnxruntime_machine
-from headrace.config.serving_plan import GpuRuntime, cpu_pin, engine_folder, serving_plan
-from headrace.core.errors import Unsupported
+from headrace.config.model_folder import read_model_folder
+from headrace.config.serving_plan import CUDA_RUNTIME, GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
+from headrace.core.errors import ConfigError, Unsupported
+from headrace.repository.loader import Loader
 from headrace_engines.__main__ import main
-from headrace_engines.commands.build import current_serving_text, forecast, gpu_config_change
+from headrace_engines.commands import build as build_command
+from headrace_engines.commands.build import (
+    current_serving_text,
+    forecast,
+    gpu_config_change,
+    gpu_runtime,
+    without_engine_text,
+)
+from headrace_engines.errors import BuildError
 from headrace_engines.project import Project, open_project
 
+from tests.support.fake_gpu import cuda as cuda
+from tests.support.fake_gpu import trt as trt
+from tests.support.fake_gpu import trt_version as trt_version
 from tests.support.models import affine
 
 GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 580)
@@ -139,3 +154,159 @@ def test_an_engine_of_a_read_only_folder_goes_to_the_state_folder(
     plan = serving_plan(project.folder, 1, without_gpu(), index)
     assert plan.artefact is not None
     assert plan.artefact.parent == index
+
+
+# ONNX Runtime's CUDA provider
+
+KIND_GPU = "max_batch_size: 8\ninstance_group: [{kind: KIND_GPU}]\n"
+ACCELERATOR = "optimization: {execution_accelerators: {gpu_execution_accelerator: [{name: cuda}]}}\n"
+MISSING = "the installed onnxruntime has no CUDA provider"
+ON_PROVIDER = "model.onnx, ONNX Runtime's CUDA provider on the GPU"
+
+
+def with_provider(problem: str = "", tensorrt: bool = True) -> GpuRuntime:
+    def describe() -> Machine:
+        if tensorrt:
+            return GPU
+        raise Unsupported("TensorRT cannot be imported")
+
+    return GpuRuntime(describe, lambda: True, lambda: problem)
+
+
+def loader_plan(project: Project) -> ServingPlan | str:
+    """The plan of the server's loader, or the reason why it serves nothing."""
+    unused: Any = None
+    folder = read_model_folder(project.folder.path, project.folder.path.parent)
+    try:
+        plan = Loader(unused).plan(folder, project.version)
+    except ConfigError as error:
+        return "; ".join(finding.message for finding in error.findings)
+    return plan.cuda_problem if plan.is_pending else plan
+
+
+@pytest.mark.parametrize("provider", ["", MISSING])
+@pytest.mark.parametrize("has_tensorrt", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",
+        "optimization: {precision: fp16}\n",
+        KIND_GPU,
+        KIND_GPU + "fallback: onnxruntime\n",
+        KIND_GPU + "build_on_load: false\n",
+        KIND_GPU + ACCELERATOR,
+        "max_batch_size: 8\n" + ACCELERATOR,
+        "max_batch_size: 8\nbackend: tensorrt\n",
+        "max_batch_size: 8\nruntime: onnxruntime\n",
+    ],
+)
+def test_the_forecast_is_the_plan_of_the_servers_loader(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, has_tensorrt: bool, provider: str
+) -> None:
+    monkeypatch.setattr("headrace.cuda.devices.is_visible", lambda: True)
+    monkeypatch.setattr(onnxruntime_cuda, "provider_problem", lambda: provider)
+    if not has_tensorrt:
+        monkeypatch.setitem(sys.modules, "tensorrt", None)
+    project = project_of(tmp_path, config)
+    expected, result = loader_plan(project), forecast(project, TENSORRT, gpu_runtime(), None)
+    if isinstance(expected, str):
+        assert result.current is None
+        assert expected
+        assert result.problem.endswith(expected)
+        return
+    assert result.problem == ""
+    assert result.current is not None
+    # Both give their own reason for the lack of TensorRT.
+    names = ("runtime", "file", "build", "target", "precision", "is_pending", "substitutes", "cuda_problem")
+    assert {name: getattr(result.current, name) for name in names} == {name: getattr(expected, name) for name in names}
+    assert (result.current == expected) or not has_tensorrt
+    uses_provider = not provider and "\nruntime: onnxruntime" not in config and config != ""
+    assert (result.current.runtime == CUDA_RUNTIME) == uses_provider
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "gpu", "refusal"),
+    [
+        (KIND_GPU, TENSORRT, with_provider(), ""),
+        (KIND_GPU + ACCELERATOR, TENSORRT, with_provider(MISSING), ""),
+        (
+            KIND_GPU + ACCELERATOR,
+            TENSORRT,
+            with_provider(),
+            "ONNX Runtime's CUDA provider serves model.onnx on this machine's GPU: remove the accelerator cuda in config.yaml:3",
+        ),
+        (
+            KIND_GPU + ACCELERATOR,
+            ONNXRUNTIME,
+            with_provider(),
+            "ONNX Runtime's CUDA provider serves model.onnx on this machine's GPU: write runtime: onnxruntime in config.yaml",
+        ),
+        (
+            KIND_GPU,
+            ONNXRUNTIME,
+            with_provider(tensorrt=False),
+            "ONNX Runtime's CUDA provider serves model.onnx on this machine's GPU: write runtime: onnxruntime in config.yaml",
+        ),
+        (
+            KIND_GPU,
+            ONNXRUNTIME,
+            with_provider(),
+            "ONNX Runtime's CUDA provider serves model.onnx on this machine's GPU: write runtime: onnxruntime in config.yaml, "
+            "or build for the serving runtime: headrace build m --target tensorrt",
+        ),
+        (KIND_GPU, ONNXRUNTIME, with_provider(MISSING, tensorrt=False), ""),
+    ],
+)
+def test_an_engine_that_the_cuda_provider_makes_useless_is_refused(
+    config: str, target: Any, gpu: GpuRuntime, refusal: str, tmp_path: Path
+) -> None:
+    assert forecast(project_of(tmp_path, config), target, gpu, None).refusal == refusal
+
+
+@pytest.mark.parametrize(
+    ("config", "provider", "text"),
+    [
+        (KIND_GPU, "", f"served without it: {ON_PROVIDER}"),
+        ("optimization: {precision: fp16}\n", "", f"served without it: {ON_PROVIDER}"),
+        (
+            "optimization: {precision: fp16}\n",
+            MISSING,
+            f"served without it: model.onnx, ONNX Runtime on the CPU; ONNX Runtime's CUDA provider does not serve it: {MISSING}",
+        ),
+        (
+            KIND_GPU,
+            MISSING,
+            "not served without it: the configuration requires a GPU, and it waits for its engine (TensorRT FP32); "
+            f"ONNX Runtime's CUDA provider does not serve it: {MISSING}",
+        ),
+        ("", "", "served without it: model.onnx, ONNX Runtime on the CPU"),
+        (KIND_GPU + ACCELERATOR, "", ""),
+    ],
+)
+def test_a_server_without_the_engine(config: str, provider: str, text: str, tmp_path: Path) -> None:
+    assert without_engine_text(forecast(project_of(tmp_path, config), TENSORRT, with_provider(provider), None)) == text
+
+
+class _AlwaysTensorRt:
+    """The targets of a machine with a GPU."""
+
+    gpu = with_provider()
+
+    def of(self, _project: Project) -> tuple[Any, str]:
+        return TENSORRT, ""
+
+
+def test_a_model_that_tensorrt_refuses_is_reported_with_what_serves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise BuildError("TensorRT has no operator Unique")
+
+    monkeypatch.setattr(build_command, "build_engine", refuse)
+    monkeypatch.setattr(build_command, "_Targets", lambda _name: _AlwaysTensorRt())
+    project = project_of(tmp_path, KIND_GPU)
+    words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--state-dir", str(tmp_path))
+    assert main([*words]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "m was not built: TensorRT has no operator Unique\n", "the server takes the reason from here"
+    assert f"m: served without it: {ON_PROVIDER}" in captured.out

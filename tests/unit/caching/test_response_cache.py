@@ -1,0 +1,460 @@
+"""The response cache in front of a real `ModelHandle` with a fake model: hits, requests in flight, failures, races."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.caching import benefit as benefit_module
+from headrace.caching.response_cache import LARGE_BYTES, ResponseCaches, VersionCache, VersionStates
+from headrace.core.cache_config import CacheLimits, ResponseCache
+from headrace.core.cache_options import CacheOptions
+from headrace.core.clock import monotonic_ns
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import Cancelled, DeadlineExceeded, ModelFailed, Overloaded, QuotaExceeded
+from headrace.core.model_config import ModelConfig
+from headrace.core.quota import Quota
+from headrace.core.request import InferResponse, PipelineStepTimes
+from headrace.observability.counters import to_triton
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import BatchPolicy, QueueLimits, RateLimits
+
+from tests.support.fakes import POISON, FakeModel, handle, infer_request
+
+Scenario = Callable[[ModelHandle, VersionCache, FakeModel], Coroutine[Any, Any, None]]
+
+
+def cached(mailbox: Mailbox, model: FakeModel, size: int = 1 << 20, **policy: Any) -> tuple[ModelHandle, VersionCache]:
+    """A started handle with a response cache."""
+    limits = policy.pop("cache_limits", None)
+    served = handle(mailbox, model, **policy)
+    config = ModelConfig(name="fake", backend="onnxruntime", response_cache=ResponseCache(enable=True), cache=limits)
+    cache = ResponseCaches(CacheOptions(size), mailbox).open(served, config)
+    assert cache is not None
+    served.cache = cache
+    return served, cache
+
+
+def play(scenario: Scenario, **options: Any) -> FakeModel:
+    model = FakeModel()
+
+    async def main() -> None:
+        served, cache = cached(Mailbox(asyncio.get_running_loop()), model, **options)
+        try:
+            await scenario(served, cache, model)
+        finally:
+            model.gate.set()
+            assert await asyncio.to_thread(served.close, 5)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    return model
+
+
+async def wait_started(model: FakeModel) -> None:
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+
+
+async def wait_queued(served: ModelHandle) -> None:
+    """Wait until a request is queued."""
+    for _ in range(5000):
+        if served.depth:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("nothing is queued")
+
+
+async def error_of(waiting: Awaitable[object]) -> Exception:
+    try:
+        await waiting
+    except Exception as error:
+        return error
+    raise AssertionError("no error came")
+
+
+async def run_blocker(served: ModelHandle, model: FakeModel) -> LoopCompletion:
+    """Occupy the one instance until the gate opens."""
+    model.gate.clear()
+    blocker = served.infer(infer_request(77))
+    await wait_started(model)
+    return blocker
+
+
+def test_a_model_without_the_field_has_no_cache() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        caches, served = ResponseCaches(CacheOptions(1 << 20), mailbox), handle(mailbox, FakeModel())
+        for field in (None, ResponseCache()):
+            config = ModelConfig(name="fake", backend="onnxruntime", response_cache=field)
+            assert caches.open(served, config) is None
+        served.close(5)
+
+    asyncio.run(main())
+
+
+def test_a_second_request_is_answered_without_the_model() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        first = await served.infer(infer_request(3, rows=2))
+        completion = served.infer(infer_request(3, rows=2))
+        assert completion.woken, "a hit needs no other turn of the loop"
+        second = await completion
+        assert (first.cached, second.cached) == (False, True)
+        assert second.outputs["y"].tobytes() == first.outputs["y"].tobytes()
+        assert second.outputs["y"].dtype == first.outputs["y"].dtype
+        assert not second.outputs["y"].flags.writeable
+        called: list[InferResponse] = []
+        third = served.infer(infer_request(3, rows=2))
+        third.then(lambda: called.append(third.outcome))  # type: ignore[arg-type]
+        assert called == [], "the callback never runs within `then`"
+        await asyncio.sleep(0)
+        assert called[0].cached
+        assert (cache.hits, cache.misses, cache.merged) == (2, 1, 0)
+
+    assert play(scenario).batches == [[3, 3]]
+
+
+def test_other_inputs_are_other_requests() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        for value in (1, 2, 3, 1):
+            response = await served.infer(infer_request(value))
+            assert response.outputs["y"].tolist() == [[2 * value] * 2]
+        assert (cache.hits, cache.misses) == (1, 3)
+
+    assert play(scenario).batches == [[1], [2], [3]]
+
+
+def test_statistics_count_hits_as_in_triton() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        for value in (1, 1, 1, 2):
+            received_ns = monotonic_ns()
+            await served.infer(infer_request(value, rows=3, received_ns=received_ns))
+        for _ in range(2_000):  # the instance records a batch after its requests are answered
+            if served.recorder.totals().executions == 2:
+                break
+            await asyncio.sleep(0.002)
+        document: Any = to_triton("fake", "1", served.recorder.totals())
+        statistics = document["inference_stats"]
+        assert {name: statistics[name]["count"] for name in statistics} == {
+            "success": 4,
+            "fail": 0,
+            "queue": 4,
+            "compute_input": 2,
+            "compute_infer": 2,
+            "compute_output": 2,
+            "cache_hit": 2,
+            "cache_miss": 2,
+        }
+        assert 0 < statistics["cache_hit"]["ns"] < statistics["success"]["ns"]
+        assert statistics["cache_miss"]["ns"] > 0
+        assert (document["inference_count"], document["execution_count"]) == (6, 2)
+        phases = served.recorder.totals().phases
+        assert (phases["total"].count, phases["queue"].count, phases["compute"].count) == (4, 4, 2)
+        assert served.recorder.recent().totals.cache_hits == 2
+
+    play(scenario)
+
+
+def test_equal_requests_in_flight_run_once() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        waiting = [served.infer(infer_request(5, id=str(number))) for number in range(6)]
+        assert served.depth == 1
+        assert not any(completion.is_settled for completion in waiting)
+        model.gate.set()
+        responses = await asyncio.gather(*waiting)
+        assert [response.cached for response in responses] == [False] + [True] * 5
+        assert {response.outputs["y"].tobytes() for response in responses} == {np.full(2, 10, np.float32).tobytes()}
+        await blocker
+        assert (cache.merged, cache.misses, cache.hits) == (5, 2, 0)
+        assert served.recorder.totals().cache_hits == 5
+        assert cache._pending == {}
+
+    assert play(scenario).batches == [[77], [5]]
+
+
+def test_followers_get_the_error_of_a_model_that_fails_and_it_is_not_cached() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        waiting = [served.infer(infer_request(POISON)) for _ in range(3)]
+        model.gate.set()
+        errors = [await error_of(completion) for completion in waiting]
+        assert all(isinstance(error, ModelFailed) for error in errors)
+        await blocker
+        assert isinstance(await error_of(served.infer(infer_request(POISON))), ModelFailed)
+        assert cache.report()["entries"] == 1, "only the request that blocked"
+        assert cache._pending == {}
+
+    assert play(scenario).batches.count([POISON]) == 2
+
+
+def test_a_cancelled_leader_leaves_its_followers_to_the_next() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        leader, *followers = [served.infer(infer_request(5)) for _ in range(4)]
+        leader.abandon()
+        followers[0].abandon()  # is not promoted
+        await wait_queued(served)  # the second follower, in place of the leader
+        model.gate.set()
+        assert isinstance(await error_of(leader), Cancelled)
+        assert isinstance(await error_of(followers[0]), Cancelled)
+        responses = [await completion for completion in followers[1:]]
+        assert [response.outputs["y"].tolist() for response in responses] == [[[10, 10]]] * 2
+        await blocker
+        assert (await served.infer(infer_request(5))).cached
+
+    assert play(scenario).batches == [[77], [5]]
+
+
+def test_a_promoted_request_that_is_cancelled_leaves_the_queue() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        leader, follower = [served.infer(infer_request(5)) for _ in range(2)]
+        leader.abandon()
+        await wait_queued(served)
+        follower.abandon()
+        assert served.depth == 0
+        model.gate.set()
+        await blocker
+        assert cache._pending == {}
+
+    assert play(scenario).batches == [[77]]
+
+
+def test_a_leader_past_its_deadline_leaves_its_followers_to_the_next() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        now_ns = monotonic_ns()
+        leader = served.infer(infer_request(5, deadline_ns=now_ns + 30_000_000, received_ns=now_ns))
+        follower = served.infer(infer_request(5))
+        assert cache.merged == 0
+        assert served.depth == 1
+        assert isinstance(await error_of(leader), DeadlineExceeded)
+        model.gate.set()
+        assert (await follower).outputs["y"].tolist() == [[10, 10]]
+        await blocker
+
+    play(scenario)
+
+
+def test_a_follower_has_its_own_deadline() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)  # runs, so nothing is queued
+        now_ns = monotonic_ns()
+        follower = served.infer(infer_request(77, deadline_ns=now_ns + 30_000_000, received_ns=now_ns))
+        assert served.depth == 0
+        error = await error_of(follower)
+        assert isinstance(error, DeadlineExceeded)
+        assert "30000 us" in str(error)
+        model.gate.set()
+        assert not (await blocker).cached
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("urgent", [{"priority": 1}, {"deadline_ns": 1 << 60}])
+def test_an_urgent_request_does_not_wait_for_a_queued_one(urgent: dict[str, int]) -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        slow = served.infer(infer_request(5, priority=2))
+        fast = served.infer(infer_request(5, **({"priority": 2} | urgent)))
+        assert served.depth == 2
+        model.gate.set()
+        assert (await slow).outputs["y"].tolist() == (await fast).outputs["y"].tolist()
+        await blocker
+        assert cache.merged == 0
+
+    play(scenario, levels=2, batch=BatchPolicy(1))
+
+
+def test_a_hit_is_charged_and_checked_like_any_request() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        await served.infer(infer_request(1))
+        await served.infer(infer_request(1))
+        with pytest.raises(QuotaExceeded):
+            served.infer(infer_request(1))
+        assert (cache.hits, cache.misses) == (1, 1)
+
+    play(scenario, rate_limits=RateLimits(default=Quota(0.001, burst=2)))
+
+    async def late(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        await served.infer(infer_request(1))
+        with pytest.raises(DeadlineExceeded):
+            served.infer(infer_request(1, deadline_ns=1))
+
+    play(late)
+
+
+def test_a_rejected_request_leaves_nothing_behind() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        queued = served.infer(infer_request(1))
+        with pytest.raises(Overloaded):
+            served.infer(infer_request(2))
+        follower = served.infer(infer_request(1))  # needs no place in the queue
+        model.gate.set()
+        assert (await follower).outputs["y"].tolist() == [[2, 2]]
+        await queued
+        await blocker
+        assert cache._pending == {}
+
+    play(scenario, limits=QueueLimits(max_count=1))
+
+
+def test_responses_expire() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        await served.infer(infer_request(1))
+        assert (await served.infer(infer_request(1))).cached
+        await asyncio.sleep(0.06)
+        assert not (await served.infer(infer_request(1))).cached
+        assert cache.report()["expirations"] == 1
+
+    play(scenario, cache_limits=CacheLimits(ttl_s=0.05))
+
+
+def test_large_requests_are_hashed_on_a_thread() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        threads: list[str] = []
+        key = cache._keys.key
+
+        def recorded(request: Any, state: bytes) -> bytes | None:
+            threads.append(threading.current_thread().name)
+            return key(request, state)
+
+        cache._keys.key = recorded  # type: ignore[method-assign]
+        large = {"size_bytes": LARGE_BYTES + 1}
+        for is_cached in (False, True):
+            response = await served.infer(infer_request(4, **large))
+            assert response.outputs["y"].tolist() == [[8, 8]]
+            assert response.cached == is_cached
+        assert all(name.startswith("headrace-cache-hash") for name in threads)
+        assert isinstance(await error_of(served.infer(infer_request(POISON, **large))), ModelFailed)
+        assert isinstance(await error_of(served.infer(infer_request(4, deadline_ns=1, **large))), DeadlineExceeded)
+
+    play(scenario)
+
+
+def test_a_large_request_that_cannot_be_hashed_is_computed() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        def broken(_request: Any, _state: bytes) -> bytes | None:
+            raise MemoryError
+
+        cache._keys.key = broken  # type: ignore[method-assign]
+        response = await served.infer(infer_request(4, size_bytes=LARGE_BYTES + 1))
+        assert (response.outputs["y"].tolist(), response.cached) == ([[8, 8]], False)
+
+    play(scenario)
+
+
+def test_a_large_request_whose_caller_disconnects_leaves_the_queue() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        blocker = await run_blocker(served, model)
+        gone = served.infer(infer_request(6, size_bytes=LARGE_BYTES + 1))
+        await wait_queued(served)
+        gone.abandon()
+        assert served.depth == 0, "its computed request is abandoned too"
+        model.gate.set()
+        await blocker
+
+    play(scenario)
+
+
+def test_a_cache_that_never_hits_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benefit_module, "FIRST_REQUESTS", 30)
+    monkeypatch.setattr(benefit_module, "OFF_REQUESTS", 50)
+    monkeypatch.setattr(benefit_module, "TRIAL_REQUESTS", 10)
+
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        for value in range(30):
+            await served.infer(infer_request(value))
+        assert cache.report()["state"] == "off"
+        for value in range(49):
+            assert not (await served.infer(infer_request(value % 2))).cached
+        assert cache.misses == 30
+        for _ in range(10):
+            await served.infer(infer_request(1))
+        report = cache.report()
+        assert report["state"] == "on"
+        assert report["hits"] == 10, "entries stay while it is off"
+        assert "us of compute time" in str(report["reason"])
+
+    play(scenario)
+
+
+def test_a_closed_version_removes_its_entries() -> None:
+    async def main() -> None:
+        mailbox, model = Mailbox(asyncio.get_running_loop()), FakeModel()
+        served, cache = cached(mailbox, model)
+        await served.infer(infer_request(1))
+        assert cache.report()["entries"] == 1
+        assert await asyncio.to_thread(served.close, 5)
+        assert cache.report()["entries"] == cache.report()["size_bytes"] == 0
+
+    asyncio.run(main())
+
+
+def test_many_clients_at_once_get_the_right_rows() -> None:
+    """Leaders that end on instance threads while followers arrive, cancellations in between: nothing is lost or mixed up."""
+    numbers = np.random.default_rng(3)
+
+    async def client(served: ModelHandle, values: list[int]) -> SimpleNamespace:
+        result = SimpleNamespace(right=0, cancelled=0)
+        for value in values:
+            completion = served.infer(infer_request(value))
+            if value % 7 == 0 and numbers.random() < 0.3:
+                await asyncio.sleep(0)
+                completion.abandon()
+            try:
+                response = await completion
+            except Cancelled:
+                result.cancelled += 1
+            else:
+                result.right += response.outputs["y"].tolist() == [[2 * value] * 2]
+        return result
+
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        clients = [client(served, numbers.integers(0, 40, 150).tolist()) for _ in range(24)]
+        results = await asyncio.gather(*clients)
+        assert sum(result.right + result.cancelled for result in results) == 24 * 150
+        assert cache.hits > 0
+        assert cache._pending == {}
+
+    play(scenario, size=20_000, instances=3)
+
+
+def test_a_model_that_calls_others_computes_again_once_one_of_them_has_changed() -> None:
+    numbers = [0]
+
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        served.callee_revision = lambda: numbers[0]
+        cache._versions = VersionStates(served)
+        await served.infer(infer_request(3))
+        assert (await served.infer(infer_request(3))).cached
+        numbers[0] = 5  # its first call, or a load
+        assert not (await served.infer(infer_request(3))).cached
+        model.gate.clear()
+        running = served.infer(infer_request(4))
+        await wait_started(model)
+        numbers[0] = 6  # a load while it runs: it may have used both versions
+        model.gate.set()
+        assert not (await running).cached
+        numbers[0] = 5
+        assert not (await served.infer(infer_request(4))).cached
+        assert (await served.infer(infer_request(4))).cached
+
+    play(scenario)
+
+
+def test_the_answer_of_a_fallback_is_not_stored() -> None:
+    async def scenario(served: ModelHandle, cache: VersionCache, model: FakeModel) -> None:
+        states = VersionStates(served)
+        revision, _ = states.current()
+        for outcome, stores in (("ok", True), ("cached", True), ("skipped", True), ("fallback", False)):
+            step = PipelineStepTimes("a", "m", "1", 0, 1, None, 1, outcome)
+            assert states.may_store(InferResponse({}, steps=(step,)), revision) is stores
+        assert not states.may_store(InferResponse({}), (revision[0] + 1,))
+
+    play(scenario)

@@ -1,0 +1,314 @@
+"""Each request counts once, as a success or as a failure: requests that fail after the model has answered them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.caching.response_cache import LARGE_BYTES, ResponseCaches
+from headrace.core.cache_config import ResponseCache
+from headrace.core.cache_options import CacheOptions
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.completion import Mailbox
+from headrace.core.errors import Cancelled, DeadlineExceeded, HeadraceError, ModelFailed, Overloaded
+from headrace.core.model_config import ModelConfig
+from headrace.core.request import BatchTimes, InferRequest
+from headrace.core.tensor import Array
+from headrace.grpc.codec import scan
+from headrace.grpc.infer import GrpcInference, InferStreams
+from headrace.inference.services import Services
+from headrace.observability.counters import BatchRecord, Recorder, to_triton
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import BatchPolicy
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.support.access_recorder import AccessRecorder
+from tests.support.fakes import POISON, FakeModel, handle, infer_request
+from tests.unit.grpc.test_service import Call, Streaming, message, until
+
+Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
+HELD = 50.0
+"""A batch with this value waits for the gate in `Holding`, and no other does."""
+
+
+class Holding(FakeModel):
+    """Holds batches with the value `HELD` only; fails those with `POISON` after that."""
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        x = np.asarray(inputs["x"])
+        if HELD in x:
+            self.started.release()
+            assert self.gate.wait(20)
+        if POISON in x:
+            raise RuntimeError("poisoned")
+        return {"y": x * 2}
+
+
+def play(scenario: Scenario, model: FakeModel | None = None) -> None:
+    async def main() -> None:
+        await scenario(Mailbox(asyncio.get_running_loop()), model or FakeModel())
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def services(served: ModelHandle) -> Services:
+    class Models:
+        def lease(self, name: str, version: str) -> ModelHandle:
+            assert served.lease()
+            return served
+
+    nothing: Any = None
+    models: Any = Models()
+    return Services(models, nothing, nothing, nothing, AccessRecorder(), nothing, nothing, "1", (), nothing)
+
+
+def wait_counted(served: ModelHandle, requests: int) -> None:
+    """Block the event loop until the batches of so many requests are counted."""
+    until_ns = monotonic_ns() + 10 * NS_PER_S
+    while served.recorder.totals().requests < requests:
+        assert monotonic_ns() < until_ns
+        time.sleep(0.001)
+
+
+def counts(served: ModelHandle) -> tuple[int, dict[str, int]]:
+    """Successes and failures by reason; all views of the counters must agree on them."""
+    totals = served.recorder.totals()
+    statistics: Any = to_triton("fake", "1", totals)["inference_stats"]
+    successes, failures = statistics["success"]["count"], dict(totals.failures)
+    assert served.recorder.request_counts() == (successes, sum(failures.values()))
+    assert statistics["fail"]["count"] == sum(failures.values())
+    assert served.in_flight == 0
+    return successes, failures
+
+
+def break_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_arguments: object) -> None:
+        raise ModelFailed("an output cannot be encoded")
+
+    monkeypatch.setattr("headrace.grpc.codec.GrpcCodec.encode", encode)
+
+
+def test_a_response_that_cannot_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        inference = GrpcInference(services(served), 1 << 20)
+        await inference.infer(message(), Call())
+        break_encode(monkeypatch)
+        with pytest.raises(ModelFailed):
+            await inference.infer(message(), Call())
+        wait_counted(served, 2)
+        assert counts(served) == (1, {"model_failed": 1})
+        served.close(5)
+
+    play(scenario)
+
+
+def test_a_call_that_is_cancelled_once_its_request_is_answered() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        model.gate.clear()
+        waiting = asyncio.ensure_future(GrpcInference(services(served), 1 << 20).infer(message(), Call()))
+        await until(model.batches.__len__)
+        model.gate.set()
+        wait_counted(served, 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert counts(served) == (0, {"cancelled": 1})
+        served.close(5)
+
+    play(scenario)
+
+
+def test_a_unary_response_for_which_there_is_no_memory() -> None:
+    class FullCall(Call):
+        def admit(self, size_bytes: int) -> None:
+            raise Overloaded("memory for unread responses is full")
+
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        inference = GrpcInference(services(served), 1 << 20)
+        inference.large_responses["fake"] = 1 << 20  # small responses of this model are checked too
+        call = FullCall()
+        call.room = Streaming().room
+        with pytest.raises(Overloaded):
+            await inference.infer(message(), call)
+        request = inference.begin(message(), scan(message()), 1, 0, call.options)
+        await request.completion
+        with pytest.raises(Overloaded):
+            inference.end(request, call)
+        wait_counted(served, 2)
+        assert counts(served) == (0, {"overloaded": 2})
+        served.close(5)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("case", ["cannot be encoded", "no memory"])
+def test_answered_requests_of_a_stream(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Streaming):
+        refused = 0
+
+        def write_now(self, parts: list[Any], *, last: bool) -> bool:
+            return False
+
+        async def write(self, parts: list[Any]) -> None:
+            if not self.refused:
+                self.refused += 1
+                raise Overloaded("memory for unread responses is full")
+            await super().write(parts)
+
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        call = Refusing() if case == "no memory" else Streaming()
+        if case == "cannot be encoded":
+            break_encode(monkeypatch)
+        streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
+        serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
+        call.sent.put_nowait(message("a"))
+        await until(lambda: len(call.got) == 1)
+        assert call.got[0].error_message
+        call.sent.put_nowait(None)
+        await serving
+        assert counts(served) == (0, {"model_failed" if case == "cannot be encoded" else "overloaded": 1})
+        served.close(5)
+
+    play(scenario)
+
+
+def test_a_stream_that_ends_while_a_response_waits_for_an_earlier_one() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, instances=2, batch=BatchPolicy(1))
+        model.gate.clear()
+        call = Streaming()
+        streams = InferStreams(GrpcInference(services(served), 1 << 20), max_bytes=1 << 20)
+        serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
+        held = pb.ModelInferRequest.FromString(message("held"))
+        held.raw_input_contents[0] = np.array([HELD, HELD], np.float32).tobytes()
+        call.sent.put_nowait(held.SerializeToString())
+        await until(lambda: served.in_flight == 1)
+        assert await asyncio.to_thread(model.started.acquire, timeout=5)
+        call.sent.put_nowait(message("answered"))
+        await asyncio.to_thread(wait_counted, served, 1)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert counts(served) == (0, {"cancelled": 2})
+        model.gate.set()
+        served.close(5)
+        assert counts(served) == (0, {"cancelled": 2})
+
+    play(scenario, Holding())
+
+
+def failed(served: ModelHandle, error: HeadraceError | Exception | None) -> None:
+    """Count the outcome of a request as a front end does."""
+    assert isinstance(error, HeadraceError)
+    served.record_failure(error, 1)
+
+
+def test_a_split_request_that_is_cancelled_before_its_last_part_is_done() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        model.gate.clear()
+        waiting = served.infer(infer_request(3, rows=10))
+        await until(lambda: len(model.batches) == 1)
+        model.gate.set()
+        await until(lambda: len(model.batches) == 2)
+        await waiting
+        model.gate.clear()
+        waiting = served.infer(infer_request(4, rows=3 * 8))
+        for batches in (3, 4, 5):
+            await until(lambda batches=batches: len(model.batches) == batches)  # type: ignore[misc]
+            if batches < 5:
+                model.gate.set()
+                model.gate.clear()
+        assert waiting.abandon()
+        model.gate.set()
+        failed(served, waiting.outcome)  # type: ignore[arg-type]
+        wait_counted(served, 2)
+        assert counts(served) == (1, {"cancelled": 1})
+        served.close(5)
+
+    play(scenario)
+
+
+def test_a_split_request_whose_first_part_fails_after_the_last_is_done() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, instances=2)
+        model.gate.clear()
+        x = np.full((10, 2), 3, np.float32)
+        x[0], x[1] = HELD, POISON
+        waiting = served.infer(InferRequest(inputs={"x": x}, rows=10, shape_key=None, received_ns=1))
+        await asyncio.to_thread(wait_counted, served, 1)
+        model.gate.set()
+        with pytest.raises(ModelFailed) as caught:
+            await waiting
+        failed(served, caught.value)
+        await until(lambda: counts(served) == (0, {"model_failed": 1}))
+        served.close(5)
+
+    play(scenario, Holding())
+
+
+@pytest.mark.parametrize("rows", [1, 10])
+def test_an_ordered_request_that_ends_while_its_response_waits_for_earlier_ones(rows: int) -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, instances=2, preserve_ordering=True, batch=BatchPolicy(8))
+        model.gate.clear()
+        first = served.infer(infer_request(HELD))
+        assert await asyncio.to_thread(model.started.acquire, timeout=5)
+        late = served.infer(infer_request(3, rows=rows))
+        await asyncio.to_thread(wait_counted, served, 1)
+        assert late.settle(DeadlineExceeded("the request's deadline passed"))
+        failed(served, late.outcome)  # type: ignore[arg-type]
+        model.gate.set()
+        await first
+        wait_counted(served, 2)
+        assert counts(served) == (1, {"deadline": 1})
+        served.close(5)
+
+    play(scenario, Holding())
+
+
+def test_a_cached_request_that_is_cancelled_before_its_computed_response_is_passed_on() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        config = ModelConfig(name="fake", backend="onnxruntime", response_cache=ResponseCache(enable=True))
+        served.cache = ResponseCaches(CacheOptions(1 << 20), mailbox).open(served, config)
+        model.gate.clear()
+        large = served.infer(infer_request(3, size_bytes=LARGE_BYTES + 1))
+        await until(model.batches.__len__)
+        model.gate.set()
+        wait_counted(served, 1)
+        assert large.abandon()
+        failed(served, large.outcome)  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        assert counts(served) == (0, {"cancelled": 1})
+        served.close(5)
+
+    play(scenario)
+
+
+def test_a_scrape_between_answer_and_failure_reads_no_smaller_number_later() -> None:
+    recorder = Recorder()
+
+    def answer() -> None:
+        recorder.record_batch(BatchRecord(1, 1, "idle", BatchTimes(1, 2, 3, 4), [1], [2]))
+
+    answer()
+    answer()
+    scraped = [recorder.scraped_totals().successes]
+    recorder.failure(Cancelled.reason, 5, answered=True)
+    assert recorder.totals().successes == 1
+    scraped.append(recorder.scraped_totals().successes)
+    answer()
+    scraped.append(recorder.scraped_totals().successes)
+    answer()
+    scraped.append(recorder.scraped_totals().successes)
+    assert scraped == [2, 2, 2, 3]
+    assert recorder.totals().successes == 3
