@@ -17,7 +17,7 @@ from tests.support import models
 from tests.support.serving import ROOT
 
 # Calls of one request, generators and coroutines counted each time that they go on. A bound goes down with the count.
-BOUNDS = {"http": 88, "grpc on grpcio": 80, "grpc on our own engine": 95}
+BOUNDS = {"http": 88, "grpc on grpcio": 80, "grpc on our own engine": 92}
 ENGINES = {"grpcio": "grpc on grpcio", "fast": "grpc on our own engine"}
 
 

@@ -37,6 +37,16 @@ def test_the_line_to_try_works_as_it_is_printed(demo: Server) -> None:
     assert outputs == {"OUTPUT0": [n + 1 for n in range(16)], "OUTPUT1": [n - 1 for n in range(16)]}
 
 
+def test_the_command_for_a_photograph_works_as_it_is_printed(demo: Server) -> None:
+    (line,) = [line for line in demo.text.splitlines() if line.startswith("or:")]
+    program, *words = shlex.split(line.removeprefix("or:"))
+    assert program == "headrace"
+    words[words.index("photo.jpg")] = str(PICTURES / "coffee.png")
+    done = subprocess.run([*COMMAND, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "espresso" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("picture", "label", "at_least"), [("coffee.png", "espresso", 90), ("camera.png", "tripod", 90)]
 )

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.access.keys_file import parse_keys
+from PIL import Image
 
 from tests.support.models import read_config_text
 from tests.support.serving import HOST, ROOT, Server, free_port, serving
@@ -58,7 +59,9 @@ SHORTER = (
     (r"^headrace tune ", "headrace tune --seconds 0.02 --instances 1 --repeats 1 --max-batch-size 4 "),
     (r"^(headrace serve .*--model-repository )model_repository", r"\g<1>my_models"),
 )
-SERVED = ("add_sub", "digits", "efficientnet_lite0", "resnet50", "tiny")
+# Followed from its first line to its last by tests/e2e/test_first_repository.py.
+FOLLOWED = "docs/first-repository.md"
+SERVED = ("add_sub", "classify", "digits", "efficientnet_lite0", "resnet50", "tiny")
 COMMAND_TIMEOUT_S = 60.0
 
 
@@ -222,12 +225,25 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
         shutil.copytree(folder / "model_repository" / "tiny", folder / "my_models" / name)
         config = folder / "my_models" / name / "config.pbtxt"
         config.write_text(re.sub(r'name: "tiny"', f'name: "{name}"', config.read_text()))
+    _add_pipeline(folder)
     np.savez(folder / "requests.npz", input=np.ones((4, 16), np.float32))
     np.zeros((1, 3, 224, 224), np.float32).tofile(folder / "image.f32")
     (folder / "model.onnx").symlink_to(folder / "model_repository" / "tiny" / "1" / "model.onnx")
     options = ["--model-control", "explicit", *(word for name in SERVED for word in ("--load-model", name))]
     with serving(folder / "model_repository", folder, *options) as server:
         yield Shell(folder, server)
+
+
+def _add_pipeline(folder: Path) -> None:
+    """Add the example of docs/pipelines.md to the repository, and a photograph for it."""
+    classify = folder / "model_repository" / "classify"
+    (classify / "1").mkdir(parents=True)
+    example = next(
+        each for each in snippets("docs/pipelines.md") if each.kind == "yaml" and "decode_image" in each.text
+    )
+    (classify / "config.yaml").write_text(example.text + "\n")
+    (classify / "labels.txt").write_text("".join(f"class {number}\n" for number in range(1000)))
+    Image.effect_noise((500, 375), 64).convert("RGB").save(folder / "cat.jpg")
 
 
 def environment(with_venv: bool) -> dict[str, str]:
@@ -244,7 +260,10 @@ def _has_headrace(folder: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", [page for page in PAGES if any(where.startswith(f"{page}:") for where, _ in COMMANDS)])
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page != FOLLOWED and any(where.startswith(f"{page}:") for where, _ in COMMANDS)],
+)
 def test_the_commands_of_a_page_run_as_typed(page: str, shell: Shell) -> None:
     # The README is read first, in a shell without `headrace` on the path; the other pages are read after it.
     variables = environment(with_venv=page != "README.md")
@@ -284,7 +303,32 @@ def test_targets_of_make_and_modules_are_there(command: str) -> None:
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
 
 
-PYTHON = [snippet for snippet in ALL if snippet.kind == "python"]
+# A `model.py`, which a server loads.
+MODEL_CODE = [
+    snippet
+    for snippet in ALL
+    if snippet.kind == "python" and re.search(r"class TritonPythonModel|@model\(|def predict\(self", snippet.text)
+]
+PYTHON = [snippet for snippet in ALL if snippet.kind == "python" and snippet not in MODEL_CODE]
+READ_MODEL = """
+import importlib.util, sys
+from headrace_model import forms, python_backend
+sys.modules["triton_python_backend_utils"] = python_backend
+spec = importlib.util.spec_from_file_location("model", "model.py")
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(forms.find_form(module, "model.py").name)
+"""
+
+
+@pytest.mark.parametrize("snippet", MODEL_CODE, ids=lambda snippet: f"{snippet.page}:{snippet.line}")
+def test_python_models_are_found(snippet: Snippet, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(snippet.text)
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")  # which some of them read
+    words = [sys.executable, "-c", READ_MODEL]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ("triton" if "TritonPythonModel" in snippet.text else "predict")
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: f"{snippet.page}:{snippet.line}")

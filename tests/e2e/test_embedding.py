@@ -16,11 +16,14 @@ import headrace
 import numpy as np
 import onnxruntime
 import pytest
+from headrace.core.tensor import Array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.bench.chained import SMALL, write_repository
 from tests.support.models import add_model, affine, identity, sum_difference, unbatched
 from tests.support.serving import ROOT
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +165,28 @@ def test_a_cancelled_call_does_not_affect_the_others(server: headrace.Server) ->
     asyncio.run(main())
 
 
+def test_a_cancelled_call_counts_as_a_failure(tmp_path: Path) -> None:
+    waits = "max_batch_size: 8\ndynamic_batching { preferred_batch_size: 8 max_queue_delay_microseconds: 2000000 }\n"
+    add_model(tmp_path, "affine", affine(), config=waits)
+    with headrace.Server(tmp_path, state_dir="", profile_s=0) as server:
+        model = server.model("affine")
+        assert server._data_plane is not None
+        handle = server._data_plane.registry.serving("affine", "")
+        assert handle is not None
+
+        async def main() -> None:
+            calls = [asyncio.ensure_future(model.infer_async({"X": rows(1)})) for _ in range(2)]
+            await asyncio.to_thread(until, lambda: handle.depth == 2)
+            calls[0].cancel()
+            await asyncio.wait(calls)
+            assert calls[0].cancelled()
+
+        asyncio.run(main())
+        until(lambda: handle.in_flight == 0)
+        totals = handle.recorder.totals()
+        assert (totals.successes, totals.failures) == (1, {"cancelled": 1})
+
+
 def test_models_that_cannot_be_served_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken" / "1").mkdir(parents=True)
     (tmp_path / "broken" / "1" / "model.onnx").write_bytes(b"no model")
@@ -247,3 +272,28 @@ def test_the_examples_of_the_page(example: str, repository: Path, tmp_path: Path
 
 def test_the_page_has_examples() -> None:
     assert len(EXAMPLES) == 2
+
+
+def test_a_step_computes_on_the_memory_that_the_step_before_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_repository(tmp_path, (SMALL, SMALL, SMALL))
+    runs: list[tuple[int, int]] = []  # addresses of the input and of the output of a model's run
+    run = onnxruntime.InferenceSession.run
+
+    def recorded(session: onnxruntime.InferenceSession, names: list[str], feeds: dict[str, Array]) -> list[Array]:
+        (output,) = run(session, names, feeds)
+        runs.append((feeds["X"].ctypes.data, output.ctypes.data))
+        return [output]
+
+    x = np.ones((2, 16), np.float32)
+    with headrace.Server(tmp_path, state_dir="", profile_s=0) as running:
+        chain = running.model("chain")
+        chain.infer({"X": x})
+        monkeypatch.setattr(onnxruntime.InferenceSession, "run", recorded)
+        y = chain.infer({"X": x})["Y"]
+    first, second, third = runs
+    assert first[0] == x.ctypes.data
+    assert second[0] == first[1]
+    assert third[0] == second[1]
+    assert y.ctypes.data == third[1]

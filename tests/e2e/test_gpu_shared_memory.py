@@ -19,7 +19,7 @@ from headrace.core.tensor import Array
 from tests.support import shared_memory_cases as cases
 from tests.support.fake_gpu import install_gpu
 from tests.support.fake_gpu_server import HANDLE_BYTES, SHARED
-from tests.support.serving import Server, start
+from tests.support.serving import Server, serving
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 pytestmark = [
@@ -54,15 +54,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
     mine = Path(shutil.copytree(repository, tmp_path / "repository"))
-    started = start(mine, tmp_path / "log", *cases.OPTIONS, command=COMMAND)
-    try:
-        started.wait_until_ready()
+    with serving(mine, tmp_path, *cases.OPTIONS, command=COMMAND) as started:
         yield started
         assert "Traceback" not in started.text, started.text
-        started.stop()
-    finally:
-        started.process.kill()
-        started.process.wait()
 
 
 def test_rows_in_a_system_region(server: Server, right: tuple[Array, Array]) -> None:

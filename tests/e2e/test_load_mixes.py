@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from loadtest.mixes import MIXES
 from tests.e2e.test_demo_models import DEMO
 from tests.support.certificates import Certificates
 from tests.support.models import add_model, affine
-from tests.support.serving import ROOT, Server, serving
+from tests.support.serving import COMMAND, ROOT, Server, serving
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +90,26 @@ def test_a_mix_passes_with_keys_and_tls(tmp_path: Path) -> None:
             assert (done.returncode, error in done.stdout) == (2, True), done.stdout
 
 
+def test_a_server_of_its_own_may_have_keys(tmp_path: Path) -> None:
+    """The command has no ports: `loadtest.run` adds `--http-port` and `--grpc-port` with free ones."""
+    make_keys(tmp_path)
+    command = shlex.join([*COMMAND, "serve", "--api-keys-file", str(tmp_path / KEYS_FILE)])
+    words = ("--command", command, "--mix", "gallery", "--users", "2", "--duration", "2", "--p99-ms", "30000")
+    for key, status, text in (
+        (["--api-key-file", str(tmp_path / "infer.key")], 0, "PASS"),
+        ([], 2, "the server needs an API key"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "loadtest.run", *words, *key],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode, text in done.stdout) == (status, True), done.stdout + done.stderr
+
+
 def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
     done = load(demo, "--mix", "nightly", "--p99-ms-of", "tiny*=0.0001")
     assert done.returncode == 1, done.stdout
@@ -121,7 +142,9 @@ def test_the_first_error_is_printed_as_it_happens(tmp_path: Path) -> None:
     assert first < done.stdout.index("FAIL  ")
 
 
-def k6(server: Server, folder: Path, *settings: str) -> tuple[int, dict[str, Any]]:
+def k6(
+    server: Server, folder: Path, *settings: str, env: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
     """Three seconds of the k6 example: its exit status and the summary of its metrics."""
     program = shutil.which("k6")
     if program is None:
@@ -131,7 +154,7 @@ def k6(server: Server, folder: Path, *settings: str) -> tuple[int, dict[str, Any
     words = [word for setting in variables for word in ("-e", setting)]
     done = subprocess.run(
         [program, "run", "--quiet", "--summary-export", summary, *words, ROOT / "loadtest" / "k6" / "infer.js"],
-        env=os.environ | {"K6_NO_USAGE_REPORT": "true"},
+        env={**os.environ, "K6_NO_USAGE_REPORT": "true", **(env or {})},
         capture_output=True,
         text=True,
         timeout=100,
@@ -151,6 +174,30 @@ def test_the_k6_example_detects_missing_responses(demo: Server, tmp_path: Path) 
     status, metrics = k6(demo, tmp_path, "MODEL=nobody")
     assert status == 99, "k6's status where a threshold is crossed"
     assert metrics["checks"]["fails"] == metrics["http_reqs"]["count"] > 0
+
+
+def test_the_k6_example_runs_with_a_key_and_tls(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    make_keys(tmp_path)
+    key = (tmp_path / "infer.key").read_text().strip()
+    trusted = {"SSL_CERT_FILE": str(certificates.authority)}
+    options = ["--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key)]
+    options += ["--tls-client-ca", str(certificates.authority), "--api-keys-file", str(tmp_path / KEYS_FILE)]
+    with serving(DEMO, tmp_path, "--model-control", "explicit", "--load-model", "tiny", *options) as server:
+        settings = [f"URL={server.url.replace('http', 'https')}"]
+        client = [f"CERT={certificates.client.certificate}", f"KEY={certificates.client.key}"]
+        status, metrics = k6(server, tmp_path, *settings, *client, env={**trusted, "HEADRACE_API_KEY": key})
+        assert (status, metrics["checks"]["fails"]) == (0, 0), metrics
+        assert metrics["http_reqs"]["count"] > 100
+        for words, variables in (
+            (client, trusted),  # no key
+            (client, {**trusted, "HEADRACE_API_KEY": (tmp_path / "metrics.key").read_text().strip()}),
+            (client, {"HEADRACE_API_KEY": key}),  # the server's certificate is not trusted
+            ([], {**trusted, "HEADRACE_API_KEY": key}),  # no client certificate
+        ):
+            status, metrics = k6(server, tmp_path, *settings, *words, env=variables)
+            assert status == 99, "k6's status where a threshold is crossed"
+            assert metrics["http_req_failed"]["value"] == 1
 
 
 def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:

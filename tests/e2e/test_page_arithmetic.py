@@ -152,3 +152,25 @@ def test_answers_with_nan_are_parsed(page: Page) -> None:
     text = json.dumps({"id": 'NaN "quoted\\" Infinity', "data": [float("nan"), float("-inf"), 1.5]})
     code = f'import("/page/client.js").then(({{ parseJson }}) => parseJson({json.dumps(text)}))'
     assert page.evaluate(code) == {"id": 'NaN "quoted\\" Infinity', "data": ["NaN", "-Infinity", 1.5]}
+
+
+def test_failing_models_come_before_busy_ones_and_curves_add_up(page: Page) -> None:
+    code = """(async () => {
+        const { groupOf } = await import("/page/models.js");
+        const { curve } = await import("/page/history.js");
+        const serving = { living: 1, instances: 1, queued: 0, in_flight: 0 };
+        const groups = [
+            [{ state: "UNAVAILABLE", serving: null }, null],
+            [{ state: "READY", serving: { ...serving, living: 0 } }, { requests: 0, failures: {} }],
+            [{ state: "READY", serving }, { requests: 9, failures: { model_failed: 1 } }],
+            [{ state: "READY", serving }, { requests: 9, failures: { bad_request: 1 } }],
+            [{ state: "READY", serving: { ...serving, queued: 2 } }, { requests: 0, failures: {} }],
+            [{ state: "READY", serving }, { requests: 0, failures: {} }],
+            [{ state: "UNLOADED", serving: null }, null],
+        ].map(([model, recent]) => groupOf(model, recent));
+        const sum = curve([{ requests_per_s: [1, 2], failures_per_s: [] }, { requests_per_s: [0.5], failures_per_s: [3, 0, 1] }]);
+        return [groups, sum.length, sum.slice(-4)];
+    })()"""
+    groups, length, last = page.evaluate(code)
+    assert groups == ["failing", "failing", "failing", "busy", "busy", "idle", "idle"]
+    assert (length, last) == (120, [0, 3, 1, 3.5])

@@ -68,7 +68,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Page]:
     opened = browser.open(f"{server.url}/")
-    opened.wait("document.querySelectorAll('#models .card').length === 5")
+    opened.wait("document.querySelectorAll('#models .card, #idle li').length === 5")
     yield opened
     # In every test: no request leaves for another host, and no script runs that is not the page's own.
     assert [url for url in opened.requested if not url.startswith(server.url)] == []
@@ -88,14 +88,21 @@ def those(selector: str, condition: str, expression: str = "it.outerHTML.slice(0
 
 
 def card(name: str) -> str:
-    """JavaScript for a model's card."""
-    cards = "[...document.querySelectorAll('#models .card')]"
+    """JavaScript for a model's card or line in the list."""
+    cards = "[...document.querySelectorAll('#models .card, #idle li')]"
     return f"{cards}.find((it) => it.querySelector('h3').innerText.startsWith({json.dumps(name)}))"
 
 
-def choose(page: Page, name: str) -> None:
-    page.evaluate(f"{card(name)}.querySelector('button.try').click()")
-    page.wait(f"document.getElementById('try-model').value.startsWith({json.dumps(name)})")
+def choose(page: Page, name: str, version: str = "1") -> None:
+    """Open the view of a version; of one that serves with its sample request."""
+    page.evaluate(f"location.hash = encodeURIComponent({json.dumps(name)}) + '/{version}'")
+    page.wait(f"document.querySelector('#view h2')?.innerText.startsWith({json.dumps(name)})")
+    page.wait("document.getElementById('try').hidden || document.getElementById('try-text').value")
+
+
+def view(page: Page) -> str:
+    """Text of the open view."""
+    return page.text("#view")
 
 
 def affine(server: Server, width: int = 16, rows: int = 1) -> int:
@@ -104,7 +111,7 @@ def affine(server: Server, width: int = 16, rows: int = 1) -> int:
 
 
 def test_every_model_is_there_with_its_state_and_reason(page: Page) -> None:
-    assert page.text("#summary") == "3 serving, 2 not"
+    assert page.text("#summary") == "2 failing, 3 idle"
     # The broken model and the folder whose name is none do not make the server unready, but they are seen.
     assert page.text("#ready") == "3 of 5 ready"
     assert page.evaluate("document.getElementById('ready').className") == "badge warn"
@@ -114,17 +121,31 @@ def test_every_model_is_there_with_its_state_and_reason(page: Page) -> None:
     assert red > green > blue, "amber"
     for name in ("affine", "plain", "ranked"):
         assert page.evaluate(f"{card(name)}.querySelector('.badge').innerText") == "READY"
-        assert page.evaluate(f"{card(name)}.querySelector('.figures').innerText").split()[-1] == "1/1"
+        assert page.evaluate(f"{card(name)}.getBoundingClientRect().height") < 60, "one line"
     assert page.evaluate(f"{card('broken')}.querySelector('.badge').innerText") == "UNAVAILABLE"
     assert "model.onnx" in page.evaluate(f"{card('broken')}.querySelector('.reason').innerText")
-    assert page.evaluate(f"{card('broken')}.querySelector('button').checkVisibility()") is False
+    names = page.evaluate(those("#models h3 a, #idle h3 a", "true", "it.innerText"))
+    assert names == [HOSTILE, "broken", "affine", "plain", "ranked"], "what fails comes first"
+    choose(page, "affine")
+    assert page.evaluate("document.querySelector('#view .figures').innerText").split()[-1] == "1/1"
+    choose(page, "broken", "")
+    page.wait("document.querySelector('#view .reason').innerText.includes('model.onnx')")
+    assert page.evaluate("document.getElementById('try').checkVisibility()") is False
 
 
 def test_figures_follow_the_traffic(page: Page, server: Server) -> None:
     assert [affine(server) for _ in range(30)] + [affine(server, rows=3) for _ in range(10)] == [200] * 40
     assert [affine(server, width=15) for _ in range(3)] == [400] * 3
-    page.wait(f"{card('affine')}.innerText.includes('40 requests since it was loaded')")
-    text = page.evaluate(f"{card('affine')}.innerText")
+    page.wait(f"{card('affine')}?.innerText.includes('Errors in the last minute: 3 bad_request')")
+    names = page.evaluate(those("#models h3 a, #idle h3 a", "true", "it.innerText"))
+    assert names == [HOSTILE, "broken", "affine", "plain", "ranked"]
+    assert page.text("#summary") == "2 failing, 1 busy, 2 idle"
+    # The sum over all models.
+    assert page.text("#all-errors") == "3"
+    assert page.text("#all-p50").split()[1] in ("µs", "ms")
+    choose(page, "affine")
+    page.wait("document.getElementById('view').innerText.includes('40 requests since it was loaded')")
+    text = view(page)
     percentiles = re.search(r"p50\n(.+)\np95\n(.+)\np99\n(.+)\n", text)
     assert percentiles is not None
     times_ms = [
@@ -134,17 +155,20 @@ def test_figures_follow_the_traffic(page: Page, server: Server) -> None:
     assert 0 < times_ms[0] <= times_ms[1] <= times_ms[2] < 10_000
     assert "Rows a batch last minute\n1\n3\n" in text
     columns = "[...it.querySelectorAll('.columns > div')].map((column) => column.title)"
-    assert page.evaluate(f"((it) => {columns})({card('affine')})") == ["1: 30, 75 %", "3: 10, 25 %"]
-    assert "Why batches closed last minute\ninstance idle 100 %" in text
+    assert page.evaluate(f"((it) => {columns})(document.getElementById('view'))") == ["1: 30, 75 %", "3: 10, 25 %"]
+    assert "Why batches closed last minute\nno more requests waited 100 %" in text
     assert "Errors last minute\nbad_request\n3" in text
     assert {"queue", "assemble", "compute", "split"} <= set(text.split())
-    curve = f"{card('affine')}.querySelector('.spark .line').getAttribute('d')"
-    page.wait(curve)
-    drawn = page.evaluate(curve)
-    assert len({point.split(",")[1] for point in drawn[1:].split("L")}) > 1, "the curve is flat"
-    # The sum over all models, above.
-    assert page.text("#all-errors") == "3"
-    assert page.text("#all-p50").split()[1] in ("µs", "ms")
+    # The curve is that of the server's ring, which has a sample every five seconds.
+    page.wait("/^maximum [0-9.]+.s$/.test(document.querySelector('#view .maximum').innerText)")
+    drawn = page.evaluate("document.querySelector('#view .curve .line').getAttribute('d')")
+    points = [point.split(",") for point in drawn[1:].split("L")]
+    assert len(points) == 120
+    assert len({height for _, height in points}) > 1, "the curve is flat"
+    assert page.text("#view .times").split("\n") == ["10 min ago", "5 min", "now"]
+    # A page that is opened now has the same past.
+    page.evaluate("location.reload()")
+    page.wait("document.querySelector('#view .maximum')?.innerText.startsWith('maximum')")
 
 
 def ranked_by_the_client(server: Server, model: str, picture: Path) -> list[tuple[str, float]]:
@@ -187,8 +211,7 @@ def test_the_demo_models_name_pictures(browser: Browser, model: str, tmp_path: P
     )
     picture = PHOTOGRAPHS / "camera.png"  # grey, so that of three channels each is tried, and of one
     with serving(ROOT / "model_repository", tmp_path, "--model-control", "explicit", "--load-model", model) as demo:
-        page = browser.open(f"{demo.url}/")
-        page.wait(f"document.getElementById('try-model').value.startsWith('{model}')")
+        page = browser.open(f"{demo.url}/#{model}/1")
         page.wait("document.getElementById('try-drop').checkVisibility()")
         page.drop("#try-drop", [picture])
         ranking = labels(page)
@@ -216,18 +239,41 @@ def test_a_model_without_image_inputs_accepts_json(page: Page) -> None:
     page.evaluate("document.getElementById('try-send').click()")
     page.wait("document.querySelector('#try-result pre')")
     assert json.loads(page.text("#try-result pre"))["outputs"][0]["shape"] == [1, 4]
+    for button, start in (("try-python", "import numpy"), ("try-curl", "curl ")):
+        page.evaluate(f"document.getElementById('{button}').click()")
+        page.wait(f"document.getElementById('try-code').textContent.startsWith('{start}')")
+        command = [sys.executable, "-c"] if button == "try-python" else ["bash", "-c"]
+        code = page.evaluate("document.getElementById('try-code').textContent")
+        result = subprocess.run([*command, code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        assert "Y" in result.stdout, "the output of the model"
     page.fill("#try-text", '{"inputs": []}')
     page.evaluate("document.getElementById('try-send').click()")
     page.wait("document.querySelector('#try-result .error')")
     assert "X" in page.text("#try-result")
 
 
+def test_a_long_sample_is_written_out_when_it_is_sent(page: Page) -> None:
+    choose(page, "plain")
+    assert '"shape":[1,3,224,224],"data":"zeros"' in page.evaluate("document.getElementById('try-text').value")
+    page.evaluate("document.getElementById('try-send').click()")
+    page.wait("document.querySelector('#try-result pre')")
+    page.evaluate("document.getElementById('try-curl').click()")
+    page.wait("document.getElementById('try-code').textContent.includes('[0] * 150528')")
+    code = page.evaluate("document.getElementById('try-code').textContent")
+    result = subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert json.loads(result.stdout)["outputs"] == json.loads(page.text("#try-result pre"))["outputs"]
+    page.evaluate("document.getElementById('try-sample').click()")
+    assert len(labels(page)) == 5
+
+
 def test_compute_times_and_layers_are_loaded_on_demand(page: Page) -> None:
     texts = {}
     for name in ("plain", "ranked"):
-        page.evaluate(f"{card(name)}.querySelector('summary').click()")
-        page.wait(f"{card(name)}.querySelector('details .ranking')")
-        texts[name] = page.evaluate(f"{card(name)}.querySelector('details').innerText")
+        choose(page, name)
+        page.evaluate("document.querySelector('#view summary').click()")
+        page.wait("document.querySelector('#view details .ranking')")
+        texts[name] = page.evaluate("document.querySelector('#view details').innerText")
         assert "What limits it now" in texts[name]
         assert "4 rows" in texts[name]
     layers = texts["plain"].partition("Layers\n")[2]
@@ -241,11 +287,14 @@ def test_compute_times_and_layers_are_loaded_on_demand(page: Page) -> None:
 
 def test_hostile_names_stay_text(page: Page) -> None:
     assert page.evaluate(f"{card(HOSTILE)}.querySelector('h3').innerText").startswith(HOSTILE)
+    choose(page, HOSTILE, "")
     choose(page, "plain")
     page.wait("document.getElementById('try-drop').checkVisibility()")
     page.drop("#try-drop", [PHOTOGRAPHS / "coffee.png"])
     assert all(label.startswith(HOSTILE) for label, _ in labels(page))
-    assert page.evaluate("document.querySelectorAll('#models img, #try-result img, body script').length") == 0
+    assert (
+        page.evaluate("document.querySelectorAll('#overview img, #view img, #try-result img, body script').length") == 0
+    )
 
 
 def test_the_content_security_policy_forbids_everything_else(page: Page, server: Server) -> None:
@@ -283,10 +332,10 @@ def test_no_page_leads_to_metrics_that_are_elsewhere(server: Server) -> None:
     assert b'"metrics"' in server.request("GET", "/")[2]
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/#plain/1", "/docs"])
 def test_it_is_readable_on_a_phone(browser: Browser, server: Server, path: str) -> None:
     page = browser.open(server.url + path, PHONE)
-    page.wait("document.querySelectorAll('.card').length > 5")
+    page.wait("document.querySelectorAll('.route, #models .card, #idle li').length >= 5")
     page.evaluate("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
     empty = those("details", "!it.querySelector('div').hasChildNodes()")
     page.wait(f"{empty}.length === 0")
@@ -315,6 +364,12 @@ def test_the_api_page_shows_every_route_and_sends_requests(browser: Browser, ser
     page.wait(f"!{route}.querySelector('.asking pre').hidden && {route}.querySelector('.asking pre').innerText")
     status, answer = page.evaluate(f"{route}.querySelector('.asking pre').innerText").split("\n", 1)
     assert (status, json.loads(answer)["name"]) == ("200", "affine")
+    # Bodies are filled in: of inference with the inputs of the first model that serves.
+    infer = route.replace("{model}", "{model}/infer")
+    page.evaluate(f"{infer}.querySelector('summary').click()")
+    page.wait(f"{infer}.querySelector('textarea')?.value.includes('\"X\"')")
+    page.evaluate(f"{infer}.querySelector('button').click()")
+    page.wait(f"{infer}.querySelector('.asking pre').innerText.startsWith('200')")
     page.fill("#filter", "sharedmemory")
     shown = page.evaluate(those(".route", "true", "it.querySelector('code').innerText"))
     assert shown
@@ -326,14 +381,14 @@ def test_the_api_page_shows_every_route_and_sends_requests(browser: Browser, ser
 
 def test_the_page_reconnects_after_a_restart(browser: Browser, repository: Path, tmp_path: Path) -> None:
     with serving(repository, tmp_path) as first:
-        page = browser.open(f"{first.url}/")
-        page.wait(card("affine"))
+        page = browser.open(f"{first.url}/#affine/1")
+        page.wait("document.querySelector('#view .figures')?.checkVisibility()")
         assert affine(first) == 200
-        page.wait(f"{card('affine')}.innerText.includes('1 request since')")
+        page.wait("document.getElementById('view').innerText.includes('1 request since')")
         first.stop()
         page.wait("document.getElementById('lost').checkVisibility()")
         port = first.port
     with serving(repository, tmp_path, "--http-port", str(port)):
         page.wait("!document.getElementById('lost').checkVisibility()")
-        page.wait(f"{card('affine')}.innerText.includes('0 requests since')")
+        page.wait("document.getElementById('view').innerText.includes('0 requests since')")
     page.close()

@@ -44,7 +44,7 @@ def test_the_page_shows_a_key_form_and_the_key_lasts_for_the_tab(case: tuple[Ser
     page = browser.open(f"{server.url}/")
     page.wait("!document.getElementById('key-form').hidden")
     assert "this needs a key" in reason(page)
-    assert page.evaluate("document.querySelectorAll('#models .card').length") == 0
+    assert page.evaluate("document.querySelectorAll('#models .card, #idle li').length") == 0
     assert page.statuses("/v2/status") == [401], "it waits for a key instead of asking again"
     use(page, "hr_wrong")
     page.wait("!document.querySelector('#key-form .error').textContent.startsWith('this needs a key')")
@@ -53,15 +53,20 @@ def test_the_page_shows_a_key_form_and_the_key_lasts_for_the_tab(case: tuple[Ser
     page.wait("document.querySelector('#key-form .error').textContent.includes(\"scope 'read'\")")
     assert page.statuses("/v2/status")[-1] == 403
     use(page, f" {keys.keys['all']} ")
-    page.wait("document.querySelectorAll('#models .card').length === 1")
+    page.wait("document.querySelectorAll('#models .card, #idle li').length === 1")
     page.wait("document.getElementById('key-form').hidden")
     assert page.evaluate("document.getElementById('key').value") == "", "the key is not left in the form"
     assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
     # A try runs with the key; the next page of the tab has it too.
+    page.evaluate("location.hash = 'affine/1'")
     page.wait("document.getElementById('try-text').value !== ''")
     page.evaluate("document.getElementById('try-send').click()")
     page.wait("document.getElementById('try-result').innerText.length > 20")
     assert page.statuses("/infer") == [200]
+    # What is copied names the key by an environment variable.
+    page.evaluate("document.getElementById('try-curl').click()")
+    page.wait("document.getElementById('try-code').textContent.includes('Bearer $HEADRACE_KEY')")
+    assert keys.keys["all"] not in page.text("#try-code")
     page.evaluate("location.assign('docs')")
     page.wait("document.querySelectorAll('.route').length > 20")
     assert [url for url in page.requested if not url.startswith(server.url)] == []
@@ -98,8 +103,8 @@ def test_the_key_form_returns_when_the_key_is_withdrawn(case: tuple[Server, Keys
     page = browser.open(f"{server.url}/")
     while True:  # the server reads the file within a second
         use(page, key)
-        page.wait("document.querySelector('#models .card') || !document.getElementById('key-form').hidden")
-        if page.evaluate("document.querySelectorAll('#models .card').length"):
+        page.wait("document.querySelector('#models .card, #idle li') || !document.getElementById('key-form').hidden")
+        if page.evaluate("document.querySelectorAll('#models .card, #idle li').length"):
             break
     del keys.clients["guest"]
     keys.write()

@@ -29,8 +29,10 @@ from deploy.make_keys import KEYS_FILE, make_keys
 from tests.support.certificates import Certificates
 from tests.support.fake_builder import publish
 from tests.support.fake_gpu import install_gpu
-from tests.support.models import add_model, affine
+from tests.support.models import add_model, add_pipeline, affine, ensemble_config, table_lookup
 from tests.support.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
+from tests.support.ragged_models import token_sums
+from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.serving import HOST, Server, free_port, serving, start
 from tests.unit.repository.test_gpu_backend import plan_of
 
@@ -40,9 +42,19 @@ INT8 = "max_batch_size: 8\noptimization:\n  precision: int8\n  accuracy: {min_to
 PROMISED = "max_batch_size: 8\ndynamic_batching: {max_queue_delay_microseconds: 1000}\nslo: {p99_ms: 5000}\n"
 REQUESTS = 40  # of each model by each client
 CLIENTS = 3
-MODELS = ("gpu", "apart", "promised", "engine")
+MODELS = ("gpu", "apart", "promised", "engine", "cached")
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
+PADDED = "max_batch_size: 16\ndynamic_batching: {}\npad: {ids: 0, mask: 0, multiple_of: 16}\n"
+TOKENS = json.dumps(
+    {"inputs": [{"name": name, "datatype": "INT64", "shape": [1, 5], "data": [1] * 5} for name in ("ids", "mask")]}
+).encode()
 SCRAPES = 6
+
+
+def index_body(index: int) -> bytes:
+    """A request of `twice`."""
+    return json.dumps({"inputs": [{"name": "X", "datatype": "INT64", "shape": [1, 1], "data": [index]}]}).encode()
+
 
 RULES = [
     rule
@@ -103,6 +115,10 @@ TRITON_PANELS = {
     "others: processors": "nv_cpu_utilization",
     "others: memory": "nv_cpu_memory_used_bytes / nv_cpu_memory_total_bytes",
     "others: pinned memory": "nv_pinned_memory_pool_used_bytes <= nv_pinned_memory_pool_total_bytes",
+    "others: cache hits": "rate(nv_cache_num_hits_per_model[1m]) / "
+    "(rate(nv_cache_num_hits_per_model[1m]) + rate(nv_cache_num_misses_per_model[1m]))",
+    "others: cache lookups": "nv_cache_hit_duration_per_model / nv_cache_num_hits_per_model",
+    "others: cache insertions": "nv_cache_miss_duration_per_model / nv_cache_num_misses_per_model",
     "others: first responses": "histogram_quantile(0.99, sum by (le) "
     "(rate(nv_inference_first_response_histogram_ms_bucket[1m])))",
     **{
@@ -130,6 +146,11 @@ TRITON_SERIES: dict[str, tuple[str, set[str]]] = {
         f"nv_inference_{name}_summary_us": ("summary", {*_MODEL, "quantile"})
         for name in ("request", "queue", "compute_input", "compute_infer", "compute_output")
     },
+    **{
+        f"nv_cache_{name}_per_model": ("counter", _MODEL)
+        for name in ("num_hits", "num_misses", "hit_duration", "miss_duration")
+    },
+    **{f"nv_cache_{name}_summary_us": ("summary", _MODEL) for name in ("hit", "miss")},
     "nv_inference_first_response_histogram_ms": ("histogram", {*_MODEL, "le"}),
     "nv_inference_pending_request_count": ("gauge", _MODEL),
     "nv_model_load_duration_secs": ("gauge", _MODEL),
@@ -153,11 +174,18 @@ def build(folder: Path) -> Path:
         model = add_model(repository, "gpu", affine(seed=1))
         (model / "config.yaml").write_text("backend: tensorrt\nmax_batch_size: 8\n")
         (model / "1" / "model.plan").write_bytes(plan_of(folder, 1))
+    add_model(repository, "cached", affine(), files={"config.yaml": "response_cache: {enable: true}\n"})
     add_model(repository, "apart", affine(), files={"config.yaml": "isolation: process\n"})
     add_model(repository, "promised", affine(), files={"config.yaml": PROMISED})
     model = add_model(repository, "engine", affine(), files={"config.yaml": INT8})
     engine = onnx.load(model / "1" / "model.onnx").SerializeToString()
     publish(model, 1, engine, forced=True, refusal=("top-1 agreement 98.8 % is below 99.9 %",))
+    # The second step refuses what the first one answers for an index of 3.
+    add_model(repository, "lookup", table_lookup(), config="max_batch_size: 8")
+    steps = [("lookup", {"X": "X"}, {"Y": "tens"}), ("lookup", {"X": "tens"}, {"Y": "Y"})]
+    number = {"X": ("TYPE_INT64", (1,))}, {"Y": ("TYPE_INT64", (1,))}
+    add_pipeline(repository, "twice", ensemble_config(steps, *number))
+    add_model(repository, "padded", token_sums(), files={"config.yaml": PADDED})
     # There are no samples, so the builder fails at once.
     unbuilt = INT8 + "  calibration: {data: missing.npz}\nbuild_on_load: true\n"
     add_model(repository, "unbuilt", affine(), files={"config.yaml": unbuilt})
@@ -182,6 +210,9 @@ def work(server: Server) -> None:
         for _ in range(REQUESTS):
             for model in MODELS:
                 assert server.request("POST", f"/v2/models/{model}/infer", BODY)[0] == 200
+            assert server.request("POST", "/v2/models/padded/infer", TOKENS)[0] == 200
+            for index, status in ((0, 200), (3, 400)):
+                assert server.request("POST", "/v2/models/twice/infer", index_body(index))[0] == status
             assert server.request("POST", "/v2/models/promised/infer", b"{}")[0] == 400
             assert server.request("POST", "/v2/models/nobody/infer", BODY)[0] == 404
 
@@ -194,13 +225,20 @@ def work(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("prometheus")
     repository, certificates = build(folder), Certificates(folder)
     second = folder / "second"
     add_model(second, "affine", affine())
     port = free_port()
     control = ("--metrics-port", str(port), "--model-control", "explicit", "--load-model", "*")
+    control += ("--cache-config", "local,size=16MiB", "--cache-config", redis.patient_option)
     tls = ("--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key), "--no-grpc")
     make_keys(folder)
     tls += ("--api-keys-file", str(folder / KEYS_FILE))
@@ -226,7 +264,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 work(gpu)
                 until(lambda: classic.scrapes() >= SCRAPES and native.scrapes() >= SCRAPES)
                 # What the rules have made of the last scrape.
-                until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 2)
+                until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 5)
                 time.sleep(2)
                 yield Watched(gpu, secure, classic, native, f"{HOST}:{port}")
         gpu.stop()

@@ -19,9 +19,11 @@ import onnx
 import pytest
 import tritonclient.grpc as triton_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.e2e.conftest import CONTRADICTING
 from tests.support import models
+from tests.support.keys import Keys
 from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start
 
 
@@ -458,3 +460,30 @@ def test_commands_suggest_the_nearest_model(good: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "did you mean headrace serve m.onnx --http-port 0?" in done.stderr
+
+
+@pytest.mark.parametrize("engine", ["fast", "grpcio"])
+def test_only_the_engine_grpcio_loads_grpcio(tmp_path: Path, engine: str) -> None:
+    folder = models.add_model(tmp_path / "models", "affine", models.affine(), config="max_batch_size: 8\n")
+    assert (folder / "config.pbtxt").is_file(), "read with Triton's messages"
+    options = () if engine == "fast" else ("--grpc-engine", engine)
+    with serving(tmp_path / "models", tmp_path, *options) as server:
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            services = ProtoReflectionDescriptorDatabase(channel).get_services()
+            assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+            assert client.get_model_config("affine").config.max_batch_size == 8
+        mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "inference.GRPCInferenceService" in services
+    assert ("cygrpc" in mapped) == (engine == "grpcio")
+
+
+def test_the_command_of_a_server_with_keys_needs_the_key(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = Keys(tmp_path)
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    with serving(good, tmp_path, "--api-keys-file", str(keys.path)) as server:
+        assert "send Authorization: Bearer KEY" in json.loads(tried(server))["error"]
+        monkeypatch.setenv("HEADRACE_API_KEY", keys.keys["read"])
+        assert {model["name"] for model in json.loads(tried(server))["models"]} == {"row_sums", "busy"}

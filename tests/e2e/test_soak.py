@@ -18,6 +18,13 @@ from tests.support.serving import ROOT
 
 pytestmark = pytest.mark.slow
 
+_DROP_KEYS = """
+import runpy, sys
+at = sys.argv.index("--api-keys-file")
+del sys.argv[at : at + 2]
+runpy.run_module("headrace", run_name="__main__", alter_sys=True)
+"""
+KEYLESS = shlex.join([sys.executable, "-c", _DROP_KEYS, "serve"])
 FAULTY = shlex.join([sys.executable, "-m", "tests.support.faulty_server", "serve"])
 
 
@@ -56,6 +63,29 @@ def test_hundreds_of_connections_stay_open(tmp_path: Path) -> None:
     assert status == 0, printed
     counts = {line["way"]: line for line in soak_report["requests"]}
     assert "crowd" in counts, printed
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("engine", ["fast", "grpcio"])
+def test_a_server_with_keys_passes(tmp_path: Path, engine: str) -> None:
+    words = ("--seconds", "20", "--keys", "--grpc-engine", engine, "--connections", "20")
+    status, printed, soak_report = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    assert status == 0, printed
+    refused = {(line["way"], line["model"]) for line in soak_report["requests"] if line["counts"].get("refused")}
+    for name in ("no key", "an unknown key", "a key without the scope"):
+        assert {("HTTP, bad", name), ("gRPC, bad", name)} <= refused
+    assert "with API keys" in (tmp_path / "soak.html").read_text()
+
+
+@pytest.mark.timeout(240)
+def test_a_server_that_ignores_its_keys_does_not_pass(tmp_path: Path) -> None:
+    words = ("--seconds", "18", "--keys", "--command", KEYLESS, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    status, printed, soak_report = soak(tmp_path, *words)
+    assert status == 1, printed
+    failed = {verdict["name"] for verdict in soak_report["verdicts"] if not verdict["passed"]}
+    # Requests with wrong keys are answered: they are counted, and no client received them.
+    assert failed == {"nothing wrong", "the server's own count agrees"}, printed
+    assert "key, failed: status 200, expected one of (401,)" in printed
 
 
 @pytest.mark.timeout(240)

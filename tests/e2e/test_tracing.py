@@ -39,6 +39,11 @@ dynamic_batching { preferred_batch_size: 3 max_queue_delay_microseconds: 1000000
 def repository(folder: Path) -> Path:
     models.add_model(folder / "models", "affine", models.affine())
     models.add_model(folder / "models", "merging", models.affine(), config=MERGING)
+    models.add_model(folder / "models", "lookup", models.table_lookup(), config="max_batch_size: 8")
+    # The second step refuses what the first one answers for 3.
+    steps = [("lookup", {"X": "X"}, {"Y": "tens"}), ("lookup", {"X": "tens"}, {"Y": "Y"})]
+    number = {"X": ("TYPE_INT64", (1,))}, {"Y": ("TYPE_INT64", (1,))}
+    models.add_pipeline(folder / "models", "twice", models.ensemble_config(steps, *number))
     return folder / "models"
 
 
@@ -160,6 +165,17 @@ def test_errors_are_traced_with_their_reason(clean: tuple[Server, Receiver]) -> 
     assert unknown.status.code == unknown.status.STATUS_CODE_ERROR
     assert attributes(broken)["error.type"] == "bad_request"
     assert unknown.trace_id.hex() == broken.trace_id.hex() == TRACE
+
+
+def test_a_pipeline_request_that_fails_has_the_spans_of_its_steps(clean: tuple[Server, Receiver]) -> None:
+    server, receiver = clean
+    number = {"inputs": [{"name": "X", "datatype": "INT64", "shape": [1, 1], "data": [3]}]}
+    assert server.request("POST", "/v2/models/twice/infer", json.dumps(number).encode(), SAMPLED)[0] == 400
+    first, second = receiver.wait("step lookup", 2)
+    assert (first.name, second.name) == ("step lookup", "step lookup#2")
+    outcomes = [attributes(span)["headrace.step.outcome"] for span in (first, second)]
+    assert outcomes == ["ok", "bad_request"]
+    assert first.end_time_unix_nano <= second.start_time_unix_nano
 
 
 def test_a_hostile_id_does_not_cost_its_neighbours_their_spans(clean: tuple[Server, Receiver]) -> None:

@@ -139,7 +139,7 @@ PUBLIC: Mapping[str, tuple[onnx.ModelProto, str]] = {
         parameters {{ key: "intra_op_thread_count" value: {{ string_value: "1" }} }}
         parameters {{ key: "inter_op_thread_count" value: {{ string_value: "1" }} }}
         parameters {{ key: "execution_mode" value: {{ string_value: "0" }} }}
-        parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "0" }} }}"""),
+        parameters {{ key: "do_copy_in_default_stream" value: {{ string_value: "0" }} }}"""),
     "tokenizer": (classifier(), """
         backend: "python" max_batch_size: 8
         input [ { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] } ]
@@ -366,7 +366,7 @@ def test_unknown_parameters_are_warned_of_by_name_in_both(server: Server, inspec
         "(did you mean intra_op_thread_count?)"
     )
     assert 'the parameter "intra_op_threads" has no effect' in " ".join(server.text.split())
-    assert [f.message for f in inspections["threads"].findings if "cudnn_conv_algo_search" in f.message]
+    assert [f.message for f in inspections["threads"].findings if "do_copy_in_default_stream" in f.message]
     assert "'many'" in inspections["wrong_threads"].findings[-1].message
     assert "'perhaps'" in inspections["wrong_switch"].findings[-1].message
 

@@ -20,8 +20,6 @@ from tests.support.waiting import until
 
 pb: Any = service_pb2
 NUMBERS = 6_000_000
-# Responses are 24 to 120 MB. The C library keeps blocks of 16 MB in the heaps of several threads, ONNX Runtime a block of 32 MB.
-ROOM_BYTES = 96 << 20
 
 
 @pytest.fixture(scope="module", params=["fast", "grpcio"])
@@ -71,7 +69,7 @@ def grpc_request(count: int, classes: int) -> Any:
 def test_large_json_answers_do_not_stall_the_server(over_http: Attacked) -> None:
     with watched(over_http, "S20 large JSON answers") as watch, ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda _: post(over_http, body(NUMBERS)), range(3)))
-    watch.check(ROOM_BYTES, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     for answer in answers:
         assert np.array_equal(numbers(answer), np.arange(NUMBERS, dtype=np.float32) + np.float32(0.5))
     over_http.still_serves()
@@ -81,7 +79,7 @@ def test_large_json_answers_do_not_stall_the_server(over_http: Attacked) -> None
 def test_large_compressed_answers_do_not_stall_the_server(over_http: Attacked, encoding: str) -> None:
     with watched(over_http, f"S20 large {encoding} answers") as watch:
         answer = post(over_http, body(4 * NUMBERS, binary_data=True), **{"accept-encoding": encoding})
-    watch.check(ROOM_BYTES, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     content = (gzip.decompress if encoding == "gzip" else zlib.decompress)(answer)
     assert content.endswith(np.float32(4 * NUMBERS - 0.5).tobytes())
     over_http.still_serves()
@@ -98,7 +96,7 @@ def test_clients_that_do_not_wait_for_large_answers(over_http: Attacked) -> None
                 )
                 wire.pour([head.encode() + content])
         until(lambda: not over_http.samples("headrace_in_flight", model="ramp")[0])
-    watch.check(ROOM_BYTES)
+    watch.check()
     over_http.still_serves()
 
 
@@ -151,7 +149,7 @@ def test_the_best_of_a_large_output(over_http: Attacked) -> None:
         few = post(over_http, body(4_000_000, classification=3))
         many = post(over_http, body(4_000_000, classification=65_536))
         status, text = over_http.infer(body(4_000_000, classification=4_000_000), "ramp")
-    watch.check(ROOM_BYTES, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert json.loads(few)["outputs"][0]["data"] == [
         f"{n - 0.5:.6f}:{n - 1}" for n in (4_000_000, 3_999_999, 3_999_998)
     ]
@@ -173,7 +171,7 @@ def test_the_best_of_a_large_output_over_grpc(ramped: Attacked) -> None:
             pb.ModelStreamInferResponse.FromString,
         )
         ids = [answer.infer_response.id for answer in stream(requests, timeout=60)]
-    watch.check(ROOM_BYTES, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert (code, "at most 65536" in text) == ("INVALID_ARGUMENT", True), text
     assert ids == ["4000000 and 10", "4 and 2", "500000 and 60000"]
     ramped.still_serves()

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from headrace.http2 import frames
 from onnx import TensorProto, helper
+from tritonclient.grpc import service_pb2
 
 from loadtest.onnx_models import onnx_model
-from tests.support.attacks import Attacked, Wire, attack, grpc_request, head, http_body, watched
+from tests.support.attacks import SERVICE, Attacked, attack, grpc_request, head, http_body, watched
 from tests.support.certificates import Certificates
+from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 from tests.support.models import add_model
 from tests.support.serving import HOST, Server, serving
 from tests.support.waiting import until
 
+pb: Any = service_pb2
+INFER, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 ANSWER_BYTES = 16 << 20
 TOTAL_BYTES = 64 << 20
 BODY_BYTES = 15 << 20
@@ -80,7 +87,7 @@ def test_responses_that_are_never_read_are_bounded(bounded: Attacked) -> None:
             assert bounded.infer(http_body()) == (200, "")
             assert bounded.call(grpc_request()) == ("OK", "")
         until(lambda: large_answer(bounded) == 200, timeout_s=20)
-    watch.check(room_bytes=ROOM_BYTES)
+    watch.check()
     assert watch.peak_bytes - watch.before_bytes < TOTAL_BYTES + ROOM_BYTES
     until(lambda: unread_bytes(bounded) == 0)
     bounded.still_serves()
@@ -205,19 +212,19 @@ def test_bodies_that_stop_before_their_end(bounded: Attacked, path: str, chunked
         assert seen <= {200, 503}
         assert 200 in seen, "the slowest body gives way"
         assert bounded.reached("min_body_bytes_per_s") >= 1
-        given_way = [wire for wire in wires if answers(wire)]
+        given_way = [wire for wire in wires if has_data(wire.socket)]
         assert given_way
         assert all(wire.answer()[0] == 408 for wire in given_way)
-    watch.check(room_bytes=ROOM_BYTES)
+    watch.check()
     until(lambda: bounded.samples("headrace_body_bytes") == [0.0])
     bounded.still_serves()
 
 
-def answers(wire: Wire) -> bool:
-    """Return True if a response has arrived."""
-    wire.socket.settimeout(0.2)
+def has_data(sock: socket.socket) -> bool:
+    """Return True if bytes have arrived."""
+    sock.settimeout(0.2)
     try:
-        return bool(wire.socket.recv(1, socket.MSG_PEEK))
+        return bool(sock.recv(1, socket.MSG_PEEK))
     except TimeoutError:
         return False
 
@@ -233,7 +240,7 @@ def test_a_slow_body_is_refused_and_a_steady_one_is_not(bounded: Attacked) -> No
         while rest:
             steady.pour([rest[:2_000]])
             rest = rest[2_000:]
-            if not answers(slow):
+            if not has_data(slow.socket):
                 slow.pour([b"\0"] if time.monotonic() < begun_s + 5 else [])
             time.sleep(0.3)
         assert steady.answer() == (200, "")
@@ -241,4 +248,142 @@ def test_a_slow_body_is_refused_and_a_steady_one_is_not(bounded: Attacked) -> No
         status, text = slow.answer()
         assert (status, "more slowly than 1024 bytes per second" in text) == (408, True)
         assert time.monotonic() - begun_s > 15
+    bounded.still_serves()
+
+
+# --- S12 over gRPC -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def bounded_grpc(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """A server with 64 MiB for all bodies and unread responses, with each engine of gRPC."""
+    options = ("--max-body-bytes", str(16 << 20), "--max-total-body-bytes", str(TOTAL_BYTES))
+    with attack(request.param, tmp_path_factory.mktemp("bounded_grpc"), *options) as server:
+        yield server
+        until(lambda: server.samples("headrace_body_bytes") == [0.0])
+
+
+def incomplete_call(stack: ExitStack, server: Attacked, method: str, size_bytes: int) -> RawPeer:
+    """A connection with a call whose message lacks the last 10 bytes."""
+    peer = stack.enter_context(RawPeer(server.server.grpc_port))
+    peer.send(request(1, end=False, fields=grpc_head(SERVICE + method)), data(1, struct.pack(">BI", 0, size_bytes)))
+    peer.pour(1, bytes(size_bytes - 10))
+    return peer
+
+
+def grpc_status(peer: RawPeer) -> str:
+    """Status of the call of a connection; "" if it has not ended."""
+    peer.socket.settimeout(0.3)
+    try:
+        return peer.trailers(1)["grpc-status"]
+    except TimeoutError:
+        return ""
+
+
+def large_message(columns: int = 500_000) -> Any:
+    created = pb.ModelInferRequest(model_name="row_sums", raw_input_contents=[bytes(4 * columns)])
+    created.inputs.add(name="X", datatype="FP32", shape=[1, columns])
+    created.outputs.add(name="SUM")
+    return created
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad"])
+def test_messages_that_stop_before_their_end(bounded_grpc: Attacked, method: str) -> None:
+    """Four messages fill the memory and stop 10 bytes before their end. Small calls are served at once, large ones soon.
+
+    grpcio counts complete messages only, so incomplete ones refuse no other call.
+    """
+    server, is_counted = bounded_grpc, bounded_grpc.engine == "fast"
+    with watched(server, f"S12 messages that stop before their end, {method}") as watch, ExitStack() as stack:
+        hits = server.reached("min_body_bytes_per_s", "grpc")
+        peers = [incomplete_call(stack, server, method, BODY_BYTES) for _ in range(4)]
+        if is_counted:
+            until(lambda: server.samples("headrace_body_bytes")[0] >= 4 * (BODY_BYTES - 10))
+        begun_s, seen = time.monotonic(), set()
+        while "OK" not in seen and time.monotonic() < begun_s + 20:
+            assert server.infer(http_body()) == (200, "")
+            assert server.call(grpc_request()) == ("OK", "")
+            assert server.server.request("GET", "/v2/health/ready")[0] == 200
+            seen.add(server.call(large_message())[0])
+        assert "OK" in seen, "the slowest message gives way"
+        assert seen == ({"OK", "UNAVAILABLE"} if is_counted else {"OK"})
+        if is_counted:
+            assert server.reached("min_body_bytes_per_s", "grpc") > hits
+            assert {grpc_status(peer) for peer in peers} - {""} == {"4"}  # DEADLINE_EXCEEDED
+    watch.check(room_bytes=ROOM_BYTES)
+    until(lambda: server.samples("headrace_body_bytes") == [0.0])
+    server.still_serves()
+
+
+@pytest.mark.slow
+def test_slow_messages_are_refused_and_steady_ones_are_not(bounded: Attacked) -> None:
+    """Without any pressure on memory: 20 s below the minimum rate end a unary call and a stream."""
+    content = large_message(30_000).SerializeToString()
+    body = struct.pack(">BI", 0, len(content)) + content
+    port, before = bounded.server.grpc_port, bounded.reached("min_body_bytes_per_s", "grpc")
+    with RawPeer(port) as slow_call, RawPeer(port) as slow_stream, RawPeer(port) as steady:
+        for peer, method, size in ((slow_call, INFER, 50_000), (slow_stream, STREAM, 50_000), (steady, INFER, 20_000)):
+            peer.send(request(1, end=False, fields=grpc_head(method)), *pieces(body[:size]))
+        rest, begun_s = body[20_000:], time.monotonic()
+        while rest:
+            steady.send(data(1, rest[:1_200], end=len(rest) <= 1_200))
+            rest = rest[1_200:]
+            if time.monotonic() < begun_s + 5:
+                slow_call.send(data(1, b"\0"))
+                slow_stream.send(data(1, b"\0"))
+            time.sleep(0.3)
+        assert steady.trailers(1)["grpc-status"] == "0"
+        for slow in (slow_call, slow_stream):
+            assert slow.trailers(1)["grpc-status"] == "4"
+        assert time.monotonic() - begun_s > 20
+    assert bounded.reached("min_body_bytes_per_s", "grpc") == before + 2
+    bounded.still_serves()
+
+
+def pieces(content: bytes) -> list[bytes]:
+    """DATA frames of the default frame size on stream 1."""
+    return [data(1, content[start : start + 16384]) for start in range(0, len(content), 16384)]
+
+
+# --- Messages without content --------------------------------------------------------------------------------------------
+
+EMPTY_MESSAGES = message(b"") * 24_000
+
+
+def open_stream(peer: RawPeer, stream_id: int, path: str) -> None:
+    """Open a stream and send 24,000 empty messages, in 120 KB."""
+    parts = [EMPTY_MESSAGES[start : start + 16384] for start in range(0, len(EMPTY_MESSAGES), 16384)]
+    peer.send(request(stream_id, end=False, fields=grpc_head(path)), *(data(stream_id, part) for part in parts))
+
+
+def test_messages_without_content_count_with_their_memory(bounded: Attacked) -> None:
+    """An empty message has 5 bytes on the wire and some 64 in memory: 240 streams were counted as 28 MB and held 500."""
+    with watched(bounded, "S28 messages without content that are not read") as watch, ExitStack() as stack:
+        for _ in range(4):
+            peer = stack.enter_context(RawPeer(bounded.server.grpc_port))
+            for stream_id in range(1, 121, 2):
+                open_stream(peer, stream_id, STREAM)
+        until(lambda: bounded.samples("headrace_body_bytes")[0] > TOTAL_BYTES // 2)
+        time.sleep(2)
+        assert bounded.infer(http_body()) == (200, "")
+    watch.check(room_bytes=ROOM_BYTES)
+    assert watch.peak_bytes - watch.before_bytes < TOTAL_BYTES + (96 << 20)
+    until(lambda: bounded.samples("headrace_body_bytes") == [0.0])
+    bounded.still_serves()
+
+
+@pytest.mark.parametrize("path", [STREAM, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"])
+def test_thousands_of_messages_without_content_in_one_segment(bounded: Attacked, path: str) -> None:
+    """Each costs an error response. A stream yields between two: one segment held the event loop for 0.3 s."""
+    with watched(bounded, "S28 messages without content") as watch, ExitStack() as stack:
+        end_s = time.monotonic() + 3
+        while time.monotonic() < end_s:
+            peer = stack.enter_context(RawPeer(bounded.server.grpc_port))
+            peer.send(frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 1 << 30}), frames.window_update(0, 1 << 30))
+            for stream_id in range(1, 9, 2):
+                open_stream(peer, stream_id, path)
+            time.sleep(0.3)
+            peer.socket.close()
+    watch.check(room_bytes=ROOM_BYTES)
+    assert watch.probe.quantile_s(0.5) < 0.1
     bounded.still_serves()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.attacks import Attacked, attack, http_body, pb, watched
+from tests.support.attacks import Attacked, attack, http_body, http_changes, pb, watched
 from tests.support.browser import Browser, Page, chromium
 from tests.support.http2_peer import RawPeer, grpc_head, message, request
 from tests.support.http2_peer import data as data_frame
@@ -21,20 +21,7 @@ NAMES = "--host-resolver-rules=MAP evil.example 127.0.0.1, MAP * ~NOTFOUND, EXCL
 UNLOAD = "/v2/repository/models/affine/unload"
 LOGGING, TRACES = "/v2/logging", "/v2/trace/setting"
 INFER = "/v2/models/affine/infer"
-# Every route that changes state, with a body that the route accepts.
-CHANGES = {
-    UNLOAD: {},
-    "/v2/repository/models/affine/load": {},
-    LOGGING: {"log_verbose_level": 3},
-    TRACES: {"trace_rate": "1"},
-    "/v2/models/affine/trace/setting": {"trace_rate": "1"},
-    "/v2/systemsharedmemory/region/r/register": {"key": "/r", "byte_size": 1},
-    "/v2/systemsharedmemory/region/r/unregister": None,
-    "/v2/systemsharedmemory/unregister": None,
-    "/v2/cudasharedmemory/region/r/register": {"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 1},
-    "/v2/cudasharedmemory/region/r/unregister": None,
-    "/v2/cudasharedmemory/unregister": None,
-}
+CHANGES = http_changes(log_verbose_level=3, trace_rate="1")
 EVIL = "http://evil.example"
 
 

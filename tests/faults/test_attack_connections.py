@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.core.limits import Limits
+from tritonclient.grpc import service_pb2
 
-from tests.support.attacks import Attacked, Wire, attack, build, head, http_body, watched
+from tests.support.attacks import SERVICE, Attacked, Wire, attack, build, grpc_request, head, http_body, watched
+from tests.support.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
 from tests.support.processes import processor_s
 from tests.support.serving import COMMAND, HOST, ROOT, Server
 from tests.support.waiting import until
 
+pb: Any = service_pb2
+health_pb: Any = health_pb2
 MAX_CONNECTIONS = 40
 IDLE = 800
 INFER_PATH = "/v2/models/affine/infer"
@@ -116,6 +124,112 @@ def test_the_longest_idle_connection_gives_way(small: Attacked) -> None:
         assert wires[1].closed(), "the connection that was idle for longest"
         infer(wires[0])
         infer(wires[-1])
+
+
+# --- Connections of gRPC: the own engine has the reserve of HTTP, grpcio closes connections over the limit ---------------
+
+
+@pytest.fixture
+def own_engine(small: Attacked) -> Attacked:
+    if small.engine != "fast":
+        pytest.skip("grpcio closes connections over its limit")
+    return small
+
+
+def assert_healthy(server: Attacked) -> None:
+    """Each health check of gRPC is answered on a connection of its own."""
+    assert server.call(pb.ServerLiveRequest(), "ServerLive") == ("OK", "")
+    assert server.call(pb.ServerReadyRequest(), "ServerReady") == ("OK", "")
+    with server.channel() as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[no-untyped-call]
+        assert check(health_pb.HealthCheckRequest(), timeout=10).status == health_pb.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("first_bytes", [b"", HELLO], ids=["silent", "after the preface"])
+def test_idle_grpc_connections_give_way(own_engine: Attacked, first_bytes: bytes) -> None:
+    small = own_engine
+    with watched(small, "S19 idle gRPC connections") as watch, ExitStack() as stack:
+        for _ in range(IDLE):
+            sock = stack.enter_context(socket.create_connection((HOST, small.server.grpc_port), timeout=10))
+            if first_bytes:
+                sock.sendall(first_bytes)
+        assert_healthy(small)
+        for _ in range(10):
+            assert small.call(grpc_request()) == ("OK", "")
+        assert small.descriptors() < watch.before_descriptors + MAX_CONNECTIONS + 200
+    watch.check()
+    small.still_serves()
+
+
+def test_a_reserve_serves_health_checks_of_grpc(own_engine: Attacked) -> None:
+    """While every connection has a call, health checks are answered and other calls are refused."""
+    small, call = own_engine, message(grpc_request().SerializeToString())
+    with watched(small, "S19 busy gRPC connections") as watch, ExitStack() as stack:
+        peers = [stack.enter_context(RawPeer(small.server.grpc_port)) for _ in range(MAX_CONNECTIONS)]
+        for peer in peers:
+            peer.send(request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer")), data(1, call[:-1]))
+        time.sleep(0.5)
+        before = small.descriptors()
+        assert_healthy(small)
+        until(lambda: small.descriptors() <= before)  # the connection of a health check is closed
+        code, text = small.call(grpc_request())
+        assert (code, f"{MAX_CONNECTIONS} connections" in text) == ("UNAVAILABLE", True)
+        code, text = small.call(pb.ServerMetadataRequest(), "ServerMetadata")
+        assert (code, f"{MAX_CONNECTIONS} connections" in text) == ("UNAVAILABLE", True)
+        for peer in peers:
+            peer.send(data(1, call[-1:], end=True))
+            assert peer.trailers(1)["grpc-status"] == "0"
+    watch.check()
+    small.still_serves()
+
+
+def test_an_idle_grpc_client_sends_its_next_call_on_another_connection(own_engine: Attacked) -> None:
+    port, call = own_engine.server.grpc_port, message(grpc_request().SerializeToString())
+    with own_engine.channel() as channel:
+        infer = channel.unary_unary(SERVICE + "ModelInfer")
+        for _ in range(3):
+            assert infer(grpc_request().SerializeToString(), timeout=10)
+            with ExitStack() as stack:
+                for _ in range(MAX_CONNECTIONS + 2):
+                    peer = stack.enter_context(RawPeer(port))
+                    peer.send(request(1, end=False, fields=grpc_head(SERVICE + "ModelInfer")), data(1, call, end=True))
+                    answer = peer.trailers(1)
+                    assert answer["grpc-status"] == "0", answer
+                assert infer(grpc_request().SerializeToString(), timeout=10)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_idle_connections_over_the_default_limit(tmp_path: Path, protocol: str) -> None:
+    """Without options: 200 idle connections more than the limit, from a process with as many descriptors."""
+    count = Limits().max_connections + 200
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2 * count + 1000:
+        pytest.skip("the system gives a process too few descriptors")
+    with attack("fast", tmp_path) as server, more_descriptors(count + 1000):
+        port = server.server.port if protocol == "http" else server.server.grpc_port
+        with watched(server, f"S19 default limit, idle connections, {protocol}") as watch, ExitStack() as stack:
+            for _ in range(count):
+                sock = stack.enter_context(socket.create_connection((HOST, port), timeout=20))
+                if protocol == "grpc":
+                    sock.sendall(HELLO)
+            until(lambda: server.samples("headrace_connections", protocol=protocol)[0] >= Limits().max_connections)
+            for _ in range(5):
+                assert get("/v2/health/live", server.server.port)[0] == 200
+                assert_healthy(server)
+                assert server.call(grpc_request()) == ("OK", "")
+                assert server.infer(http_body()) == (200, "")
+        watch.check(48 << 20)  # the collector frees the 4,296 closed connections later: some 6 KB each
+        server.still_serves()
+
+
+@contextmanager
+def more_descriptors(count: int) -> Iterator[None]:
+    """Raise the limit of file descriptors of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_more_connections_than_descriptors(tmp_path: Path) -> None:

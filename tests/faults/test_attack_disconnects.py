@@ -42,8 +42,9 @@ def settled(attacked: Attacked, before: dict[str, float], model: str, most: int)
 def test_ten_thousand_calls_that_are_cancelled(attacked: Attacked) -> None:
     """At any moment between the sending and the answer: on the way, in the queue, in execution, on the way back."""
     content, rng, total, batch = grpc_request().SerializeToString(), random.Random(3), 10_000, 250
-    before, threads, descriptors = counts(attacked, "affine"), attacked.threads(), attacked.descriptors()
+    threads, descriptors = attacked.threads(), attacked.descriptors()
     with attacked.flat_memory(), attacked.channel() as channel:
+        before = counts(attacked, "affine")  # with the two requests that `flat_memory` sends
         infer = channel.unary_unary(INFER)
         for _ in range(total // batch):
             futures = [infer.future(content, timeout=30) for _ in range(batch)]

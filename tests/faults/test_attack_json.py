@@ -59,9 +59,10 @@ def test_json_that_is_large_as_objects(server: Attacked, case: str) -> None:
     content, words = BODIES[case]
     with watched(server, f"S4 30 MiB of {case}") as watch, ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(server.infer, [content] * 2))
-    watch.check(64 * MIB, liveness_s=0.5)
-    assert watch.peak_bytes - watch.before_bytes < 10 * len(content), (
-        "the memory of two bodies, and as much for views of them"
+    watch.check(liveness_s=0.5)
+    allowed_bytes = max(3 * len(content), 32 * MIB)
+    assert watch.peak_bytes - watch.before_bytes < allowed_bytes, (
+        "the memory of two bodies, of which no copies are made"
     )
     for status, text in answers:
         assert status == 400, text
@@ -75,7 +76,7 @@ def test_json_over_its_limit_is_refused_before_it_is_read(server: Attacked, size
     content = START + b"[" + b"[]," * (size // 3) + b"[]]" + END
     with watched(server, f"S4 {size >> 20} MiB of empty arrays") as watch, server.reaches("max_json_bytes"):
         status, text = server.infer(content)
-    watch.check(64 * MIB, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert watch.peak_bytes - watch.before_bytes < size
     assert (status, "send the tensors as binary data" in text) == (413, True), text
     server.still_serves()
@@ -87,7 +88,7 @@ def test_large_json_that_is_right_is_served(server: Attacked) -> None:
     content += b'"outputs":[{"name":"SUM"}]}'
     with watched(server, "large JSON that is right") as watch:
         status, _, answer = server.server.request("POST", "/v2/models/row_sums/infer", content)
-    watch.check(64 * MIB, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert status == 200, answer
     assert b"1048576.0" in answer
 
@@ -99,7 +100,7 @@ def test_a_load_request_is_refused_before_it_is_read(tmp_path: Path) -> None:
         for action in ("load", "unload"):
             with watched(closed, f"S5 60 MiB to the {action} route") as watch:
                 status, text = closed.post(f"/v2/repository/models/affine/{action}", content)
-            watch.check(64 * MIB, liveness_s=0.5)
+            watch.check(liveness_s=0.5)
             assert (status, "--model-control explicit" in text) == (403, True), text
             assert watch.peak_bytes - watch.before_bytes < len(content)
         closed.still_serves()
@@ -109,6 +110,6 @@ def test_a_large_load_request_is_bounded_before_it_is_parsed(server: Attacked) -
     content = b'{"parameters":{"a":[' + b"[]," * (20 * MIB) + b"[]]}}"
     with watched(server, "S5 60 MiB to the load route, model control on") as watch:
         status, text = server.post("/v2/repository/models/affine/load", content)
-    watch.check(64 * MIB, liveness_s=0.5)
+    watch.check(liveness_s=0.5)
     assert (status, "at most 524288 are allowed" in text) == (400, True), text
     server.still_serves()

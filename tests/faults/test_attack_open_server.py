@@ -12,22 +12,10 @@ from headrace.banner import describe_access
 from headrace.listen import is_loopback
 from headrace.settings import Settings
 
-from tests.support.attacks import Attacked, attack, grpc_request, http_body, pb
+from tests.support.attacks import Attacked, attack, grpc_request, http_body, http_changes, pb
 
-# Bodies that the route accepts; the models and regions need not exist.
-HTTP_CHANGES = {
-    "/v2/repository/models/affine/load": {},
-    "/v2/repository/models/affine/unload": {},
-    "/v2/logging": {"log_verbose_level": 0},
-    "/v2/trace/setting": {"trace_rate": "1000"},
-    "/v2/models/affine/trace/setting": {"trace_rate": "1000"},
-    "/v2/systemsharedmemory/region/r/register": {"key": "/r", "byte_size": 1},
-    "/v2/systemsharedmemory/region/r/unregister": None,
-    "/v2/systemsharedmemory/unregister": None,
-    "/v2/cudasharedmemory/region/r/register": {"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 1},
-    "/v2/cudasharedmemory/region/r/unregister": None,
-    "/v2/cudasharedmemory/unregister": None,
-}
+# The values that the server has.
+HTTP_CHANGES = http_changes(log_verbose_level=0, trace_rate="1000")
 READS = (
     "/v2",
     "/v2/status",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from headrace.grpc.fast_server import UnaryCall
+from headrace.grpc.fast_call import UnaryCall
 from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode
 from headrace.http2.stream import Http2Limits

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from headrace.core.tensor import Array
 
 from tests.support import shared_memory_cases as cases
+from tests.support.exported_memory import export
 from tests.support.gpu_marks import gpu_marks
 from tests.support.serving import Server, serving
 
 pytestmark = gpu_marks(180, "fastapi", "uvicorn")
-
-# A client's process: puts what comes on its input on GPU 0, prints the IPC handle, and keeps the memory until its input ends.
-_OWNER = """
-import sys
-import numpy as np
-import pycuda.driver as driver
-driver.init()
-context = driver.Device(0).make_context()
-content = np.frombuffer(sys.stdin.buffer.read(int(sys.argv[1])), np.uint8)
-memory = driver.mem_alloc(content.nbytes)
-driver.memcpy_htod(memory, content)
-print(bytes(driver.mem_get_ipc_handle(memory)).hex(), flush=True)
-sys.stdin.read()
-memory.free()
-context.pop()
-"""
-
-
-@contextmanager
-def export(content: bytes) -> Iterator[bytes]:
-    words = [sys.executable, "-c", _OWNER, str(len(content))]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-        assert owner.stdin is not None
-        assert owner.stdout is not None
-        owner.stdin.write(content)
-        owner.stdin.flush()
-        yield bytes.fromhex(owner.stdout.readline().decode())
-        owner.stdin.close()
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,8 @@ class Certificates:
         authority.cert_pem.write_to_path(self.authority)
         self.server = _pair(authority, folder, "127.0.0.1")
         self.client = _pair(authority, folder, "client.example")
+        self.strange_authority = folder / "stranger.ca.pem"
+        stranger.cert_pem.write_to_path(self.strange_authority)
         self.stranger = _pair(stranger, folder, "stranger.example")
 
 

@@ -176,7 +176,11 @@ def _add_streams(module: Any, cuda: FakeCuda) -> None:
         assert cuda.captured is None
         ctypes.memmove(target.ctypes.data, source, target.nbytes)
 
-    module.Stream, module.Event = Stream, Event
+    def dtod(target: int, source: int, size: int, stream: Stream) -> None:
+        assert cuda.captured is None
+        ctypes.memmove(target, source, size)
+
+    module.Stream, module.Event, module.memcpy_dtod_async = Stream, Event, dtod
     module.memcpy_htod_async, module.memcpy_dtoh_async = htod, dtoh
 
 

@@ -38,7 +38,7 @@ class Exported(dict[bytes, Array]):
         path = Path(SHARED, handle.rstrip(b"\0").decode())
         if not path.is_file():
             return False
-        self[handle] = np.memmap(path, np.uint8, "r")
+        self[handle] = np.memmap(path, np.uint8, "r+")
         return True
 
 

@@ -42,6 +42,7 @@ class FakePipeline:
         finishers: threads that called finish.
         log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" in order; the number is that of the `begin`.
         batches: first column of the values of each batch.
+        resident_outputs: outputs of each launched batch that may stay on the GPU.
         most_open: largest number of batches in flight so far.
         during_fill: called at the end of `begin`.
         hanging: name of the call that blocks until `let_go`.
@@ -55,6 +56,7 @@ class FakePipeline:
     finishers: list[threading.Thread] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     batches: list[list[float]] = field(default_factory=list)
+    resident_outputs: list[frozenset[str]] = field(default_factory=list)
     most_open: int = 0
     during_fill: Callable[[], None] = lambda: None
 
@@ -132,6 +134,7 @@ class FakePipeline:
             self._give_back(batch)
             raise
         batch.launched = True
+        self.resident_outputs.append(in_flight.resident_outputs)
         self._in_the_air.append(batch.number)
         self.note(f"launch {batch.number}")
 

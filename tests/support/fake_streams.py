@@ -79,6 +79,11 @@ class LateCuda(FakeCuda):
         if self.broken:
             raise DriverError("an illegal memory access was encountered")
 
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total device memory."""
+        self.check()
+        return self.room_bytes - self.used_bytes(), self.room_bytes
+
     def queue(self, stream: int, step: _Step) -> None:
         """Queue a step; it returns False as long as it cannot be done."""
         with self.lock:
@@ -106,7 +111,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     import pycuda.driver as module  # the fake
 
     module.Stream, module.Event = _stream_and_event(cuda)
-    module.mem_get_info = cuda.check
+    module.mem_get_info = cuda.memory_info
     _add_copies(module, cuda)
 
 
@@ -166,5 +171,6 @@ def _add_copies(module: Any, cuda: LateCuda) -> None:
         assert cuda.depth > 0
         cuda.submit(lambda: ctypes.memmove(target, source, size), stream.handle)
 
+    module.memcpy_dtod_async = copy
     module.memcpy_htod_async = lambda to, values, stream: copy(to, values.ctypes.data, values.nbytes, stream)
     module.memcpy_dtoh_async = lambda values, at, stream: copy(values.ctypes.data, at, values.nbytes, stream)

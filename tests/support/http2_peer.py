@@ -299,9 +299,10 @@ class RawPeer:
         raise AssertionError("the server has closed")
 
     def trailers(self, stream_id: int) -> dict[str, str]:
-        """All header fields of an answer."""
+        """All header fields of an answer; fails if the server resets the stream, or closes."""
         fields: dict[str, str] = {}
         while (frame := self.frame()) is not None:
+            assert (frame.kind, frame.stream_id) != (frames.RST_STREAM, stream_id), "the server has reset the stream"
             if frame.kind == frames.HEADERS and frame.stream_id == stream_id:
                 fields |= {name.decode(): value.decode() for name, value in self._decoder.decode(frame.payload) or []}
             ends = frame.kind in (frames.HEADERS, frames.DATA) and frame.flags & frames.END_STREAM

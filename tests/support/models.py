@@ -125,6 +125,15 @@ def table_lookup(size: int = 4) -> onnx.ModelProto:
     return onnx_model([node], {"X": (int64, ("batch", 1))}, {"Y": (int64, ("batch", 1))}, table)
 
 
+def integer_matrix() -> onnx.ModelProto:
+    """Y (batch, 8) INT32 = X (batch, 16) INT8 times constants: TensorRT 10 refuses MatMulInteger, ONNX Runtime has it on GPUs."""
+    weights = {"W": np.random.default_rng(3).integers(-100, 100, (16, 8)).astype(np.int8)}
+    node = helper.make_node("MatMulInteger", ["X", "W"], ["Y"], name="integers")
+    return onnx_model(
+        [node], {"X": (TensorProto.INT8, ("batch", 16))}, {"Y": (TensorProto.INT32, ("batch", 8))}, weights
+    )
+
+
 def ramp() -> onnx.ModelProto:
     """Y (n,) FP32 is 0.5, 1.5, 2.5 ..., COUNT (1,) INT64 numbers of them: a small request for a large response."""
     constants = {name: np.array(value, np.int64) for name, value in (("zero", 0), ("one", 1))}
@@ -155,6 +164,16 @@ def pictures(height: int = 224, width: int = 224, classes: int = 10, seed: int =
     fp32 = TensorProto.FLOAT
     shape = ("batch", 3, height, width)
     return onnx_model(nodes, {"IMAGE": (fp32, shape)}, {"LOGITS": (fp32, ("batch", classes))}, weights)
+
+
+def channel_means(height: int = 8, width: int = 8) -> onnx.ModelProto:
+    """LOGITS (batch, 3): the mean of each channel of IMAGE (batch, 3, height, width), FP32."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["IMAGE"], ["means"]),
+        helper.make_node("Flatten", ["means"], ["LOGITS"]),
+    ]
+    fp32 = TensorProto.FLOAT
+    return onnx_model(nodes, {"IMAGE": (fp32, ("batch", 3, height, width))}, {"LOGITS": (fp32, ("batch", 3))})
 
 
 def add_model(
@@ -188,6 +207,57 @@ def add_model(
     for file, text in (files or {}).items():
         (folder / file).write_text(text)
     return folder
+
+
+def add_pipeline(
+    repository: Path, name: str, config: str, *, version: int = 1, files: Mapping[str, str] | None = None
+) -> Path:
+    """Put one version of a pipeline into a repository: a configuration and an empty version folder.
+
+    Args:
+        repository: the folder of models.
+        name: of the pipeline and its folder.
+        config: what goes into `config.pbtxt`; "" for none.
+        version: the version's number.
+        files: more files of its folder by name, e.g. labels, `config.yaml`.
+
+    Returns:
+        The pipeline's folder.
+    """
+    folder = repository / name
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    for file, text in {**({"config.pbtxt": config} if config else {}), **(files or {})}.items():
+        (folder / file).write_text(text)
+    return folder
+
+
+def ensemble_config(
+    steps: Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]],
+    inputs: Mapping[str, tuple[str, Sequence[int]]],
+    outputs: Mapping[str, tuple[str, Sequence[int]]],
+    more: str = "max_batch_size: 8",
+) -> str:
+    """`config.pbtxt` of an ensemble.
+
+    Args:
+        steps: model, input_map and output_map of each step.
+        inputs, outputs: datatype ("TYPE_FP32") and dims by name.
+        more: further fields.
+    """
+
+    def tensors(field: str, specs: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+        items = [f'{{ name: "{name}" data_type: {kind} dims: {list(dims)} }}' for name, (kind, dims) in specs.items()]
+        return f"{field} [ {', '.join(items)} ]"
+
+    def entries(field: str, pairs: Mapping[str, str]) -> str:
+        return " ".join(f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in pairs.items())
+
+    parts = [
+        f'{{ model_name: "{model}" model_version: -1 {entries("input_map", reads)} {entries("output_map", writes)} }}'
+        for model, reads, writes in steps
+    ]
+    scheduling = f"ensemble_scheduling {{ step [ {', '.join(parts)} ] }}"
+    return "\n".join(['platform: "ensemble"', more, tensors("input", inputs), tensors("output", outputs), scheduling])
 
 
 def read_config_text(text: str, path: str) -> tuple[ModelConfig | None, list[Finding]]:

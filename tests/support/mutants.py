@@ -93,7 +93,8 @@ SCHEDULING = (
 COMPLETION = (
     Mutant(
         "a settled completion is settled again with its batch",
-        "        if not completion._once.acquire(False):  # `claim` and `finish`, inlined\n            continue\n",
+        "        if not completion._once.acquire(False):  # `claim` and `finish`, inlined\n            lost.append(completion)\n"
+        "            continue\n",
         "        completion._once.acquire(False)\n",
         (
             "test_a_request_cancelled_in_flight_does_not_affect_the_others",
@@ -114,8 +115,8 @@ COMPLETION = (
     ),
     Mutant(
         "who awaits an outcome that is there already waits for ever",
-        "            if self._woken:\n                self._resolve(future)\n",
-        "            if not self._woken:\n                self._resolve(future)\n",
+        "            if self.woken:\n                self._resolve(future)\n",
+        "            if not self.woken:\n                self._resolve(future)\n",
         ("test_late_and_repeated_awaits_return_the_outcome", "test_waiters_get_values_and_errors"),
     ),
     Mutant(
@@ -177,8 +178,8 @@ GPU_PIPELINE = (
     ),
     Mutant(
         "answers are views of memory that the next batch uses",
-        "            return {name: values.copy() for name, values in views.outputs.items()}\n",
-        "            return dict(views.outputs)\n",
+        "                name: as_input(resident[name]) if name in resident else values.copy()\n",
+        "                name: as_input(resident[name]) if name in resident else values\n",
         ("test_answers_belong_to_the_caller",),
     ),
     Mutant(

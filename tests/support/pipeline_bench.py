@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -121,10 +121,13 @@ class Bench:
         """Queue requests that come together, one a value."""
         return self.queue([np.full((rows, 2), value, np.float32) for value in values])
 
-    def queue(self, arrays: list[Array]) -> list[Caller]:
+    def queue(self, arrays: list[Array], resident_outputs: Sequence[frozenset[str]] = ()) -> list[Caller]:
+        """Queue requests that come together; `resident_outputs` has the attribute of each, if any."""
         entries = []
-        for array in arrays:
+        for index, array in enumerate(arrays):
             request = InferRequest(inputs={"x": array}, rows=len(array), shape_key=array.shape[1:], received_ns=0)
+            if resident_outputs:
+                request.resident_outputs = resident_outputs[index]
             entries.append(Entry(request, Caller(), 0, 0))
             entries[-1].remove = self.scheduler.discard
             entries[-1].completion.after = entries[-1].on_settled

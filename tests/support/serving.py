@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
-import itertools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,18 +35,41 @@ _GRPC = re.compile(r'(?:gRPC: |"grpc": ")\S+?:(\d+)')
 _BANNER_END = re.compile(r'Ctrl-C stops it\.|"event": "listening".*\}\n')
 
 
-# Below the ports that systems give to sockets of port 0, and others in each process that runs tests: two programs started at
-# the same time never get one port.
-_ports = itertools.count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Below the ports that systems give to sockets of port 0.
+_FIRST_PORT, _PORTS = 20_000, 12_000
+# Each process begins elsewhere, so that a run seldom meets ports that another one has just left.
+_ports = iter([_FIRST_PORT + (101 * os.getpid() + number) % _PORTS for number in range(_PORTS)])
+_claims: list[int] = []
 
 
 def free_port() -> int:
-    """A free port, for programs that cannot choose one themselves."""
+    """A free port, for programs that cannot choose one themselves.
+
+    No port is handed out twice, neither to this process nor, while it runs, to another one of the same user that runs tests: a
+    worker of pytest-xdist, or a run in another checkout.
+    """
     for port in _ports:
+        if not _claim(port):
+            continue
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind((HOST, port))
             return port
     raise AssertionError("no port is free")
+
+
+def _claim(port: int) -> bool:
+    """Lock the byte of a port in a file that all test processes of the user share; False if another process has it.
+
+    The system releases the lock when the process ends. Child processes do not inherit it.
+    """
+    if not _claims:
+        path = Path(tempfile.gettempdir(), f"headrace-test-ports-{os.getuid()}")
+        _claims.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    try:
+        fcntl.lockf(_claims[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    return True
 
 
 class ServerFailed(AssertionError):
@@ -181,7 +205,13 @@ def start(
 
 
 @contextmanager
-def serving(repository: Path, folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    repository: Path,
+    folder: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = COMMAND,
+) -> Iterator[Server]:
     """A server that is ready, for the length of a `with`; then stopped by SIGTERM, and its exit status must be 0.
 
     A server that the body has stopped itself (`stop`) is left alone.
@@ -189,12 +219,12 @@ def serving(repository: Path, folder: Path, *options: str, env: Mapping[str, str
     Args:
         repository: the model repository.
         folder: where its log goes, e.g. pytest's `tmp_path`.
-        options, env: as for `start`.
+        options, env, command: as for `start`.
 
     Raises:
         ServerFailed: it does not start, or does not stop as it should.
     """
-    server = start(repository, folder / f"{repository.name}.log", *options, env=env)
+    server = start(repository, folder / f"{repository.name}.log", *options, env=env, command=command)
     try:
         server.wait_until_ready()
         yield server

@@ -1,0 +1,121 @@
+"""Ready-made backends over HTTP: scikit-learn, XGBoost and LightGBM answer as the frameworks do in process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.serving import Server, serving
+
+RNG = np.random.default_rng(3)
+ROWS = RNG.normal(size=(80, 4))
+CLASSES = (ROWS[:, 0] > 0).astype(int) + (ROWS[:, 1] > 0.5)
+CONFIG = """
+backend: "%s"
+max_batch_size: 32
+input { name: "x", data_type: TYPE_FP64, dims: [ 4 ] }
+output { name: "label", data_type: TYPE_INT64, dims: [ 1 ] }
+output { name: "probabilities", data_type: TYPE_FP64, dims: [ 3 ] }
+dynamic_batching { }
+"""
+SCORES = """
+backend: "%s"
+max_batch_size: 32
+input { name: "x", data_type: TYPE_FP64, dims: [ 4 ] }
+output { name: "scores", data_type: TYPE_FP32, dims: [ 3 ] }
+output { name: "margin", data_type: TYPE_FP32, dims: [ 3 ] }
+dynamic_batching { }
+parameters { key: "intra_op_thread_count" value: { string_value: "1" } }
+"""
+
+
+def _folder(repository: Path, name: str, config: str) -> Path:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    return repository / name / "1"
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """Trained models by name."""
+    from sklearn.linear_model import LogisticRegression
+
+    xgboost, lightgbm = import_module("xgboost"), import_module("lightgbm")
+    booster = xgboost.train(
+        {"objective": "multi:softprob", "num_class": 3, "nthread": 1}, xgboost.DMatrix(ROWS, CLASSES), 4
+    )
+    options = {"objective": "multiclass", "num_class": 3, "num_threads": 1, "verbose": -1, "min_data_in_leaf": 2}
+    forest = lightgbm.train(options, lightgbm.Dataset(ROWS, CLASSES), 4)
+    return {"logistic": LogisticRegression().fit(ROWS, CLASSES), "boosted": booster, "forest": forest}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("frameworks")
+    repository = folder / "repository"
+    import_module("skops.io").dump(
+        models["logistic"], _folder(repository, "logistic", CONFIG % "sklearn") / "model.skops"
+    )
+    joblib = _folder(repository, "pickled", CONFIG % "sklearn" + 'default_model_filename: "model.joblib"\n')
+    import_module("joblib").dump(models["logistic"], joblib / "model.joblib")
+    models["boosted"].save_model(_folder(repository, "boosted", SCORES % "xgboost") / "model.json")
+    models["forest"].save_model(_folder(repository, "forest", SCORES % "lightgbm") / "model.txt")
+    (_folder(repository, "broken", SCORES % "xgboost") / "model.json").write_text("not a model")
+    with serving(repository, folder) as started:
+        yield started
+
+
+def infer(server: Server, name: str, rows: Any) -> dict[str, Any]:
+    body = {"inputs": [{"name": "x", "datatype": "FP64", "shape": list(rows.shape), "data": rows.ravel().tolist()}]}
+    status, _, content = server.request("POST", f"/v2/models/{name}/infer", json.dumps(body).encode())
+    assert status == 200, content
+    outputs = json.loads(content)["outputs"]
+    return {each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in outputs}
+
+
+@pytest.mark.parametrize("name", ["logistic", "pickled"])
+def test_scikit_learn(server: Server, models: dict[str, Any], name: str) -> None:
+    result = infer(server, name, ROWS[:7])
+    np.testing.assert_array_equal(result["label"][:, 0], models["logistic"].predict(ROWS[:7]))
+    np.testing.assert_allclose(result["probabilities"], models["logistic"].predict_proba(ROWS[:7]), rtol=1e-12)
+
+
+def test_xgboost(server: Server, models: dict[str, Any]) -> None:
+    matrix = import_module("xgboost").DMatrix(ROWS[:7])
+    result = infer(server, "boosted", ROWS[:7])
+    np.testing.assert_allclose(result["scores"], models["boosted"].predict(matrix), rtol=1e-6)
+    np.testing.assert_allclose(result["margin"], models["boosted"].predict(matrix, output_margin=True), rtol=1e-5)
+
+
+def test_lightgbm(server: Server, models: dict[str, Any]) -> None:
+    result = infer(server, "forest", ROWS[:7])
+    np.testing.assert_allclose(result["scores"], models["forest"].predict(ROWS[:7]), rtol=1e-6)
+    np.testing.assert_allclose(result["margin"], models["forest"].predict(ROWS[:7], raw_score=True), rtol=1e-5)
+
+
+def test_a_file_that_the_framework_cannot_read_is_the_models_error(server: Server) -> None:
+    rows = json.loads(server.request("POST", "/v2/repository/index")[2])
+    (broken,) = (row for row in rows if row["name"] == "broken")
+    assert broken["state"] == "UNAVAILABLE"
+    assert "initialize raised" in broken["reason"] or "load raised" in broken["reason"]
+
+
+def test_the_server_imports_no_framework(server: Server) -> None:
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "sklearn" not in maps
+    assert "xgboost" not in maps
+    assert "lightgbm" not in maps
+
+
+def test_parameters_of_these_models_are_not_reported_as_useless(server: Server) -> None:
+    assert "has no effect" not in server.text
+
+
+def test_a_pickle_is_read_with_a_warning(server: Server) -> None:
+    assert "model.joblib runs code in it; skops.io.dump writes files without code" in server.text

@@ -1,0 +1,170 @@
+"""The examples of Triton's python_backend and models in our own form, served over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from tests.support import python_models
+from tests.support.python_models import add_python_model
+from tests.support.serving import Server, serving
+from tests.support.waiting import until
+
+A = np.arange(4, dtype=np.float32)
+B = np.ones(4, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("python") / "repository"
+    add_python_model(repository, "add_sub", python_models.ADD_SUB, python_models.ADD_SUB_CONFIG)
+    add_python_model(repository, "auto_batch", python_models.AUTO_COMPLETE_BATCH)
+    add_python_model(repository, "auto_nobatch", python_models.AUTO_COMPLETE_NOBATCH, 'backend: "python"')
+    add_python_model(repository, "errors", python_models.ERRORS, python_models.ERRORS_CONFIG)
+    add_python_model(repository, "facts", python_models.INSTANCE_KIND, python_models.INSTANCE_KIND_CONFIG)
+    add_python_model(repository, "function", python_models.OWN_FUNCTION)
+    add_python_model(repository, "words", python_models.OWN_CLASS, python_models.OWN_CLASS_CONFIG)
+    add_python_model(repository, "decoupled", python_models.DECOUPLED, 'backend: "python"')
+    add_python_model(repository, "nothing", "x = 1\n")
+    add_python_model(repository, "metrics", python_models.CUSTOM_METRICS, python_models.CUSTOM_METRICS_CONFIG)
+    with serving(repository, repository.parent, "--profile-s", "0") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton_http.InferenceServerClient]:
+    with triton_http.InferenceServerClient(server.address) as connected:
+        yield connected
+
+
+def infer(
+    client: triton_http.InferenceServerClient | triton_grpc.InferenceServerClient,
+    model: str,
+    inputs: dict[str, np.ndarray],
+    **options: Any,
+) -> Any:
+    kind = triton_grpc if isinstance(client, triton_grpc.InferenceServerClient) else triton_http
+    tensors = []
+    for name, array in inputs.items():
+        datatype = {"f": "FP32", "i": "INT32", "O": "BYTES"}[array.dtype.kind]
+        tensor = kind.InferInput(name, list(array.shape), datatype)
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    return client.infer(model, tensors, **options)
+
+
+@pytest.mark.parametrize(("model", "rows"), [("add_sub", 0), ("auto_nobatch", 0), ("auto_batch", 1), ("auto_batch", 3)])
+def test_add_sub(server: Server, client: triton_http.InferenceServerClient, model: str, rows: int) -> None:
+    a, b = (np.broadcast_to(array, (rows, 4)).copy() if rows else array for array in (A, B))
+    with triton_grpc.InferenceServerClient(server.grpc_address) as over_grpc:
+        for connected in (client, over_grpc):
+            result = infer(connected, model, {"INPUT0": a, "INPUT1": b})
+            np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), a + b)
+            np.testing.assert_array_equal(result.as_numpy("OUTPUT1"), a - b)
+
+
+def test_auto_complete_config_completes_what_the_file_leaves_out(client: triton_http.InferenceServerClient) -> None:
+    config = client.get_model_config("auto_batch")
+    assert (config["backend"], config["max_batch_size"]) == ("python", 4)
+    assert "dynamic_batching" in config
+    assert [(tensor["name"], tensor["data_type"], tensor["dims"]) for tensor in config["input"]] == [
+        ("INPUT0", "TYPE_FP32", [4]),
+        ("INPUT1", "TYPE_FP32", [4]),
+    ]
+    config = client.get_model_config("auto_nobatch")
+    assert config["max_batch_size"] == 0
+    assert "dynamic_batching" not in config
+    assert [tensor["name"] for tensor in config["output"]] == ["OUTPUT0", "OUTPUT1"]
+
+
+def test_each_request_of_a_batch_has_its_own_error(server: Server) -> None:
+    def outcome(number: int) -> str:
+        with triton_http.InferenceServerClient(server.address) as client:  # not shared between threads
+            try:
+                result = infer(client, "errors", {"CODE": np.array([[number]], np.int32)})
+            except InferenceServerException as error:
+                return f"{error.status()} {error.message()}"
+            return f"ok {result.as_numpy('ECHO')[0, 0]}"
+
+    with ThreadPoolExecutor(8) as threads:
+        outcomes = list(threads.map(outcome, [0, 3, 0, 4, 5, 6, 7, 0]))
+    codes = {3: 404, 4: 400, 5: 503, 6: 400, 7: 409}
+    assert outcomes == [
+        f"{codes[number]} error number {number}" if number else "ok 0" for number in (0, 3, 0, 4, 5, 6, 7, 0)
+    ]
+    assert outcome(2) == "500 error number 2"
+
+
+def test_the_text_of_an_exception_stays_in_the_log(server: Server, client: triton_http.InferenceServerClient) -> None:
+    with pytest.raises(
+        InferenceServerException, match="the model failed on this request: see the server log"
+    ) as raised:
+        infer(client, "errors", {"CODE": np.array([[99]], np.int32)})
+    assert "secret" not in str(raised.value)
+    assert infer(client, "errors", {"CODE": np.array([[0]], np.int32)}).as_numpy("ECHO")[0, 0] == 0
+
+
+def test_a_model_reads_its_instance_and_its_request(client: triton_http.InferenceServerClient) -> None:
+    result = infer(client, "facts", {"X": np.zeros(1, np.float32)}, request_id="r7", parameters={"who": "me", "n": 3})
+    facts = [text.decode() for text in result.as_numpy("FACTS")]
+    assert facts[:4] == ["CPU", "0", "facts", "1"]
+    assert Path(facts[4]).name == "facts"
+    assert facts[5] == f"{facts[4]}/1"
+    assert facts[6] == "r7"
+    assert json.loads(facts[7]) == {"who": "me", "n": 3}
+    assert facts[8] == "FACTS"
+
+
+def test_a_function_in_our_own_form_is_served_from_its_annotations(client: triton_http.InferenceServerClient) -> None:
+    config = client.get_model_config("function")
+    assert config["max_batch_size"] == 16
+    assert [(tensor["name"], tensor["dims"]) for tensor in config["output"]] == [("sum", [4]), ("rows", [1])]
+    result = infer(client, "function", {"a": np.stack([A, A]), "b": np.stack([B, A])})
+    np.testing.assert_array_equal(result.as_numpy("sum"), [A + B, A + A])
+    assert result.as_numpy("rows").tolist() == [[2], [2]]
+
+
+def test_a_class_in_our_own_form_is_served(client: triton_http.InferenceServerClient) -> None:
+    result = infer(client, "words", {"text": np.array([["ab"], ["ä"]], dtype=object)})
+    assert [text.decode() for text in result.as_numpy("upper").reshape(-1)] == ["ABwords", "Äwords"]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("decoupled", "a decoupled model is not served here"), ("nothing", "has no model")]
+)
+def test_a_model_that_cannot_be_served_has_a_reason(
+    client: triton_http.InferenceServerClient, model: str, words: str
+) -> None:
+    (row,) = [row for row in client.get_model_repository_index() if row["name"] == model]
+    assert row["state"] == "UNAVAILABLE"
+    assert words in row["reason"]
+    assert "model.py" in row["reason"]
+
+
+def test_custom_metrics_are_on_the_metrics_page(server: Server, client: triton_http.InferenceServerClient) -> None:
+    for number in range(1, 4):
+        value = infer(client, "metrics", {"X": np.array([number], np.float32)}).as_numpy("Y")
+        assert value.tolist() == [number + number]
+    expected = [
+        "# TYPE example_requests counter",
+        'example_requests{model="metrics",model_name="metrics"} 3.0',
+        'example_latest{model="metrics"} 3.0',
+        'example_sizes_bucket{le="1.0",model="metrics"} 1.0',
+        'example_sizes_bucket{le="+Inf",model="metrics"} 3.0',
+        'example_sizes_sum{model="metrics"} 6.0',
+    ]
+
+    def shown() -> bool:
+        lines = server.request("GET", "/metrics")[2].decode().splitlines()
+        return all(line in lines for line in expected)
+
+    until(shown)

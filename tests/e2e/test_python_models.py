@@ -1,0 +1,209 @@
+"""Python models behind a real server: batches over HTTP and gRPC, instances, errors of single requests, deaths, reloads."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+
+from tests.support.serving import Server, serving
+from tests.support.waiting import until
+
+CONFIG = """
+backend: "python"
+max_batch_size: 16
+input [ {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }}, {{ name: "INPUT1" data_type: TYPE_FP32 dims: [ 4 ] }} ]
+output [ {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] }}, {{ name: "OUTPUT1" data_type: TYPE_FP32 dims: [ 4 ] }} ]
+instance_group [ {{ count: {count} kind: KIND_CPU }} ]
+dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
+"""
+# The first value of INPUT0 decides: 1000 kills the process, 1001 is refused, 1002 raises. OUTPUT1 has the size of the batch.
+CODE = """
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            a, b = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("INPUT0", "INPUT1"))
+            if a[0, 0] == 1000:
+                os.kill(os.getpid(), 9)
+            if a[0, 0] == 1001:
+                error = pb_utils.TritonError("refused by the model", pb_utils.TritonError.INVALID_ARG)
+                responses.append(pb_utils.InferenceResponse(error=error))
+                continue
+            if a[0, 0] == 1002:
+                raise ValueError("a secret of the model")
+            outputs = [
+                pb_utils.Tensor("OUTPUT0", a + b),
+                pb_utils.Tensor("OUTPUT1", np.full_like(a, len(requests))),
+            ]
+            responses.append(pb_utils.InferenceResponse(outputs))
+        return responses
+"""
+RESHAPED = """
+backend: "python"
+max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } } ]
+dynamic_batching { max_queue_delay_microseconds: 100000 }
+"""
+RESHAPED_CODE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [request.inputs()[0].as_numpy() for request in requests]
+        assert all(array.shape[1:] == (2, 2) for array in arrays)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", a.transpose(0, 2, 1))]) for a in arrays]
+"""
+
+
+def add_model(repository: Path, name: str, code: str, config: str) -> Path:
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config)
+    (folder / "1" / "model.py").write_text(code)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models") / "repository"
+    add_model(repository, "batched", CODE, CONFIG.format(count=1, delay_us=100_000))
+    add_model(repository, "plain", CODE, CONFIG.format(count=2, delay_us=0))
+    add_model(repository, "neighbour", CODE, CONFIG.format(count=1, delay_us=0))
+    add_model(repository, "reshaped", RESHAPED_CODE, RESHAPED)
+    add_model(repository, "broken", "import nothing_of_that_name\n", CONFIG.format(count=1, delay_us=0))
+    with serving(repository, repository.parent, "--model-control-mode", "explicit", "--load-model", "*") as running:
+        yield running
+
+
+def infer(server: Server, model: str, value: float, rows: int = 1, **fields: Any) -> tuple[int, dict[str, Any]]:
+    a = [[value, 1, 2, 3]] * rows
+    inputs = [
+        {"name": name, "datatype": "FP32", "shape": [rows, 4], "data": data}
+        for name, data in (("INPUT0", a), ("INPUT1", [[1] * 4] * rows))
+    ]
+    body = json.dumps({"inputs": inputs, **fields}).encode()
+    status, _headers, answer = server.request("POST", f"/v2/models/{model}/infer", body)
+    return status, json.loads(answer)
+
+
+def outputs(answer: dict[str, Any]) -> dict[str, list[float]]:
+    return {tensor["name"]: tensor["data"] for tensor in answer["outputs"]}
+
+
+def test_requests_share_a_batch_and_get_their_own_rows(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda value: infer(server, "batched", value, rows=1 + value % 2), range(6)))
+    sizes = set()
+    for value, (status, answer) in enumerate(answers):
+        assert status == 200
+        rows = 1 + value % 2
+        assert outputs(answer)["OUTPUT0"] == [value + 1, 2, 3, 4] * rows
+        sizes.add(outputs(answer)["OUTPUT1"][0])
+    assert max(sizes) > 1, "no requests were merged"
+
+
+def test_one_request_of_a_batch_may_fail_alone(server: Server) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda value: infer(server, "batched", value), (1, 1001, 2)))
+    assert [status for status, _answer in answers] == [200, 400, 200]
+    assert answers[1][1]["error"] == "refused by the model"
+
+
+def test_requests_over_grpc(server: Server) -> None:
+    a, b = np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((2, 4), np.float32)
+    tensors = []
+    for name, array in (("INPUT0", a), ("INPUT1", b)):
+        tensor = triton_grpc.InferInput(name, [2, 4], "FP32")
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+        result = client.infer("plain", tensors, outputs=[triton_grpc.InferRequestedOutput("OUTPUT0")])
+        np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), a + b)
+        assert result.as_numpy("OUTPUT1") is None
+
+
+def test_a_request_above_the_batch_size_is_split(server: Server) -> None:
+    status, answer = infer(server, "plain", 5, rows=40)
+    assert status == 200
+    assert outputs(answer)["OUTPUT0"] == [6, 2, 3, 4] * 40
+
+
+def test_inputs_and_outputs_may_be_reshaped(server: Server) -> None:
+    def ask(value: int) -> list[float]:
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [value, 1, 2, 3]}
+        status, _headers, answer = server.request(
+            "POST", "/v2/models/reshaped/infer", json.dumps({"inputs": [tensor]}).encode()
+        )
+        assert status == 200, answer
+        (output,) = json.loads(answer)["outputs"]
+        assert output["shape"] == [1, 4]
+        data: list[float] = output["data"]
+        return data
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == [[value, 2, 1, 3] for value in range(4)]
+
+
+def test_the_text_of_an_exception_stays_in_the_log(server: Server) -> None:
+    status, answer = infer(server, "plain", 1002)
+    assert status == 500
+    assert "secret" not in answer["error"]
+    reference = re.search(r"reference (\w+)", answer["error"])
+    assert reference is not None
+    until(lambda: reference[1] in server.text and "ValueError: a secret of the model" in server.text)
+
+
+def test_a_death_fails_its_request_and_nothing_else(server: Server) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(infer, server, "neighbour", 7) for _ in range(40)]
+        status, answer = infer(server, "plain", 1000)
+        assert status == 500
+        assert "died while it ran the request" in answer["error"]
+        assert "SIGKILL" in answer["error"]
+        assert [other.result()[0] for other in others] == [200] * 40
+    assert infer(server, "plain", 7)[0] == 200  # by the other instance, or the next process
+    metrics = server.request("GET", "/metrics")[2].decode()
+    assert re.search(r'headrace_failures_total\{model="plain",reason="process_died",version="1"\} 1', metrics)
+    until(lambda: server.text.count("plain#") and "has a new process" in server.text)
+
+
+def test_a_model_whose_file_fails_is_not_served_and_says_why(server: Server) -> None:
+    status, _headers, answer = server.request("POST", "/v2/repository/index", b"{}")
+    assert status == 200
+    states = {model["name"]: model for model in json.loads(answer)}
+    assert states["plain"]["state"] == "READY"
+    assert states["broken"]["state"] == "UNAVAILABLE"
+    assert "No module named 'nothing_of_that_name'" in states["broken"]["reason"]
+
+
+def test_unloading_ends_the_processes(server: Server) -> None:
+    assert server.request("POST", "/v2/repository/models/neighbour/unload", b"{}")[0] == 200
+    until(lambda: infer(server, "neighbour", 1)[0] in (400, 404, 503))
+    assert server.request("POST", "/v2/repository/models/neighbour/load", b"{}")[0] == 200
+    assert infer(server, "neighbour", 1)[0] == 200
+
+
+def test_a_changed_file_is_loaded_once(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    folder = add_model(repository, "m", CODE, CONFIG.format(count=1, delay_us=0))
+    options = ("--model-control-mode", "poll", "--repository-poll-secs", "1")
+    with serving(repository, tmp_path, *options, env={"PYTHONDONTWRITEBYTECODE": ""}) as running:
+        assert outputs(infer(running, "m", 1)[1])["OUTPUT0"][0] == 2
+        (folder / "1" / "model.py").write_text(CODE.replace("a + b", "a * 10"))
+        until(lambda: outputs(infer(running, "m", 1)[1])["OUTPUT0"][0] == 10)
+        time.sleep(4)  # several scans: what Python writes beside model.py is no change
+        assert running.text.count("runs on Python") == 2

@@ -1,0 +1,138 @@
+"""Faults of Python models: processes killed, stopped and hanging under load (S31 in docs/security.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving import Server, serving, start
+from tests.support.waiting import until
+
+CONFIG = """
+backend: "python"
+max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+instance_group [ {{ count: {count} kind: KIND_CPU }} ]
+dynamic_batching {{ }}
+parameters {{ key: "headrace.execution_timeout_s" value {{ string_value: "{limit_s}" }} }}
+"""
+CODE = """
+import os, time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        with open(os.path.join(args["model_repository"], "pids"), "a") as file:
+            file.write("%d\\n" % os.getpid())
+
+    def execute(self, requests):
+        arrays = [request.inputs()[0].as_numpy() for request in requests]
+        for array in arrays:
+            if array[0, 0] == 1000:
+                time.sleep(3600)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array * 2)]) for array in arrays]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name, count, limit_s in (("victim", 2, 60.0), ("neighbour", 1, 60.0), ("hanging", 1, 0.5)):
+        folder = tmp_path / "repository" / name
+        (folder / "1").mkdir(parents=True)
+        (folder / "config.pbtxt").write_text(CONFIG.format(count=count, limit_s=limit_s))
+        (folder / "1" / "model.py").write_text(CODE)
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(repository, tmp_path) as running:
+        yield running
+
+
+def infer(server: Server, model: str, value: int) -> tuple[int, str]:
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [value, 1]}]}
+    status, _headers, answer = server.request("POST", f"/v2/models/{model}/infer", json.dumps(body).encode())
+    if status == 200:
+        assert json.loads(answer)["outputs"][0]["data"] == [2 * value, 2]
+        return status, ""
+    return status, json.loads(answer)["error"]
+
+
+def pids(repository: Path, model: str) -> list[int]:
+    """Processes of a model that are alive."""
+    numbers = [int(line) for line in (repository / model / "pids").read_text().split()]
+    return [number for number in numbers if Path(f"/proc/{number}").exists()]
+
+
+def test_processes_killed_at_any_moment_cost_only_their_batches(server: Server, repository: Path) -> None:
+    answers: Counter[tuple[str, int]] = Counter()
+    texts: set[str] = set()
+    stop = threading.Event()
+
+    def call(model: str) -> None:
+        value = 0
+        while not stop.is_set():
+            value = (value + 1) % 900
+            status, text = infer(server, model, value)
+            answers[model, status] += 1
+            if status != 200:
+                texts.add(text)
+
+    callers = [threading.Thread(target=call, args=(model,)) for model in ("victim", "victim", "victim", "neighbour")]
+    for caller in callers:
+        caller.start()
+    choice = random.Random(5)
+    for _ in range(4):
+        time.sleep(0.3 + choice.random() / 2)
+        alive = pids(repository, "victim")
+        if alive:
+            os.kill(choice.choice(alive), signal.SIGKILL)
+    time.sleep(0.5)
+    stop.set()
+    for caller in callers:
+        caller.join()
+    assert answers["neighbour", 200]
+    assert {status for model, status in answers if model == "neighbour"} == {200}
+    assert {status for model, status in answers if model == "victim"} <= {200, 500, 503}
+    assert answers["victim", 200] > 20
+    assert all("process of model 'victim'" in text for text in texts), texts
+    until(lambda: len(pids(repository, "victim")) == 2)
+    until(lambda: infer(server, "victim", 1)[0] == 200)
+
+
+def test_a_hang_ends_after_its_limit_with_the_stacks_in_the_log(server: Server) -> None:
+    started = time.monotonic()
+    status, text = infer(server, "hanging", 1000)
+    assert (status, "it did not answer within 0.5 s" in text) == (500, True)
+    assert time.monotonic() - started < 20
+    assert infer(server, "neighbour", 3)[0] == 200
+    until(lambda: infer(server, "hanging", 3)[0] == 200)
+    assert "in execute" in server.text
+
+
+def test_a_stopped_process_is_replaced_and_its_batch_sent_to_the_next(server: Server, repository: Path) -> None:
+    (pid,) = pids(repository, "hanging")
+    os.kill(pid, signal.SIGSTOP)
+    assert infer(server, "hanging", 1)[0] == 200  # the stopped process had not begun it
+    assert pid not in pids(repository, "hanging")
+
+
+def test_no_process_outlives_a_server_that_is_killed(repository: Path, tmp_path: Path) -> None:
+    server = start(repository, tmp_path / "killed.log")
+    server.wait_until_ready()
+    alive = [pid for model in ("victim", "neighbour", "hanging") for pid in pids(repository, model)]
+    assert len(alive) == 4
+    server.signal(signal.SIGKILL)
+    server.process.wait()
+    until(lambda: not any(pids(repository, model) for model in ("victim", "neighbour", "hanging")))
