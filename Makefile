@@ -92,9 +92,10 @@ FUZZ ?=
 fuzz: $(VENV)/.fuzz ## fuzz the readers of untrusted bytes with coverage guidance (FUZZ_SECONDS=3600: an hour)
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
 
-docs: $(VENV)/.serve ## write the generated pages of docs/
+docs: $(VENV)/.dev ## write the generated pages of docs/
 	$(BIN)/python -m headrace.config.documentation docs
 	$(BIN)/python -m headrace.observability.metrics_table docs
+	$(BIN)/python -m tests.support.public_score
 	$(BIN)/python -m deploy.grafana.dashboards
 
 lock: ## resolve the dependencies anew (needs uv)
@@ -104,8 +105,8 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/otel.lock
 	uv pip compile pyproject.toml --extra jwt --group build --universal --python-version 3.11 \
 	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/jwt.lock
-	uv pip compile pyproject.toml --extra demo --extra jwt --extra otel --group build --group test --group check --group load --universal \
-	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
+	uv pip compile pyproject.toml --extra demo --extra jpeg --extra jwt --extra lightgbm --extra otel --extra redis --extra sklearn --extra tokenizers --extra xgboost \
+	  --group build --group test --group check --group load --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
 	  -c requirements/serve.lock -c requirements/otel.lock -c requirements/jwt.lock -q -o requirements/dev.lock
 	uv pip compile --group image-gpu --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
@@ -118,7 +119,7 @@ lock: ## resolve the dependencies anew (needs uv)
 
 # Debian's; a test that needs one skips where it is not there. Tests of clients also take Go, Java, Maven and Node.js if they
 # are there: Debian's Go is too old for grpc-go.
-TOOLS ?= chromium prometheus docker-compose libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config
+TOOLS ?= chromium prometheus redis-server docker-compose libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config
 tools: ## install the programs that some tests run beside ours (Debian, as root)
 	@missing=""; for tool in $(TOOLS); do dpkg -s $$tool >/dev/null 2>&1 || missing="$$missing $$tool"; done; \
 	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
