@@ -1,7 +1,4 @@
-"""CUDA shared memory with a real GPU: another process allocates and exports, our regions read and write.
-
-Also a script, for a GPU machine without pytest: `python tests/gpu/test_cuda_shared_memory.py` from the repository's root.
-"""
+"""CUDA shared memory with a real GPU: another process allocates and exports, our regions read and write."""
 
 from __future__ import annotations
 
@@ -9,66 +6,22 @@ import contextlib
 import gc
 import importlib.util
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
+import pytest
 
-# The client of these tests: allocates `size` bytes, fills them with i % 251, prints the IPC handle, then answers commands.
-_OWNER = """
-import sys
-import numpy as np
-import pycuda.driver as driver
-driver.init()
-context = driver.Device(0).make_context()
-size = int(sys.argv[1])
-memory = driver.mem_alloc(size)
-driver.memcpy_htod(memory, (np.arange(size) % 251).astype(np.uint8))
-print(bytes(driver.mem_get_ipc_handle(memory)).hex(), flush=True)
-for command in sys.stdin:
-    if command.strip() == "show":
-        content = np.empty(size, np.uint8)
-        driver.memcpy_dtoh(content, memory)
-        print(content.tobytes().hex(), flush=True)
-memory.free()
-context.pop()
-"""
+from tests.support.exported_memory import Owner
+
+_missing = importlib.util.find_spec("pycuda") is None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing, reason="needs an NVIDIA GPU and PyCUDA")]
+
 SIZE = 1 << 20
-
-
-class _Owner:
-    """A process that owns memory of the GPU."""
-
-    def __init__(self, size: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _OWNER, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.handle = bytes.fromhex(self._line())
-
-    def content(self) -> bytes:
-        assert self.process.stdin is not None
-        self.process.stdin.write("show\n")
-        self.process.stdin.flush()
-        return bytes.fromhex(self._line())
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the process that owns the memory has died"
-        return line
-
-
-@contextlib.contextmanager
-def _owner(size: int = SIZE) -> Iterator[_Owner]:
-    owner = _Owner(size)
-    try:
-        yield owner
-    finally:
-        owner.process.communicate("", timeout=30)
+CONTENT = (np.arange(SIZE) % 251).astype(np.uint8)
 
 
 def _finished(memory: Any) -> None:
@@ -99,7 +52,7 @@ def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
     from headrace.cuda.shared_memory import ClientMemory
 
     memory = ClientMemory(0)
-    with _owner() as owner:
+    with closing(Owner(CONTENT.tobytes())) as owner:
         rows = memory.open_ipc(owner.handle, 0, SIZE).locate(1000, 1 << 16, frozenset())
         held = [rows.as_tensor(np.dtype(np.int32), (64, 256))]
         del rows
@@ -114,7 +67,7 @@ def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
             thread.start()
             thread.join(30)
             _finished(memory)
-        expected = (np.arange(SIZE) % 251).astype(np.uint8)[1000 + 1024 : 1000 + 3072]
+        expected = CONTENT[1000 + 1024 : 1000 + 3072]
         np.testing.assert_array_equal(copies.pop(), expected.view(np.int32).reshape(2, 256))
         # PyCUDA would write of a context that it cannot enter, and the mapping would stay open.
         assert message == [""]
@@ -122,17 +75,3 @@ def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
         np.testing.assert_array_equal(again.read(0, 10), np.arange(10))
         del again
         _finished(memory)
-
-
-if importlib.util.find_spec("pytest") is not None:
-    import pytest
-
-    _missing = importlib.util.find_spec("pycuda") is None
-    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing, reason="needs an NVIDIA GPU and PyCUDA")]
-
-if __name__ == "__main__":
-    sys.path.insert(0, ".")
-    for name, test in sorted(globals().items()):
-        if name.startswith("test_"):
-            test()
-            print(name, "passed")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import shared_memory_cases as cases
 from tests.support.cuda_provider import answers, features, launched, opened, saved
+from tests.support.exported_memory import Owner, export
 from tests.support.gpu_marks import gpu_marks
 from tests.support.models import affine, integer_matrix, optional_bias, pictures, ramp, sum_difference
 from tests.support.random_models import sample
@@ -244,56 +246,18 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
         execution.close()
 
 
-# A client's process: allocates memory of GPU 0 with a content, prints the IPC handle, and on each line of its input its content.
-_OWNER = """
-import sys
-import numpy as np
-import pycuda.driver as driver
-driver.init()
-context = driver.Device(0).make_context()
-content = np.frombuffer(sys.stdin.buffer.read(int(sys.argv[1])), np.uint8)
-memory = driver.mem_alloc(content.nbytes)
-driver.memcpy_htod(memory, content)
-print(bytes(driver.mem_get_ipc_handle(memory)).hex(), flush=True)
-for line in sys.stdin.buffer:
-    now = np.empty(content.nbytes, np.uint8)
-    driver.memcpy_dtoh(now, memory)
-    print(now.tobytes().hex(), flush=True)
-memory.free()
-context.pop()
-"""
-
-
-class Owner:
-    """A process with memory on the GPU."""
-
-    def __init__(self, content: bytes) -> None:
-        words = [sys.executable, "-c", _OWNER, str(len(content))]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._write(content)
-        self.handle = bytes.fromhex(self._line())
-
-    def content(self) -> bytes:
-        self._write(b"\n")
-        return bytes.fromhex(self._line())
-
-    def close(self) -> None:
-        self.process.communicate(timeout=30)
-
-    def _write(self, content: bytes) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(content)
-        self.process.stdin.flush()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().decode()
-
-
-@contextmanager
-def export(content: bytes) -> Iterator[bytes]:
-    with closing(Owner(content)) as owner:
-        yield owner.handle
+def test_a_failed_build_names_the_provider_that_serves_instead(tmp_path: Path) -> None:
+    version = tmp_path / "repository" / "n" / "1"
+    version.mkdir(parents=True)
+    onnx.save(integer_matrix(), version / "model.onnx")
+    (version.parent / "config.yaml").write_text(REFUSED_CONFIG)
+    words = ["build", "n", "--model-repository", str(tmp_path / "repository"), "--cache", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "headrace_engines", *words]
+    environment = {**os.environ, "COLUMNS": "400", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, check=False, text=True, capture_output=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "MatMulInteger" in done.stdout + done.stderr
+    assert "served without it: model.onnx, ONNX Runtime's CUDA provider" in done.stdout + done.stderr
 
 
 PROVIDER_CONFIG = cases.CONFIG.replace(

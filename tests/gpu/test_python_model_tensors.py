@@ -2,18 +2,23 @@
 
 Outputs: the model gives a DLPack capsule, the client gets the values. Inputs: a client's process owns the memory, and the model
 gets tensors that its process has opened by CUDA IPC. They are read by PyTorch if it is installed, otherwise by PyCUDA.
+Modules of PyTorch: their tensors are on the GPU of the instance.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.support.exported_memory import export
 from tests.support.gpu_marks import gpu_marks
@@ -172,3 +177,45 @@ def test_inputs_in_cuda_shared_memory_stay_on_the_gpu(tmp_path: Path) -> None:
                     _call(server, f"cudasharedmemory/region/{name}/unregister", {})
         print([line for line in server.text.splitlines() if "the inputs are read by" in line])
         assert "Traceback" not in server.text, server.text
+
+
+MODULE = """
+import sys, torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor([2.0]))
+    def forward(self, x):
+        return x * self.factor, torch.full_like(x, float(x.is_cuda))
+
+script, program = sys.argv[1:]
+model, x = Model().eval(), torch.zeros(3, 4)
+torch.jit.script(model).save(script)
+rows = torch.export.Dim("rows")
+torch.export.save(torch.export.export(model.cuda(), (x.cuda(),), dynamic_shapes=({0: rows},)), program)
+"""
+MODULE_CONFIG = """
+backend: "pytorch"
+max_batch_size: 8
+input { name: "INPUT__0", data_type: TYPE_FP32, dims: [ 4 ] }
+output [ { name: "OUTPUT__0", data_type: TYPE_FP32, dims: [ 4 ] }, { name: "OUTPUT__1", data_type: TYPE_FP32, dims: [ 4 ] } ]
+instance_group { kind: KIND_GPU }
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_module_of_pytorch_runs_on_its_gpu(tmp_path: Path) -> None:
+    files = {}
+    for name, suffix in (("script", "pt"), ("program", "pt2")):
+        files[name] = tmp_path / "repository" / name / "1" / f"model.{suffix}"
+        files[name].parent.mkdir(parents=True)
+        (files[name].parent.parent / "config.pbtxt").write_text(MODULE_CONFIG)
+    program = tmp_path / "save.py"  # a file: torch.jit.script reads the source of the class
+    program.write_text(MODULE)
+    subprocess.run([sys.executable, "-W", "ignore", program, files["script"], files["program"]], check=True)
+    body = {"inputs": [{"name": "INPUT__0", "datatype": "FP32", "shape": [2, 4], "data": list(range(8))}]}
+    with serving(tmp_path / "repository", tmp_path) as server:
+        for name in files:
+            outputs = {each["name"]: each["data"] for each in _call(server, f"models/{name}/infer", body)["outputs"]}
+            assert outputs == {"OUTPUT__0": [2.0 * value for value in range(8)], "OUTPUT__1": [1.0] * 8}, name

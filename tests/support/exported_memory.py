@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
-# Program of a client's process: copies its input to GPU 0, prints the IPC handle, frees the memory at the end of its input.
-_OWNER = """
+# Program of a client's process: copies the first bytes of its input to GPU 0 and prints the IPC handle. For each further line it
+# prints the bytes that the memory has then. At the end of its input it frees the memory.
+_PROGRAM = """
 import sys
 import numpy as np
 import pycuda.driver as driver
@@ -18,20 +19,55 @@ content = np.frombuffer(sys.stdin.buffer.read(int(sys.argv[1])), np.uint8)
 memory = driver.mem_alloc(content.nbytes)
 driver.memcpy_htod(memory, content)
 print(bytes(driver.mem_get_ipc_handle(memory)).hex(), flush=True)
-sys.stdin.read()
+for line in sys.stdin.buffer:
+    now = np.empty(content.nbytes, np.uint8)
+    driver.memcpy_dtoh(now, memory)
+    print(now.tobytes().hex(), flush=True)
 memory.free()
 context.pop()
 """
 
 
+class Owner:
+    """A process with memory of GPU 0.
+
+    Args:
+        content: bytes that the memory has first.
+
+    Attributes:
+        process: of the program.
+        handle: of CUDA IPC, for the memory.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        words = [sys.executable, "-c", _PROGRAM, str(len(content))]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._write(content)
+        self.handle = self._read()
+
+    def content(self) -> bytes:
+        """Return the bytes of the memory now."""
+        self._write(b"\n")
+        return self._read()
+
+    def close(self) -> None:
+        """Free the memory and end the process."""
+        self.process.communicate(timeout=30)
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def _read(self) -> bytes:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process that owns the memory has died"
+        return bytes.fromhex(line.decode())
+
+
 @contextmanager
 def export(content: bytes) -> Iterator[bytes]:
     """Put bytes into memory of GPU 0 that another process owns, for the length of a `with`; its IPC handle."""
-    words = [sys.executable, "-c", _OWNER, str(len(content))]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-        assert owner.stdin is not None
-        assert owner.stdout is not None
-        owner.stdin.write(content)
-        owner.stdin.flush()
-        yield bytes.fromhex(owner.stdout.readline().decode())
-        owner.stdin.close()
+    with closing(Owner(content)) as owner:
+        yield owner.handle
