@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import headrace
@@ -25,9 +23,8 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from loadtest.bench.cases.ragged import text_lengths, texts
-from loadtest.bench.report import COMPARISON_COLUMNS, FIGURE_COLUMNS, comparison_row, figure_row, markdown_table
-from loadtest.bench.results import Comparison, Figure, at_least
-from loadtest.bench.spread import Spread, ratios
+from loadtest.bench.results import at_least
+from loadtest.gpu.closed_loop import Load, alternate, report
 from loadtest.onnx_models import transformer
 from loadtest.protocol import Array
 
@@ -44,34 +41,6 @@ output: [{{name: pooled, data_type: fp32, dims: [{width}]}}]
 _PAD = "pad: {ids: 0, mask: 0, multiple_of: 16}\n"
 # TensorRT computes FP32 with TF32, whose sums differ with the kernel.
 _TOLERANCE = 2e-2
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Callers in a closed loop.
-
-    Attributes:
-        in_flight: texts in flight.
-        seconds: length of a sample.
-        rounds: samples of each model.
-    """
-
-    in_flight: int
-    seconds: float
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample.
-
-    Attributes:
-        rate: texts a second.
-        p50_us: median latency in microseconds.
-    """
-
-    rate: float
-    p50_us: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,13 +98,8 @@ async def _measure(repository: Path, load: Load, json_file: Path | None) -> int:
         if not difference < _TOLERANCE:
             print(f"FAILED: more than {_TOLERANCE} of the largest output")
             return 2
-        samples: dict[str, list[Sample]] = {name: [] for name in models}
-        for number in range(-1, load.rounds):  # the first round warms up
-            for name in list(models) if number % 2 else list(reversed(models)):
-                sample = await _sample(models[name], inputs, load)
-                if number >= 0:
-                    samples[name].append(sample)
-    return _report(samples, json_file)
+        samples = await alternate(models, inputs, load)
+    return int(report(samples, "texts/s", _TARGET, json_file) == "MISS")
 
 
 async def _largest_difference(padded: Model, unpadded: Model, inputs: Sequence[Mapping[str, Array]]) -> float:
@@ -150,38 +114,6 @@ async def _largest_difference(padded: Model, unpadded: Model, inputs: Sequence[M
                     raise SystemExit(f"output '{name}' has the shape {answer[name].shape}, expected {values.shape}")
                 largest = max(largest, float(np.abs(answer[name] - values).max() / np.abs(values).max()))
     return largest
-
-
-async def _sample(model: Model, inputs: Sequence[Mapping[str, Array]], load: Load) -> Sample:
-    latencies: list[float] = []
-    begun_s = time.monotonic()
-    end_s, number = begun_s + load.seconds, 0
-
-    async def caller() -> None:
-        nonlocal number
-        while (sent_s := time.monotonic()) < end_s:
-            number += 1
-            await model.infer_async(inputs[number % len(inputs)])
-            latencies.append(time.monotonic() - sent_s)
-
-    await asyncio.gather(*[caller() for _ in range(load.in_flight)])
-    return Sample(len(latencies) / (time.monotonic() - begun_s), float(np.median(latencies)) * 1e6)
-
-
-def _report(samples: Mapping[str, Sequence[Sample]], json_file: Path | None) -> int:
-    rates = {name: [sample.rate for sample in runs] for name, runs in samples.items()}
-    figures = [Figure(name, "texts/s", Spread.of(values)) for name, values in rates.items()]
-    figures += [Figure(name, "p50 us", Spread.of([run.p50_us for run in runs])) for name, runs in samples.items()]
-    compared = ratios(rates[_PADDED], rates[_UNPADDED])
-    comparison = Comparison("pad / no pad, texts/s", "", compared, _TARGET)
-    for line in markdown_table(FIGURE_COLUMNS, map(figure_row, figures)):
-        print(line)
-    for line in markdown_table(COMPARISON_COLUMNS, [comparison_row(comparison)]):
-        print(line)
-    if json_file is not None:
-        values = {"rates": rates, "ratio": compared.median, "target": _TARGET.bound, "verdict": comparison.verdict}
-        json_file.write_text(json.dumps(values, indent=1))
-    return int(comparison.verdict == "MISS")
 
 
 if __name__ == "__main__":
