@@ -119,7 +119,7 @@ lock: ## resolve the dependencies anew (needs uv)
 
 # Debian's; a test that needs one skips where it is not there. Tests of clients also take Go, Java, Maven and Node.js if they
 # are there: Debian's Go is too old for grpc-go.
-TOOLS ?= chromium prometheus nginx-light redis-server docker-compose libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config
+TOOLS ?= chromium curl prometheus nginx-light redis-server docker-compose libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config
 tools: ## install the programs that some tests run beside ours (Debian, as root)
 	@missing=""; for tool in $(TOOLS); do dpkg -s $$tool >/dev/null 2>&1 || missing="$$missing $$tool"; done; \
 	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
 from tests.support.certificates import Certificates
 from tests.support.serving import HOST, free_port
+from tests.support.tools import tool
 
 
 @dataclass
@@ -69,7 +68,7 @@ class RedisServer:
 def redis_server(
     folder: Path, *options: str, port: int = 0, password: str = "", certificates: Certificates | None = None
 ) -> Iterator[RedisServer]:
-    """Start Debian's Redis; skips the test without one (`make tools`).
+    """Start Debian's Redis.
 
     Args:
         folder: folder of the process and its log.
@@ -78,12 +77,9 @@ def redis_server(
         password: its password; "" for none.
         certificates: the port has TLS with the server's certificate; None for no TLS.
     """
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("needs redis-server: make tools")
     port = port or free_port()
     ports = ["--port", str(port)] if certificates is None else _tls_words(port, certificates)
-    command = [program, *ports, "--bind", HOST, "--save", "", "--appendonly", "no", *options]
+    command = [tool("redis-server"), *ports, "--bind", HOST, "--save", "", "--appendonly", "no", *options]
     if password:
         command += ["--requirepass", password]
     with (folder / f"redis-{port}.log").open("wb") as log:
