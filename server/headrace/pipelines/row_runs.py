@@ -17,7 +17,7 @@ from headrace.core.completion import LoopCompletion, Mailbox, Outcome
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
 from headrace.core.request import InferRequest, InferResponse, PipelineStepTimes
 from headrace.core.tensor import Array
-from headrace.pipelines.run import PipelineRun, prefixed_error, unexpected_error
+from headrace.pipelines.run import PipelineRun, error_of_running, prefixed_error, unexpected_error
 from headrace.scheduling.version_handle import VersionHandle
 
 # Rows of a request that run at once: enough for full batches, few enough that the event loop starts them within milliseconds.
@@ -174,7 +174,7 @@ class RowRuns:
         self.outcome = outcome = self._completion.outcome
         try:
             for inner in tuple(self._running.values()):
-                inner.abandon()
+                inner.settle(error_of_running(outcome))
             if isinstance(outcome, HeadraceError):
                 outcome.steps = tuple(self.times)
         finally:

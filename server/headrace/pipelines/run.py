@@ -16,7 +16,7 @@ from functools import partial
 
 from headrace.core.clock import Clock
 from headrace.core.completion import LoopCompletion, Outcome
-from headrace.core.errors import HeadraceError, ModelFailed, Unavailable
+from headrace.core.errors import Cancelled, DeadlineExceeded, HeadraceError, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse, PipelineStepTimes
 from headrace.core.shapes import CheckedShapes
 from headrace.core.tensor import Array, ModelSpec
@@ -314,7 +314,8 @@ class PipelineRun:
         self._tensors = dict(request.inputs)
         self._readers = dict(route.readers)
         self._waits = dict(route.waits)
-        self._running: dict[int, tuple[LoopCompletion, int, int]] = {}  # with the time of queueing, and its rows
+        # With the version, the time of queueing, and its rows.
+        self._running: dict[int, tuple[LoopCompletion, VersionHandle, int, int]] = {}
         self._entered: set[int] = set()  # steps that count against their limit
         self._left = len(route.order)
         self._announced = set(route.order)
@@ -405,9 +406,11 @@ class PipelineRun:
                 )
             )
         except Exception as error:
-            self._fail(index, error if isinstance(error, HeadraceError) else self._unexpected(index, error), now_ns)
+            failure = error if isinstance(error, HeadraceError) else self._unexpected(index, error)
+            member.record_failure(failure, now_ns)
+            self._fail(index, failure, now_ns)
             return
-        self._running[index] = inner, now_ns, rows
+        self._running[index] = inner, member, now_ns, rows
         inner.then(partial(self._step_done, index))
 
     def _resident_outputs(self, index: int, member: VersionHandle, bound: BoundStep) -> frozenset[str]:
@@ -502,13 +505,15 @@ class PipelineRun:
 
     def _step_done(self, index: int) -> None:
         """Callback of the completion of a step; raises nothing."""
-        inner, queued_ns, rows = self._running.pop(index)
-        if self.is_over:
-            return
+        inner, member, queued_ns, rows = self._running.pop(index)
         response = inner.outcome
         try:
             if not isinstance(response, InferResponse):
-                self._fail(index, response or ModelFailed("the step ended without a response: retry it"), queued_ns)
+                error = response or ModelFailed("the step ended without a response: retry it")
+                member.record_failure(error if isinstance(error, HeadraceError) else HeadraceError(), queued_ns)
+                self._fail(index, error, queued_ns)
+                return
+            if self.is_over:
                 return
             bound = self._steps[index]
             assert bound is not None
@@ -612,8 +617,8 @@ class PipelineRun:
         self.outcome = outcome = self._completion.outcome
         if isinstance(outcome, HeadraceError):
             outcome.steps = tuple(self.times)
-        for inner, _, _ in tuple(self._running.values()):
-            inner.abandon()
+        for inner, _, _, _ in tuple(self._running.values()):
+            inner.settle(error_of_running(outcome))
         for member, _ in self._fallbacks.values():
             member.release()
         for index in tuple(self._announced):
@@ -627,6 +632,17 @@ class PipelineRun:
         finally:
             for index in tuple(self._entered):
                 self._leave(index)
+
+
+def error_of_running(outcome: Outcome | None) -> HeadraceError:
+    """Return the error of steps that still run when their request is over: its deadline has passed, or they are cancelled.
+
+    Args:
+        outcome: of the request; None if the caller gave up.
+    """
+    if isinstance(outcome, DeadlineExceeded):
+        return DeadlineExceeded(str(outcome))  # a copy: an error holds the steps of its own request
+    return Cancelled("the request of the pipeline has ended before this step")
 
 
 def unexpected_error(where: str, error: Exception) -> ModelFailed:

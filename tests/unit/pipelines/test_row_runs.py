@@ -192,6 +192,7 @@ def test_the_deadline_ends_all_rows_and_is_that_of_every_step() -> None:
         await turns()
         assert all(completion.is_settled for _, completion in case.detect.requests)
         assert (case.leases, case.handle.in_flight) == (0, 0)
+        assert dict(case.detect.recorder.totals().failures) == {"deadline": 2}
 
     play(scenario)
 

@@ -248,10 +248,51 @@ def test_the_deadline_ends_the_request_and_its_steps() -> None:
         waiting = case.send(deadline_ns=now_ns + 20 * NS_PER_MS)
         with pytest.raises(DeadlineExceeded, match="deadline passed after"):
             await waiting
-        assert isinstance(case.a.requests[0][1].outcome, Cancelled)
+        assert isinstance(case.a.requests[0][1].outcome, DeadlineExceeded)
         with pytest.raises(DeadlineExceeded, match="before its first step"):
             case.send(deadline_ns=now_ns)
         assert case.leases == 0
+        await turns()
+        assert failures(case) == {"a": {"deadline": 1}, "b": {}}
+
+    play(scenario)
+
+
+def failures(case: Case) -> dict[str, dict[str, int]]:
+    """Failures that each model counts, by reason."""
+    return {name: dict(version.recorder.totals().failures) for name, version in case.versions.items()}
+
+
+def test_the_failure_of_a_step_counts_at_its_model() -> None:
+    async def scenario() -> None:
+        case = Case(DIAMOND)
+        waiting = case.send()
+        case.a.answer()
+        await turns()
+        case.b.answer(0, ModelFailed("the model failed"))
+        with pytest.raises(ModelFailed):
+            await waiting
+        await turns()
+        expected: dict[str, dict[str, int]] = {"a": {}, "b": {"model_failed": 1}, "c": {"cancelled": 1}, "d": {}}
+        assert failures(case) == expected
+        case.a.rejection = Overloaded("the queue is full")
+        with pytest.raises(Overloaded):
+            await case.send()
+        assert failures(case) == expected | {"a": {"overloaded": 1}}
+
+    play(scenario)
+
+
+def test_a_dropped_request_counts_once_at_the_models_of_its_running_steps() -> None:
+    async def scenario() -> None:
+        case = Case(DIAMOND)
+        waiting = case.send()
+        case.a.answer()
+        await turns()
+        case.b.answer()  # settled, but not passed on yet: the model has counted it as answered
+        waiting.abandon()
+        await turns()
+        assert failures(case) == {"a": {}, "b": {}, "c": {"cancelled": 1}, "d": {}}
 
     play(scenario)
 

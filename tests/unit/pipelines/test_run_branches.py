@@ -191,6 +191,8 @@ def test_a_fallback_replaces_a_step_that_failed(error: HeadraceError, rejected: 
         assert first(response) == 6
         assert [(times.model, times.outcome) for times in response.steps] == [("simple", "fallback")]
         assert case.leases == 0
+        assert dict(case.detect.recorder.totals().failures) == {error.reason: 1}
+        assert not case.simple.recorder.totals().failures
 
     play(scenario)
 
@@ -220,6 +222,8 @@ def test_a_fallback_that_fails_names_itself_and_runs_once() -> None:
             await waiting
         assert len(case.simple.requests) == 1
         assert case.leases == 0
+        for version in (case.detect, case.simple):
+            assert dict(version.recorder.totals().failures) == {"model_failed": 1}
 
     play(scenario)
 
