@@ -16,23 +16,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from headrace.backends.base import ExecutionLost
 from headrace.backends.process.child import Channel, Message, SharedSlot
-from headrace.backends.process.lifetime import (
-    CLOSE_GRACE_S,
-    LOAD_LIMIT_S,
-    MAX_QUEUE_PAUSE_S,
-    PAUSES_S,
-    SETTLED_S,
-    TAIL_LINES,
-    exit_cause,
-    load_error,
-)
+from headrace.backends.process.lifetime import LOAD_LIMIT_S, TAIL_LINES, Supervisor, exit_cause, load_error
 from headrace.backends.process.output import OutputLines
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Holding, NoRoom, format_bytes
 
@@ -245,11 +235,10 @@ class ModelProcess:
         self.spare_slots = spare_slots
         self._command = tuple(command)
         self._lock = threading.Lock()
-        self._closing = threading.Event()
         self._child: ChildProcess | None = None  # the process that is loading or serving
-        self._dead_in_row = 0
-        self._loaded: Future[None] = Future()
-        self._thread = threading.Thread(target=self._supervise, name=f"{name} supervisor", daemon=True)
+        self._supervisor = Supervisor(
+            name, self._run_child, self._fail_permanently, "its process could not be kept alive", logger
+        )
 
     def start(self) -> None:
         """Start the process and wait until it has loaded the model.
@@ -257,29 +246,22 @@ class ModelProcess:
         Raises:
             ConfigError: the model cannot be loaded.
         """
+        self._supervisor.start()
         try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise load_error(self.name, f"the system starts no more threads ({error})") from error
-        try:
-            self._loaded.result()
+            self._supervisor.loaded.result()
         except BaseException:
-            self._thread.join()
+            self._supervisor.join()
             self._free_slots()
             raise
 
     def close(self) -> None:
         """End the process and wait until it is gone. All batches have left before."""
         with self._lock:
-            self._closing.set()
+            self._supervisor.closing.set()
             child = self._child
         if child is not None:
             child.shut()
-        self._thread.join(CLOSE_GRACE_S)
-        if self._thread.is_alive() and child is not None:
-            logger.warning("the process of %s does not end by itself and is killed", self.name)
-            child.kill("it did not end by itself")
-        self._thread.join()
+        self._supervisor.join(child)
         self._free_slots()
 
     def _free_slots(self) -> None:
@@ -289,19 +271,6 @@ class ModelProcess:
         self.slots = []
 
     # Called on the supervisor thread.
-
-    def _supervise(self) -> None:
-        try:
-            pause_s = 0.0
-            while not self._closing.wait(pause_s):
-                pause_s = self._run_child()
-                if not self._loaded.done():
-                    self._loaded.set_exception(load_error(self.name, "its process could not be kept alive"))
-                if self._loaded.exception() is not None:
-                    return
-        except BaseException as error:  # log any error that ends this thread
-            logger.exception("the process of %s is no longer supervised", self.name)
-            self._fail_permanently(error)
 
     def _run_child(self) -> float:
         """Run one process from start to end; return the pause before the next one in seconds."""
@@ -333,7 +302,7 @@ class ModelProcess:
         control = Channel(pairs[0][0])
         try:
             with self._lock:
-                if self._closing.is_set():
+                if self._supervisor.closing.is_set():
                     return None
                 command_line = [*self._command, str(os.getpid()), *(str(end.fileno()) for end in child_ends)]
                 # Started on this thread, which lives as long as the server: the kernel kills the child when its
@@ -394,10 +363,7 @@ class ModelProcess:
     def _admit_batches(self, child: ChildProcess) -> None:
         child.started_ns = monotonic_ns()
         self.admission.open(child)
-        if self._loaded.done():
-            logger.warning("%s has a new process, %d", self.name, child.process.pid)
-        else:
-            self._loaded.set_result(None)
+        self._supervisor.serves(child.process)
 
     def _record_exit(self, child: ChildProcess | None, failure: ConfigError | None) -> float:
         """Record the end of a process, or a failed start; return the pause before the next one in seconds.
@@ -407,32 +373,21 @@ class ModelProcess:
             failure: reason why it never served; None if it did.
         """
         with self._lock:
-            closing, self._child = self._closing.is_set(), None
-        settled = child is not None and monotonic_ns() - child.started_ns >= SETTLED_S * NS_PER_S
-        self._dead_in_row = 1 if failure is None and settled else self._dead_in_row + 1
-        pause_s = PAUSES_S[min(self._dead_in_row, len(PAUSES_S)) - 1]
-        waits = failure is None and pause_s <= MAX_QUEUE_PAUSE_S
+            closing, self._child = self._supervisor.closing.is_set(), None
+        pause_s, waits = self._supervisor.pause_after(failure, None if child is None else child.started_ns)
         inside = self.admission.shut("" if waits else f"the process of {self.name} has died and is being started again")
-        if failure is not None and not self._loaded.done():
-            self._loaded.set_exception(failure)
+        if failure is not None and not self._supervisor.loaded.done():
+            self._supervisor.loaded.set_exception(failure)
         elif not closing:
             self.restarts += failure is None
             cause = f"{failure}" if child is None or failure is not None else child.cause
             lost_batches = f", with {inside} batches inside" if inside else ""
-            output_lines = "".join(f"\n  {line}" for line in child.last_lines) if child is not None else ""
-            logger.error(
-                "the process of %s has died: %s%s; the next in %g s%s",
-                self.name,
-                cause,
-                lost_batches,
-                pause_s,
-                output_lines,
-            )
+            self._supervisor.log_end(cause + lost_batches, pause_s, () if child is None else tuple(child.last_lines))
         if child is not None:
             child.ended.set()
         return pause_s
 
-    def _fail_permanently(self, error: BaseException) -> None:
+    def _fail_permanently(self) -> None:
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
@@ -443,8 +398,6 @@ class ModelProcess:
         self.admission.shut("")
         if child is not None:
             child.ended.set()
-        if not self._loaded.done():
-            self._loaded.set_exception(error)
 
 
 class _OutputReader:

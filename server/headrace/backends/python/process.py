@@ -19,7 +19,6 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -28,16 +27,7 @@ from headrace_model.channel import Frames, Messages
 from headrace_model.protocol import ProtocolError
 
 from headrace.backends.base import BatchMember, ExecutionLost
-from headrace.backends.process.lifetime import (
-    CLOSE_GRACE_S,
-    LOAD_LIMIT_S,
-    MAX_QUEUE_PAUSE_S,
-    PAUSES_S,
-    SETTLED_S,
-    TAIL_LINES,
-    exit_cause,
-    load_error,
-)
+from headrace.backends.process.lifetime import LOAD_LIMIT_S, TAIL_LINES, Supervisor, exit_cause, load_error
 from headrace.backends.process.output import OutputLines
 from headrace.backends.python.outputs import SentRegions, SlotPool
 from headrace.backends.python.readiness import ReadinessProbes
@@ -218,22 +208,18 @@ class InstanceProcess:
         self._options = options
         self._lost = ""
         self._changed = threading.Condition()
-        self._closing = threading.Event()
         self._current: ProcessConnection | None = None  # the process that is loading or serving
-        self._dead_in_row = 0
-        self._loaded: Future[None] = Future()
-        self._thread = threading.Thread(target=self._supervise, name=f"{name} supervisor", daemon=True)
+        self._supervisor = Supervisor(
+            name, self._run_process, self._fail_permanently, "it was closed while it was loading", logger
+        )
 
     def start(self) -> None:
         """Start the supervisor's thread; `wait_loaded` waits for the result."""
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._loaded.set_exception(load_error(self.name, f"the system starts no more threads ({error})"))
+        self._supervisor.start()
 
     def wait_loaded(self) -> None:
         """Wait until the process has loaded the model; raises ConfigError if it cannot."""
-        self._loaded.result()
+        self._supervisor.loaded.result()
 
     def describe(self) -> Message:
         """Run one process on this thread, without a supervisor, and return its answer to the load request.
@@ -271,7 +257,7 @@ class InstanceProcess:
             return connection
         with self._changed:
             while self.connection is None:
-                if self._lost or self._closing.is_set():
+                if self._lost or self._supervisor.closing.is_set():
                     raise ExecutionLost(self._lost or f"the process of {self.name} is closed")
                 if self.refusal:
                     raise Unavailable(self.refusal)
@@ -287,42 +273,22 @@ class InstanceProcess:
     def close(self) -> None:
         """Let the process finalize the model, and wait until it is gone."""
         self.begin_close()
-        if self._thread.ident is None:
-            return
-        self._thread.join(CLOSE_GRACE_S)
-        current = self._current
-        if self._thread.is_alive() and current is not None:
-            logger.warning("the process of %s does not end by itself and is killed", self.name)
-            current.kill("it did not end by itself")
-        self._thread.join()
+        self._supervisor.join(self._current)
 
     def begin_close(self) -> None:
         """Let the process finalize the model; `close` waits for its end."""
         with self._changed:
-            self._closing.set()
+            self._supervisor.closing.set()
             self._changed.notify_all()
             current = self._current
         if current is None:
             return
-        if self._loaded.done():
+        if self._supervisor.loaded.done():
             current.shut()
         else:  # the model's code runs, and reads no socket
             current.kill("it was closed while it was loading")
 
     # On the supervisor's thread
-
-    def _supervise(self) -> None:
-        try:
-            pause_s = 0.0
-            while not self._closing.wait(pause_s):
-                pause_s = self._run_process()
-                if not self._loaded.done():
-                    self._loaded.set_exception(load_error(self.name, "it was closed while it was loading"))
-                if self._loaded.exception() is not None:
-                    return
-        except BaseException as error:  # log any error that ends this thread
-            logger.exception("the process of %s is no longer supervised", self.name)
-            self._fail_permanently(error)
 
     def _run_process(self) -> float:
         """Run one process from start to end; return the pause before the next one in seconds."""
@@ -353,7 +319,7 @@ class InstanceProcess:
         batches.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _POLL_US))
         try:
             with self._changed:
-                if self._closing.is_set():
+                if self._supervisor.closing.is_set():
                     return None
                 calls_end = -1 if child_calls is None else child_calls.fileno()
                 ends = (child_batches.fileno(), calls_end, child_control.fileno())
@@ -418,16 +384,15 @@ class InstanceProcess:
             self.connection, self.refusal = connection, ""
             self._changed.notify_all()
         self.on_change()
-        if self._loaded.done():
-            logger.warning("%s has a new process, %d", self.name, connection.process.pid)
-        else:
-            self._loaded.set_result(None)
+        self._supervisor.serves(connection.process)
 
     def _reap(self, connection: ProcessConnection) -> None:
         """Wait for the end of the process, with those that it has started, and store its cause."""
         if connection.cause:
             return
-        if not self._closing.is_set():  # else it finalizes the model; `close` kills it if that takes too long
+        if (
+            not self._supervisor.closing.is_set()
+        ):  # else it finalizes the model; `close` kills it if that takes too long
             connection.signal(signal.SIGKILL)
         connection.cause = connection.reap()
         memory_bytes = self._options.memory_bytes
@@ -441,11 +406,8 @@ class InstanceProcess:
             connection: the process that ended; None if none was started.
             failure: reason why it never served; None if it did.
         """
-        settled = connection is not None and monotonic_ns() - connection.started_ns >= SETTLED_S * NS_PER_S
-        self._dead_in_row = 1 if failure is None and settled else self._dead_in_row + 1
-        pause_s = PAUSES_S[min(self._dead_in_row, len(PAUSES_S)) - 1]
-        closing = self._closing.is_set()
-        waits = failure is None and pause_s <= MAX_QUEUE_PAUSE_S
+        pause_s, waits = self._supervisor.pause_after(failure, None if connection is None else connection.started_ns)
+        closing = self._supervisor.closing.is_set()
         with self._changed:
             self._current = self.connection = None
             self.refusal = "" if waits else f"the process of model '{self.model}' has died and is being started again"
@@ -460,15 +422,14 @@ class InstanceProcess:
             if connection.probes is not None:
                 connection.probes.close()
             connection.ended.set()
-        if failure is not None and not self._loaded.done():
-            self._loaded.set_exception(failure)
+        if failure is not None and not self._supervisor.loaded.done():
+            self._supervisor.loaded.set_exception(failure)
         elif not closing:
             cause = f"{failure}" if connection is None or failure is not None else connection.cause
-            lines = "".join(f"\n  {line}" for line in connection.last_lines) if connection is not None else ""
-            logger.error("the process of %s has died: %s; the next in %g s%s", self.name, cause, pause_s, lines)
+            self._supervisor.log_end(cause, pause_s, () if connection is None else tuple(connection.last_lines))
         return pause_s
 
-    def _fail_permanently(self, error: BaseException) -> None:
+    def _fail_permanently(self) -> None:
         with self._changed:
             connection, self._current, self.connection = self._current, None, None
             self._lost = f"the process of {self.name} is no longer supervised"
@@ -480,8 +441,6 @@ class InstanceProcess:
             connection.shut()
             connection.close_calls()
             connection.ended.set()
-        if not self._loaded.done():
-            self._loaded.set_exception(error)
 
 
 class _ProcessReader:

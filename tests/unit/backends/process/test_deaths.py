@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process import supervisor
+from headrace.backends.process import lifetime, supervisor
 from headrace.backends.process.backend import IsolatedModel
 from headrace.core.errors import ModelFailed, Unavailable
 
@@ -157,7 +157,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
 def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 0.02, 600.0))
+    monkeypatch.setattr(lifetime, "PAUSES_S", (0.0, 0.02, 600.0))
     model = load()
     execution = model.execution(0)
     for _ in range(3):
@@ -177,8 +177,8 @@ def test_restart_pauses_grow_and_batches_are_then_refused_at_once(
 
 
 def test_a_process_that_has_lived_long_counts_anew(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 600.0))
-    monkeypatch.setattr(supervisor, "SETTLED_S", 0.0)
+    monkeypatch.setattr(lifetime, "PAUSES_S", (0.0, 600.0))
+    monkeypatch.setattr(lifetime, "SETTLED_S", 0.0)
     execution = load().execution(0)
     for _ in range(3):
         with pytest.raises(ModelFailed):
@@ -207,7 +207,7 @@ def test_a_dead_supervisor_thread_ends_the_model(
 
 
 def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(lifetime, "CLOSE_GRACE_S", 0.3)
     model = load()
     (child,) = isolated_children_of_this_process()
     os.kill(child, signal.SIGSTOP)
@@ -232,7 +232,7 @@ def test_unfinished_batches_do_not_block_others(load: Load, tmp_path: Path) -> N
 def test_a_model_that_cannot_be_loaded_again_is_tried_again(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05,))
+    monkeypatch.setattr(lifetime, "PAUSES_S", (0.05,))
     model = load()
     execution = model.execution(0)
     (tmp_path / "model").write_text("refuse")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.backends.base import BatchMember, InputRefused
+from headrace.backends.process import lifetime
 from headrace.backends.python import backend, process
 from headrace.backends.python.backend import PythonBackend, PythonExecution, PythonModel
 from headrace.backends.python.outputs import MAX_SLOTS, ModelTensors
@@ -413,7 +414,7 @@ class TritonPythonModel:
 
 
 def test_a_model_that_hangs_while_it_finalizes_is_killed(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(lifetime, "CLOSE_GRACE_S", 0.3)
     model = open_model(IDENTITY + "    def finalize(self):\n        time.sleep(60)\n")
     started = time.monotonic()
     model.close()
@@ -455,7 +456,7 @@ def test_a_model_that_fails_in_one_instance_is_not_loaded(open_model: Open) -> N
 
 
 def test_later_restarts_pause_and_refuse_requests(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PAUSES_S", (0.0, 600.0))
+    monkeypatch.setattr(lifetime, "PAUSES_S", (0.0, 600.0))
     model = open_model(ACTIONS)
     execution = model.execution(0)
     for _ in range(2):
