@@ -59,27 +59,6 @@ def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
         assert "Traceback" not in started.text, started.text
 
 
-def test_rows_in_a_system_region(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_system_region(server, right)
-
-
-def test_rows_that_are_not_aligned(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_unaligned_rows(server, right)
-
-
-def test_rows_in_a_cuda_region(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_cuda_region(server, right, export)
-
-
-def test_all_kinds_share_batches(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_all_kinds_together(server, right, export)
-
-
-def test_a_client_that_truncates_its_memory_affects_only_its_own_responses(
-    server: Server, right: tuple[Array, Array]
-) -> None:
-    cases.check_truncated_memory(server, right)
-
-
-def test_regions_come_and_go_under_load(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_regions_come_and_go(server, right)
+@pytest.mark.parametrize("case", cases.CASES)
+def test_inputs_in_shared_memory(server: Server, right: tuple[Array, Array], case: str) -> None:
+    cases.CASES[case](server, right, export)

@@ -314,26 +314,9 @@ def test_a_server_serves_what_tensorrt_refuses_and_explains_why(server: Server) 
     assert [one["explanation"] for one in findings if one["kind"] == "not_on_tensorrt"], findings
 
 
-def test_rows_in_a_system_region(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_system_region(server, right)
-
-
-def test_rows_that_are_not_aligned(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_unaligned_rows(server, right)
-
-
-def test_rows_in_a_cuda_region(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_cuda_region(server, right, export)
-
-
-def test_all_kinds_share_batches(server: Server, right: tuple[Array, Array]) -> None:
-    cases.check_all_kinds_together(server, right, export)
-
-
-def test_a_client_that_truncates_its_memory_affects_only_its_own_responses(
-    server: Server, right: tuple[Array, Array]
-) -> None:
-    cases.check_truncated_memory(server, right)
+@pytest.mark.parametrize("case", cases.CASES)
+def test_inputs_in_shared_memory(server: Server, right: tuple[Array, Array], case: str) -> None:
+    cases.CASES[case](server, right, export)
 
 
 def test_outputs_in_a_cuda_region(server: Server, right: tuple[Array, Array]) -> None:

@@ -143,7 +143,7 @@ def mapped(server: Server, path: Path) -> bool:
     return path.name in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
-def check_system_region(server: Server, right: tuple[Array, Array]) -> None:
+def _system_region(server: Server, right: tuple[Array, Array], _export: Export) -> None:
     x, y = right
     with system_region(server, x.tobytes()) as path:
         same(infer_from_region(server, "r", 8), y[:8])  # copied: nothing is pinned yet
@@ -158,7 +158,7 @@ def check_system_region(server: Server, right: tuple[Array, Array]) -> None:
     until(lambda: not mapped(server, path))
 
 
-def check_unaligned_rows(server: Server, right: tuple[Array, Array]) -> None:
+def _unaligned_rows(server: Server, right: tuple[Array, Array], _export: Export) -> None:
     x, y = right
     with system_region(server, b"?" + x.tobytes()) as path:
         for _ in range(3):
@@ -166,7 +166,7 @@ def check_unaligned_rows(server: Server, right: tuple[Array, Array]) -> None:
             until(lambda: mapped(server, path))
 
 
-def check_cuda_region(server: Server, right: tuple[Array, Array], export: Export) -> None:
+def _cuda_memory(server: Server, right: tuple[Array, Array], export: Export) -> None:
     x, y = right
     with cuda_region(server, b"????" + x.tobytes(), export):
         for rows in (1, 2, 3, 8, 31, 32, 44):
@@ -174,7 +174,7 @@ def check_cuda_region(server: Server, right: tuple[Array, Array], export: Export
         same(infer_from_region(server, "g", 40, 4 + 3 * ROW_BYTES), y[3:43])
 
 
-def check_all_kinds_together(server: Server, right: tuple[Array, Array], export: Export) -> None:
+def _all_kinds_together(server: Server, right: tuple[Array, Array], export: Export) -> None:
     x, y = right
 
     def one(number: int) -> None:
@@ -190,7 +190,7 @@ def check_all_kinds_together(server: Server, right: tuple[Array, Array], export:
             pass
 
 
-def check_truncated_memory(server: Server, right: tuple[Array, Array]) -> None:
+def _truncated_memory(server: Server, right: tuple[Array, Array], _export: Export) -> None:
     x, y = right
     with system_region(server, x.tobytes()) as path:
         infer_from_region(server, "r", 8)
@@ -205,10 +205,21 @@ def check_truncated_memory(server: Server, right: tuple[Array, Array]) -> None:
     assert server.process.poll() is None
 
 
-def check_regions_come_and_go(server: Server, right: tuple[Array, Array]) -> None:
+def _regions_come_and_go(server: Server, right: tuple[Array, Array], _export: Export) -> None:
     x, y = right
     with ThreadPoolExecutor(8) as pool:
         for _ in range(10):
             with system_region(server, x.tobytes()):
                 for future in [pool.submit(infer_from_region, server, "r", 16) for _ in range(24)]:
                     same(future.result(), y[:16])
+
+
+# Tests by name; each gets a server with the repository of `make_repository`, the inputs with their answers, and `export`.
+CASES: dict[str, Callable[[Server, tuple[Array, Array], Export], None]] = {
+    "rows in a system region": _system_region,
+    "rows that are not aligned": _unaligned_rows,
+    "rows in a CUDA region": _cuda_memory,
+    "all kinds share batches": _all_kinds_together,
+    "a client that truncates its memory affects only its own responses": _truncated_memory,
+    "regions come and go under load": _regions_come_and_go,
+}
