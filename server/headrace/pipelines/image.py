@@ -8,6 +8,7 @@ image of 1 x 60,000 pixels needs no more memory than any other.
 from __future__ import annotations
 
 import io
+import re
 import struct
 from typing import Any
 
@@ -72,9 +73,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
             f"this is no picture that can be read (it starts with {start}): send {', '.join(FORMATS)}"
         ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TooLarge(
-            f"the picture is too large: {error}; at most {max_pixels} pixels are accepted: send a smaller one"
-        ) from None
+        raise bomb_error("picture", error, max_pixels) from None
     except Exception as error:  # any error that a parser raises for untrusted bytes is the client's error
         raise BadRequest(f"the picture's header is damaged ({one_line(error)}): {_SAVE_ANEW}") from error
     check_pixels("picture", image.size, max_pixels)
@@ -104,6 +103,20 @@ def check_pixels(subject: str, size: tuple[int, int], max_pixels: int) -> None:
             f"the {subject} has {width} x {height} = {width * height} pixels, at most {max_pixels} are accepted: "
             "send a smaller one"
         )
+
+
+def bomb_error(subject: str, error: Exception, max_pixels: int) -> TooLarge:
+    """Return the error for an image that Pillow refuses by a limit of its own, before its width and height can be read.
+
+    Args:
+        subject: word for the image in the message.
+        error: of Pillow; its text has the number of pixels.
+        max_pixels: largest width times height.
+    """
+    declared = re.search(r"\((\d+) pixels\)", str(error))
+    pixels = f"{declared[1]} pixels" if declared else "too many pixels"
+    allowed = min(max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or max_pixels))
+    return TooLarge(f"the {subject} has {pixels}, at most {allowed} are accepted: send a smaller one")
 
 
 def check_webp_pixels(subject: str, data: bytes, max_pixels: int) -> None:

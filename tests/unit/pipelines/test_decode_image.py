@@ -105,7 +105,7 @@ def test_a_decode_is_scaled_if_twice_the_pixels_remain(size: tuple[int, int], ex
 )
 def test_the_header_bounds_the_pixels(claiming: object, turbo: bool) -> None:
     if claiming in (png_claiming, jpeg_claiming):  # WebP has at most 16383 x 16383 pixels
-        with pytest.raises(TooLarge, match=r"64000 x 64000|too large"):
+        with pytest.raises(TooLarge, match=r"^the image has 4096000000 pixels, at most 50000000 are accepted: send a"):
             decoder(turbo).decode(claiming(64000, 64000))  # type: ignore[operator]
     with pytest.raises(TooLarge, match=r"12000 x 12000 = 144000000 pixels, at most 50000000"):
         decoder(turbo).decode(claiming(12000, 12000))  # type: ignore[operator]

@@ -75,9 +75,17 @@ def test_photographs_decode_as_pillow_shows_them(name: str) -> None:
 
 
 def test_the_limit_is_checked_before_decoding() -> None:
-    for data in (png_claiming(65_535, 65_535), jpeg_claiming(65_500, 65_500), jpeg_claiming(9_000, 9_000)):
-        with pytest.raises(TooLarge, match=r"at most 50000000 .*send a smaller one"):
+    for data, pixels in (
+        (png_claiming(65_535, 65_535), "4294836225 pixels"),
+        (jpeg_claiming(65_500, 65_500), "4290250000 pixels"),
+        (jpeg_claiming(9_000, 9_000), "9000 x 9000 = 81000000 pixels"),
+    ):
+        with pytest.raises(
+            TooLarge, match=rf"^the picture has {pixels}, at most 50000000 are accepted: send a smaller one$"
+        ):
             decode(data)
+    with pytest.raises(TooLarge, match=r"has 400000000 pixels, at most 178956970 are accepted"):  # Pillow's own limit
+        decode(png_claiming(20_000, 20_000), max_pixels=500_000_000)
     for kind in WEBP_KINDS:
         with pytest.raises(TooLarge, match=r"12000 x 11999 = 143988000 pixels, at most 50000000 .*send a smaller one"):
             decode(webp_claiming(kind, 12_000, 11_999))

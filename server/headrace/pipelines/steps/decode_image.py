@@ -164,7 +164,7 @@ def read_header(data: bytes, max_pixels: int) -> ImageHeader:
             f"this is no image that can be read (it starts with {data[:8].hex(' ')}): send {', '.join(FORMATS)}"
         ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TooLarge(f"the image is too large: {error}; at most {max_pixels} pixels are accepted") from None
+        raise pictures.bomb_error("image", error, max_pixels) from None
     except Exception as error:  # any error that a parser raises for untrusted bytes is the client's error
         raise BadRequest(f"the image's header is damaged ({pictures.one_line(error)})") from error
     pictures.check_pixels("image", image.size, max_pixels)
