@@ -336,11 +336,20 @@ class Region(Protocol):
     def read(self, offset: int, size_bytes: int) -> Array:
         """Copy a range, as uint8[size_bytes]; raises BadRequest if it exceeds the region or the memory no longer exists."""
 
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write data; raises BadRequest if they exceed the region or the memory no longer exists."""
+
+
+class GpuRegion(Region, Protocol):
+    """A region in memory of a GPU."""
+
     def write_rows(self, offset: int, rows: ResidentRows) -> None:
         """Write rows on the region's own GPU, as `write`."""
 
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write data; raises BadRequest if they exceed the region or the memory no longer exists."""
+
+def is_gpu_region(region: Region) -> TypeGuard[GpuRegion]:
+    """Return True for a region in memory of a GPU."""
+    return region.gpu is not None
 
 
 def check_range(offset: int, size_bytes: int, region_bytes: int) -> None:

@@ -8,8 +8,9 @@ template has the region and offset of a tensor, and the region is looked up for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -19,7 +20,17 @@ from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
 from headrace.core.request import NO_PARAMETERS, InferRequest, InferResponse, ParameterValue
 from headrace.core.shapes import check_rows, check_shape, has_one_shape, shape_key
-from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, Region, TensorSpec, as_input, is_resident
+from headrace.core.tensor import (
+    BYTES,
+    Array,
+    Datatype,
+    ModelSpec,
+    Region,
+    TensorSpec,
+    as_input,
+    is_gpu_region,
+    is_resident,
+)
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import (
@@ -204,18 +215,18 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         shared_range, name = output.shared, output.spec.name
         assert shared_range is not None
         region = self.targets[name]
-        rows = array if is_resident(array) and array.device == region.gpu and array.dtype == datatype.dtype else None
-        data = b"" if rows is not None else tensor_codec.to_binary(np.asarray(array), datatype)
-        size_bytes = len(data) if rows is None else rows.nbytes
+        write: Callable[[int], None]
+        if is_resident(array) and is_gpu_region(region) and (array.device, array.dtype) == (region.gpu, datatype.dtype):
+            size_bytes, write = array.nbytes, partial(region.write_rows, rows=array)
+        else:
+            data = tensor_codec.to_binary(np.asarray(array), datatype)
+            size_bytes, write = len(data), partial(region.write, data=data)
         if size_bytes > shared_range.size_bytes:
             raise BadRequest(
                 f"output '{name}' has {size_bytes} bytes, its shared_memory_byte_size is only {shared_range.size_bytes}"
             )
         with _named(f"output '{name}'"):
-            if rows is None:
-                region.write(shared_range.offset, data)
-            else:
-                region.write_rows(shared_range.offset, rows)
+            write(shared_range.offset)
         return {
             "shared_memory_region": shared_range.region,
             "shared_memory_offset": shared_range.offset,

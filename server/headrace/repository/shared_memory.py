@@ -150,10 +150,6 @@ class SystemRegion:
             position += count
         return array
 
-    def write_rows(self, offset: int, rows: ResidentRows) -> None:
-        """Write a host copy of rows on a GPU; raises as `write`."""
-        self.write(offset, np.asarray(rows).reshape(-1).view(np.uint8).data)
-
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write data at an offset in bytes.
 

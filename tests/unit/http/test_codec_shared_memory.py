@@ -59,12 +59,21 @@ class FakeRegion:
         self.reads += 1
         return np.frombuffer(bytes(self.memory[offset : offset + size_bytes]), np.uint8)
 
-    def write_rows(self, offset: int, rows: ResidentRows) -> None:
-        raise AssertionError("no output of these tests is on a GPU")
-
     def write(self, offset: int, data: bytes | memoryview) -> None:
         self.check(offset, len(data))
         self.memory[offset : offset + len(data)] = data
+
+
+class FakeGpuRegion(FakeRegion):
+    gpu = 0
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.copied_rows = 0
+
+    def write_rows(self, offset: int, rows: ResidentRows) -> None:
+        self.copied_rows += 1
+        self.write(offset, np.asarray(rows).tobytes())
 
 
 class FakeRegions:
@@ -253,6 +262,21 @@ def test_outputs_are_written_to_the_regions_resolved_at_decode(side: Side) -> No
     assert new.memory == (X * 2).tobytes()
     with pytest.raises(NotFound, match="no region 'r'"):
         one.decode([sent(side, "X")], [shared_output(side, "Y", "r", 8)])
+
+
+@both
+@pytest.mark.parametrize(
+    ("kind", "device", "stays"), [(FakeGpuRegion, 0, True), (FakeGpuRegion, 1, False), (FakeRegion, 0, False)]
+)
+def test_an_output_on_a_gpu_stays_there_for_a_region_of_that_gpu_only(
+    side: Side, kind: type[FakeRegion], device: int, stays: bool
+) -> None:
+    region = kind(16)
+    one = side(FakeRegions(r=region))
+    _, plan = one.decode([sent(side, "X")], [shared_output(side, "Y", "r", 8, 8)])
+    one.answer(plan, InferResponse({"Y": resident(X * 2, device)}))
+    assert region.memory == bytes(8) + (X * 2).tobytes()
+    assert getattr(region, "copied_rows", 0) == stays
 
 
 @both

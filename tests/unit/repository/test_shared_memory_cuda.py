@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest, Conflict, NotFound, Unsupported
-from headrace.core.tensor import Array, ResidentRows
+from headrace.core.tensor import Array
 from headrace.repository.shared_memory import CUDA, SYSTEM, SharedMemoryRegions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm")
@@ -38,9 +38,6 @@ class FakeGpu:
 
     def read(self, offset: int, size_bytes: int) -> Array:
         return np.zeros(size_bytes, np.uint8)
-
-    def write_rows(self, offset: int, rows: ResidentRows) -> None:
-        raise AssertionError("no output of these tests is on a GPU")
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         pass
