@@ -82,7 +82,8 @@ def test_the_page_is_openapi(page: Any) -> None:
     names = [operation["operationId"] for path in page["paths"].values() for operation in path.values()]
     assert len(names) == len(set(names))
     infer = page["paths"]["/v2/models/{model}/infer"]["post"]
-    assert set(infer["requestBody"]["content"]) == {"application/json", "application/octet-stream"}
+    images = {"image/jpeg", "image/png", "image/webp"}
+    assert set(infer["requestBody"]["content"]) == {"application/json", "application/octet-stream", *images}
     assert {"200", "400", "403", "404", "413", "503", "504"} <= set(infer["responses"])
     assert infer["responses"]["503"]["headers"]["Retry-After"]["required"]
 

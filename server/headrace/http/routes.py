@@ -382,6 +382,7 @@ _RETRY_HEADERS = {
 _EXAMPLE_NAMES = {"model": "tiny", "version": "1", "region": "input_0"}
 _REFERENCE = "#/components/schemas/{model}"
 _BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_IMAGES = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("jpeg", "png", "webp")}
 _INFER_EXAMPLE = {
     "id": "42",
     "inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 16], "data": [0.5] * 16}],
@@ -469,14 +470,16 @@ def infer_routes() -> Iterator[Route]:
         "description": (
             "The body is JSON, or JSON followed by the bytes of tensors; then `Inference-Header-Content-Length` has the size "
             "of the JSON, in the request and in the response. Numbers are little-endian; each BYTES element is preceded by its "
-            "length in four bytes. The media type of a request is ignored. A raw binary request is the data of the model's "
-            "single input, with the header `Inference-Header-Content-Length: 0`: one row, at most one dynamic dimension, all "
-            "outputs binary. NaN and infinities in JSON numbers are `NaN`, `Infinity` and `-Infinity`."
+            "length in four bytes. Any other media type of a request than `image/*` is ignored. A raw binary request is the data "
+            "of the model's single input, with the header `Inference-Header-Content-Length: 0`: one row, at most one dynamic "
+            "dimension, all outputs binary. A body of type `image/*` is an image file for a model whose only required input is "
+            "one element of BYTES, such as a pipeline that decodes images: the file as it is, all outputs JSON. NaN and "
+            "infinities in JSON numbers are `NaN`, `Infinity` and `-Infinity`."
         ),
         "parameters": [{"name": name, "in": "header", **header} for name, header in _headers(bodies.InferenceHeaders)],
         "requestBody": {
             "required": True,
-            "content": {**_json_body(bodies.InferenceRequest, _INFER_EXAMPLE), **_BINARY},
+            "content": {**_json_body(bodies.InferenceRequest, _INFER_EXAMPLE), **_BINARY, **_IMAGES},
         },
         "responses": {"200": {"headers": dict(_headers(bodies.InferenceResponseHeaders)), "content": _BINARY}},
     }
