@@ -141,6 +141,41 @@ def test_commands_that_send_a_picture_run(browser: Browser, server: Server, tmp_
     page.close()
 
 
+def copied(page: Page, button: str, start: str) -> str:
+    """Click on a button and return the command that is copied."""
+    page.evaluate(f"document.getElementById('try-code').textContent = ''; document.getElementById('{button}').click()")
+    page.wait(f"document.getElementById('try-code').textContent.startsWith({json.dumps(start)})")
+    return str(page.evaluate("document.getElementById('try-code').textContent"))
+
+
+def test_commands_send_the_picture_that_was_sent_to_a_model_of_bytes(
+    browser: Browser, server: Server, tmp_path: Path
+) -> None:
+    """The command sends the JSON while no picture is chosen, after another file, and once the JSON is sent."""
+    picture, notes = tmp_path / "red.jpg", tmp_path / "notes.txt"
+    picture.write_bytes(saved("red"))
+    notes.write_text("a line")
+    page = opened(browser, server, "text")
+    page.wait("document.getElementById('try-text').value")
+    json_body = f"curl '{server.url}/v2/models/text/versions/1/infer' -H 'Content-Type: application/json' -d "
+    assert copied(page, "try-curl", "curl").startswith(json_body)
+    page.choose_files("#try-file", [picture])
+    page.wait("document.querySelector('#try-result .error') || document.querySelector('#try-result pre')")
+    command = copied(page, "try-curl", "curl")
+    assert command == json_body.replace("application/json' -d ", "image/jpeg' --data-binary '@red.jpg'")
+    request = ["bash", "-c", f"{command} -sS -o /dev/null -w '%{{size_upload}}'"]
+    result = subprocess.run(request, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.stdout == str(len(picture.read_bytes())), result.stderr
+    assert 'open("red.jpg", "rb").read()' in copied(page, "try-python", "import numpy")
+    page.choose_files("#try-file", [notes])
+    assert output(answer(page), "Y") == ["a line"]
+    assert copied(page, "try-curl", "curl").startswith(json_body)
+    assert 'open("notes.txt", "rb").read()' in copied(page, "try-python", "import numpy")
+    page.evaluate("document.getElementById('try-send').click()")
+    assert "notes.txt" not in copied(page, "try-python", "import numpy")
+    page.close()
+
+
 @pytest.mark.parametrize("model", ["bytes", "rows", "text"])
 def test_a_file_is_the_data_of_a_model_that_reads_bytes(
     browser: Browser, server: Server, model: str, tmp_path: Path

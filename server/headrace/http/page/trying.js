@@ -78,15 +78,28 @@ function keyed() {
   return Object.keys(credentials()).length > 0;
 }
 
+/** The task of a command that sends a file as it is; null if the command sends the JSON. */
+function commandTask(type) {
+  const { file: task, sent } = chosen;
+  return task?.picture || (task?.datatype === "BYTES" && sent?.type.startsWith(type)) ? task : null;
+}
+
+/** The next command sends the JSON again, not the file that was sent before. */
+function forgetFile() {
+  chosen.sent = null;
+}
+
 function copyCurl() {
   const url = new URL(`${versionPath(chosen.model)}/infer`, location.href.split("#")[0]).href;
-  void copy(chosen.file?.picture ? pictureAsCurl(url, chosen.sent, keyed()) : asCurl(url, PLACES["try-text"].value, keyed()));
+  // An image is the only file that can be a whole body.
+  void copy(commandTask("image/") ? pictureAsCurl(url, chosen.sent, keyed()) : asCurl(url, PLACES["try-text"].value, keyed()));
 }
 
 function copyPython() {
   const address = `${location.host}${location.pathname.replace(/\/[^/]*$/, "")}`;
   const secure = location.protocol === "https:";
-  void copy(chosen.file?.picture ? pictureAsPython(address, secure, chosen.model, chosen.file, chosen.sent, keyed())
+  const task = commandTask("");
+  void copy(task ? pictureAsPython(address, secure, chosen.model, task, chosen.sent, keyed())
     : asPython(address, secure, chosen.model, PLACES["try-text"].value, keyed()));
 }
 
@@ -132,6 +145,7 @@ function responseOf(answer, begun) {
 }
 
 async function send() {
+  forgetFile();
   await show(async () => {
     const begun = performance.now();
     return responseOf(await inferJson(chosen.model, filledIn(PLACES["try-text"].value)), begun);
@@ -184,6 +198,7 @@ export function start() {
   PLACES["try-python"].addEventListener("click", copyPython);
   PLACES["try-file"].addEventListener("change", (event) => void sendFile(event.target.files[0]));
   PLACES["try-send"].addEventListener("click", () => void send());
+  PLACES["try-text"].addEventListener("input", forgetFile);
   for (const name of ["dragenter", "dragover"]) {
     drop.addEventListener(name, (event) => {
       event.preventDefault();
