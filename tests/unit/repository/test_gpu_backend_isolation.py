@@ -70,6 +70,16 @@ def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
     run(with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n"), check, ALL)
 
 
+def test_a_model_without_a_batch_dimension_runs_in_the_process(tmp_path: Path) -> None:
+    repository = with_plan(tmp_path)
+    (repository / "m" / "config.yaml").write_text(ISOLATED.replace("max_batch_size: 8", "max_batch_size: 0"))
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await infer_values(registry), 2)
+
+    run(repository, check, ALL)
+
+
 def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
         state, reason = index(registry)["m", "1"]

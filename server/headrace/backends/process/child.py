@@ -283,10 +283,10 @@ class SharedSlot:
 
 
 def lay_out_tensors(like: Mapping[str, Array], rows: int) -> list[TensorLayout]:
-    """Return layouts for numeric tensors with the dtypes and shapes of `like`, with `rows` as the first dimension."""
+    """Return layouts for numeric tensors with the dtypes and shapes of `like`, with `rows` as the first dimension if not 0."""
     layouts, start = [], _START
     for name, array in like.items():
-        shape = (rows, *array.shape[1:])
+        shape = (rows, *array.shape[1:]) if rows else array.shape
         size = array.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         layouts.append(TensorLayout(name, array.dtype.str, shape, start, size))
         start = _aligned(start + size)
