@@ -223,7 +223,7 @@ class _Builder:
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
         """Compare on batches that fit the profile with the fewest rows."""
         held_out, output = self.data.held_out, self.data.output
-        if not self.project.config.max_batch_size:
+        if not self.project.batched:
             return measure(reference, engine, held_out, 1, report, output=output)
         min_rows, max_rows = min((profile.rows[0], profile.rows[2]) for profile in self.spec.profiles)
         rows = max(min(ROWS, max_rows), min_rows)
@@ -270,7 +270,7 @@ class _Builder:
 
 def per_row(timing: BatchTiming, project: Project) -> BatchTiming:
     """Correct the timing of a model without a batch dimension, whose first dimension the engine counts as rows."""
-    if project.config.max_batch_size:
+    if project.batched:
         return timing
     return replace(timing, rows=1, rows_per_s=timing.rows_per_s / max(timing.rows, 1))
 
@@ -302,7 +302,7 @@ def _resized(array: Array, rows: int) -> Array:
 
 def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
     """Return the smallest, tuned and largest number of rows of the first profile, ascending; [1] without a batch dimension."""
-    if not project.config.max_batch_size:
+    if not project.batched:
         return [1]
     return sorted(set(spec.profiles[0].rows))
 
@@ -310,7 +310,7 @@ def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
 def sample_batch(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
     """Return a batch of `rows` held-out samples by input name, repeated if there are fewer."""
     batch = next(iter(data.held_out.batches(rows)))
-    if not project.config.max_batch_size:
+    if not project.batched:
         return batch
     return {name: _resized(array, rows) for name, array in batch.items()}
 

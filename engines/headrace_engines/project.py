@@ -15,6 +15,7 @@ from headrace.config.model_folder import (
     read_model_folder,
     served_versions,
 )
+from headrace.config.ragged_rules import is_ragged
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import (
@@ -30,6 +31,7 @@ from headrace.core.optimization_config import (
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import file_digest
 from headrace_engines.quantization import calibration as ranges
+from headrace_engines.quantization.ragged import ragged_range, ragged_samples
 from headrace_engines.quantization.sample_sources import open_samples
 from headrace_engines.quantization.samples import Samples, class_output, random_samples
 from headrace_engines.targets.base import ShapeRange
@@ -62,6 +64,11 @@ class Project:
     def config(self) -> ModelConfig:
         """Completed configuration of the model."""
         return self.folder.config
+
+    @property
+    def batched(self) -> bool:
+        """True if the first dimension of the model's tensors is the batch; False for ragged batches, whose inputs are joined."""
+        return self.config.max_batch_size > 0 and not is_ragged(self.config)
 
     @property
     def version_folder(self) -> Path:
@@ -249,6 +256,8 @@ def _check_accelerator(config: ModelConfig) -> int | None:
 
 
 def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
+    if is_ragged(config):
+        return ragged_range(config, profile)
     shapes = {}
     max_rows = max(config.max_batch_size, 1)
     rows = profile.batch or (1, max_rows, max_rows)
@@ -312,6 +321,8 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
     config, folder = project.config, project.folder.path
     options, bar = spec.calibration, spec.accuracy
     output = class_output(config)
+    if is_ragged(config):
+        return BuildData(None, _ragged_samples(project, spec), output)
     calibration = open_samples(options.data, folder, config, options.samples) if options.data else None
     if calibration is None and spec.quantized and spec.precision != "best":
         cure = "write optimization.calibration.data: a folder of pictures, an .npz or file.py:function in the model's folder"
@@ -330,9 +341,24 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
     return BuildData(calibration, held_out, output)
 
 
+def _ragged_samples(project: Project, spec: BuildSpec) -> Samples:
+    """Return random ragged batches.
+
+    Raises:
+        BuildError: the specification names samples, or needs them.
+    """
+    if spec.calibration.data or spec.accuracy.data:
+        cure = "remove data from optimization.calibration and optimization.accuracy: random batches are compared"
+        raise BuildError(f"{project.name}: a build for ragged batches takes no samples: {cure}")
+    if spec.quantized and spec.precision != "best":
+        cure = "write precision: fp16, bf16 or fp32"
+        raise BuildError(f"{project.name}: {spec.precision} needs samples, which ragged batches have none of: {cure}")
+    return ragged_samples(project.config, RANDOM_SAMPLES, spec.profiles[0])
+
+
 def _tuned_shapes(project: Project, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
     """Return the tuned shape of the first profile for one row, by input."""
-    first = 1 if project.config.max_batch_size else 0
+    first = 1 if project.batched else 0
     return {name: tuned[first:] for name, (_, tuned, _) in spec.profiles[0].shapes.items()}
 
 
@@ -342,7 +368,7 @@ def _check_shapes(project: Project, spec: BuildSpec, samples: Samples) -> None:
     Raises:
         BuildError: a sample is in no profile.
     """
-    first = 1 if project.config.max_batch_size else 0
+    first = 1 if project.batched else 0
     ranges = [
         {name: (smallest[first:], largest[first:]) for name, (smallest, _, largest) in profile.shapes.items()}
         for profile in spec.profiles

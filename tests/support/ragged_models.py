@@ -56,6 +56,55 @@ dynamic_batching { max_queue_delay_microseconds: 100000 }
 """
 
 
+def ragged_spans() -> onnx.ModelProto:
+    """Sums like `ragged_sums`, of operators that TensorRT has for these types, and the size of the longest request.
+
+    ELEMENTS (all,) FP32, OFFSETS (requests + 1,) INT32 and MAX_SHAPE (longest,) FP32 -> SUM (requests, 1), DOUBLED (all,) and
+    LONGEST (requests, 1) FP32, which is that of the batch.
+    """
+    node = helper.make_node
+    nodes = [
+        node("Shape", ["ELEMENTS"], ["size"]),
+        node("Gather", ["size", "zero_index"], ["count"], axis=0),
+        node("Range", ["zero_index", "count", "one_index"], ["long_positions"]),
+        node("Cast", ["long_positions"], ["positions"], to=FP32),
+        node("Cast", ["OFFSETS"], ["offsets"], to=FP32),
+        node("Slice", ["offsets", "one", "far"], ["ends"]),
+        node("Slice", ["offsets", "zero", "minus_one"], ["starts"]),
+        node("Unsqueeze", ["ends", "one"], ["end_column"]),
+        node("Unsqueeze", ["starts", "one"], ["start_column"]),
+        node("Less", ["positions", "end_column"], ["before_end"]),
+        node("Less", ["positions", "start_column"], ["before_start"]),
+        node("Cast", ["before_end"], ["until_end"], to=FP32),
+        node("Cast", ["before_start"], ["until_start"], to=FP32),
+        node("Sub", ["until_end", "until_start"], ["mask"]),
+        node("Mul", ["mask", "ELEMENTS"], ["spans"]),
+        node("ReduceSum", ["spans", "one"], ["SUM"], keepdims=1),
+        node("Add", ["ELEMENTS", "ELEMENTS"], ["DOUBLED"]),
+        node("Mul", ["MAX_SHAPE", "nothing"], ["zeros"]),
+        node("Add", ["zeros", "unit"], ["ones"]),
+        node("ReduceSum", ["ones", "zero"], ["longest"], keepdims=1),
+        node("Mul", ["SUM", "nothing"], ["column"]),
+        node("Add", ["column", "longest"], ["LONGEST"]),
+    ]
+    constants = {
+        "zero_index": np.array(0, np.int64),
+        "one_index": np.array(1, np.int64),
+        "zero": np.array([0], np.int64),
+        "one": np.array([1], np.int64),
+        "minus_one": np.array([-1], np.int64),
+        "far": np.array([1 << 30], np.int64),
+        "nothing": np.array(0, np.float32),
+        "unit": np.array(1, np.float32),
+    }
+    return onnx_model(
+        nodes,
+        {"ELEMENTS": (FP32, ("all",)), "OFFSETS": (INT32, ("bounds",)), "MAX_SHAPE": (FP32, ("longest_request",))},
+        {"SUM": (FP32, ("requests", 1)), "DOUBLED": (FP32, ("all",)), "LONGEST": (FP32, ("requests", 1))},
+        constants,
+    )
+
+
 def token_sums(masked: bool = True) -> onnx.ModelProto:
     """ids and mask (rows, length) INT64 -> doubled (rows, length), and total (rows, 1): the sum of the ids + 1 under the mask.
 

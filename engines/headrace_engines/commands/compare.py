@@ -206,7 +206,7 @@ def compare(
                     engines[precision] = engine
             rows.append(row)
         batches = {size: sample_batch(data, size, project) for size in sizes}
-        rows = _measure(rows, engines, batches, bool(project.config.max_batch_size), seconds, reports)
+        rows = _measure(rows, engines, batches, project.batched, seconds, reports)
     data_origin = next((row.accuracy.data for row in rows if row.accuracy is not None), "")
     return Comparison(project.name, project.version, target.describe(), data_origin, tuple(sizes), seconds, tuple(rows))
 
@@ -313,7 +313,7 @@ def _median_timing(rounds: list[BatchTiming], size: int, batched: bool) -> Batch
 
 def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
     """Return batch sizes from the smallest to the largest of the first profile, in factors of four, or of two up to 16."""
-    if not project.config.max_batch_size:
+    if not project.batched:
         return [1]
     smallest, _, largest = spec.profiles[0].rows
     factor = 2 if largest <= 16 * smallest else 4
@@ -558,7 +558,7 @@ def _sizes(option: str | None, project: Project) -> list[int]:
     if not all(word.isdecimal() and int(word) for word in words):
         raise CallError(f"--batch is '{option}': write batch sizes from 1 on, e.g. 1,8,32")
     sizes = sorted({int(word) for word in words})
-    if not project.config.max_batch_size:
+    if not project.batched:
         if sizes != [1]:
             raise CallError(f"{project.name} has no batch dimension: leave --batch out")
         return sizes

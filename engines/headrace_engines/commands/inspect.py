@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from headrace.config.files import write_durably
 from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, choose_from_folder
+from headrace.config.ragged_rules import is_ragged
 from headrace.core.command_line import is_pipe, plural, printable
 from headrace.core.svg_plot import colour
 from rich.box import SIMPLE_HEAD
@@ -25,6 +26,7 @@ from headrace_engines.commands import add_model
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import Project, open_project, read_spec
+from headrace_engines.quantization.ragged import ragged_samples
 from headrace_engines.quantization.samples import random_samples
 from headrace_engines.report import milliseconds, page, print_text, rate, save, table
 from headrace_engines.targets import choose_target
@@ -99,8 +101,13 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
         profile: ShapeRange | None = read_spec(config).profiles[0]
     except BuildError:  # free dimensions without a profile become 1
         profile = None
+    if is_ragged(config):
+        if profile is None or rows not in (None, 1):
+            reason = "--batch is for other models" if profile else "it needs optimization.profiles"
+            raise CallError(f"{project.name} has ragged batches: {reason}")
+        return next(iter(ragged_samples(config, 1, profile).batches(1)))
     tuned = {name: shape for name, (_, shape, _) in profile.shapes.items()} if profile else {}
-    if not config.max_batch_size:
+    if not project.batched:
         if rows not in (None, 1):
             raise CallError(f"--batch is {rows}, but {project.name} has no batch dimension: leave --batch out")
         return next(iter(random_samples(config, 1, tuned).batches(1)))

@@ -31,6 +31,7 @@ from headrace.config.completion import (
 from headrace.config.documents import MAX_CONFIG_BYTES, Document, open_regular_file, read_pbtxt, read_yaml, refuse
 from headrace.config.onnx_model import OnnxSignature, read_signature
 from headrace.config.python_rules import python_problems
+from headrace.config.ragged_rules import is_ragged
 from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding, NotFound
@@ -579,8 +580,13 @@ class _FolderReader:
             self._report(incomplete(config))
             self._stop_if_fatal()
             # No ONNX file to complete from: the checks of a complete configuration run here.
+            values = {name: getattr(config, name) for name in ModelConfig.model_fields}
+            if config.kind == "plan" and is_ragged(config) and "oversize" not in config.model_fields_set:
+                values["oversize"] = (
+                    "reject"  # parts of a request would be requests of their own for the computed inputs
+                )
             try:
-                return ModelConfig.model_validate({name: getattr(config, name) for name in ModelConfig.model_fields})
+                return ModelConfig.model_validate(values)
             except ValidationError as error:
                 self._report(problems_of(error, self._document.headrace_prefix))
                 raise ConfigError([]) from None

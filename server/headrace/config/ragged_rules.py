@@ -1,4 +1,4 @@
-"""Compares ragged inputs, `batch_input`, `batch_output` and `pad` of a configuration with the ONNX model.
+"""Compares ragged inputs, `batch_input`, `batch_output` and `pad` of a configuration with the model.
 
 The model sees a ragged input as one dimension of elements, and the computed inputs in the shape of their kind. `with_rows`
 returns the signature as it would be with rows, for the comparisons of ordinary tensors.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
 from headrace.core.config_base import Problem
 from headrace.core.model_config import ModelConfig
-from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.core.tensor_config import ModelInput, ModelOutput, Reshape
 
 _FREE = (-1, -1)  # rows, and any size: the shape of an input without dims
 
@@ -66,3 +67,43 @@ def ragged_problems(config: ModelConfig, signature: OnnxSignature) -> Iterator[P
                     message = f'batch_input "{name}" is {part.kind}, the model has the shape {list(match.shape)} for it'
                     cure = f"export the model with {rank} dimension{'s' * (rank - 1)} for it, the first of them free"
                     yield Problem(("batch_input", index, "kind"), message, cure)
+
+
+def joined_inputs(config: ModelConfig) -> tuple[ModelInput, ...]:
+    """Return the inputs of a model with ragged batches, with their whole shapes in the model as dims.
+
+    Args:
+        config: completed configuration; `is_ragged` is True.
+    """
+    sources = {tensor.name: len(tensor.dims) for tensor in config.input}
+    computed = [
+        ModelInput(name=name, data_type=part.data_type, dims=_computed_dims(part.kind, sources[part.source_input[0]]))
+        for part in config.batch_input
+        for name in part.target_name
+    ]
+    sent = [
+        tensor.model_copy(update={"dims": (-1,)} if tensor.allow_ragged_batch else _whole(tensor.dims, tensor.reshape))
+        for tensor in config.input
+    ]
+    return (*sent, *computed)
+
+
+def joined_outputs(config: ModelConfig) -> tuple[ModelOutput, ...]:
+    """Return the outputs with their whole shapes in the model as dims; without those that `batch_output` splits, whose shapes are
+    free.
+    """
+    scattered = {name for part in config.batch_output for name in part.target_name}
+    return tuple(
+        tensor.model_copy(update=_whole(tensor.dims, tensor.reshape))
+        for tensor in config.output
+        if tensor.name not in scattered
+    )
+
+
+def _whole(dims: tuple[int, ...], reshape: Reshape | None) -> dict[str, Any]:
+    """Return the fields of a tensor of rows with its whole shape in the model."""
+    return {"dims": (-1, *(dims if reshape is None else reshape.shape)), "reshape": None}
+
+
+def _computed_dims(kind: str, rank: int) -> tuple[int, ...]:
+    return (-1, rank) if kind == "BATCH_ITEM_SHAPE" else (-1,)

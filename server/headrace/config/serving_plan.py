@@ -27,7 +27,6 @@ from headrace.config.manifest import (
     read_stamps,
 )
 from headrace.config.model_folder import ModelFolder, sample_paths
-from headrace.config.ragged_rules import is_ragged
 from headrace.core.errors import ConfigError, Unsupported
 from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import cuda_accelerator, requested_precision, tensorrt_accelerator
@@ -231,7 +230,7 @@ class ServingPlan:
 def requested_device(config: ModelConfig) -> Device:
     """Return the device that a configuration requests: "cpu" or "gpu" if it is explicit, else "auto"."""
     kinds = {group.kind for group in config.instance_group if not group.is_default}
-    if config.runtime == "onnxruntime" or kinds == {"KIND_CPU"} or is_ragged(config):
+    if config.runtime == "onnxruntime" or kinds == {"KIND_CPU"}:
         return "cpu"
     return "gpu" if "KIND_GPU" in kinds and "KIND_CPU" not in kinds else "auto"
 
@@ -240,9 +239,7 @@ def cpu_pin(config: ModelConfig) -> str:
     """Return the configuration text that keeps a model on the CPU; "" if there is none."""
     if requested_device(config) != "cpu":
         return ""
-    if config.runtime == "onnxruntime":
-        return "runtime: onnxruntime"
-    return "allow_ragged_batch" if is_ragged(config) else "KIND_CPU in instance_group"
+    return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
 
 
 def requests_tensorrt(config: ModelConfig) -> bool:

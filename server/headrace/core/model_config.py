@@ -510,9 +510,7 @@ class ModelConfig(ConfigPart):
         features = [*(name for name, value in fields.items() if value), *(("pad",) if self.pad is not None else ())]
         for feature in features:
             loc = ("input",) if feature == "allow_ragged_batch" else (feature,)
-            if self.kind == "plan" and feature != "pad":
-                yield Problem(loc, f"{feature} is not available with TensorRT", "write backend: onnxruntime")
-            elif self.kind in ("python", "pipeline") and feature != "allow_ragged_batch":
+            if self.kind in ("python", "pipeline") and feature != "allow_ragged_batch":
                 cure = "remove it; the code receives each request in its own shape"
                 yield Problem(loc, f"{feature} is for ONNX and TensorRT models", cure)
             if self.preprocess is not None and self.preprocess.by == "server":

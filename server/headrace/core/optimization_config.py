@@ -80,7 +80,9 @@ class EngineProfile(ConfigPart):
         None, "Rows: minimum, tuned, maximum. If absent: 1, `max_batch_size`, `max_batch_size`."
     )
     shapes: dict[str, tuple[Shape, Shape, Shape]] = option(
-        {}, "For each input with free dimensions: minimum, tuned and maximum shape, without the batch dimension."
+        {},
+        "For each input with free dimensions: minimum, tuned and maximum shape, without the batch dimension. For a ragged input: "
+        "the number of elements of a batch.",
     )
 
     def _problems(self) -> Iterator[Problem]:

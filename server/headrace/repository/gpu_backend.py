@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 
 from headrace.backends.process.backend import IsolatedModel
-from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel
+from headrace.backends.tensorrt.backend import GPUS, JOINED, MAX_BATCH_SIZE, TensorRtModel
 from headrace.backends.tensorrt.plan import PlanTensor, installed
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.manifest import Machine, onnxruntime_machine
+from headrace.config.ragged_rules import is_ragged, joined_inputs, joined_outputs
 from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
@@ -69,8 +70,13 @@ def devices_of(config: ModelConfig) -> list[int]:
 
 
 def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
-    """Return the configuration's parameters with those that the backend needs: largest batch and GPU numbers."""
+    """Return the configuration's parameters with those that the backend needs: largest batch and GPU numbers.
+
+    A ragged batch has no dimension of rows in the model: its inputs have shapes of their own.
+    """
     added = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
+    if is_ragged(config):
+        added |= {MAX_BATCH_SIZE: "0", JOINED: "1"}
     accelerator = cuda_accelerator(config.optimization)
     return {**({} if accelerator is None else accelerator.parameters), **config.parameters, **added}
 
@@ -82,13 +88,13 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
         ConfigError: tensors are missing or have another type or shape; lists all of them.
     """
     findings: list[Finding] = []
-    for side, declared, tensors in (
-        ("input", config.input, model.inputs),
-        ("output", config.output, model.outputs),
-    ):
+    inputs, outputs, batched = config.input, config.output, config.max_batch_size > 0
+    if is_ragged(config):
+        inputs, outputs, batched = joined_inputs(config), joined_outputs(config), False
+    for side, declared, tensors in (("input", inputs, model.inputs), ("output", outputs, model.outputs)):
         remaining = {tensor.name: tensor for tensor in tensors}
         for tensor in declared:
-            mismatch = _mismatch(tensor, remaining.pop(tensor.name, None), config.max_batch_size > 0)
+            mismatch = _mismatch(tensor, remaining.pop(tensor.name, None), batched)
             if mismatch:
                 cure = f"the plan's {side}s: {_describe(tensors)}"
                 findings.append(Finding(file, None, f"{side} '{tensor.name}' {mismatch}", cure))

@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from headrace_model.protocol import MAX_MEMBERS
 
-from headrace.backends.base import Backend, Execution, LoadedModel
+from headrace.backends.base import Backend, Execution, LoadedModel, find_inner
 from headrace.backends.process.backend import IsolatedBackend, IsolatedModel
 from headrace.backends.process.child import AccountedBackend, create_backend
 from headrace.caching.response_cache import ResponseCaches
@@ -66,6 +66,7 @@ from headrace.repository.warmup import (
 )
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import (
     BatchPolicy,
     ComputedInput,
@@ -356,6 +357,9 @@ class Loader:
             on_back=lambda alive: self.on_restart(config.name, str(version), alive),
             bodies=self.bodies,
         )
+        bounded = find_inner(model, "shape_ranges")
+        if isinstance(handle.layout, RaggedLayout) and bounded is not None:
+            handle.layout.ranges = bounded.shape_ranges
         latency_file = self._latency_file(folder, version, plan, model.instances)
         measurement = self._measurement(config, model, handle, latency_file)
         measure = self._measurements(handle, measurement, bool(model.devices))
@@ -489,7 +493,7 @@ class Loader:
         try:
             if isinstance(model, TensorRtModel | IsolatedModel) and plan.runtime == "tensorrt":
                 check_tensors(model, config, plan.file.name)
-            if isinstance(model, TensorRtModel):
+            if isinstance(model, TensorRtModel) and not is_ragged(config):  # kernels of steps take rows
                 steps = join_steps(model, config, steps)
         except BaseException:
             model.close()
@@ -575,7 +579,7 @@ def ragged_policy(config: ModelConfig) -> RaggedPolicy | None:
 
     Python models receive requests one by one, in their own shapes: nothing is joined for them.
     """
-    if config.kind != "onnx" or not is_ragged(config):
+    if config.kind not in ("onnx", "plan") or not is_ragged(config):
         return None
     return RaggedPolicy(
         frozenset(tensor.name for tensor in config.input if tensor.allow_ragged_batch),

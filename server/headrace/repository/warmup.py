@@ -31,6 +31,7 @@ from headrace.config.documents import open_regular_file, refuse
 from headrace.config.files import is_temporary, write_durably
 from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
+from headrace.config.ragged_rules import is_ragged
 from headrace.config.serving_plan import CUDA_RUNTIME, PYTHON_RUNTIMES
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.model_config import ModelConfig
@@ -665,6 +666,8 @@ def unmeasurable(config: ModelConfig) -> str:
     """Return the reason why a model is not run on random inputs; "" if it is."""
     if config.backend in PYTHON_RUNTIMES:
         return "its Python code may have side effects, so its times are those of its requests"
+    if is_ragged(config):
+        return "its requests are joined, so its times are those of its requests"
     for tensor in config.served_input:
         if BY_CONFIG_NAME[tensor.data_type] is BYTES:
             return f"input {tensor.name} is text"

@@ -25,6 +25,7 @@ from headrace.scheduling.batching import CostModel
 from headrace.scheduling.entries import EntryFactory, Sequencer
 from headrace.scheduling.executor import BatchResults, InlineGate, OutputCheck, OutputMismatch, SerialRunner
 from headrace.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
+from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import HandlePolicy, LevelPolicy
@@ -382,12 +383,12 @@ class ModelHandle(VersionHandle):
         serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock, gate)
         inputs = self.spec.inputs
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
-        if not (is_pipelined(execution) and numbers) or self.policy.ragged is not None:
+        if not (is_pipelined(execution) and numbers):
             return serial
         batch = self.policy.batch
         pacing = LaunchPacing(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
-        layout = self.layout if isinstance(self.layout, PaddedLayout) else None
-        threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0
+        layout = self.layout if isinstance(self.layout, PaddedLayout | RaggedLayout) else None
+        threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0 and self.policy.ragged is None
         return Pipeline(
             name,
             execution,

@@ -39,6 +39,7 @@ from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.instance import OnDeath
+from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.ragged import PaddedLayout
 from headrace.scheduling.scheduler import Batch, CallerThread, Scheduler
@@ -81,8 +82,8 @@ class Pipeline:
         pacing: delays pulls while batches are in flight; None pulls at once.
         clock: returns monotonic nanoseconds.
         fill_threads: most threads that copy the rows of a large batch.
-        batched: False if the model has no batch dimension.
-        layout: pads requests of different length; None if the requests of a batch have equal shapes.
+        batched: False if the model has no batch dimension, or joins its requests.
+        layout: pads or joins requests of different shapes; None if the requests of a batch have equal shapes.
         asynchronous: see `headrace.scheduling.scheduler.InlineDispatch`.
     """
 
@@ -99,7 +100,7 @@ class Pipeline:
     clock: Clock
     fill_threads: int
     batched: bool
-    layout: PaddedLayout | None = None
+    layout: PaddedLayout | RaggedLayout | None = None
 
     def __post_init__(self) -> None:
         self._filler = Filler(self.name, self.fill_threads)
@@ -111,7 +112,7 @@ class Pipeline:
         self._launched_inline = False  # another thread has launched a batch in its place
         self._inline_error: BaseException | None = None  # error of that launch
         self._open = 0  # batches in flight: launched and not returned through `_finished`
-        self._retries: deque[Batch] = deque()  # members to run one by one
+        self._retries: deque[Batch] = deque()  # members to run one by one, and further groups of a batch
         self._last_done_ns = 0  # the finisher's: completion of the batch before
         self._caller_lock = threading.Lock()
         self._sleeper = threading.Lock()
@@ -215,7 +216,10 @@ class Pipeline:
     def _start(self, batch: Batch) -> bool:
         """Launch a batch, run it serially, or drop it if no caller waits; True if it is in flight."""
         layout = self.layout
-        if not batch.drop_settled():
+        is_live = batch.drop_settled()
+        if is_live and isinstance(layout, RaggedLayout):
+            self._divide(batch, layout)
+        if not is_live:
             self._remove_pending(batch)
         elif len(batch.entries[0].inputs) != self.inputs or (
             layout is not None and layout.runs_in_groups(batch.entries)
@@ -242,6 +246,16 @@ class Pipeline:
                 return True
             self._remove_pending(batch)
         return False
+
+    def _divide(self, batch: Batch, layout: RaggedLayout) -> None:
+        """Reduce a batch to the first of its groups; the others run next, ahead of the queue."""
+        first, *others = layout.divide(batch.entries).groups
+        if not others:
+            return
+        batch.entries, batch.rows = first, sum([entry.rows for entry in first])
+        rest = [Batch(group, batch.reason, batch.taken_ns, sum([entry.rows for entry in group])) for group in others]
+        self._pending.update(rest)
+        self._retries.extendleft(reversed(rest))
 
     def _launch(self, batch: Batch) -> bool:
         """Begin, fill and launch; False if every request was settled meanwhile."""

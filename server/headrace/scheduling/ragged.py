@@ -1,7 +1,4 @@
-"""Batches of requests of different shapes: ragged batches as Triton defines them, and padded batches.
-
-`RaggedLayout` joins the elements of ragged inputs to one dimension, computes inputs from the shapes of the requests
-(`batch_input`), and splits outputs by the shapes of an input (`batch_output`).
+"""Batches of requests of different shapes: padded batches; ragged ones are in `headrace.scheduling.joining`.
 
 `PaddedLayout` pads the inputs of requests of different length to one length, and cuts the outputs of each request back to its
 own. Which dimensions of the outputs follow the length is found by two runs of different length; until then, and while the
@@ -14,7 +11,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -23,10 +19,11 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.shapes import ExactShapeKey, PaddedShapeKey
 from headrace.core.tensor import Array, ModelSpec, TensorSpec
 from headrace.observability.counters import Recorder
-from headrace.scheduling.assembly import Arrangement, BatchLayout, Division, Staging, aligned, pad_rows
+from headrace.scheduling.assembly import BatchLayout, Division, Staging, aligned, pad_rows
 from headrace.scheduling.executor import OutputMismatch
+from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.length_table import LengthTable
-from headrace.scheduling.policy import HandlePolicy, PaddingPolicy, RaggedPolicy
+from headrace.scheduling.policy import HandlePolicy, PaddingPolicy
 from headrace.scheduling.queue import Entry
 
 logger = logging.getLogger("headrace.ragged")
@@ -65,142 +62,6 @@ def batch_layout(policy: HandlePolicy, spec: ModelSpec, recorder: Recorder | Non
     if policy.ragged is not None:
         return RaggedLayout(policy.ragged, spec)
     return None if policy.padding is None else PaddedLayout(policy.padding, spec, recorder)
-
-
-def computed_values(kind: str, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> Array:
-    """Return the values of an input that is computed from the requests of a batch.
-
-    The rules are those of the field `batch_input` in Triton's published message `ModelConfig`.
-
-    Args:
-        kind: Triton's name of the rule.
-        shapes: shape of the source input in each request, of shape (rows, ...).
-        dtype: dtype of the values.
-    """
-    counts = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-    match kind:
-        case "BATCH_ELEMENT_COUNT":
-            values = np.array(counts, dtype)
-        case "BATCH_ACCUMULATED_ELEMENT_COUNT":
-            values = np.cumsum(counts).astype(dtype)
-        case "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO":
-            values = np.cumsum([0, *counts]).astype(dtype)
-        case "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE":
-            values = np.zeros(max(counts), dtype)  # only the shape counts
-        case "BATCH_ITEM_SHAPE" | "BATCH_ITEM_SHAPE_FLATTEN":
-            values = np.array([shape[1:] for shape in shapes for _ in range(shape[0])], dtype)
-            if kind == "BATCH_ITEM_SHAPE_FLATTEN":
-                values = values.reshape(-1)
-        case _:
-            raise AssertionError(f"unknown kind of batch_input: {kind}")
-    return values
-
-
-class RaggedLayout:
-    """Joins requests of different shapes without padding; immutable.
-
-    Args:
-        policy: ragged inputs, computed inputs and scattered outputs.
-        spec: spec of the model.
-
-    Attributes:
-        policy: as in the argument.
-        outputs: names of the declared outputs.
-        model: name of the model, for messages.
-    """
-
-    def __init__(self, policy: RaggedPolicy, spec: ModelSpec) -> None:
-        self.policy = policy
-        self.outputs = tuple(spec.outputs)
-        self.model = spec.name
-
-    def divide(self, entries: list[Entry]) -> Division:
-        """Return all entries: they run together."""
-        return Division([entries])
-
-    def record_division(self, division: Division, elapsed_ns: int, cpu_ns: int) -> None:
-        """Record nothing."""
-
-    def queue_key(self, shape_key: object) -> object:
-        """Return the key as it is."""
-        return shape_key
-
-    def is_plain(self, entries: list[Entry], now_ns: int) -> bool:
-        """Return False: even a lone request is joined, and has computed inputs."""
-        return False
-
-    def arrange(self, requests: Sequence[Mapping[str, Array]]) -> Arrangement:
-        """Return the arrangement of the requests of one batch, by their inputs."""
-        return _RaggedArrangement(self, requests)
-
-
-class _RaggedArrangement:
-    def __init__(self, layout: RaggedLayout, requests: Sequence[Mapping[str, Array]]) -> None:
-        self._layout = layout
-        self._requests: Sequence[Mapping[str, Array]] = requests
-        self._rows = [next(iter(request.values())).shape[0] for request in requests]
-        # The inputs of a cancelled request are released while its batch runs: their shapes are stored.
-        self._shapes = {name: [request[name].shape for request in requests] for name in requests[0]}
-
-    def stack(self, staging: Staging) -> dict[str, Array]:
-        """Return the inputs of the batch: ragged ones as one dimension, then the computed ones."""
-        policy, requests, rows = self._layout.policy, self._requests, sum(self._rows)
-        inputs: dict[str, Array] = {}
-        for name in requests[0]:
-            parts = [aligned(request[name]) for request in requests]
-            if name in policy.inputs:
-                flat = [part.reshape(-1) for part in parts]
-                inputs[name] = flat[0] if len(flat) == 1 else np.concatenate(flat)
-            else:
-                inputs[name] = parts[0] if len(parts) == 1 else staging.join(name, parts, rows)
-        for computed in policy.computed:
-            values = computed_values(computed.kind, self._shapes[computed.source], computed.datatype.dtype)
-            inputs.update((name, values) for name in computed.names)
-        self._requests = ()
-        return inputs
-
-    def split(self, outputs: dict[str, Array], check: Check) -> list[dict[str, Array]]:
-        """Return the outputs of each request: by rows, or by the shapes of the source input."""
-        layout, scattered = self._layout, self._layout.policy.scattered
-        check(outputs, sum(self._rows))
-        results: list[dict[str, Array]] = [{} for _ in self._rows]
-        for name in layout.outputs:
-            array = outputs.get(name)
-            if array is None:
-                raise OutputMismatch(f"model '{layout.model}' returned no output '{name}', which batch_output names")
-            source = scattered.get(name)
-            if source is None:
-                start = 0
-                for result, rows in zip(results, self._rows, strict=True):
-                    result[name] = array[start : start + rows]
-                    start += rows
-            else:
-                parts = self._scatter(name, array, source)
-                for result, part in zip(results, parts, strict=True):
-                    result[name] = part
-        return results
-
-    def _scatter(self, name: str, array: Array, source: str) -> list[Array]:
-        shapes = self._shapes[source]
-        counts = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-        total = sum(counts)
-        inner: tuple[int, ...] = ()
-        if array.size != total:
-            if array.ndim < 2 or array.shape[0] != total:
-                raise OutputMismatch(
-                    f"model '{self._layout.model}' returned output '{name}' with the shape {list(array.shape)}, expected {total} "
-                    f"elements: those of input '{source}' (batch_output). The model is at fault, not the request"
-                )
-            inner = array.shape[1:]
-        flat = array.reshape(total, *inner)
-        parts, start = [], 0
-        for shape, count in zip(shapes, counts, strict=True):
-            parts.append(flat[start : start + count].reshape(*shape, *inner))
-            start += count
-        return parts
-
-    def record(self, outputs: Mapping[str, Array], compute_ns: int, overhead_ns: int) -> None:
-        """Record nothing."""
 
 
 class OutputLengths:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from headrace.config.model_folder import ModelFolder, read_model_folder
+from headrace.config.ragged_rules import joined_inputs, joined_outputs
 from headrace.core.errors import ConfigError
 
 from tests.support.models import add_model
@@ -25,6 +26,13 @@ def test_a_ragged_model_is_read_without_a_remark(tmp_path: Path) -> None:
     assert folder.findings == ()
     assert [tensor.name for tensor in folder.config.input] == ["ELEMENTS"]
     assert folder.config.oversize == "reject"
+
+
+def test_a_ragged_plan_has_the_joined_and_computed_inputs(tmp_path: Path) -> None:
+    config = ragged(tmp_path, 'platform: "tensorrt_plan"\n' + RAGGED_CONFIG).config
+    inputs = {tensor.name: (tensor.data_type, tensor.dims) for tensor in joined_inputs(config)}
+    assert inputs == {"ELEMENTS": ("TYPE_INT64", (-1,)), "OFFSETS": ("TYPE_INT32", (-1,))}
+    assert {tensor.name: tensor.dims for tensor in joined_outputs(config)} == {"SUM": (-1, 1)}
 
 
 def test_a_padded_model_is_completed_from_the_file(tmp_path: Path) -> None:
@@ -52,7 +60,6 @@ def test_a_padded_model_is_completed_from_the_file(tmp_path: Path) -> None:
         ('source_input: "ELEMENTS" }', 'source_input: "NONE" }', 'names the source input "NONE"'),
         ('source_input: "ELEMENTS" }', "}", "batch_output has 0 source inputs"),
         ("allow_ragged_batch: true", "allow_ragged_batch: true optional: true", "has allow_ragged_batch and optional"),
-        ("max_batch_size", 'platform: "tensorrt_plan" max_batch_size', "is not available with TensorRT"),
     ],
 )
 def test_ragged_configurations_are_refused_with_a_cure(tmp_path: Path, old: str, new: str, message: str) -> None:

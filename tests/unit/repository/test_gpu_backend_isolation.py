@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import headrace
 import pytest
 from headrace.backends.process.backend import IsolatedBackend
 from headrace.repository import loader as loader_module
@@ -18,6 +19,7 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_tensorrt_child
+from tests.support import gpu_ragged_cases as cases
 from tests.support.control_thread import index, infer_values, put, run, same
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
@@ -106,6 +108,19 @@ def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(tmp_pat
         assert len(isolated_children_of_this_process()) == 1, "the ONNX file has a process of its own as well"
 
     run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
+
+
+def test_ragged_batches_run_in_the_process(tmp_path: Path) -> None:
+    repository = cases.make_repository(tmp_path)
+    with (repository / "plan" / "config.yaml").open("a") as file:
+        file.write("isolation: process\n")
+
+    async def check() -> None:
+        async with headrace.Server(repository, state_dir="") as server:
+            await cases.check_answers(server, "plan", list(range(1, 40)))
+            await cases.check_bounds(server, "plan")
+
+    asyncio.run(check())
 
 
 def test_a_plan_that_contradicts_its_configuration(tmp_path: Path) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.completion import Completion
+from headrace.core.ragged import computed_values
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_CONFIG_NAME, Array, ModelSpec, PaddedInputs, TensorSpec
 from headrace.scheduling.assembly import Staging
 from headrace.scheduling.executor import OutputMismatch
+from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.policy import ComputedInput, HandlePolicy, PaddingPolicy, RaggedPolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.ragged import (
     OutputLengths,
     PaddedLayout,
     PaddingTrials,
-    RaggedLayout,
     batch_layout,
-    computed_values,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +92,51 @@ def test_ragged_elements_return_to_their_request(sizes: list[tuple[int, int]]) -
         assert np.array_equal(result["y"], 2 * request["x"])
         assert result["n"][:, 0].tolist() == list(range(first, first + len(request["k"])))
         first += len(request["k"])
+
+
+def entry_of(request: dict[str, Array]) -> Entry:
+    infer_request = InferRequest(inputs=request, rows=request["x"].shape[0], shape_key=None, received_ns=0)
+    return Entry(infer_request, Completion(), 0, 0)
+
+
+LIMITS = {"x": ((1,), (12,)), "lengths": ((1,), (3,)), "k": ((1, 2), (5, 2))}
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=12))
+def test_a_batch_is_divided_into_groups_that_the_engine_supports(sizes: list[tuple[int, int]]) -> None:
+    layout = ragged_layout()
+    layout.ranges = [LIMITS]
+    entries = [entry_of(ragged_request(rows, length, seed)) for seed, (rows, length) in enumerate(sizes)]
+    groups = layout.divide(entries).groups
+    assert [entry for group in groups for entry in group] == entries
+
+    def fits(group: list[Entry]) -> bool:
+        arranged = layout.arrange([entry.inputs for entry in group]).like()
+        limits = [(arranged[name].shape, *bounds) for name, bounds in LIMITS.items()]
+        return all(low <= s <= high for shape, *b in limits for low, s, high in zip(b[0], shape, b[1], strict=True))
+
+    for group, following in itertools.pairwise(groups):
+        assert not (fits(group) and fits([*group, following[0]])), "the next request would have fitted"
+    for group in groups:
+        assert fits(group) or len(group) == 1
+
+
+def test_a_batch_without_bounds_is_not_divided() -> None:
+    entries = [entry_of(ragged_request(1, 1000, seed)) for seed in range(5)]
+    assert ragged_layout().divide(entries).groups == [entries]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=6))
+def test_buffers_of_a_batch_get_the_same_inputs_as_arrays(sizes: list[tuple[int, int]]) -> None:
+    requests = [ragged_request(rows, length, seed) for seed, (rows, length) in enumerate(sizes)]
+    arrangement = ragged_layout().arrange(requests)
+    buffers = {name: np.full(like.shape, 7, like.dtype) for name, like in arrangement.like().items()}
+    arrangement.fill(buffers)
+    expected = ragged_layout().arrange(requests).stack(Staging(32))
+    assert buffers.keys() == expected.keys()
+    for name, values in expected.items():
+        assert buffers[name].dtype == values.dtype
+        assert np.array_equal(buffers[name], values)
 
 
 def test_a_scattered_output_may_have_more_dimensions() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import ExecutionLost, InFlightBatch
+from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused
 from headrace.backends.tensorrt.buffers import BufferSlot
 from headrace.backends.tensorrt.contexts import (
     BatchViews,
@@ -39,6 +39,7 @@ from headrace.backends.tensorrt.plan import (
     OpenStage,
     PlanBindings,
     PlanTensor,
+    ProfileRange,
     Shape,
     TensorRtPlan,
     choose_profile,
@@ -54,10 +55,11 @@ from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_con
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
 
-# Parameters that the loader adds to those of the configuration: rows in a batch, and the comma-separated GPU of each
-# instance.
+# Parameters that the loader adds to those of the configuration: rows in a batch, the comma-separated GPU of each
+# instance, and "1" if the requests of a batch are joined.
 MAX_BATCH_SIZE = "headrace.max_batch_size"
 GPUS = "headrace.gpus"
+JOINED = "headrace.joined"
 
 # One batch is copied in while one computes and one is copied out.
 _DEPTH = 3
@@ -125,13 +127,15 @@ def _placement(file: str, device: int, parameters: dict[str, str]) -> InstancePl
         raise plan_error(file, f"parameter 'one_graph_rows' is '{one_graph}'", "write auto, or a number of rows")
     if wait not in _WAITS:
         raise plan_error(file, f"parameter 'wait' is '{wait}'", f"write one of {', '.join(_WAITS)}")
+    is_joined = parameters.get(JOINED) == "1"
     return InstancePlacement(
         device=device,
         max_rows=int(parameters.get(MAX_BATCH_SIZE, "0")),
         depth=int(depth),
-        graphs=graphs == "1",
+        graphs=graphs == "1" and not is_joined,
         one_graph_rows=None if one_graph == "auto" else int(one_graph),
         spins=_WAITS[wait],
+        joined=is_joined,
     )
 
 
@@ -233,6 +237,12 @@ class TensorRtModel:
     def outputs(self) -> Sequence[PlanTensor]:
         """Output tensors of the plan."""
         return next(iter(self._plans.values())).outputs
+
+    @property
+    def shape_ranges(self) -> list[dict[str, tuple[Shape, Shape]]]:
+        """Smallest and largest shape of each input, for each optimisation profile of the plan."""
+        profiles = next(iter(self._plans.values())).profiles
+        return [{name: (k.min_shape, k.max_shape) for name, k in profile.items()} for profile in profiles]
 
     def close(self) -> None:
         """Free the GPUs' memory."""
@@ -365,6 +375,7 @@ class TensorRtExecution:
         self._ports = PlanBindings(plan, stages or {})
         self._input_types = self._ports.input_types
         self._batched = placement.max_rows > 0
+        self._joined = placement.joined
         self._device = None if kernel is None else placement.device
         self._on_device = _CurrentDevice(primary_context(placement.device), placement.device, plan.name)
         self._resources = DeviceResources(plan, self._ports, placement, kernel, warn)
@@ -376,6 +387,8 @@ class TensorRtExecution:
                 self._resources.open()
                 if self._resources.has_fixed_shapes:
                     self._resources.prepare(tune(self._resources, plan, placement))
+                elif placement.joined:
+                    self._resources.prepare_joined()
                 # If more shapes can occur, `begin` may have to create a context and capture its graph.
                 self.prompt = self._resources.has_fixed_shapes
             except BaseException:
@@ -512,6 +525,11 @@ class TensorRtExecution:
             shapes = {name: (run, *shape[1:]) for name, shape in exact.items()} if rows else exact
             if choose_profile(self._plan.profiles, shapes) is not None:
                 return tuple(shapes.values())
+        if self._joined:
+            raise InputRefused(
+                f"the engine was not built for {describe_shapes(exact)}, the joined inputs of the request. It takes "
+                f"{_describe_ranges(self._plan.profiles)}: send a request within them, or widen optimization.profiles"
+            )
         raise ModelFailed(f"{self._plan.name} was not built for {describe_shapes(exact)}: see optimization.profiles")
 
     def _cached_views(
@@ -530,6 +548,13 @@ class TensorRtExecution:
             rows or 1,
         )
         return views
+
+
+def _describe_ranges(profiles: Sequence[Mapping[str, ProfileRange]]) -> str:
+    return " or ".join(
+        ", ".join(f"{name} {list(k.min_shape)} to {list(k.max_shape)}" for name, k in profile.items())
+        for profile in profiles
+    )
 
 
 def _batch_state(batch: InFlightBatch) -> _BatchState:

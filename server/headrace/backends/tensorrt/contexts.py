@@ -317,6 +317,8 @@ class InstancePlacement(NamedTuple):
         graphs: replay CUDA graphs.
         one_graph_rows: batches of up to this many rows are one graph; None: by measurement.
         spins: the host keeps a core busy while it waits; None: for one-graph batches, whose latency is microseconds.
+        joined: the requests of a batch are joined, so that nearly every batch has shapes of its own: each slot has one context
+            for all of them, without a CUDA graph. Only with `max_rows` 0.
     """
 
     device: int
@@ -325,6 +327,7 @@ class InstancePlacement(NamedTuple):
     graphs: bool
     one_graph_rows: int | None = None
     spins: bool | None = None
+    joined: bool = False
 
 
 class BatchViews(NamedTuple):
@@ -457,6 +460,19 @@ class DeviceResources:
         stages = tuple([port.stage.stage for port in ports if port.stage is not None])
         return self._placement, stages, self._kernel is not None
 
+    def prepare_joined(self) -> None:
+        """Create the context of each slot, and run it once at the tuned shapes: the first run loads the kernels.
+
+        Raises:
+            DeviceError: the GPU has no memory left, or has failed.
+        """
+        profile = self._plan.profiles[0]
+        for slot in self.slots:
+            context = self.shared_context(slot)
+            context.set_shapes({name: limits.opt_shape for name, limits in profile.items()}, self.computing)
+            context.enqueue(self.computing)
+        self.synchronize()
+
     def find_context(self, slot: BufferSlot, shapes: InputShapes) -> PreparedContext | None:
         """Return the existing context for shapes of the plan's inputs in a slot; needs no current device."""
         return self._contexts.get((slot.index, shapes))
@@ -470,7 +486,7 @@ class DeviceResources:
             ModelFailed: the plan does not support them.
             DeviceError: the GPU has no memory left, or has failed.
         """
-        if not self.has_fixed_shapes and (
+        if not (self.has_fixed_shapes or self._placement.joined) and (
             shapes in self._serving_shapes or len(self._serving_shapes) < _MAX_SERVING_SHAPES
         ):
             self._serving_shapes.add(shapes)
