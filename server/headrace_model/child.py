@@ -16,7 +16,6 @@ import struct
 import sys
 import threading
 import traceback
-from asyncio import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +63,7 @@ class ModelServer:
         self._writer = ResultWriter([(name, code) for name, code, *_ in order["outputs"]])
         self._slots: list[Slot] = []
         self._model = order["model"]
+        self._process = os.getpid()
 
     def serve(self) -> None:
         """Run batches until the server closes its end."""
@@ -83,6 +83,9 @@ class ModelServer:
             while slot >= len(self._slots):
                 self._receive_slots()
             kind, count, body, flags = self._run(frame, self._slots[slot])
+            if os.getpid() != self._process:  # its parent answers the batch
+                sys.stderr.write("a process that the model's code has forked did not end by os._exit: it is ended\n")
+                exit_process(1)
             try:
                 frames.send(kind, slot, number, count, body, flags)
             except BrokenPipeError:
@@ -116,12 +119,14 @@ class ModelServer:
             return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error)), 0
         except python_backend.TritonModelException as error:
             return protocol.FAILED, 0, failed(protocol.INTERNAL, str(error) or "the model failed", _traceback(error)), 0
-        except (Exception, CancelledError) as error:  # the latter is no Exception
-            return protocol.FAILED, 0, failed(protocol.INTERNAL, "", _traceback(error)), 0
         except SystemExit as error:
             traceback.print_exc()
             exit_process(error.code if isinstance(error.code, int) else 1)
             raise
+        except BaseException as error:  # also a panic of a library in Rust, which is no Exception
+            if os.getpid() != self._process:
+                traceback.print_exc()
+            return protocol.FAILED, 0, failed(protocol.INTERNAL, "", _traceback(error)), 0
         finally:
             runtime.batch = 0
 
@@ -309,11 +314,7 @@ def run(frames: Frames, control: Messages, calls: int | None) -> int:
             return 0
         step = "initialize"
         form.initialize(order["args"])
-    except SystemExit as error:
-        traceback.print_exc()
-        send(refusal(order, error, step))
-        return 1
-    except Exception as error:
+    except BaseException as error:  # also SystemExit, KeyboardInterrupt and a panic of a library in Rust
         if not isinstance(error, forms.Refused):
             traceback.print_exc()
         send(refusal(order, error, step))
@@ -328,7 +329,7 @@ def run(frames: Frames, control: Messages, calls: int | None) -> int:
     ModelServer(frames, form, order).serve()
     try:
         form.finalize()
-    except (Exception, SystemExit):
+    except BaseException:
         traceback.print_exc()
     return 0
 

@@ -25,7 +25,8 @@ output [ {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] }}, {{ name: "OUTPU
 instance_group [ {{ count: {count} kind: KIND_CPU }} ]
 dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
 """
-# The first value of INPUT0 decides: 1000 kills the process, 1001 is refused, 1002 raises. OUTPUT1 has the size of the batch.
+# The first value of INPUT0 decides: 1000 kills the process, 1001 is refused, 1002 raises, 1003 raises what is no Exception, 1004
+# and 1005 fork a process that returns or raises, 1006 returns a row too many. OUTPUT1 has the size of the batch.
 CODE = """
 import os
 import numpy as np
@@ -44,6 +45,15 @@ class TritonPythonModel:
                 continue
             if a[0, 0] == 1002:
                 raise ValueError("a secret of the model")
+            if a[0, 0] == 1003:
+                raise KeyboardInterrupt
+            if a[0, 0] in (1004, 1005):
+                forked = os.fork()
+                if not forked and a[0, 0] == 1005:
+                    raise ValueError("of the forked process")
+                a = a * (os.waitpid(forked, 0)[1] >> 8 if forked else 0)
+            if a[0, 0] == 1006:
+                a = b = np.zeros((2, 4), np.float32)
             outputs = [
                 pb_utils.Tensor("OUTPUT0", a + b),
                 pb_utils.Tensor("OUTPUT1", np.full_like(a, len(requests))),
@@ -179,6 +189,51 @@ def test_a_death_fails_its_request_and_nothing_else(server: Server) -> None:
     metrics = server.request("GET", "/metrics")[2].decode()
     assert re.search(r'headrace_failures_total\{model="plain",reason="process_died",version="1"\} 1', metrics)
     until(lambda: server.text.count("plain#") and "has a new process" in server.text)
+
+
+def test_an_exception_of_any_class_leaves_the_process_running(server: Server) -> None:
+    deaths = server.text.count("neighbour#0 has died")
+    for _ in range(3):
+        status, answer = infer(server, "neighbour", 1003)
+        assert status == 500
+        assert "reference" in answer["error"]
+    assert infer(server, "neighbour", 1)[0] == 200
+    assert server.text.count("neighbour#0 has died") == deaths
+
+
+@pytest.mark.parametrize("value", [1004, 1005])
+def test_a_forked_process_answers_no_batch(server: Server, value: int) -> None:
+    """The answer is that of the process that has forked, and later requests have one process and their own answers."""
+    for _ in range(3):
+        status, answer = infer(server, "neighbour", value)
+        assert status == 200
+        assert outputs(answer)["OUTPUT0"][0] == value + 1  # the forked process has ended with status 1
+        assert outputs(infer(server, "neighbour", 3)[1])["OUTPUT0"][0] == 4
+    assert "does not follow the protocol" not in server.text
+    until(lambda: "the model's code has forked" in server.text)
+
+
+def test_a_row_too_many_fails_its_request_and_keeps_batching(server: Server) -> None:
+    status, answer = infer(server, "batched", 1006)
+    assert status == 500
+    assert "the shape [2, 4] for 1 rows" in answer["error"]
+    assert "correct its code" in answer["error"]
+    assert "run alone" not in answer["error"]
+    test_requests_share_a_batch_and_get_their_own_rows(server)
+
+
+def test_a_model_that_is_loaded_may_not_wait_for_another_load(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    add_model(repository, "m", CODE, CONFIG.format(count=1, delay_us=0))
+    code = 'class TritonPythonModel:\n    def initialize(self, args):\n        pb_utils.load_model("m")\n'
+    code = CODE.replace("class TritonPythonModel:\n", code)
+    add_model(repository, "caller", code, CONFIG.format(count=1, delay_us=0))
+    with serving(repository, tmp_path, "--model-control-mode", "explicit", "--load-model", "caller") as running:
+        for _ in range(2):
+            status, _headers, answer = running.request("POST", "/v2/repository/models/caller/load", b"{}")
+            assert status == 400
+            assert "model 'caller' is being loaded itself" in json.loads(answer)["error"]
+        assert running.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
 
 
 def test_a_model_whose_file_fails_is_not_served_and_says_why(server: Server) -> None:

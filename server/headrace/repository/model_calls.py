@@ -103,6 +103,9 @@ class ModelControl(Protocol):
     async def unload(self, name: str, dependents: bool) -> None:
         """Unload a model."""
 
+    def check_caller(self, name: str) -> None:
+        """Raise Conflict if the model that made the call is being loaded itself."""
+
 
 class ModelCalls:
     """Receives the calls of all Python models.
@@ -462,6 +465,7 @@ class CallConnection:
         control = self._calls.control
         if control is None:
             raise Unavailable("models cannot be loaded or unloaded now")
+        control.check_caller(self.caller.rpartition("/")[0])
 
         def done(error: HeadraceError | None) -> None:
             if error is None:

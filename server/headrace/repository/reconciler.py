@@ -15,7 +15,16 @@ from typing import Literal
 
 from headrace.config.documents import read_config_json
 from headrace.core.clock import NS_PER_S, monotonic_ns
-from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
+from headrace.core.errors import (
+    BadRequest,
+    ConfigError,
+    Conflict,
+    Forbidden,
+    HeadraceError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
 from headrace.core.model_config import name_problem
 from headrace.core.threads import start_thread
 from headrace.repository.builds import BUILDER, EngineBuilds
@@ -193,6 +202,7 @@ class Reconciler:
         self._skipped: set[SkippedFolder] = set()
         self._next_scan_ns = 0
         self._pending: dict[str, object] = {}  # models that wait for the installation of their Python environments
+        self._loading: set[str] = set()  # models whose load has begun; the event loop reads it
         self._memory_ns: int | None = None  # next `load_requested` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -295,6 +305,21 @@ class Reconciler:
         problem = name_problem(name)
         if problem is not None:
             raise BadRequest(f"{problem.message}: {problem.cure}")
+
+    def check_caller(self, name: str) -> None:
+        """Check a load or unload that a Python model has started.
+
+        Args:
+            name: the model that made the call.
+
+        Raises:
+            Conflict: the control thread loads this model: it would wait for a model that waits for it.
+        """
+        if name in self._loading:
+            raise Conflict(
+                f"model '{name}' is being loaded itself: `initialize` and `model_warmup` must not load or unload models, load "
+                "them before this one or from `execute`"
+            )
 
     async def _run_command(self, action: Callable[[], None]) -> None:
         outcome: Future[None] = Future()
@@ -406,6 +431,7 @@ class Reconciler:
             if may_have_code(model.path) and self._registry.serving(model.name, "") is None
         }
         ahead = self._loader.ahead
+        self._loading.update(model.name for model in models)
         if len(jobs) > 1:
             ahead.begin(jobs)
         waiting = {model.name: model for model in models}
@@ -415,7 +441,9 @@ class Reconciler:
                 name = ahead.next_name(_loadable(waiting, called), _STOP_POLL_S)
                 if name is not None:
                     self._try_to_load(waiting.pop(name))
+                    self._loading.discard(name)
         finally:
+            self._loading.difference_update(waiting)
             ahead.close()
 
     def _scan(self) -> list[RepositoryModel]:
@@ -453,14 +481,21 @@ class Reconciler:
                 raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
             source = ModelSource(name, model.path, model.repository, document)
             self._load_called(source)
-            self._deployments.load(source)
+            self._load_source(source)
             return
         check_files(files, document)
         private = PrivateFolder(name, files)
         try:
-            self._deployments.load(ModelSource(name, private.path, private.repository, document, private))
+            self._load_source(ModelSource(name, private.path, private.repository, document, private))
         finally:
             private.release()
+
+    def _load_source(self, source: ModelSource) -> None:
+        self._loading.add(source.name)
+        try:
+            self._deployments.load(source)
+        finally:
+            self._loading.discard(source.name)
 
     def _load_called(self, source: ModelSource) -> None:
         """Load the models that a pipeline calls and that do not serve yet; their errors are in the log and in the index."""

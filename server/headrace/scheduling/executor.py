@@ -76,13 +76,16 @@ class OutputCheck:
         )
         self.names = tuple(spec.outputs)
 
-    def check(self, outputs: Mapping[str, Array], rows: int, requested: tuple[str, ...] = ()) -> None:
+    def check(
+        self, outputs: Mapping[str, Array], rows: int, requested: tuple[str, ...] = (), by_member: bool = False
+    ) -> None:
         """Compare the shapes of all declared outputs with the batch.
 
         Args:
             outputs: arrays by name, as the execution returned them.
             rows: rows of the batch; ignored for a model without a batch dimension.
             requested: names of the outputs that must be there; () for all.
+            by_member: the outputs are those of one request: an error does not concern the others of its batch.
 
         Raises:
             OutputMismatch: an output is missing, has another number of rows, or differs from its declared dimensions.
@@ -93,21 +96,30 @@ class OutputCheck:
             if array is None:
                 if requested and name not in requested:
                     continue
+                cure = "return it in its code" if by_member else "export the model again"
                 raise OutputMismatch(
                     f"model '{self._name}' returned no output '{name}', which its configuration declares. The model is at "
-                    "fault, not the request: remove the output from the configuration, or export the model again"
+                    f"fault, not the request: remove the output from the configuration, or {cure}"
                 )
             shape = array.shape
             if batched:
                 # The fast path of nearly every batch: its rows, then fixed dimensions.
                 if shape and shape[0] == rows and (shape[1:] == row_dims or (not fixed and _fits(shape[1:], row_dims))):
                     continue
-                raise self._mismatch(name, shape, (rows, *row_dims), rows)
+                raise self._mismatch(name, shape, (rows, *row_dims), rows, by_member)
             if shape != declared and not _fits(shape, declared):
-                raise self._mismatch(name, shape, declared, 0)
+                raise self._mismatch(name, shape, declared, 0, by_member)
 
-    def _mismatch(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...], rows: int) -> OutputMismatch:
+    def _mismatch(
+        self, name: str, shape: tuple[int, ...], expected: tuple[int, ...], rows: int, by_member: bool
+    ) -> OutputMismatch:
         came = f"model '{self._name}' returned output '{name}' with the shape {list(shape)}"
+        if by_member:
+            for_rows = f" for {rows} rows" if rows else ""
+            return OutputMismatch(
+                f"{came}{for_rows}, its configuration declares {list(expected)} (-1: any size). The model is at fault, not the "
+                "request: correct its code, or the dims and max_batch_size of its configuration"
+            )
         if not rows:
             return OutputMismatch(
                 f"{came}, its configuration declares {list(expected)} (-1: any size). The model is at fault, not the request: "
@@ -210,7 +222,7 @@ class BatchResults:
             outputs = results[index]
             if isinstance(outputs, dict):
                 try:
-                    check.check(outputs, member.rows, member.outputs)
+                    check.check(outputs, member.rows, member.outputs, by_member=True)
                 except OutputMismatch as error:
                     results[index] = error
 
