@@ -7,7 +7,8 @@ JSON:
     CALL   {"op": "infer", "model", "version", "id", "outputs", "parameters", "timeout_us", "batch", "member",
             "inputs": [[name, datatype code, dims, offset, size]]}, or
            {"op": "ready", "load", "unload", ...; "model", "version"; "probe": true from within `is_ready`}
-    REPLY  {"outputs": [[name, datatype code, dims, offset, size]]}, {"ready": bool}, {}, or {"error": [code, text]}
+    REPLY  {"outputs": [[name, datatype code, dims, offset, size]], "parameters": {...} if there are any}, {"ready": bool}, {}, or
+           {"error": [code, text]}
 
     CANCEL (no body): nothing waits for the reply to the call any more; it comes all the same, and frees the slot
 
@@ -334,4 +335,4 @@ class Calls:
                     base = lease.array()
                 array = np.ndarray(dims, DTYPES[code], base, offset)
             tensors.append(python_backend.Tensor(name, array))
-        return python_backend.InferenceResponse(tensors)
+        return python_backend.InferenceResponse(tensors, None, message.get("parameters"))

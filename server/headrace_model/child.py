@@ -110,8 +110,7 @@ class ModelServer:
             batch = self._reader.read(frame, slot)
             runtime.batch = batch.number
             if self._form.by_request:
-                results = self._execute(batch)
-                body, flags = self._writer.done_members(batch, results)
+                body, flags = self._writer.done_members(batch, *self._execute(batch))
             else:
                 body, flags = self._writer.done_batch(batch, self._form.predict(batch.inputs))
             return protocol.DONE, len(batch.members), body, flags
@@ -130,7 +129,8 @@ class ModelServer:
         finally:
             runtime.batch = 0
 
-    def _execute(self, batch: ReceivedBatch) -> list[MemberOutputs | MemberError]:
+    def _execute(self, batch: ReceivedBatch) -> tuple[list[MemberOutputs | MemberError], dict[int, str]]:
+        """Run a batch; return the result of each member, and the parameters of responses by index of their member."""
         requests = self._requests(batch)
         members, refused = batch.members, batch.refused
         if refused:
@@ -142,6 +142,7 @@ class ModelServer:
             raise WrongResultError(f"the model returned {count} for {len(requests)} requests")
         declared = self._writer.declared
         results: list[MemberOutputs | MemberError] = []
+        parameters: dict[int, str] = {}
         for response, member in zip(responses, members):
             if not isinstance(response, python_backend.InferenceResponse):
                 raise WrongResultError(f"the model returned {type(response).__name__} in its list of responses")
@@ -155,10 +156,13 @@ class ModelServer:
                 name = tensor._name
                 if name in declared and (not requested or name in requested):
                     outputs[declared[name][0]] = tensor._array
+            if response._parameters:
+                parameters[len(results)] = response._parameters
             results.append(outputs)
         for index in sorted(refused):
             results.insert(index, refused[index])
-        return results
+            parameters = {number + (number >= index): text for number, text in parameters.items()}
+        return results, parameters
 
     def _requests(self, batch: ReceivedBatch) -> list[Any]:
         """Create the request objects of a batch; their arrays are views of the slot."""

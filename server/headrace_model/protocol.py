@@ -9,7 +9,7 @@ processes share (`headrace_model.slots`). All numbers are little-endian.
     RUN      server -> model   u16 tensors, each `TENSOR`, its dims (i64), and `REGION` if it lies on a GPU; then `count` members:
                                each `MEMBER`, id, parameters
     DONE     model -> server   `count` codes (u8) of members; u32 length and text for each code that is not OK; u16 tensors, each
-                               `OUTPUT` and its dims
+                               `OUTPUT` and its dims; up to the end `PARAMETERS` and JSON of members whose responses have them
     FAILED   model -> server   code u8, u32 length and text for the client, then the traceback for the log
     SHARE    server -> model   `count` slots follow as file descriptors (SCM_RIGHTS); `slot` is the index of the first
     CLOSE    server -> model   the region of GPU memory with the number `number` is not used any more
@@ -42,10 +42,14 @@ MEMBER = struct.Struct("<IIIIQQII")
 # Member or `ALL_MEMBERS`, index of the output, datatype code, number of dims, memory, offset in the slot, size in bytes.
 OUTPUT = struct.Struct("<HHBBHQQ")
 SPILL = struct.Struct("<QQ")
+# Index of a member, and bytes of the parameters of its response (JSON).
+PARAMETERS = struct.Struct("<HI")
 COUNT = struct.Struct("<H")
 LENGTH = struct.Struct("<I")
 
 SPILL_BYTES = 32 * 1024
+# Parameters of one response, as JSON.
+MAX_PARAMETER_BYTES = 64 * 1024
 # A received frame is never longer: header, and a body of at most SPILL_BYTES.
 FRAME_BYTES = HEADER.size + SPILL_BYTES
 ALL_MEMBERS = 0xFFFF

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -405,10 +406,36 @@ class InferenceRequest:
 
 
 def _parameters(parameters: str | dict[str, Any]) -> dict[str, Any]:
-    values = json.loads(parameters) if isinstance(parameters, str) else dict(parameters)
+    values = json.loads(parameters) if isinstance(parameters, str) else parameters
     if not isinstance(values, dict) or not all(isinstance(v, (str, int, float, bool)) for v in values.values()):
         raise TritonModelException(f"parameters are an object of texts, numbers and booleans, not {parameters!r:.200}")
-    return values
+    return dict(values)
+
+
+def _response_parameters(parameters: str | dict[str, Any]) -> str:
+    """Return parameters of a response as JSON text, "" for none."""
+    values = _parameters(parameters)
+    if not all(
+        isinstance(name, str) and _is_parameter(name) and _is_parameter(value) for name, value in values.items()
+    ):
+        raise TritonModelException(
+            f"parameters are texts, booleans and numbers of 64 bits by their names, not {values!r:.200}"
+        )
+    text = json.dumps(values) if values else ""
+    limit = protocol.MAX_PARAMETER_BYTES
+    if len(text) > limit:
+        raise TritonModelException(
+            f"parameters of a response have {len(text)} bytes as JSON, at most {limit}: return a tensor"
+        )
+    return text
+
+
+def _is_parameter(value: Any) -> bool:
+    if isinstance(value, str):
+        return value == value.encode("utf-8", "ignore").decode()  # without single surrogates
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _calls(decoupled: bool) -> Any:
@@ -427,7 +454,7 @@ class InferenceResponse:
     Args:
         output_tensors: list of Tensor.
         error: error that the client receives instead of the tensors.
-        parameters: parameters of the response; have no effect.
+        parameters: parameters of the response, a dict or JSON text, of at most 64 KiB as JSON.
     """
 
     __slots__ = ("_error", "_output_tensors", "_parameters")
@@ -444,7 +471,7 @@ class InferenceResponse:
             raise TritonModelException(f"error is a TritonError, not {type(error).__name__}")
         self._output_tensors = output_tensors
         self._error = error
-        self._parameters = parameters
+        self._parameters = _response_parameters(parameters) if parameters else ""
 
     def output_tensors(self) -> list[Tensor]:
         """Return the output tensors."""
@@ -460,8 +487,7 @@ class InferenceResponse:
 
     def parameters(self) -> str:
         """Return the parameters as JSON text."""
-        given = self._parameters
-        return given if isinstance(given, str) else json.dumps(given or {})
+        return self._parameters or "{}"
 
 
 class Logger:

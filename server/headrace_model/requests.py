@@ -26,6 +26,7 @@ from headrace_model.protocol import (
     LENGTH,
     MEMBER,
     OUTPUT,
+    PARAMETERS,
     REGION,
     SEPARATE,
     SPILL,
@@ -258,12 +259,18 @@ class ResultWriter:
                 writer.add(ALL_MEMBERS, index, self._code(name, array), _as_array(name, array))
         return self._finish(batch, bytes(len(batch.members)), writer)
 
-    def done_members(self, batch: ReceivedBatch, results: Sequence[MemberOutputs | MemberError]) -> tuple[bytes, int]:
+    def done_members(
+        self,
+        batch: ReceivedBatch,
+        results: Sequence[MemberOutputs | MemberError],
+        parameters: dict[int, str] | None = None,
+    ) -> tuple[bytes, int]:
         """Encode the results of the members.
 
         Args:
             batch: the batch.
             results: of each member, arrays by output index, or code and text of an error.
+            parameters: of responses, as JSON, by index of their member; None for none.
 
         Returns:
             Body and flags of DONE.
@@ -290,7 +297,8 @@ class ResultWriter:
         writer = _Outputs(batch)
         for index, entries in by_output.items():
             self._write_output(batch, writer, index, entries)
-        return self._finish(batch, bytes(codes) + b"".join(texts), writer)
+        tail = [PARAMETERS.pack(member, len(text)) + text.encode() for member, text in (parameters or {}).items()]
+        return self._finish(batch, bytes(codes) + b"".join(texts), writer, tail)
 
     def _write_output(
         self, batch: ReceivedBatch, writer: _Outputs, index: int, entries: list[tuple[int, _Array]]
@@ -335,8 +343,10 @@ class ResultWriter:
             )
         return BF16 if declared == BF16 and dtype == DTYPES[BF16] else code
 
-    def _finish(self, batch: ReceivedBatch, head: bytes, writer: _Outputs) -> tuple[bytes, int]:
-        body = b"".join([head, COUNT.pack(writer.count), *writer.records])
+    def _finish(
+        self, batch: ReceivedBatch, head: bytes, writer: _Outputs, tail: Sequence[bytes] = ()
+    ) -> tuple[bytes, int]:
+        body = b"".join([head, COUNT.pack(writer.count), *writer.records, *tail])
         batch.slot.finish(batch.number)
         return batch.slot.spill(body, writer.end)
 

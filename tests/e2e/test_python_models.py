@@ -77,6 +77,44 @@ class TritonPythonModel:
         assert all(array.shape[1:] == (2, 2) for array in arrays)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", a.transpose(0, 2, 1))]) for a in arrays]
 """
+# Counts its requests in the parameters of their responses.
+ANNOTATED = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    count = 0
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            self.count += 1
+            x = request.inputs()[0]
+            given = {"first": float(x.as_numpy()[0, 0]) + 0.5, "tag": "\u00e9", "ok": True, "count": self.count}
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x.as_numpy())], parameters=given))
+        return responses
+"""
+ANNOTATED_CONFIG = """
+backend: "python"
+max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] {reshape} }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] {reshape} }} ]
+dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
+response_cache {{ enable: true }}
+"""
+# Returns the parameters of the response of a call, in the order of their names.
+CALLER = """
+import json
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            answer = pb_utils.InferenceRequest(model_name="annotated", inputs=request.inputs()).exec()
+            given = json.loads(answer.parameters())
+            responses.append(pb_utils.InferenceResponse(answer.output_tensors(), parameters={"called": json.dumps(given)}))
+        return responses
+"""
 
 
 def add_model(repository: Path, name: str, code: str, config: str) -> Path:
@@ -220,6 +258,46 @@ def test_a_row_too_many_fails_its_request_and_keeps_batching(server: Server) -> 
     assert "correct its code" in answer["error"]
     assert "run alone" not in answer["error"]
     test_requests_share_a_batch_and_get_their_own_rows(server)
+
+
+def test_parameters_of_responses_reach_clients_and_callers(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    shape = "reshape { shape: [ 2, 2 ] }"
+    add_model(repository, "annotated", ANNOTATED, ANNOTATED_CONFIG.format(delay_us=100_000, reshape=""))
+    add_model(
+        repository,
+        "reshaped",
+        ANNOTATED.replace("[0, 0]", "[0, 0, 0]"),
+        ANNOTATED_CONFIG.format(delay_us=0, reshape=shape),
+    )
+    add_model(repository, "caller", CALLER, ANNOTATED_CONFIG.format(delay_us=0, reshape=""))
+
+    def given(model: str, value: float) -> dict[str, Any]:
+        body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [value] * 4}]}
+        status, _headers, answer = running.request("POST", f"/v2/models/{model}/infer", json.dumps(body).encode())
+        assert status == 200
+        document = json.loads(answer)
+        assert document["outputs"][0]["data"] == [value] * 4
+        parameters: dict[str, Any] = document["parameters"]
+        return parameters
+
+    with serving(repository, tmp_path, "--cache-config", "local,size=1000000") as running:
+        with ThreadPoolExecutor(3) as pool:  # one batch
+            answers = list(pool.map(lambda value: given("annotated", value), (0.0, 1.0, 2.0)))
+        assert [answer["first"] for answer in answers] == [0.5, 1.5, 2.5]
+        assert {answer["count"] for answer in answers} == {1, 2, 3}
+        assert all((answer["tag"], answer["ok"]) == ("é", True) for answer in answers)
+        assert given("annotated", 1.0)["count"] == 4  # a response with parameters is not cached
+        assert given("reshaped", 7.0)["first"] == 7.5
+        assert json.loads(given("caller", 5.0)["called"]) == {"first": 5.5, "tag": "é", "ok": True, "count": 5}
+        tensor = triton_grpc.InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(np.full((1, 4), 3, np.float32))
+        with triton_grpc.InferenceServerClient(running.grpc_address) as client:
+            parameters = client.infer("annotated", [tensor]).get_response().parameters
+        assert parameters["first"].double_param == 3.5
+        assert parameters["tag"].string_param == "é"
+        assert parameters["ok"].bool_param
+        assert parameters["count"].int64_param == 6
 
 
 def test_a_model_that_is_loaded_may_not_wait_for_another_load(tmp_path: Path) -> None:

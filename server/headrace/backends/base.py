@@ -178,6 +178,19 @@ class BatchMember(NamedTuple):
     inputs: Mapping[str, Array] = NO_INPUTS
 
 
+class MemberOutputs(dict[str, Array]):
+    """Outputs of one member by name, with parameters of its response.
+
+    Args:
+        outputs: arrays by name.
+        parameters: of the response.
+    """
+
+    def __init__(self, outputs: Mapping[str, Array], parameters: Mapping[str, ParameterValue]) -> None:
+        super().__init__(outputs)
+        self.parameters = parameters
+
+
 MemberResult = dict[str, Array] | HeadraceError
 """Outputs of one member by name, or its error."""
 

@@ -324,6 +324,8 @@ class VersionCache:
         except MemoryError:  # the followers get the arrays of the batch, like the leader
             pending.outputs = response.outputs
             return
+        if response.parameters:  # an entry has outputs only
+            return
         if self._versions is not None and not self._versions.may_store(response, pending.revision):
             return
         compute_ns = _compute_ns(response, pending.request, now_ns)
@@ -351,7 +353,8 @@ class VersionCache:
         now_ns = self._clock()
         compute_ns = _compute_ns(response, pending.request, now_ns)
         while (follower := _pop(pending.followers)) is not None:
-            if follower.completion.claim(InferResponse(pending.outputs, cached=True)):
+            shared = InferResponse(pending.outputs, cached=True, parameters=response.parameters)
+            if follower.completion.claim(shared):
                 settled.append(follower.completion)
                 self.merged += 1
                 self._recorder.record_cache_hit(follower.request.received_ns, follower.lookup_ns, now_ns)

@@ -100,6 +100,7 @@ class InferResponse:
         closed: close reason of the batch, one word; "" for a request that was split.
         steps: steps of a pipeline request; () for any other.
         cached: True if the outputs come from the response cache.
+        parameters: parameters that the code of the model has given the response; None for none.
     """
 
     outputs: dict[str, Array]
@@ -108,6 +109,7 @@ class InferResponse:
     closed: str = ""
     steps: tuple[PipelineStepTimes, ...] = ()
     cached: bool = False
+    parameters: Mapping[str, ParameterValue] | None = None
 
 
 class LevelLoad(NamedTuple):

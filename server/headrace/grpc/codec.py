@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.config.triton_messages import service_pb2
 from headrace.core.errors import BadRequest
-from headrace.core.request import InferResponse
+from headrace.core.request import InferResponse, ParameterValue
 from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc import large_contents
 from headrace.grpc.large_contents import MAX_VARINT_BYTES, read_varint, varint
@@ -244,7 +244,7 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
         response: InferResponse,
         template: RequestTemplate,
         request_id: str = "",
-        parameters: Mapping[str, int | str] | None = None,
+        parameters: Mapping[str, ParameterValue] | None = None,
     ) -> Message:
         """Encode a response as the parts of a message, with raw outputs as Triton sends them; see `Codec.encode`.
 
@@ -265,6 +265,8 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
             key = (spec.name, datatype.name, array.shape)
             head.append(self._descriptions.get(key) or self._describe(key, spec, datatype, array))
             data += (_RAW_OUTPUT + varint(len(content)), content)
+        if response.parameters:
+            parameters = {**response.parameters, **(parameters or {})}
         if parameters:
             head.append(_response_parameters(parameters))
         if request_id:
@@ -339,14 +341,14 @@ def parameter_value(name: str, parameter: Any) -> Any:
     return getattr(parameter, kind)
 
 
-def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: dict[str, str | int]) -> bytes:
+def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: Mapping[str, ParameterValue]) -> bytes:
     """Encode the field of a ModelInferResponse that describes one output."""
     output = service_pb2.ModelInferResponse.InferOutputTensor(name=spec.name, datatype=datatype.name, shape=array.shape)
     _fill(output.parameters, parameters)
     return _response(outputs=[output])
 
 
-def _response_parameters(parameters: Mapping[str, int | str]) -> bytes:
+def _response_parameters(parameters: Mapping[str, ParameterValue]) -> bytes:
     """Encode the parameters of a ModelInferResponse."""
     response = service_pb2.ModelInferResponse()
     _fill(response.parameters, parameters)
@@ -354,10 +356,14 @@ def _response_parameters(parameters: Mapping[str, int | str]) -> bytes:
     return serialized
 
 
-def _fill(message: Any, parameters: Mapping[str, int | str]) -> None:
+def _fill(message: Any, parameters: Mapping[str, ParameterValue]) -> None:
     for name, value in parameters.items():
         if isinstance(value, str):
             message[name].string_param = value
+        elif isinstance(value, bool):
+            message[name].bool_param = value
+        elif isinstance(value, float):
+            message[name].double_param = value
         else:
             message[name].int64_param = value
 

@@ -17,7 +17,7 @@ import orjson
 
 from headrace.core.errors import BadRequest
 from headrace.core.limits import ClientLimits
-from headrace.core.request import InferResponse
+from headrace.core.request import InferResponse, ParameterValue
 from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, classify
 from headrace.http.json_text import (
     MAX_WHOLE_BYTES,
@@ -149,11 +149,13 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         response: InferResponse,
         template: RequestTemplate,
         request_id: str = "",
-        parameters: Mapping[str, int | str] | None = None,
+        parameters: Mapping[str, ParameterValue] | None = None,
     ) -> tuple[int | None, Body]:
         """See `Codec.encode`."""
         all_binary = self._factory.all_binary
         request_id = request_id or template.request_id
+        if response.parameters:
+            parameters = {**response.parameters, **(parameters or {})}
         if parameters or request_id or template.outputs is not all_binary or not all_binary:
             return self._encode(response, template, request_id, parameters)
         # All outputs in binary: the JSON header repeats with their shapes and sizes, and is cached by those.
@@ -188,7 +190,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         response: InferResponse,
         template: RequestTemplate,
         request_id: str,
-        parameters: Mapping[str, int | str] | None,
+        parameters: Mapping[str, ParameterValue] | None,
     ) -> tuple[int | None, Body]:
         outputs: list[dict[str, object]] = []
         body: Body = []
@@ -224,7 +226,7 @@ class ModelCodec(Codec[bytes | BodyBytes, int | None, tuple[int | None, Body]]):
         self,
         outputs: list[dict[str, object]],
         request_id: str = "",
-        parameters: Mapping[str, int | str] | None = None,
+        parameters: Mapping[str, ParameterValue] | None = None,
     ) -> bytes:
         """Return the JSON of a response with the descriptions of its outputs."""
         header: dict[str, object] = {

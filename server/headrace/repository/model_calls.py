@@ -543,7 +543,7 @@ class CallConnection:
             outcome = completion.outcome
             try:
                 if isinstance(outcome, InferResponse):
-                    self._reply_outputs(slot_index, number, call, request.outputs, outcome.outputs)
+                    self._reply_outputs(slot_index, number, call, request.outputs, outcome)
                 else:
                     error = outcome if isinstance(outcome, HeadraceError) else HeadraceError("the call failed")
                     handle.record_failure(error, now_ns)
@@ -631,20 +631,23 @@ class CallConnection:
         number: int,
         call: ModelCall,
         requested: tuple[str, ...],
-        outputs: Mapping[str, Array],
+        response: InferResponse,
     ) -> None:
         if self._is_closed:
             return
         # Behind the inputs: an output may be a view of one.
         slot, spec, end, described = self._slots[slot_index], call.handle.spec, call.end, []
-        for name, array in outputs.items():
+        for name, array in response.outputs.items():
             if requested and name not in requested:
                 continue
             code = protocol.CODES[spec.outputs[name].datatype.name]
             size = slot.put(end, array, code)
             described.append([name, code, list(array.shape), end, size])
             end = aligned(end + size)
-        self._reply(slot_index, number, {"outputs": described}, end)
+        message: dict[str, Any] = {"outputs": described}
+        if response.parameters:
+            message["parameters"] = dict(response.parameters)
+        self._reply(slot_index, number, message, end)
 
     def _reply_error(self, slot_index: int, number: int, error: HeadraceError) -> None:
         code = next((code for kind, code in _CODES if isinstance(error, kind)), protocol.INTERNAL)

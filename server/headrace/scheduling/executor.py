@@ -23,6 +23,7 @@ from headrace.backends.base import (
     ExecutionLost,
     InFlightBatch,
     MemberExecution,
+    MemberOutputs,
     MemberResult,
     WrappedExecution,
     has_batch_memory,
@@ -250,6 +251,9 @@ class BatchResults:
         for entry, outputs in zip(entries, results, strict=True):
             if type(outputs) is dict:
                 pairs.append((entry.completion, InferResponse(outputs, times, batch_rows, closed)))
+            elif isinstance(outputs, MemberOutputs):
+                response = InferResponse(outputs, times, batch_rows, closed, parameters=outputs.parameters)
+                pairs.append((entry.completion, response))
             else:
                 failed += 1
                 pairs.append((entry.completion, cast("HeadraceError", outputs)))
@@ -689,7 +693,10 @@ class ReshapingExecution(WrappedExecution):
         for index, result in enumerate(results):
             if isinstance(result, dict):
                 try:
-                    results[index] = self._to_caller_shape(result)
+                    outputs = self._to_caller_shape(result)
+                    if isinstance(result, MemberOutputs):
+                        outputs = MemberOutputs(outputs, result.parameters)
+                    results[index] = outputs
                 except OutputMismatch as error:
                     results[index] = error
         return results

@@ -54,6 +54,33 @@ def test_parameters_of_a_request_are_json_text_without_the_servers_own() -> None
         pb_utils.InferenceRequest(parameters={"k": [1]})
 
 
+def test_parameters_of_a_response_are_json_text() -> None:
+    assert pb_utils.InferenceResponse([]).parameters() == "{}"
+    assert pb_utils.InferenceResponse([], None, {}).parameters() == "{}"
+    for given in ({"a": "b", "n": 2**63 - 1, "f": 0.5, "ok": False}, '{"a": 1}'):
+        text = pb_utils.InferenceResponse([], parameters=given).parameters()
+        assert json.loads(text) == (given if isinstance(given, dict) else json.loads(given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": None},
+        {"a": [1]},
+        {1: 2},
+        {"a": 2**63},
+        {"a": float("nan")},
+        {"a": "\ud800"},
+        {"\ud800": 1},
+        [1],
+        {"a": "x" * 65536},
+    ],
+)
+def test_wrong_parameters_of_a_response_are_refused(given: Any) -> None:
+    with pytest.raises(pb_utils.TritonModelException, match="parameters"):
+        pb_utils.InferenceResponse([], parameters=given)
+
+
 def test_a_request_is_cancelled_once_its_flag_is_set() -> None:
     request = pb_utils.InferenceRequest()
     assert not request.is_cancelled()

@@ -25,6 +25,7 @@ from headrace_model.protocol import (
     LENGTH,
     MEMBER,
     OUTPUT,
+    PARAMETERS,
     REGION,
     SPILL,
     TENSOR,
@@ -33,7 +34,7 @@ from headrace_model.protocol import (
 )
 from headrace_model.slots import START, Slot, SlotLease, aligned
 
-from headrace.backends.base import BatchMember, InputRefused, MemberResult
+from headrace.backends.base import BatchMember, InputRefused, MemberOutputs, MemberResult
 from headrace.core.errors import (
     Cancelled,
     Conflict,
@@ -339,7 +340,9 @@ class ResultReader:
                     continue
                 text, at = _text(body, at)
                 results.append(_ERRORS.get(code, ModelFailed)(text or "the model returned an error without a text"))
-        self._read_outputs(body, at, lease, members, results, copy)
+        at = self._read_outputs(body, at, lease, members, results, copy)
+        while at < len(body):
+            at = _read_parameters(body, at, results)
         return results
 
     def _read_outputs(
@@ -350,7 +353,8 @@ class ResultReader:
         members: Sequence[BatchMember],
         results: list[MemberResult],
         copy: bool,
-    ) -> None:
+    ) -> int:
+        """Read the outputs into the results; returns the offset behind them."""
         slot = lease.slot
         base: Array | None = None
         (tensors,) = COUNT.unpack_from(body, at)
@@ -384,6 +388,7 @@ class ResultReader:
                 if copy:
                     array = array.copy()
             self._assign(results, members, member, name, array)
+        return at
 
     def _assign(
         self, results: list[MemberResult], members: Sequence[BatchMember], member: int, name: str, array: Array
@@ -432,6 +437,32 @@ class ResultReader:
             raise ProtocolError("an empty error")
         text, at = _text(body, 1)
         return body[0], text, body[at:].decode("utf-8", "replace")
+
+
+def _read_parameters(body: bytes, at: int, results: list[MemberResult]) -> int:
+    """Read the parameters of one response into its result; returns the offset behind them."""
+    if at + PARAMETERS.size > len(body):
+        raise ProtocolError("parameters of a response end within their head")
+    member, size = PARAMETERS.unpack_from(body, at)
+    at += PARAMETERS.size
+    if member >= len(results) or size > protocol.MAX_PARAMETER_BYTES or at + size > len(body):
+        raise ProtocolError(f"{size} bytes of parameters of the response {member}")
+    parameters = json.loads(body[at : at + size])
+    if not isinstance(parameters, dict) or not all(map(_is_parameter, [*parameters, *parameters.values()])):
+        raise ProtocolError(f"parameters of the response {member} that are none")
+    result = results[member]
+    if isinstance(result, dict):
+        results[member] = MemberOutputs(result, parameters)
+    end: int = at + size
+    return end
+
+
+def _is_parameter(value: object) -> bool:
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    if isinstance(value, str):
+        return value == value.encode("utf-8", "ignore").decode()  # without single surrogates
+    return isinstance(value, bool) or (isinstance(value, float) and math.isfinite(value))
 
 
 def error_of(code: int, text: str) -> HeadraceError:

@@ -85,6 +85,12 @@ def test_a_batch_crosses_both_ends(pool: SlotPool) -> None:
         done(record((1, 4), START, 16, number=1)),  # no such member
         done(record((1, 4), START, 16)[:-3]),  # ends early
         done(count=2, codes=b"\0\0"),
+        done(texts=b"\0\0" + b"\0"),  # parameters that end within their head
+        done(texts=b"\0\0" + protocol.PARAMETERS.pack(1, 2) + b"{}"),  # no such member
+        done(texts=b"\0\0" + protocol.PARAMETERS.pack(0, 9) + b"{}"),  # end early
+        done(texts=b"\0\0" + protocol.PARAMETERS.pack(0, 4) + b"null"),
+        done(texts=b"\0\0" + protocol.PARAMETERS.pack(0, 14) + b'{"a":"\\ud800"}'),
+        done(texts=b"\0\0" + protocol.PARAMETERS.pack(0, 8) + b'{"a":[]}'),
         done(codes=b"\2"),  # an error without its text
         done(codes=b"\2", texts=struct.pack("<I", 1 << 30)),
         done(record((3, 1), START, 8, index=1, code=protocol.BYTES)),  # text without its elements
