@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import headrace
 import pytest
-from headrace.backends.process.backend import IsolatedBackend
+from headrace.backends.base import InFlightBatch
+from headrace.backends.process.backend import IsolatedBackend, IsolatedExecution
+from headrace.core.tensor import Array
 from headrace.repository import loader as loader_module
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
@@ -110,7 +112,15 @@ def test_the_onnx_file_replaces_a_plan_that_does_not_load_in_the_process(tmp_pat
     run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
 
 
-def test_ragged_batches_run_in_the_process(tmp_path: Path) -> None:
+def test_ragged_batches_are_divided_and_run_in_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    begin: Callable[..., InFlightBatch] = IsolatedExecution.begin
+
+    def recorded(execution: IsolatedExecution, like: Mapping[str, Array], rows: int) -> InFlightBatch:
+        sizes.append(like["ELEMENTS"].size)
+        return begin(execution, like, rows)
+
+    monkeypatch.setattr(IsolatedExecution, "begin", recorded)
     repository = cases.make_repository(tmp_path)
     with (repository / "plan" / "config.yaml").open("a") as file:
         file.write("isolation: process\n")
@@ -118,6 +128,7 @@ def test_ragged_batches_run_in_the_process(tmp_path: Path) -> None:
     async def check() -> None:
         async with headrace.Server(repository, state_dir="") as server:
             await cases.check_answers(server, "plan", list(range(1, 40)))
+            assert 0 < max(sizes) <= cases.MOST
             await cases.check_bounds(server, "plan")
 
     asyncio.run(check())

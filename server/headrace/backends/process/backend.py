@@ -130,10 +130,15 @@ class IsolatedModel:
     Attributes:
         inputs: input tensors from the file; empty if the backend does not read them.
         outputs: output tensors from the file, likewise.
+        shape_ranges: smallest and largest shape by input, for each optimisation profile; empty without bounds.
     """
 
     def __init__(self, process: ModelProcess) -> None:
         self._process = process
+        self.shape_ranges = [
+            {name: (tuple(smallest), tuple(largest)) for name, (smallest, largest) in limits.items()}
+            for limits in process.ranges
+        ]
         self.inputs, self.outputs = (
             [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in process.tensors[side]]
             for side in ("inputs", "outputs")

@@ -558,7 +558,8 @@ def run(control: Channel, channels: list[Channel]) -> None:
         side: [(tensor.name, tensor.dtype.str, tensor.shape) for tensor in getattr(model, side, ())]
         for side in ("inputs", "outputs")
     }
-    control.send({"loaded": depths, "tensors": tensors, "held": account.holdings()})
+    ranges = getattr(model, "shape_ranges", [])
+    control.send({"loaded": depths, "tensors": tensors, "ranges": ranges, "held": account.holdings()})
     try:
         while True:
             control.receive()

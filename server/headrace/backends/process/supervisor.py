@@ -208,6 +208,7 @@ class ModelProcess:
         restarts: number of processes that died while they served.
         tensors: by "inputs" and "outputs", name, dtype and shape of the file's tensors; empty if the backend does not
             read them.
+        ranges: smallest and largest shape by input, for each range of shapes that the file supports; empty without bounds.
         slots: by instance, the shared memory slots for its batches.
         held: GPU memory that the process has booked.
     """
@@ -226,6 +227,7 @@ class ModelProcess:
         self.admission: BatchAdmission[ChildProcess] = BatchAdmission()
         self.restarts = 0
         self.tensors: dict[str, list[tuple[str, str, list[int]]]] = {}
+        self.ranges: list[dict[str, list[list[int]]]] = []
         self.slots: list[list[SharedSlot]] = []
         self.held: list[Holding] = []
         self._order = order
@@ -343,7 +345,7 @@ class ModelProcess:
             return load_error(self.name, f"could not be loaded ({answer.get('broken')})")
         depths = answer["loaded"]
         if not self.slots:
-            self.tensors = answer["tensors"]
+            self.tensors, self.ranges = answer["tensors"], answer["ranges"]
             self.held = [Holding(*holding) for holding in answer["held"]]
             name = f"headrace {self.name}"
             for depth in depths:
