@@ -486,8 +486,8 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     environ = os.environ if environ is None else environ
     for option in OPTIONS:
         option.declare(parser, environ)
-    # As in Triton's cache for Redis.
-    names = ("TRITONCACHE_REDIS_USERNAME", "TRITONCACHE_REDIS_PASSWORD")
+    # As in Triton's cache for Redis, which has no passphrase.
+    names = ("TRITONCACHE_REDIS_USERNAME", "TRITONCACHE_REDIS_PASSWORD", "HEADRACE_REDIS_KEY_PASSWORD")
     parser.set_defaults(redis_credentials=tuple(environ.get(name, "") for name in names))
 
 

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from tests.e2e.test_response_cache import CACHED, body, explained, post, statistics
 from tests.support import models
@@ -247,6 +253,19 @@ def test_a_redis_that_requires_client_certificates(tmp_path: Path, certificates:
             wait_up(server)
             post(server, "m", body(1))
             wait_for(lambda: len(redis.values()) == 1)
+
+
+def test_a_key_with_a_passphrase_from_the_environment(tmp_path: Path, certificates: Certificates) -> None:
+    folder, locked = repository(tmp_path / "repository"), tmp_path / "locked.key"
+    key = load_pem_private_key(certificates.client.key.read_bytes(), None)
+    locked.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"open sesame")))
+    pair = f",cert={certificates.client.certificate},key={locked}"
+    with redis_server(tmp_path, "--tls-auth-clients", "yes", certificates=certificates) as redis:
+        option = f"{redis.patient_option},ca={certificates.authority}{pair}"
+        environment = {"HEADRACE_REDIS_KEY_PASSWORD": "open sesame"}
+        with serving(folder, tmp_path, "--cache-config", option, env=environment) as server:
+            wait_up(server)
+            assert "sesame" not in server.text
 
 
 def test_a_redis_without_tls_is_not_used_with_tls_nor_one_with_tls_without(

@@ -130,6 +130,23 @@ def test_redis_is_configured_by_tritons_words() -> None:
     assert options == CacheOptions(0, RedisOptions("cache", user="me", password="word"))
 
 
+def test_the_passphrase_of_the_key_for_redis_comes_from_the_environment_too() -> None:
+    option, environment = "redis,host=cache,cert=c.pem,key=c.key", {"HEADRACE_REDIS_KEY_PASSWORD": "open sesame"}
+    expected = CacheOptions(
+        0, RedisOptions("cache", tls=RedisTls(cert="c.pem", key="c.key", key_password="open sesame"))
+    )
+    assert parse("--cache-config", option, **environment).cache_config == expected
+    options = parse(
+        "--cache-config", f"{option},key_password=open sesame", HEADRACE_REDIS_KEY_PASSWORD="x"
+    ).cache_config
+    assert options == expected
+    assert "sesame" not in repr(options)
+    # Without a certificate it neither enables TLS nor is used.
+    for words, tls in (("", None), (",tls=true", RedisTls())):
+        options = parse("--cache-config", f"redis,host=cache{words}", **environment).cache_config
+        assert options == CacheOptions(0, RedisOptions("cache", tls=tls))
+
+
 @pytest.mark.parametrize(
     ("words", "tls"),
     [

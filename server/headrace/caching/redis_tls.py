@@ -16,6 +16,7 @@ _WRONG_NAME = frozenset({62, 63, 64})
 _EXPIRED = 10
 # OpenSSL's reasons for an answer that is not TLS; they differ between versions.
 _NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
+_PASSPHRASE_CURE = "and the passphrase of an encrypted key with key_password or HEADRACE_REDIS_KEY_PASSWORD"
 _CLIENT_CURE = "name a certificate that it trusts with cert=FILE,key=FILE"
 
 
@@ -31,6 +32,8 @@ def tls_context(tls: RedisTls) -> ssl.SSLContext:
         raise _error("has tls=false and other settings of TLS", "remove tls=false, or the other settings")
     if tls.key and not tls.cert:
         raise _error("has a key without a certificate", "name the certificate with cert=FILE")
+    if tls.key_password and not tls.cert:
+        raise _error("has a key_password without a certificate", "name the certificate with cert=FILE")
     for name, path in (("ca", tls.ca), ("cert", tls.cert), ("key", tls.key)):
         try:
             if path:
@@ -51,14 +54,24 @@ def tls_context(tls: RedisTls) -> ssl.SSLContext:
     if not tls.verify:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if tls.cert:
-        try:
-            # Without the empty passphrase OpenSSL would prompt on the terminal.
-            context.load_cert_chain(tls.cert, tls.key or None, password="")
-        except ssl.SSLError as error:
-            files = f"the cert {tls.cert} and the key {tls.key or 'in the same file'}"
-            problem = f"has {files}, which do not belong together: {error.reason or 'the key is no PEM'}"
-            raise _error(problem, "name a PEM certificate and its private key without a passphrase") from None
+        _load_certificate(context, tls)
     return context
+
+
+def _load_certificate(context: ssl.SSLContext, tls: RedisTls) -> None:
+    """Load the certificate and its private key; raises ConfigError, which never has the passphrase."""
+    files = f"the cert {tls.cert} and the key {tls.key or 'in the same file'}"
+    try:
+        # With an empty passphrase, too: without one OpenSSL would prompt on the terminal.
+        context.load_cert_chain(tls.cert, tls.key or None, password=tls.key_password)
+    except ssl.SSLError as error:
+        passphrase = "the passphrase key_password" if tls.key_password else "no passphrase"
+        problem = (
+            f"has {files}, which do not belong together: {error.reason or 'the key is no PEM'}, read with {passphrase}"
+        )
+        raise _error(problem, f"name a PEM certificate and its private key, {_PASSPHRASE_CURE}") from None
+    except ValueError:  # of the module ssl: more bytes than OpenSSL takes
+        raise _error(f"has {files}, whose key_password is too long", "encrypt the key with one of 1023 bytes") from None
 
 
 def _error(problem: str, cure: str) -> ConfigError:

@@ -14,7 +14,7 @@ _UNITS = {None: 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _USAGE = {
     "local": "write local,size=BYTES, such as local,size=1GiB",
     "redis": "write redis,host=NAME,port=NUMBER and, if needed, user, password, db, secret_file, wait_timeout, "
-    "socket_timeout, connect_timeout, tls, ca, ca_dir, cert, key, sni and verify",
+    "socket_timeout, connect_timeout, tls, ca, ca_dir, cert, key, key_password, sni and verify",
 }
 # Name of the setting, its largest value, and the smallest.
 _NUMBERS = {
@@ -26,7 +26,7 @@ _NUMBERS = {
     "pool_size": (1, 1 << 20),
 }
 _TEXTS = ("host", "user", "password", "secret_file")
-_TLS_TEXTS = ("ca", "ca_dir", "cert", "key", "sni")
+_TLS_TEXTS = ("ca", "ca_dir", "cert", "key", "key_password", "sni")
 _SWITCHES = ("tls", "verify")
 _SWITCH_VALUES = {"true": True, "1": True, "false": False, "0": False}
 # Names of Triton's cache for Redis.
@@ -43,6 +43,7 @@ class RedisTls:
         ca_dir: folder with such certificates, named by their hashes (`openssl rehash`).
         cert: certificate that is sent to Redis, followed by intermediate certificates; "" for none.
         key: its private key; "": it is in the file of the certificate.
+        key_password: passphrase of the private key; "" for none.
         sni: name that the certificate of Redis must have; "" for the host.
         verify: False accepts any certificate.
         is_disabled: True for `tls=false` beside settings of TLS, which is refused at the start.
@@ -52,6 +53,7 @@ class RedisTls:
     ca_dir: str = ""
     cert: str = ""
     key: str = ""
+    key_password: str = field(default="", repr=False)
     sni: str = ""
     verify: bool = True
     is_disabled: bool = False
@@ -153,7 +155,7 @@ def _switch(key: str, text: str) -> bool:
 
 
 def cache_options(
-    settings: Iterable[tuple[CacheSetting, ...]], user: str = "", password: str = ""
+    settings: Iterable[tuple[CacheSetting, ...]], user: str = "", password: str = "", key_password: str = ""
 ) -> CacheOptions | None:
     """Return the options of all values together; the last value of a setting counts. None without values.
 
@@ -162,6 +164,7 @@ def cache_options(
     Args:
         settings: from `parse_cache_setting`.
         user, password: of Redis, if the settings have none.
+        key_password: passphrase of the key for Redis, if the settings have a certificate and no passphrase.
     """
     values = {(name, key): value for each in settings for name, key, value in each}
     if not values:
@@ -169,24 +172,26 @@ def cache_options(
     size = values.get(("local", "size"))
     size_bytes = 0 if size is None else _size_bytes(size)
     redis = {key: value for (name, key), value in values.items() if name == "redis"}
-    return CacheOptions(size_bytes, _redis_options(redis, user, password) if redis else None)
+    return CacheOptions(size_bytes, _redis_options(redis, user, password, key_password) if redis else None)
 
 
-def _redis_options(values: dict[str, str], user: str, password: str) -> RedisOptions:
+def _redis_options(values: dict[str, str], user: str, password: str, key_password: str) -> RedisOptions:
     # As in Triton 0 stands for no timeout of its own; here a request never waits for one.
     numbers = {key: _number(key, values[key]) for key in _NUMBERS if key in values}
     numbers.pop("pool_size", None)
     names = {key: f"{key}_ms" if key.endswith("_timeout") else key for key in numbers}
     settings = {names[key]: number for key, number in numbers.items() if number or key == "db"}
     texts = {"host": "", "user": user, "password": password} | {key: values[key] for key in _TEXTS if key in values}
-    return RedisOptions(**texts, **settings, tls=_redis_tls(values))  # type: ignore[arg-type]
+    return RedisOptions(**texts, **settings, tls=_redis_tls(values, key_password))  # type: ignore[arg-type]
 
 
-def _redis_tls(values: dict[str, str]) -> RedisTls | None:
+def _redis_tls(values: dict[str, str], key_password: str) -> RedisTls | None:
     """Return the settings of TLS; as in Triton any of them enables it. None without TLS."""
     texts = {key: values[key] for key in _TLS_TEXTS if key in values}
     is_enabled = _switch("tls", values["tls"]) if "tls" in values else None
     if not is_enabled and not texts and "verify" not in values:
         return None
+    if texts.get("cert"):  # the passphrase of the environment alone does not enable TLS
+        texts.setdefault("key_password", key_password)
     verify = _switch("verify", values.get("verify", "true"))
     return RedisTls(**texts, verify=verify, is_disabled=is_enabled is False)

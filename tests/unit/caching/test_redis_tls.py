@@ -65,7 +65,13 @@ def start_error(tls: RedisTls) -> str:
         (RedisTls(cert="{cert}"), "and the key in the same file, which do not belong together"),
         (RedisTls(cert="{cert}", key="{strange}"), "which do not belong together: KEY_VALUES_MISMATCH"),
         (RedisTls(cert="{cert}", key="{ca}"), "which do not belong together"),
-        (RedisTls(cert="{cert}", key="{folder}/locked.key"), "which do not belong together"),
+        (RedisTls(cert="{cert}", key="{folder}/locked.key"), "read with no passphrase"),
+        (
+            RedisTls(cert="{cert}", key="{folder}/locked.key", key_password="other"),
+            "read with the passphrase key_password",
+        ),
+        (RedisTls(cert="{cert}", key="{folder}/locked.key", key_password="x" * 2000), "whose key_password is too long"),
+        (RedisTls(ca="{ca}", key_password="word"), "the cache redis has a key_password without a certificate"),
     ],
 )
 def test_settings_that_cannot_be_used_are_errors_at_the_start(
@@ -83,7 +89,10 @@ def test_settings_that_cannot_be_used_are_errors_at_the_start(
     }
     names = ("ca", "ca_dir", "cert", "key")
     tls = replace(tls, **{name: getattr(tls, name).format(**paths) for name in names})  # type: ignore[arg-type]
-    assert message.format(**paths) in start_error(tls)
+    error = start_error(tls)
+    assert message.format(**paths) in error
+    assert not tls.key_password or tls.key_password not in error.replace("key_password", "")
+    tls_context(RedisTls(cert=str(paths["cert"]), key=str(tmp_path / "locked.key"), key_password="word"))
 
 
 def test_certificate_and_key_in_one_file(certificates: Certificates, tmp_path: Path) -> None:
