@@ -29,6 +29,8 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_CPU_PINNED = 1
 TRITONSERVER_MEMORY_GPU = 2
+# The first examples of custom metrics have them here.
+COUNTER, GAUGE = MetricFamily.COUNTER, MetricFamily.GAUGE
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     **{

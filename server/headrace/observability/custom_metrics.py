@@ -65,7 +65,10 @@ class CustomMetrics(table.ScrapeCollector):
                     self._declare(model, families, str(name), str(kind), str(text)[:_MAX_TEXT])
                 for operation, name, labels, value in message["changes"]:
                     family = families.get(str(name))
-                    if family is not None:
+                    problem = _label_problem(labels)
+                    if problem:
+                        self._complain(model, f"the custom metric '{str(name)[:128]}' is dropped: {problem}")
+                    elif family is not None:
                         self._change(model, families, family, str(operation), _labels(labels), value)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 self._complain(model, f"a report of custom metrics cannot be read ({error})")
@@ -76,7 +79,7 @@ class CustomMetrics(table.ScrapeCollector):
             self._models.pop(model, None)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, with the label `model`."""
+        """Yield all families, with the label `model` unless the code sets one."""
         with self._lock:
             rows = [
                 (name, model, family.kind, family.text, family.bounds, dict(family.values), dict(family.counts))
@@ -84,6 +87,7 @@ class CustomMetrics(table.ScrapeCollector):
                 for name, family in families.items()
             ]
         done: dict[str, Metric] = {}
+        shown: set[tuple[str, Labels]] = set()
         for name, model, kind, text, bounds, values, counts in sorted(rows, key=lambda row: row[0]):
             metric = done.get(name)
             if metric is None:
@@ -93,7 +97,15 @@ class CustomMetrics(table.ScrapeCollector):
                 self._complain(model, f"the custom metric '{name}' has another kind in another model")
                 continue
             for labels, value in values.items():
-                _add(metric, {"model": model, **dict(labels)}, bounds, value, counts.get(labels))
+                with_model = {"model": model, **dict(labels)}
+                series = name, tuple(sorted(with_model.items()))
+                if series in shown:  # Prometheus refuses a page with two of them
+                    self._complain(
+                        model, f"a series of the custom metric '{name}' is hidden: another has the same labels"
+                    )
+                    continue
+                shown.add(series)
+                _add(metric, with_model, bounds, value, counts.get(labels))
         yield from done.values()
 
     def _declare(self, model: str, families: dict[str, _Family], name: str, kind: str, text: str) -> None:
@@ -140,11 +152,14 @@ class CustomMetrics(table.ScrapeCollector):
             logger.warning("model %s: %s", model, text)
 
 
+def _label_problem(labels: dict[str, str]) -> str:
+    """Return the reason why labels cannot be shown; "" without one."""
+    wrong = next((name for name in labels if not _LABEL.fullmatch(name)), None)
+    return "" if wrong is None else f"a label cannot have the name {wrong[:128]!r}"
+
+
 def _labels(labels: dict[str, str]) -> Labels:
-    """Return labels sorted by name; raises ValueError for a wrong name."""
-    for name in labels:
-        if not _LABEL.fullmatch(name) or name == "model":
-            raise ValueError(f"a label cannot have the name {name[:128]!r}")
+    """Return labels sorted by name."""
     return tuple(sorted((name, str(value)[:_MAX_TEXT]) for name, value in labels.items()))
 
 

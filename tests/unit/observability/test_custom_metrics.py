@@ -51,7 +51,27 @@ def test_names_of_the_server_are_not_for_models(name: str, caplog: pytest.LogCap
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("labels", [{"model": "other"}, {"a b": "c"}, {"__name__": "x"}, ["a"], 3])
+def test_the_code_may_set_the_label_model(caplog: pytest.LogCaptureFixture) -> None:
+    """As the example of Triton's Python backend does; equal series of two models are shown once."""
+    metrics = CustomMetrics()
+    families = [["x", "counter", "X."]]
+    report(
+        metrics, ["add", "x", {"model": "own", "version": "1"}, 2], ["add", "x", {"version": "1"}, 3], families=families
+    )
+    assert lines(metrics) == ["x{'model': 'own', 'version': '1'} 2", "x{'model': 'm', 'version': '1'} 3"]
+    report(metrics, ["add", "x", {"model": "m", "version": "1"}, 5], families=families, model="other")
+    assert lines(metrics) == ["x{'model': 'own', 'version': '1'} 2", "x{'model': 'm', 'version': '1'} 3"]
+    assert "same labels" in caplog.text
+
+
+def test_a_wrong_label_drops_no_other_metric(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = CustomMetrics()
+    report(metrics, ["add", "x", {"a b": "c"}, 1], ["add", "x", {}, 2], families=[["x", "counter", "X."]])
+    assert lines(metrics) == ["x{'model': 'm'} 2"]
+    assert "'a b'" in caplog.text
+
+
+@pytest.mark.parametrize("labels", [{"a b": "c"}, {"__name__": "x"}, ["a"], 3])
 def test_wrong_labels_are_dropped(labels: object) -> None:
     metrics = CustomMetrics()
     report(metrics, ["add", "x", labels, 1], families=[["x", "counter", "X."]])
