@@ -1,15 +1,18 @@
-"""Pipelines whose steps run on one GPU, over real sockets; the GPU is a fake in the server's process."""
+"""Pipelines whose steps run on GPUs, over real sockets; the GPUs are fakes in the server's process."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_gpu_shared_memory import export
 from tests.support import gpu_pipeline_cases as cases
 from tests.support.fake_gpu import install_gpu
+from tests.support.fake_gpu_server import GPUS
 from tests.support.serving import Server, serving
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
@@ -37,3 +40,17 @@ def test_a_model_is_loaded_anew_under_load(server: Server) -> None:
 
 def test_outputs_in_cuda_shared_memory(server: Server) -> None:
     cases.check_outputs_in_a_region(server, export)
+
+
+def test_two_gpus(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        install_gpu(patch)
+        repository = cases.make_repository(tmp_path, cases.TWO_GPUS)
+    with serving(repository, tmp_path, *cases.OPTIONS, env={GPUS: "2"}, command=COMMAND) as server:
+        cases.check_same_as_one_after_the_other(server)
+        cases.check_outputs_in_a_region(server, export)
+        cases.check_unloading(server)
+    assert "Traceback" not in server.text, server.text
+    copies = re.search(r"copies between GPUs: (.*)", server.text)
+    assert copies is not None, server.text
+    assert copies[1] == "0 to 1", "tensors of GPU 0 are copied to GPU 1, and none the other way"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda import devices, driver
+from headrace.cuda import devices, driver, peers
 from headrace.cuda.kernels import loading
 
 
@@ -24,9 +24,14 @@ class FakeCuda:
     """State of the fake GPU.
 
     Attributes:
-        depth: number of pushed contexts.
+        pushed: GPUs of the pushed contexts, the current one last.
         live: addresses of allocated device and pinned memory.
         device_blocks: sizes of allocated device memory, by address.
+        block_gpus: GPUs of that memory.
+        peer_access: True if GPUs can have access to each other's memory.
+        accesses: pairs of a GPU and another whose memory it has access to.
+        peer_copies: source GPU, receiving GPU and bytes of the copies between GPUs.
+        wrong_peer_copies: makes copies between GPUs bring other bytes.
         room_bytes: free device memory.
         captured: work recorded while a graph is captured, None outside of that.
         busy: True if work is queued on the stream and not synchronised.
@@ -41,9 +46,14 @@ class FakeCuda:
     """
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.pushed: list[int] = []
         self.live: set[int] = set()
         self.device_blocks: dict[int, int] = {}
+        self.block_gpus: dict[int, int] = {}
+        self.peer_access = True
+        self.accesses: set[tuple[int, int]] = set()
+        self.peer_copies: list[tuple[int, int, int]] = []
+        self.wrong_peer_copies = False
         self.room_bytes = 1 << 30
         self.captured: list[Callable[[], None]] | None = None
         self.busy = False
@@ -59,6 +69,17 @@ class FakeCuda:
         self.exported: dict[bytes, Any] = {}
         self.opened: Counter[int] = Counter()
         self.broken_ipc = False
+
+    @property
+    def depth(self) -> int:
+        """Number of pushed contexts."""
+        return len(self.pushed)
+
+    def check_on_gpu(self, address: int, gpu: int) -> None:
+        """Memory that was allocated on a GPU can only be used there."""
+        for start, size in list(self.device_blocks.items()):
+            if start <= address < start + size:
+                assert self.block_gpus[start] == gpu, f"GPU {gpu} uses memory of GPU {self.block_gpus[start]}"
 
     def used_bytes(self) -> int:
         """Device memory that is allocated."""
@@ -111,17 +132,20 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
 
 def _add_devices(module: Any, cuda: FakeCuda) -> None:
     class Context:
+        def __init__(self, gpu: int) -> None:
+            self._gpu = gpu
+
         def push(self) -> None:
-            cuda.depth += 1
+            cuda.pushed.append(self._gpu)
 
         @staticmethod
         def pop() -> None:
-            assert cuda.depth > 0
-            cuda.depth -= 1
+            cuda.pushed.pop()
 
     class Device:
         def __init__(self, ordinal: int) -> None:
             assert 0 <= ordinal < cuda.devices
+            self._ordinal = ordinal
 
         @staticmethod
         def count() -> int:
@@ -137,7 +161,7 @@ def _add_devices(module: Any, cuda: FakeCuda) -> None:
             return 1 << 30
 
         def retain_primary_context(self) -> Context:
-            return Context()
+            return Context(self._ordinal)
 
     module.Context, module.Device = Context, Device
 
@@ -178,6 +202,8 @@ def _add_streams(module: Any, cuda: FakeCuda) -> None:
 
     def dtod(target: int, source: int, size: int, stream: Stream) -> None:
         assert cuda.captured is None
+        for address in (target, source):
+            cuda.check_on_gpu(address, cuda.pushed[-1])
         ctypes.memmove(target, source, size)
 
     module.Stream, module.Event, module.memcpy_dtod_async = Stream, Event, dtod
@@ -194,6 +220,7 @@ def _add_memory(module: Any, cuda: FakeCuda) -> None:
             self._address = ctypes.addressof(self._block)
             cuda.live.add(self._address)
             cuda.device_blocks[self._address] = size
+            cuda.block_gpus[self._address] = cuda.pushed[-1]
 
         def __int__(self) -> int:
             return self._address
@@ -201,7 +228,8 @@ def _add_memory(module: Any, cuda: FakeCuda) -> None:
         def free(self) -> None:
             assert cuda.depth > 0
             cuda.live.remove(self._address)
-            del cuda.device_blocks[self._address]
+            assert cuda.pushed[-1] == cuda.block_gpus[self._address], "memory is freed where it was allocated"
+            del cuda.device_blocks[self._address], cuda.block_gpus[self._address]
 
     def pagelocked_empty(size: int, dtype: Any) -> Any:
         assert np.dtype(dtype) == np.uint8
@@ -248,8 +276,11 @@ def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
     module.memcpy_dtoh, module.memcpy_htod = dtoh_now, htod_now
 
 
+_CONTEXTS = 4000  # handle of the context of GPU 0
+
+
 class _Library:
-    """libcuda, as far as graphs need it."""
+    """libcuda, as far as graphs, pinned memory and copies between GPUs need it."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -311,6 +342,45 @@ class _Library:
         actual._obj.value = address.value
         return 0 if pinned else 1
 
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = _CONTEXTS + self._cuda.pushed[-1]
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: Any) -> int:  # noqa: N802
+        device._obj.value = ordinal.value
+        return 0
+
+    def cuDeviceCanAccessPeer(self, result: Any, device: Any, peer: Any) -> int:  # noqa: N802
+        result._obj.value = self._cuda.peer_access
+        return 0
+
+    def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> int:  # noqa: N802
+        assert (flags, self._cuda.peer_access) == (0, True)
+        pair = self._cuda.pushed[-1], context.value - _CONTEXTS
+        assert pair[0] != pair[1]
+        if pair in self._cuda.accesses:
+            return 704
+        self._cuda.accesses.add(pair)
+        return 0
+
+    def cuMemcpyPeerAsync(  # noqa: N802
+        self, target: Any, target_context: Any, source: Any, source_context: Any, size: Any, stream: Any
+    ) -> int:
+        cuda, to, at = self._cuda, target_context.value - _CONTEXTS, source_context.value - _CONTEXTS
+        assert cuda.captured is None
+        assert cuda.pushed[-1] == to, "the stream is one of the receiving GPU"
+        cuda.check_on_gpu(target.value, to)
+        cuda.check_on_gpu(source.value, at)
+        cuda.peer_copies.append((at, to, size.value))
+
+        def copy() -> None:
+            ctypes.memmove(target.value, source.value, size.value)
+            if cuda.wrong_peer_copies:
+                ctypes.memset(target.value, 0, size.value // 2)
+
+        cuda.submit(copy, stream.value)
+        return 0
+
     def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802
         text._obj.value = b"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
         return 0
@@ -327,6 +397,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", package)
     monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
     monkeypatch.setattr(driver, "_contexts", {})
+    monkeypatch.setattr(peers, "_copies", {})
     monkeypatch.setattr(devices, "driver_major", lambda: 580)
     monkeypatch.setattr(devices, "is_visible", lambda: cuda.devices > 0)
     # There is a compiler on some machines, but never a GPU behind this that would load what it makes.

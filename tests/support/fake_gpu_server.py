@@ -26,6 +26,7 @@ from tests.support.fake_gpu import install_gpu
 from tests.support.fake_streams import LateCuda
 
 ORDERS = "FAKE_BUILDER_ORDERS"
+GPUS = "FAKE_GPUS"  # number of GPUs
 HANDLE_BYTES = 64
 SHARED = "/dev/shm"
 
@@ -59,15 +60,18 @@ class Memory:
 class FakeGather:
     """Stands for `headrace.cuda.kernels.launching.RowGather`."""
 
-    def __init__(self, cuda: LateCuda, memory: Memory) -> None:
+    def __init__(self, cuda: LateCuda, memory: Memory, gpu: int) -> None:
         self._cuda = cuda
         self._memory = memory
+        self._gpu = gpu
 
     def launch(
         self, stream: Any, addresses: int, row_bytes: int, rows: int, total: int, destination: int, blocks: int
     ) -> None:
         def gather() -> None:
             table = struct.unpack(f"={rows}Q", ctypes.string_at(addresses, 8 * rows))
+            for address in (*table, destination):
+                self._cuda.check_on_gpu(address, self._gpu)
             for row in range(total):
                 values = self._memory.read(table[min(row, rows - 1)], row_bytes)
                 ctypes.memmove(destination + row * row_bytes, values, row_bytes)
@@ -87,9 +91,14 @@ if __name__ == "__main__":
             partial(data_plane.Reconciler, builder=fake_builder.command(Path(os.environ[ORDERS]))),
         )
     cuda = install_gpu(patch)
+    cuda.devices = int(os.environ.get(GPUS, "1"))
     cuda.exported = Exported()
     memory = Memory()
-    patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory))
+    patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory, device))
     fake_nvml.install(patch, fake_nvml.FakeNvml())
-    patch.setattr(devices, "pci_addresses", lambda: ["0000:01:00.0"])
-    sys.exit(main())
+    patch.setattr(devices, "pci_addresses", lambda: [f"0000:0{gpu}:00.0" for gpu in range(1, cuda.devices + 1)])
+    status = main()
+    if cuda.devices > 1:
+        pairs = sorted({f"{source} to {target}" for source, target, _ in cuda.peer_copies})
+        sys.stderr.write(f"copies between GPUs: {', '.join(pairs)}\n")
+    sys.exit(status)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.backends.base import ExecutionLost, InFlightBatch
-from headrace.core.tensor import PINNED, Array, is_resident
+from headrace.core.tensor import NOWHERE, Array, is_resident
 
 from tests.support.fakes import InstanceKilledError
 from tests.support.resident_rows import read
@@ -124,7 +124,7 @@ class FakePipeline:
         batch = self._batch(in_flight)
         unread = np.isnan(batch.buffer)  # type: ignore[call-overload]
         for name, row, rows in in_flight.resident_inputs:
-            self._expect(name == "x" and rows.device in (PINNED, self.device), "residents that this GPU cannot read")
+            self._expect(name == "x" and rows.device != NOWHERE, "residents that this GPU cannot read")
             self._expect(bool(unread[row : row + len(rows)].all()), "residents that were copied too")
             unread[row : row + len(rows)] = False
         self._expect(not unread.any(), "launched before it was full")

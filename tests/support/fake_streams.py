@@ -45,12 +45,12 @@ class LateCuda(FakeCuda):
     # Both are a thread's own matter.
 
     @property
-    def depth(self) -> int:
-        return getattr(self._here, "depth", 0)
+    def pushed(self) -> list[int]:
+        return self._here.__dict__.setdefault("pushed", [])  # type: ignore[no-any-return]
 
-    @depth.setter
-    def depth(self, value: int) -> None:
-        self._here.depth = value
+    @pushed.setter
+    def pushed(self, value: list[int]) -> None:
+        self._here.pushed = value
 
     @property
     def captured(self) -> Any:
@@ -171,6 +171,11 @@ def _add_copies(module: Any, cuda: LateCuda) -> None:
         assert cuda.depth > 0
         cuda.submit(lambda: ctypes.memmove(target, source, size), stream.handle)
 
-    module.memcpy_dtod_async = copy
+    def copy_on_gpu(target: int, source: int, size: int, stream: Any) -> None:
+        for address in (target, source):
+            cuda.check_on_gpu(address, cuda.pushed[-1])
+        copy(target, source, size, stream)
+
+    module.memcpy_dtod_async = copy_on_gpu
     module.memcpy_htod_async = lambda to, values, stream: copy(to, values.ctypes.data, values.nbytes, stream)
     module.memcpy_dtoh_async = lambda values, at, stream: copy(values.ctypes.data, at, values.nbytes, stream)

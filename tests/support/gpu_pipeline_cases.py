@@ -1,8 +1,9 @@
-"""Pipelines of models on a GPU, whose tensors stay there between the steps: the same cases for a real GPU and for a fake."""
+"""Pipelines of models on GPUs, whose tensors stay there between the steps: the same cases for real GPUs and for fakes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,19 +33,28 @@ output:
 TENSOR = ("TYPE_FP32", [WIDTH])
 
 
-def make_repository(folder: Path) -> Path:
+# Tensors of `first` on GPU 0 are all read on another GPU, those on GPU 1 are not copied, and batches may have both.
+TWO_GPUS = ((0, 1), (1,))
+
+
+def make_repository(folder: Path, gpus: Sequence[Sequence[int]] = ((0,), (0,))) -> Path:
     """A repository with two models that have only plans, `first` and `second`, and the pipelines `chain` and `both`.
 
     `chain` returns what `second` makes of the output of `first`; `both` returns that output as well.
+
+    Args:
+        folder: parent of the repository.
+        gpus: GPU numbers of `first` and of `second`.
     """
     repository = folder / "repository"
-    for seed, name in enumerate(("first", "second")):
+    for seed, (name, numbers) in enumerate(zip(("first", "second"), gpus, strict=True)):
         version = repository / name / "1"
         version.mkdir(parents=True)
         shapes = ShapeRange({"X": ((1, WIDTH), (ROWS, WIDTH), (ROWS, WIDTH))})
         model = affine(features=WIDTH, classes=WIDTH, seed=seed)
         TensorRtTarget(optimization_level=1).build(model, TargetSpec("fp32", (shapes,)), version / "model.plan", silent)
-        (version.parent / "config.yaml").write_text(CONFIG)
+        group = f"instance_group: [{{kind: gpu, count: 2, gpus: {list(numbers)}}}]\n"
+        (version.parent / "config.yaml").write_text(CONFIG + group)
     steps = [("first", {"X": "in"}, {"Y": "between"}), ("second", {"X": "between"}, {"Y": "out"})]
     for name, outputs in (("chain", ("out",)), ("both", ("out", "between"))):
         config = ensemble_config(steps, {"in": TENSOR}, dict.fromkeys(outputs, TENSOR))

@@ -74,8 +74,8 @@ class InFlightBatch:
         rows: rows in the batch.
         handle: private to the backend.
         device: number of the GPU that reads resident rows at launch; None if the execution does not, as most.
-        resident_inputs: (input, first row in the batch, rows) in pinned memory or on `device`, read from there
-            instead of from `inputs`. The caller may append until the launch, in any order; the batch keeps the memory
+        resident_inputs: (input, first row in the batch, rows) in pinned memory, on `device` or on another GPU, read from
+            there instead of from `inputs`. The caller may append until the launch, in any order; the batch keeps the memory
             alive.
         resident_outputs: outputs that `finish` may return as `ResidentRows` on `device`, by `as_input`; set before the
             launch. An execution without memory for them returns arrays.

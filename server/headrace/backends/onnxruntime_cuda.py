@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from headrace.backends.base import ExecutionLost, InFlightBatch
+from headrace.backends.base import ExecutionLost, InFlightBatch, ResidentInput
 from headrace.backends.onnxruntime import load_finding, session_options
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
-from headrace.backends.tensorrt.buffers import SHARED_BLOCKS, RowTable, TensorBuffer, gather
+from headrace.backends.tensorrt.buffers import SHARED_BLOCKS, RowTable, TensorBuffer, fetch_from_peers, gather
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, BYTES, Array, Datatype, ResidentRows
@@ -487,17 +487,19 @@ class CudaExecution:
         """Queue the copy to the GPU."""
         slot, in_place = _batch_state(batch)
         # From now on the GPU may read them, whether the launch succeeds or not.
-        residents = slot.resident_inputs = batch.resident_inputs
-        resident = {name for name, _, _ in residents}
+        slot.resident_inputs = batch.resident_inputs
         try:
             with self._on_device:
+                addresses = {name: slot.inputs[name].address for name in batch.inputs}
+                residents = fetch_from_peers(batch.resident_inputs, batch.inputs, addresses, self._gpu, self._copying)
+                resident = {name for name, _, _ in residents}
                 for name, values in batch.inputs.items():
                     if name not in resident:
                         slot.inputs[name].send(values, self._copying)
-                    elif (address := self._address_in_place(batch, name)) is not None:
+                    elif (address := self._address_in_place(values, name, residents)) is not None:
                         in_place[name] = address
                     else:
-                        self._gather(slot, name, values, batch)
+                        self._gather(slot, name, values, batch.rows, residents)
                 size_bytes = sum([values.nbytes for values in batch.inputs.values()])
                 slot.arrived = slot.copied_in[size_bytes <= _SPIN_BYTES]
                 slot.arrived.record(self._copying)
@@ -643,20 +645,20 @@ class CudaExecution:
             outputs[name] = view.copy()
         return outputs
 
-    def _address_in_place(self, batch: InFlightBatch, name: str) -> int | None:
+    def _address_in_place(self, values: Array, name: str, residents: Sequence[ResidentInput]) -> int | None:
         """Return the address of an input that lies on this GPU as a whole; None if its rows must be gathered."""
-        parts = [rows for input_name, _, rows in batch.resident_inputs if input_name == name]
+        parts = [rows for input_name, _, rows in residents if input_name == name]
         part = parts[0]
-        if len(parts) == 1 and part.device == self._gpu and part.shape == batch.inputs[name].shape:
+        if len(parts) == 1 and part.device == self._gpu and part.shape == values.shape:
             return part.address if part.address % _ALIGNMENT == 0 else None
         return None
 
-    def _gather(self, slot: _Slot, name: str, values: Array, batch: InFlightBatch) -> None:
+    def _gather(self, slot: _Slot, name: str, values: Array, rows: int, residents: Sequence[ResidentInput]) -> None:
         assert slot.rows is not None, "the batch has resident rows, which this execution does not support"
         assert self._kernel is not None
-        memory, row_bytes = slot.inputs[name], values.nbytes // batch.rows
-        slot.rows.write(name, memory.pinned_address, row_bytes, batch.rows, batch.rows, batch.resident_inputs)
-        gather(self._kernel, self._copying, slot.rows, batch.rows, {name: (row_bytes, memory.address)}, SHARED_BLOCKS)
+        memory, row_bytes = slot.inputs[name], values.nbytes // rows
+        slot.rows.write(name, memory.pinned_address, row_bytes, rows, rows, residents)
+        gather(self._kernel, self._copying, slot.rows, rows, {name: (row_bytes, memory.address)}, SHARED_BLOCKS)
 
     def _mismatch(self, name: str, array: Array) -> ModelFailed:
         datatype = self._inputs.get(name)

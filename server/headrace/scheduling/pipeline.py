@@ -35,7 +35,7 @@ import numpy as np
 from headrace.backends.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock
 from headrace.core.request import BatchTimes
-from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
+from headrace.core.tensor import NOWHERE, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.instance import OnDeath
@@ -441,9 +441,9 @@ class Filler:
     def fill(self, in_flight: InFlightBatch, entries: list[Entry]) -> None:
         """Copy the rows of all entries, in their order, from the request bodies into the batch's input buffers.
 
-        Rows that the batch's GPU reads by itself are recorded in `in_flight.resident_inputs` instead of copied. NumPy releases
-        the interpreter's lock while it copies a part of some 500 elements or more, aligned or not. Smaller parts are copied
-        faster than the lock changes threads.
+        Rows that the batch's GPU reads by itself, also those on another GPU, are recorded in `in_flight.resident_inputs` instead
+        of copied. NumPy releases the interpreter's lock while it copies a part of some 500 elements or more, aligned or not.
+        Smaller parts are copied faster than the lock changes threads.
 
         Args:
             in_flight: a batch with buffers of shape (sum of the entries' rows, ...).
@@ -452,7 +452,7 @@ class Filler:
         Raises:
             ValueError, TypeError: an input of an entry has another shape or dtype than its buffer.
             KeyError: an entry lacks an input.
-            HeadraceError: rows lie on another GPU and cannot be copied.
+            HeadraceError: rows that are copied cannot be read.
         """
         copies = _copies(in_flight, entries)
         shares = 1
@@ -548,13 +548,13 @@ def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
 
 def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
     """Record the parts that the batch's GPU reads by itself, and return one copy for each run of other parts."""
-    dtype, row_shape, readable = buffer.dtype, buffer.shape[1:], (PINNED, in_flight.device)
+    dtype, row_shape = buffer.dtype, buffer.shape[1:]
     start = row = 0  # first row of the present run, next row
     copied: list[Array] = []
     copies: list[_Copy] = []
     for part in parts:
         stop = row + part.shape[0]
-        if is_resident(part) and part.device in readable and part.dtype == dtype and part.shape[1:] == row_shape:
+        if is_resident(part) and part.device != NOWHERE and part.dtype == dtype and part.shape[1:] == row_shape:
             in_flight.resident_inputs.append((name, row, part))
             if copied:
                 copies.append((buffer[start:row], copied))

@@ -326,7 +326,8 @@ def test_a_discarded_batch_frees_its_slot(provider: FakeProvider, tmp_path: Path
 
 
 @pytest.mark.usefixtures("kernels")
-def test_resident_rows_are_read_by_the_gpu(provider: FakeProvider, tmp_path: Path) -> None:
+def test_resident_rows_are_read_by_the_gpu(provider: FakeProvider, cuda: LateCuda, tmp_path: Path) -> None:
+    cuda.devices = 2
     path = saved(tmp_path, affine())
     rng = np.random.default_rng(0)
     with opened(path) as execution:
@@ -340,7 +341,7 @@ def test_resident_rows_are_read_by_the_gpu(provider: FakeProvider, tmp_path: Pat
             while at < len(x):
                 count = min(int(rng.integers(1, 4)), len(x) - at)
                 if rng.random() < 0.7:
-                    values = resident(x[at : at + count], int(rng.choice([PINNED, 0])))
+                    values = resident(x[at : at + count], int(rng.choice([PINNED, 0, 1])))
                     owners.append(values.owner)
                     batch.resident_inputs.append(("X", at, values))
                 else:

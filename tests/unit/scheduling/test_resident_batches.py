@@ -9,7 +9,7 @@ import pytest
 from headrace.backends.base import InFlightBatch
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
-from headrace.core.tensor import Array, as_input
+from headrace.core.tensor import NOWHERE, PINNED, Array, as_input
 from headrace.scheduling.assembly import Staging
 from headrace.scheduling.entries import split_request
 from headrace.scheduling.pipeline import Filler
@@ -43,15 +43,16 @@ def _seen(in_flight: InFlightBatch) -> Array:
     return x
 
 
-# h: host, p: pinned, 0 and 1: on that GPU; each part has as many rows as its place in the batch says.
-@pytest.mark.parametrize("kinds", ["h", "p", "0", "hp", "ph", "php", "hhphh", "p0p", "h1h", "1p1", "hph0h1hp"])
+# h: host, p: pinned, 0 and 1: on that GPU, u: unaligned; each part has as many rows as its place in the batch says.
+@pytest.mark.parametrize("kinds", ["h", "p", "0", "hp", "ph", "php", "hhphh", "p0p", "h1h", "1p1", "huh", "hph0h1huhp"])
 @pytest.mark.parametrize("device", [0, None])
 def test_every_row_is_at_its_device_offset(kinds: str, device: int | None) -> None:
     entries, first, expected = [], 0, []
     for count, kind in enumerate(kinds, start=1):
         array = _rows(first, count)
-        entries.append(_entry(x=array if kind == "h" else resident(array, -1 if kind == "p" else int(kind))))
-        if kind in "p0" and device == 0:
+        devices = {"p": PINNED, "u": NOWHERE, "0": 0, "1": 1}
+        entries.append(_entry(x=array if kind == "h" else resident(array, devices[kind])))
+        if kind in "p01" and device == 0:
             expected.append(first)
         first += count
     in_flight = _in_flight(first, device)

@@ -14,7 +14,7 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
-from headrace.core.tensor import PINNED, Array, ResidentRows, as_input
+from headrace.core.tensor import NOWHERE, PINNED, Array, ResidentRows, as_input
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.policy import BatchPolicy
 
@@ -46,14 +46,20 @@ def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themsel
         handle = served(mailbox, model)
         first = handle.infer(infer_request(1))
         await asyncio.to_thread(model.wait_for, "finishing 0")
-        sent = [located(2), infer_request(3, 2), located(4, 2, device=3), located(5, device=1)]
+        sent = [
+            located(2),
+            infer_request(3, 2),
+            located(4, 2, device=3),
+            located(5, device=1),
+            located(6, device=NOWHERE),
+        ]
         waiting = [handle.infer(each) for each in sent]
         model.let_go()
         await first
         answers = [(await completion).outputs["y"][:, 0].tolist() for completion in waiting]
-        assert answers == [[4], [6, 6], [8, 8], [10]]
-        # Only what is on another GPU goes through the host.
-        assert [copies(sent[0]), copies(sent[2]), copies(sent[3])] == [[], [], [8]]
+        assert answers == [[4], [6, 6], [8, 8], [10], [12]]
+        # Only what no GPU can read goes through the host.
+        assert [copies(sent[number]) for number in (0, 2, 3, 4)] == [[], [], [], [8]]
         assert not model.violations
         await asyncio.to_thread(handle.close, 10)
 

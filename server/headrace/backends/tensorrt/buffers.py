@@ -12,7 +12,8 @@ import contextlib
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,11 @@ import numpy as np
 from headrace.backends.base import ResidentInput
 from headrace.backends.tensorrt.plan import PlanBindings, Shape, TensorBinding
 from headrace.core.ledger import NoRoom
-from headrace.core.tensor import Array, ResidentRows
+from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda.driver import CompletionEvent, CudaStream, DeviceError, OutOfDeviceMemory, current
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, DeviceBuffer, copy_on_gpu, download, read_gpu, upload
+from headrace.cuda.peers import peer_copy
 
 _ADDRESS_BYTES = 8
 
@@ -117,6 +119,60 @@ def gather(
     for name, (row_bytes, target) in sizes.items():
         if row_bytes:
             kernel.launch(stream, table.address(name), row_bytes, rows, rows, target, blocks)
+
+
+def fetch_from_peers(
+    resident_inputs: Iterable[ResidentInput],
+    inputs: Mapping[str, Array],
+    addresses: Mapping[str, int],
+    gpu: int,
+    stream: CudaStream,
+) -> list[ResidentInput]:
+    """Queue copies of rows on other GPUs to their places in a batch on this one, which is current.
+
+    Args:
+        resident_inputs: those of the batch; they stay alive until the stream has passed the copies.
+        inputs: pinned arrays of the batch; rows of GPUs without a copy to this one are written there at once.
+        addresses: by input, the address of the batch on this GPU; nothing else uses that memory now.
+        gpu: number of this GPU.
+        stream: stream to queue on, also for the work that reads the rows.
+
+    Returns:
+        The rows that this GPU reads: those copied, at their new addresses, and those that need no copy.
+
+    Raises:
+        HeadraceError: the driver refuses, or rows cannot be read.
+    """
+    local: list[ResidentInput] = []
+    remote: list[ResidentInput] = []
+    for each in resident_inputs:
+        (local if each[2].device in (PINNED, gpu) else remote).append(each)
+    for name, first, rows in _joined(remote):
+        values = inputs[name]
+        copy = peer_copy(rows.device, gpu)
+        if copy is None:
+            start = values[:first].size
+            values.reshape(-1)[start : start + rows.size] = np.asarray(rows).reshape(-1)
+            continue
+        target = addresses[name] + values[:first].nbytes
+        copy.queue(target, rows.address, rows.nbytes, stream)
+        local.append((name, first, replace(rows, address=target, device=gpu, host_copy=partial(read_gpu, gpu))))
+    return local
+
+
+def _joined(resident_inputs: Sequence[ResidentInput]) -> list[ResidentInput]:
+    """Join rows that follow each other in their owner's memory and in the batch: one copy for many requests."""
+    joined: list[ResidentInput] = []
+    for name, first, rows in resident_inputs:
+        if joined:
+            name_before, start, before = joined[-1]
+            follows = (name, first, rows.address) == (name_before, start + len(before), before.address + before.nbytes)
+            if follows and rows.owner is before.owner and rows.shape[1:] == before.shape[1:]:
+                shape = (len(before) + len(rows), *rows.shape[1:])
+                joined[-1] = name, start, replace(before, shape=shape)
+                continue
+        joined.append((name, first, rows))
+    return joined
 
 
 class TensorBuffer:

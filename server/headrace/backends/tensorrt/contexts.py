@@ -23,6 +23,7 @@ from headrace.backends.tensorrt.buffers import (
     BufferSlot,
     OutputPool,
     RowTable,
+    fetch_from_peers,
     gather,
 )
 from headrace.backends.tensorrt.plan import (
@@ -537,7 +538,7 @@ class DeviceResources:
                 GPU; in one graph they are copied out, too.
             context: prepared context of the slot.
             views: arrays on the slot's memory.
-            resident_inputs: inputs that the GPU gathers itself.
+            resident_inputs: inputs that the GPU gathers itself, after copies of those on other GPUs.
             alone: no other batch of the instance is in flight.
 
         Raises:
@@ -547,6 +548,11 @@ class DeviceResources:
         gathered = bool(resident_inputs)
         one_graph = context.is_one_graph(gathered, alone)
         if gathered:
+            stream = self.computing if one_graph else self.copying_in
+            addresses = {name: memory.address for name, memory in slot.inputs.items()}
+            resident_inputs = fetch_from_peers(
+                resident_inputs, views.inputs, addresses, self._plan.allocator.gpu, stream
+            )
             self._write_table(slot, views, context.rows if one_graph else views.rows, resident_inputs)
         spins = one_graph if self._placement.spins is None else self._placement.spins
         slot.finished = slot.copied_out[spins]

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
-from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
 from headrace.backends.tensorrt.contexts import PreparedContext
 from headrace.core.tensor import PINNED, is_resident
 from headrace.cuda.driver import DeviceError
@@ -44,6 +44,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, compiled: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
+    cuda.devices = 2
     host = HostKernels(compiled, cuda)
     monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
@@ -64,7 +65,7 @@ def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.
     while at < len(x):
         count = min(int(rng.integers(1, 3)), len(x) - at)
         if rng.random() < 0.7:
-            values = resident(x[at : at + count], int(rng.choice([PINNED, 0])))
+            values = resident(x[at : at + count], int(rng.choice([PINNED, 0, 1])))
             owners.append(values.owner)
             batch.resident_inputs.append(("x", at, values))
         else:
@@ -93,11 +94,33 @@ def test_rows_are_read_in_place(tmp_path: Path, one_graph_rows: str, parameters:
 
 
 @pytest.mark.usefixtures("trt", "kernels")
-def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path) -> None:
+def test_rows_of_a_gpu_without_copies_pass_through_the_host(
+    cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.wrong_peer_copies = True
+    x = rows(8)
+    with opened(build(tmp_path), parameters_of("2")) as execution:
+        for count in range(1, 9):
+            batch = execution.begin({"x": x}, count)
+            batch.inputs["x"][:] = np.nan
+            parts = [resident(x[at : at + 1], 1 if at % 3 else 0) for at in range(count)]
+            batch.resident_inputs += [("x", at, part) for at, part in enumerate(parts)]
+            execution.launch(batch)
+            np.testing.assert_array_equal(execution.finish(batch)["y"], right(x[:count]))
+            assert [bool(part.owner.copies) for part in parts] == [bool(at % 3) for at in range(count)]
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().startswith(
+        "no copies from GPU 1 to GPU 0, tensors pass through the host: the bytes differ"
+    )
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("device", [PINNED, 1])
+def test_the_memory_is_referenced_until_the_batch_has_finished(tmp_path: Path, device: int) -> None:
     def launched(execution: Any) -> tuple[Any, weakref.ref[HostOwner]]:
         x = rows(3)
         batch = execution.begin({"x": x}, 3)
-        batch.resident_inputs.append(("x", 0, resident(x)))
+        batch.resident_inputs.append(("x", 0, resident(x, device)))
         owner = weakref.ref(batch.resident_inputs[0][2].owner)
         execution.launch(batch)
         return batch, owner
@@ -411,15 +434,20 @@ def test_outputs_stay_on_the_gpu(tmp_path: Path, one_graph_rows: str, parameters
 
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("one_graph_rows", ["0", "8"])
-def test_outputs_are_inputs_of_another_model_on_the_gpu(tmp_path: Path, one_graph_rows: str) -> None:
+@pytest.mark.parametrize(("gpu", "peer_access"), [(0, True), (1, True), (1, False)])
+def test_outputs_are_inputs_of_another_model(
+    cuda: LateCuda, tmp_path: Path, one_graph_rows: str, gpu: int, peer_access: bool
+) -> None:
+    cuda.peer_access = peer_access
     (tmp_path / "sums").mkdir()
     order = TargetSpec("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 2), (8, 2), (8, 2)))),))
     second = build(tmp_path / "sums", sums(width=2), order)
     with (
         opened(build(tmp_path), parameters_of(one_graph_rows)) as first,
-        opened(second, parameters_of(one_graph_rows)) as execution,
+        opened(second, parameters_of(one_graph_rows) | {GPUS: str(gpu)}) as execution,
     ):
         for count in range(1, 9):
+            cuda.peer_copies.clear()
             x, b = rows(count, count), rows(count, 50 + count)[:, :2]
             y = kept(first, x)
             batch = execution.begin({"a": y, "b": b}, count)
@@ -428,6 +456,10 @@ def test_outputs_are_inputs_of_another_model_on_the_gpu(tmp_path: Path, one_grap
             del y
             execution.launch(batch)
             np.testing.assert_array_equal(execution.finish(batch)["z"], right(x) + b)
+            # The first one tests the pair. Rows that follow each other are one copy.
+            assert cuda.peer_copies[-1:] == [(0, 1, count * 8)][:gpu]
+            assert len(cuda.peer_copies) == (1 + (count == 1)) * gpu
+        assert cuda.accesses == ({(1, 0)} if gpu and peer_access else set())
 
 
 @pytest.mark.usefixtures("trt", "kernels")
