@@ -37,6 +37,7 @@ def test_pictures_that_lie_anywhere() -> None:
             for offset in (0, 1, 4, 8):
                 check_pictures_anywhere(RECIPES[name], dtype, 5, offset)
         check_pictures_anywhere(RECIPES["crop only"], dtype, 64)
+        check_pictures_anywhere(RECIPES["one pixel"], dtype, 140_000)  # more than a grid has rows
 
 
 def test_copies_by_either_kernel_have_the_same_bits() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_cuda import DriverError, FakeCuda
 
 # Light headers and no threads of the system: a kernel is compiled and run in a fraction of a second. A block's threads take
 # turns at every barrier, in one order and then in the other: a barrier that is missing gives wrong results every time.
@@ -169,5 +169,7 @@ class _Function:
     ) -> None:
         assert len(arguments) == len(self._types)
         assert all(type(argument) is int for argument in arguments), arguments
+        if not (0 < grid[0] < 1 << 31 and 0 < grid[1] < 1 << 16):  # sizes of a CUDA grid
+            raise DriverError("cuLaunchKernel failed: invalid argument")
         handed = [ctypes.c_ulonglong(argument) for argument in arguments]
         self._cuda.submit(lambda: self._run(*map(ctypes.c_uint, (*grid, block[0])), *handed), stream.handle)

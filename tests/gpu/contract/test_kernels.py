@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from headrace.cuda.kernels import launching
-from headrace.cuda.kernels.launching import Classifier, Preprocessor
+from headrace.cuda import driver
+from headrace.cuda.driver import CudaStream
+from headrace.cuda.kernels import launching, loading
+from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor
 from headrace.pipelines.recipe import ImageRecipe
 
 from tests.support.kernel_cases import (
@@ -38,6 +40,32 @@ def test_copies_by_the_kernel_that_also_resizes_have_the_same_bits(dtype: str) -
 def test_pictures_that_lie_anywhere(dtype: str, offset: int) -> None:
     for name in ("not divisible", "odd channels last", "odd gray", "one pixel"):
         check_pictures_anywhere(RECIPES[name], dtype, offset=offset)
+
+
+def test_no_grid_is_larger_than_a_gpu_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, int]] = []
+    monkeypatch.setattr(loading.Kernels, "launch", lambda self, name, grid, *rest: grids.append(grid))
+    recipe = RECIPES["one pixel"]
+    for kernel in (PictureScaler(0, recipe, "float32"), Preprocessor(0, recipe, "float32")):
+        launches = [kernel.launch, kernel.launch_each] if isinstance(kernel, PictureScaler) else [kernel.launch]
+        with driver.current():
+            stream = CudaStream()
+            for launch in launches:
+                launch(stream, 0, 140_000, 0)
+                assert [rows for _, rows in grids] == [65_535, 65_535, 8_930]
+                grids.clear()
+            del stream
+        kernel.close()
+
+
+def test_every_picture_of_a_batch_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_MAX_GRID_ROWS", 2)
+    for name in ("odd channels last", "odd gray"):
+        for rows in (2, 3, 6):
+            check_pictures_anywhere(RECIPES[name], "float32", rows)
+            check_pictures(RECIPES[name], "float16", rows)
+            check_pictures(RECIPES[name], "float32", rows, general=True)
+    check_pictures(RECIPES["shrunk"], "float16", 5, graph=True)
 
 
 def test_the_kernel_divides_if_multiplying_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ context current (`headrace.cuda.driver.current`). Addresses are CUdeviceptr.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,16 @@ from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 from headrace.pipelines.recipe import PRECISION_BITS, ImageRecipe, Resampling
 
 _ALIGNMENT_BYTES = 16
+_ADDRESS_BYTES = 8
+
+# Largest second dimension of a CUDA grid (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+_MAX_GRID_ROWS = 65_535
+
+
+def _parts(rows: int) -> Iterator[tuple[int, int]]:
+    """Cut a batch into launches; yields the first row and the number of rows of each."""
+    for first in range(0, rows, _MAX_GRID_ROWS):
+        yield first, min(rows - first, _MAX_GRID_ROWS)
 
 
 class Preprocessor:
@@ -56,6 +66,7 @@ class Preprocessor:
             "HALF": is_half(dtype),
             "PRECISION_BITS": PRECISION_BITS,
         }
+        self._pixel_bytes, self._tensor_bytes = math.prod(recipe.pixels), _tensor_bytes(recipe, dtype)
         self._device = device
         self._kernels = Kernels(device, "pictures.cu", options, {"prepare": "PPPPiPPiPPiiii"})
         self._tables, addresses = _copy_to_gpu(
@@ -74,13 +85,15 @@ class Preprocessor:
         Args:
             stream: stream to queue on.
             source: address of uint8 (rows, *recipe.pixels).
-            rows: images, at most 65535 (rows of a CUDA grid).
+            rows: images.
             destination: address of the tensor, (rows, *shape of one tensor).
 
         Raises:
             DeviceError: the driver refuses.
         """
-        self._kernels.launch("prepare", (self._grid, rows), THREADS, stream, source, destination, *self._arguments)
+        for first, count in _parts(rows):
+            pixels, target = source + first * self._pixel_bytes, destination + first * self._tensor_bytes
+            self._kernels.launch("prepare", (self._grid, count), THREADS, stream, pixels, target, *self._arguments)
 
     def close(self) -> None:
         """Free the tables and unload the kernel; all work must be done."""
@@ -200,6 +213,7 @@ class PictureScaler:
         self._arguments = (pixels, *_bits(mean), *_bits(std), *_bits(inverse))
         group = _PIECE_BYTES // np.dtype(dtype).itemsize
         self._blocks = -(-pixels // (THREADS * group))
+        self._pixel_bytes, self._tensor_bytes = math.prod(recipe.pixels), _tensor_bytes(recipe, dtype)
 
     @staticmethod
     def fits(recipe: ImageRecipe) -> bool:
@@ -208,7 +222,7 @@ class PictureScaler:
 
     def launch(self, stream: CudaStream, source: int, rows: int, destination: int) -> None:
         """Queue the kernel for a batch; see `Preprocessor.launch`."""
-        self._kernels.launch("scale_all", (self._blocks, rows), THREADS, stream, source, destination, *self._arguments)
+        self._launch("scale_all", stream, source, self._pixel_bytes, rows, destination)
 
     def launch_each(self, stream: CudaStream, addresses: int, rows: int, destination: int) -> None:
         """Queue the kernel for a batch whose images lie at any addresses.
@@ -217,19 +231,30 @@ class PictureScaler:
             stream: stream to queue on.
             addresses: address, on the GPU or in pinned memory, of uint64 (rows,) with the address of each image,
                 there likewise.
-            rows: images, at most 65535.
+            rows: images.
             destination: address of the tensor, (rows, *shape of one tensor).
 
         Raises:
             DeviceError: the driver refuses.
         """
-        self._kernels.launch(
-            "scale_each", (self._blocks, rows), THREADS, stream, addresses, destination, *self._arguments
-        )
+        self._launch("scale_each", stream, addresses, _ADDRESS_BYTES, rows, destination)
 
     def close(self) -> None:
         """Unload the kernel; all work must be done."""
         self._kernels.close()
+
+    def _launch(
+        self, kernel: str, stream: CudaStream, source: int, source_bytes: int, rows: int, destination: int
+    ) -> None:
+        """Queue a kernel that reads `source_bytes` at `source` for each row."""
+        for first, count in _parts(rows):
+            start, target = source + first * source_bytes, destination + first * self._tensor_bytes
+            self._kernels.launch(kernel, (self._blocks, count), THREADS, stream, start, target, *self._arguments)
+
+
+def _tensor_bytes(recipe: ImageRecipe, dtype: npt.DTypeLike) -> int:
+    """Bytes of the tensor of one image."""
+    return math.prod(recipe.shape[1:]) * np.dtype(dtype).itemsize
 
 
 def multiplies(mean: np.float32, std: np.float32) -> bool:
