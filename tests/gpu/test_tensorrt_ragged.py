@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnxruntime as ort
+import pytest
+from headrace.backends.onnxruntime_cuda import PROVIDER
+
 from tests.support import gpu_ragged_cases as cases
 from tests.support.gpu_marks import gpu_marks
 
@@ -12,3 +16,8 @@ pytestmark = gpu_marks(180, "pydantic", "onnx", "onnxruntime")
 
 def test_every_answer_is_that_of_the_request_alone(tmp_path: Path) -> None:
     cases.check_all(cases.make_repository(tmp_path))
+
+
+@pytest.mark.skipif(PROVIDER not in ort.get_available_providers(), reason="needs onnxruntime-gpu")
+def test_the_cuda_provider_joins_requests_too(tmp_path: Path) -> None:
+    cases.check_cuda_provider(tmp_path)

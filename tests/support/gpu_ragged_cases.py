@@ -13,6 +13,7 @@ import headrace
 import numpy as np
 import onnx
 from headrace.config.model_folder import read_model_folder
+from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import Array
 from headrace_engines.__main__ import main
@@ -21,6 +22,7 @@ from headrace_engines.project import read_spec
 from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support.models import add_model
 from tests.support.ragged_models import ragged_spans
 
 ROWS, MOST = 8, 64
@@ -150,5 +152,21 @@ def check_all(repository: Path) -> None:
                 await check_answers(server, model, lengths)
                 await check_bounds(server, model)
                 await check_cancelled(server, model)
+
+    asyncio.run(run())
+
+
+def check_cuda_provider(repository: Path) -> None:
+    """Serve a model without an engine with ONNX Runtime's CUDA provider, which joins requests too."""
+    accelerator = "execution_accelerators: {gpu_execution_accelerator: [{name: cuda}]}"
+    config = CONFIG.replace(f"profiles: [{{shapes: {{ELEMENTS: [[1], [32], [{MOST}]]}}}}]", accelerator)
+    assert accelerator in config
+    add_model(repository, "m", ragged_spans(), files={"config.yaml": config})
+
+    async def run() -> None:
+        async with headrace.Server(repository, state_dir="") as server:
+            assert server.model("m").spec.parameters["headrace.runtime"] == CUDA_RUNTIME
+            await check_answers(server, "m", [1, MOST, *range(1, 30)])
+            await check_cancelled(server, "m")
 
     asyncio.run(run())

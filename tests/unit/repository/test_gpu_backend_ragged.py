@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from headrace.backends.base import InFlightBatch
 from headrace.backends.tensorrt.backend import TensorRtExecution
-from headrace.config.serving_plan import CUDA_RUNTIME
 from headrace_engines.build import build_engine
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
@@ -73,18 +72,7 @@ def test_no_graph_and_one_context_for_each_slot(trt: Any, cuda: Any, tmp_path: P
 
 def test_the_cuda_provider_joins_requests_too(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_provider(monkeypatch)
-    accelerator = "execution_accelerators: {gpu_execution_accelerator: [{name: cuda}]}"
-    config = cases.CONFIG.replace("profiles: [{shapes: {ELEMENTS: [[1], [32], [64]]}}]", accelerator)
-    assert accelerator in config
-    add_model(tmp_path, "m", ragged_spans(), files={"config.yaml": config})
-
-    async def check() -> None:
-        async with headrace.Server(tmp_path, state_dir="") as server:
-            assert server.model("m").spec.parameters["headrace.runtime"] == CUDA_RUNTIME
-            await cases.check_answers(server, "m", [1, cases.MOST, *range(1, 30)])
-            await cases.check_cancelled(server, "m")
-
-    asyncio.run(check())
+    cases.check_cuda_provider(tmp_path)
     gc.collect()
     assert not cuda.live, "memory was not given back"
 
