@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ parameters {{ key: "headrace.execution_timeout_s" value {{ string_value: "{limit
 """
 CODE = """
 import os, time
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -40,6 +42,8 @@ class TritonPythonModel:
         for array in arrays:
             if array[0, 0] == 1000:
                 time.sleep(3600)
+        if arrays[0][0, 0] == 2000:
+            arrays = [np.zeros((int(arrays[0][0, 1]), 2), np.float32)]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array * 2)]) for array in arrays]
 """
 
@@ -126,6 +130,34 @@ def test_a_stopped_process_is_replaced_and_its_batch_sent_to_the_next(server: Se
     os.kill(pid, signal.SIGSTOP)
     assert infer(server, "hanging", 1)[0] == 200  # the stopped process had not begun it
     assert pid not in pids(repository, "hanging")
+
+
+def slots_mib(server: Server, model: str) -> float:
+    """Memory of the slots that the server has for the processes of a model, in MiB."""
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    seen: dict[int, int] = {}
+    for link in folder.iterdir():
+        with suppress(FileNotFoundError):
+            if f"memfd:headrace {model}#" in os.readlink(link):
+                status = link.stat()
+                seen[status.st_ino] = status.st_blocks * 512
+    return sum(seen.values()) / 2**20
+
+
+def test_the_memory_of_a_dead_process_is_free_at_once(server: Server, repository: Path) -> None:
+    """A process that is killed for lack of memory leaves its output, which has used the memory up, to the server."""
+    rows = 4 << 20
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [2000, rows]}]}
+    for _ in range(3):
+        status, _headers, answer = server.request("POST", "/v2/models/neighbour/infer", json.dumps(body).encode())
+        assert status == 500
+        assert "for 1 rows" in json.loads(answer)["error"]
+        assert slots_mib(server, "neighbour") >= 32
+        (pid,) = pids(repository, "neighbour")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda killed=pid: killed not in pids(repository, "neighbour"))  # type: ignore[misc]
+        until(lambda: slots_mib(server, "neighbour") < 1)
+        assert infer(server, "neighbour", 3)[0] == 200
 
 
 def test_no_process_outlives_a_server_that_is_killed(repository: Path, tmp_path: Path) -> None:

@@ -314,6 +314,10 @@ class ModelCall:
         self.end = START
 
 
+def _no_batch() -> RunningBatch | None:
+    return None
+
+
 class CallConnection:
     """Calls of one process; implements `CallSocket`. On the event loop only, but for its construction, `post` and the members of
     `CallSocket`.
@@ -374,6 +378,9 @@ class CallConnection:
         if self._is_closed:
             return
         self._is_closed = True
+        self._running_batch = (
+            _no_batch  # else this object and the process's connection would keep each other, and its memory
+        )
         if self in self._calls.connections:
             self._calls.connections.remove(self)
         loop, descriptor = self._calls.loop, self._end.fileno()

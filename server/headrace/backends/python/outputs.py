@@ -65,7 +65,7 @@ _ERRORS: dict[int, Callable[[str], HeadraceError]] = {
 class SlotPool:
     """The slots of one process of an instance.
 
-    Ownership: one thread takes slots; any thread may drop a lease.
+    Ownership: one thread takes slots; any thread may drop a lease or close the pool.
 
     Args:
         name: of the instance, for diagnosis.
@@ -80,12 +80,21 @@ class SlotPool:
 
     def take(self) -> SlotLease:
         """Return a free slot, or a new one; raises OSError if there is no memory."""
+        slots = self._slots
         try:
             index = self._free.popleft()
-        except IndexError:
-            self._slots.append(Slot.create(self._name, self._size_bytes))
-            return SlotLease(self._free, len(self._slots) - 1, self._slots[-1], is_new=True)
-        return SlotLease(self._free, index, self._slots[index], is_new=False)
+            return SlotLease(self._free, index, slots[index], is_new=False)
+        except IndexError:  # none is free, or the pool is closed
+            slots.append(Slot.create(self._name, self._size_bytes))
+            return SlotLease(self._free, len(slots) - 1, slots[-1], is_new=True)
+
+    def close(self) -> None:
+        """Free the memory of the slots that no lease uses, those of leases with their end: the process is gone.
+
+        Its connection may be referenced longer, and a process that has used up the memory of the machine leaves it in a slot.
+        """
+        self._free.clear()
+        self._slots = []
 
     @property
     def is_exhausted(self) -> bool:

@@ -416,6 +416,7 @@ class InstanceProcess:
             self._changed.notify_all()
         self.on_change()
         if connection is not None:
+            connection.slots.close()
             connection.shut()
             connection.close_calls()
             connection.control.close()
