@@ -330,7 +330,8 @@ class Model:
             except asyncio.CancelledError:
                 completion.abandon()
                 error = Cancelled("the caller has cancelled the request")
-                handle.record_failure(error, received_ns, isinstance(completion.outcome, InferResponse))
+                outcome = completion.outcome
+                handle.record_failure(error, received_ns, outcome if isinstance(outcome, InferResponse) else None)
                 raise
         except HeadraceError as error:
             handle.record_failure(error, received_ns)

@@ -68,6 +68,13 @@ def call(server: Server, how: str, model: str, output_bytes: int) -> bool:
         return True
 
 
+def success_ns(server: Server, model: str) -> int:
+    """Time of the successful requests in the statistics."""
+    content = server.request("GET", f"/v2/models/{model}/stats")[2]
+    time_ns: int = json.loads(content)["model_stats"][0]["inference_stats"]["success"]["ns"]
+    return time_ns
+
+
 def counts(server: Server, model: str) -> list[tuple[float, float]]:
     """Successes and failures in the statistics, in both families of metrics and on the page."""
     status, _, content = server.request("GET", f"/v2/models/{model}/stats")
@@ -92,7 +99,10 @@ def counts(server: Server, model: str) -> list[tuple[float, float]]:
 def test_a_response_that_cannot_be_encoded_counts_once(server: Server, model: str, how: str) -> None:
     (successes, failures), *others = counts(server, model)
     assert call(server, how, model, 16)
+    until(lambda: counts(server, model) == [(successes + 1, failures)] * 4)
+    succeeded_ns = success_ns(server, model)
     assert not call(server, how, model, 15), "the output does not fit"
     assert not call(server, how, model, 15)
     until(lambda: counts(server, model) == [(successes + 1, failures + 2)] * 4)
+    until(lambda: success_ns(server, model) == succeeded_ns)
     assert others == [(successes, failures)] * 3

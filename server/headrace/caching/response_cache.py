@@ -224,9 +224,9 @@ class VersionCache:
     def _hit(self, request: InferRequest, entry: CacheEntry, start_ns: int) -> LoopCompletion:
         self._admit(request, start_ns)
         completion = LoopCompletion(self._mailbox)
-        completion.claim(InferResponse(entry.outputs, cached=True))
-        completion.wake()
         now_ns = self._clock()
+        completion.claim(InferResponse(entry.outputs, cached=True, done_ns=now_ns))
+        completion.wake()
         self.hits += 1
         self._recorder.record_cache_hit(request.received_ns, now_ns - start_ns, now_ns)
         self.benefit.count_hit(entry.compute_ns - (now_ns - start_ns))
@@ -301,7 +301,7 @@ class VersionCache:
         outcome = pending.outcome = None if completion is None else completion.outcome
         pending.completion = None
         if pending.fetched is not None and isinstance(outcome, InferResponse):
-            self._end_fetched(pending, pending.fetched)
+            self._end_fetched(pending, pending.fetched, outcome.done_ns)
             spent_ns = 0
         elif isinstance(outcome, InferResponse):
             start_ns = self._clock()
@@ -353,7 +353,7 @@ class VersionCache:
         now_ns = self._clock()
         compute_ns = _compute_ns(response, pending.request, now_ns)
         while (follower := _pop(pending.followers)) is not None:
-            shared = InferResponse(pending.outputs, cached=True, parameters=response.parameters)
+            shared = InferResponse(pending.outputs, cached=True, parameters=response.parameters, done_ns=now_ns)
             if follower.completion.claim(shared):
                 settled.append(follower.completion)
                 self.merged += 1
@@ -377,7 +377,7 @@ class VersionCache:
                 follower.completion.settle(error)
                 continue
             self.misses += 1
-            self._forward(computed, follower.completion)
+            self._forward(follower.request, computed, follower.completion)
             pending.followers.extend(followers)
             followers.clear()
             self._watch(pending, computed, compute)
@@ -433,14 +433,13 @@ class VersionCache:
             return
         if response is None:
             self.misses += 1
-            self._forward(inner, completion)
+            self._forward(request, inner, completion)
             return
         pending.fetched, pending.outputs = response, response.outputs
-        completion.settle_now(InferResponse(response.outputs, cached=True))
+        completion.settle_now(InferResponse(response.outputs, cached=True, done_ns=self._clock()))
 
-    def _end_fetched(self, pending: PendingResponse, response: StoredResponse) -> None:
+    def _end_fetched(self, pending: PendingResponse, response: StoredResponse, now_ns: int) -> None:
         """Count a response from Redis, and store it here; called on the loop."""
-        now_ns = self._clock()
         self.hits += 1
         if self._remote is not None:
             self._remote.totals.hits += 1
@@ -451,14 +450,14 @@ class VersionCache:
             expires_ns = now_ns + max(response.expires_ms * NS_PER_MS - time.time_ns(), 1)
         self._entries.put(pending.key, response.outputs, response.compute_ns, now_ns, expires_ns)
 
-    def _forward(self, inner: LoopCompletion, outer: LoopCompletion) -> None:
+    def _forward(self, request: InferRequest, inner: LoopCompletion, outer: LoopCompletion) -> None:
         """Settle `outer` with the outcome of `inner`, and abandon `inner` once nothing waits for `outer`; called on the loop."""
 
         def settle() -> None:
             outcome = inner.outcome
             if outcome is not None and not outer.settle_now(outcome) and isinstance(outcome, InferResponse):
                 # `outer` had an error first, and `inner` was counted as answered
-                self._recorder.record_undelivered()
+                self._recorder.record_undelivered(1, outcome.duration_ns(request.received_ns))
 
         before = outer.after
 
@@ -488,7 +487,7 @@ class VersionCache:
             except Exception as error:
                 completion.settle(error)
             else:
-                self._forward(inner, completion)
+                self._forward(request, inner, completion)
 
         def hash_inputs() -> None:
             begin_ns = self._clock()

@@ -101,6 +101,7 @@ class InferResponse:
         steps: steps of a pipeline request; () for any other.
         cached: True if the outputs come from the response cache.
         parameters: parameters that the code of the model has given the response; None for none.
+        done_ns: monotonic time up to which the request is counted; 0: the end of split in `times`.
     """
 
     outputs: dict[str, Array]
@@ -110,6 +111,12 @@ class InferResponse:
     steps: tuple[PipelineStepTimes, ...] = ()
     cached: bool = False
     parameters: Mapping[str, ParameterValue] | None = None
+    done_ns: int = 0
+
+    def duration_ns(self, received_ns: int) -> int:
+        """Return the time with which the request is counted as answered; `received_ns` is the monotonic time of its arrival."""
+        done_ns = self.done_ns or (0 if self.times is None else self.times.split_ns)
+        return max(done_ns - received_ns, 0)
 
 
 class LevelLoad(NamedTuple):

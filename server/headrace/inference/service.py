@@ -316,8 +316,8 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         handle, stage = pending.handle, pending.stage
         pending.stage = _FAILED
         if handle is not None and stage in (_LEASED, _ANSWERED):
-            completion = getattr(pending, "completion", None)  # none before `enqueue`
-            answered = completion is not None and isinstance(completion.outcome, InferResponse)
+            outcome = getattr(getattr(pending, "completion", None), "outcome", None)  # none before `enqueue`
+            answered = outcome if isinstance(outcome, InferResponse) else None
             handle.record_failure(failure, pending.received_ns, answered)
             if stage == _LEASED:
                 handle.release()

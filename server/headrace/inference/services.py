@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.core.access import AccessControl
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
-from headrace.core.request import InferRequest, ModelLoad, Probe
+from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
@@ -60,7 +60,7 @@ class Handle(HasReadiness, Protocol):
     def load(self, by_level: bool = True) -> ModelLoad:
         """Return queue depth, running rows and predicted wait; also for each priority level if `by_level`."""
 
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         """Count a failed request; `received_ns` is the monotonic time of its arrival."""
 
     def release(self) -> None:

@@ -242,6 +242,7 @@ class Totals:
         undelivered: requests that the model or the response cache answered, and that ended with an error all the same: the
             response could not be encoded or joined, the deadline passed, or the client disconnected. They count in `failures`
             too; their times stay in the sums below.
+        undelivered_ns: the part of `request_ns` and `cached_ns` that is theirs.
         request_ns: their time from arrival to the end of split, summed.
         failures: requests that got an error, by reason.
         failure_ns: their time, summed.
@@ -267,6 +268,7 @@ class Totals:
 
     requests: int = 0
     undelivered: int = 0
+    undelivered_ns: int = 0
     request_ns: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     failure_ns: int = 0
@@ -294,9 +296,9 @@ class Totals:
     phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in TIMES})
 
     SUMS: ClassVar[tuple[str, ...]] = (
-        "requests", "undelivered", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns", "compute_ns",
-        "split_ns", "busy_ns", "shape_changes", "inline_runs", "inline_disabled", "positions", "padding_positions",
-        "wasted_ns", "cache_hits", "cache_hit_ns", "cache_misses", "cache_miss_ns", "cached_ns",
+        "requests", "undelivered", "undelivered_ns", "request_ns", "failure_ns", "rows", "executions", "queue_ns", "assemble_ns",
+        "compute_ns", "split_ns", "busy_ns", "shape_changes", "inline_runs", "inline_disabled", "positions",
+        "padding_positions", "wasted_ns", "cache_hits", "cache_hit_ns", "cache_misses", "cache_miss_ns", "cached_ns",
     )  # fmt: skip
     """Names of the attributes that are plain sums."""
 
@@ -304,6 +306,11 @@ class Totals:
     def successes(self) -> int:
         """Number of requests whose client got a response; those of the response cache included."""
         return self.requests + self.cache_hits - self.undelivered
+
+    @property
+    def success_ns(self) -> int:
+        """Time of the requests of `successes` from arrival to response, summed."""
+        return max(self.request_ns + self.cached_ns - self.undelivered_ns, 0)
 
     def copy(self) -> Totals:
         """Return an independent copy."""
@@ -456,7 +463,7 @@ class Recorder:
         self._queue_ns: list[int] = []
         self._total_ns: list[int] = []
         self._batches_ns: list[int] = []  # four of each batch: assemble, compute, split, and the number of its requests
-        self._scraped_successes = 0
+        self._scraped_successes = self._scraped_ns = 0
         self._codecs_ns: deque[int] = deque()  # two of each response: decode, encode
 
     def record_batch(self, batch: BatchRecord) -> None:
@@ -606,13 +613,13 @@ class Recorder:
             self._totals.executions += 1
             self._totals.reasons[reason] += 1
 
-    def failure(self, reason: str, time_ns: int, answered: bool = False) -> None:
+    def failure(self, reason: str, time_ns: int, answered_ns: int | None = None) -> None:
         """Count a request that failed.
 
         Args:
             reason: of its error.
             time_ns: from its arrival to the error.
-            answered: the model or the response cache had answered it, so that it was counted as answered.
+            answered_ns: time with which it was counted as answered, by the model or the response cache; None if it was not.
         """
         second = self._clock() // NS_PER_S
         with self._lock:
@@ -620,12 +627,20 @@ class Recorder:
                 self._snapshots.put(second, self._copy())
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
-            self._totals.undelivered += answered
+            if answered_ns is not None:
+                self._totals.undelivered += 1
+                self._totals.undelivered_ns += answered_ns
 
-    def record_undelivered(self, requests: int = 1) -> None:
-        """Count requests that were counted as answered although an error had ended them before; `failure` counts the error."""
+    def record_undelivered(self, requests: int, time_ns: int) -> None:
+        """Count requests that were counted as answered although an error had ended them before; `failure` counts the error.
+
+        Args:
+            requests: number of them.
+            time_ns: time with which they were counted, summed.
+        """
         with self._lock:
             self._totals.undelivered += requests
+            self._totals.undelivered_ns += time_ns
 
     def add_exemplar(self, total_ns: int, trace_id: str) -> None:
         """Make a traced request the exemplar of its bucket of `total`.
@@ -643,15 +658,17 @@ class Recorder:
             return self._copy()
 
     def scraped_totals(self) -> Totals:
-        """Return a copy of all counts for Prometheus, which takes a smaller `successes` than before for a restart.
+        """Return a copy of all counts for Prometheus, which takes smaller counters than before for a restart.
 
         A request that fails after its answer counts as a success between the two. If a scrape comes in between, the later ones
-        return the same number until other requests succeed.
+        return the same number and the same `success_ns` until other requests succeed.
         """
         with self._lock:
             totals = self._copy()
             self._scraped_successes = max(self._scraped_successes, totals.successes)
+            self._scraped_ns = max(self._scraped_ns, totals.success_ns)
             totals.undelivered = totals.requests + totals.cache_hits - self._scraped_successes
+            totals.undelivered_ns = totals.request_ns + totals.cached_ns - self._scraped_ns
             return totals
 
     def request_counts(self) -> tuple[int, int]:
@@ -693,7 +710,7 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
 
     As in Triton, `inference_count` counts rows, `execution_count` batches, and all others requests; `batch_stats` has one entry
     for each batch size that occurred. Requests that the response cache answered count in `success` and `queue` only. A
-    request that failed after its answer counts in `fail`, and in the phases that it ran through.
+    request that failed after its answer counts in `fail`, with its time, and in the phases that it ran through.
     """
     requests = totals.requests
     failed = sum(totals.failures.values())
@@ -704,7 +721,7 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
         "inference_count": totals.rows,
         "execution_count": totals.executions,
         "inference_stats": {
-            "success": _duration(totals.successes, totals.request_ns + totals.cached_ns),
+            "success": _duration(totals.successes, totals.success_ns),
             "fail": _duration(failed, totals.failure_ns),
             "queue": _duration(requests + totals.cache_hits, totals.queue_ns),
             "compute_input": _duration(requests, totals.assemble_ns),

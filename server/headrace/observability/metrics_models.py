@@ -240,7 +240,7 @@ _COUNTERS: dict[str, Callable[[Totals], float]] = {
     "request_success": lambda t: t.successes,
     "count": lambda t: t.rows,
     "exec_count": lambda t: t.executions,
-    "request_duration_us": lambda t: _us(t.request_ns + t.cached_ns),
+    "request_duration_us": lambda t: _us(t.success_ns),
     "queue_duration_us": lambda t: _us(t.queue_ns),
     "compute_input_duration_us": lambda t: _us(t.assemble_ns),
     "compute_infer_duration_us": lambda t: _us(t.compute_ns),

@@ -412,12 +412,14 @@ class PipelineHandle(VersionHandle):
         outcome = run.outcome
         if run.predicted_ns:
             self._learn(run)
-        wasted_ns = self.step_totals.record(run.times, self._clock(), not isinstance(outcome, InferResponse))
+        now_ns = self._clock()
+        wasted_ns = self.step_totals.record(run.times, now_ns, not isinstance(outcome, InferResponse))
         if isinstance(outcome, InferResponse):
             times: Sequence[BatchTimes] = [step.times for step in run.times if step.times is not None]
             if self.graph.rows_run_alone:  # rows that shared a batch have its times once
                 times = list(dict.fromkeys(times))
-            self.recorder.record_pipeline(run.request.rows, self._clock() - run.request.received_ns, times)
+            outcome.done_ns = now_ns
+            self.recorder.record_pipeline(run.request.rows, now_ns - run.request.received_ns, times)
             return
         if wasted_ns:
             self.recorder.record_wasted(wasted_ns)

@@ -558,7 +558,7 @@ class CallConnection:
             except Exception as error:  # a callback of a completion must not raise
                 logger.error("a reply to model %s cannot be written: %.500r", self.caller, error)
                 if isinstance(outcome, InferResponse):
-                    handle.record_failure(ModelFailed("the reply cannot be written"), now_ns, answered=True)
+                    handle.record_failure(ModelFailed("the reply cannot be written"), now_ns, outcome)
                 self._close()
             finally:
                 handle.release()

@@ -23,6 +23,9 @@ from headrace.scheduling.executor import OutputMismatch
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import Entry
 
+Undelivered = Callable[[int, int], object]
+"""Counts requests that were counted as answered and have failed: their number, and their time in nanoseconds, summed."""
+
 _NO_SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
@@ -35,7 +38,7 @@ class EntryFactory:
         policy: serving policy; one request has at most as many entries as the queue holds.
         remove: removes a settled entry from the queue.
         sequencer: orders the responses; None returns them as they complete.
-        undelivered: counts requests that a batch has counted as answered although their clients get an error.
+        undelivered: counts requests that a batch has counted as answered although their clients get an error, and their time.
         queue_key: returns the queue's key for the shape key of a request; None to use it as it is.
         mismatch: output mismatch of the model that ended splitting; None while requests may be split.
     """
@@ -44,7 +47,7 @@ class EntryFactory:
     policy: HandlePolicy
     remove: Callable[[Entry], None]
     sequencer: Sequencer | None
-    undelivered: Callable[[int], object]
+    undelivered: Undelivered
     queue_key: Callable[[object], object] | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +80,7 @@ class EntryFactory:
         else:
             entries = self._parts(request, completion, level, now_ns)
         if self.sequencer is not None:
-            _sequence(self.sequencer, [entry.completion for entry in entries])
+            _sequence(self.sequencer, [entry.completion for entry in entries], request.received_ns)
         return entries
 
     def _level(self, request: InferRequest) -> int:
@@ -107,7 +110,7 @@ class EntryFactory:
                 f"{queue_rows}: send several smaller requests"
             )
         parts = split_request(request, max_rows)
-        joiner = PartJoiner(whole, len(parts), lambda: self.mismatch, self.undelivered)
+        joiner = PartJoiner(whole, len(parts), lambda: self.mismatch, self.undelivered, request.received_ns)
         entries: list[Entry] = []
         for index, part in enumerate(parts):
             entry = Entry(part, PartCompletion(joiner, index), level, now_ns, self._objective_ns)
@@ -144,7 +147,7 @@ def _member(request: InferRequest, completion: Completion) -> BatchMember:
     )
 
 
-def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
+def _sequence(sequencer: Sequencer, completions: list[Completion], received_ns: int) -> None:
     for completion in completions:
         before = completion.after
 
@@ -154,7 +157,7 @@ def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
             sequencer.release()
 
         completion.after = after
-    sequencer.admit(completions)
+    sequencer.admit(completions, received_ns)
 
 
 def split_request(request: InferRequest, max_rows: int) -> list[InferRequest]:
@@ -184,6 +187,7 @@ class PartJoiner:
         parts: number of parts.
         refusal: returns an error if parts of this model can no longer be joined, else None.
         undelivered: see `EntryFactory`. The batch of the last part counts the request as answered, also if it fails.
+        received_ns: monotonic time of arrival of the request.
     """
 
     def __init__(
@@ -191,11 +195,13 @@ class PartJoiner:
         whole: Completion,
         parts: int,
         refusal: Callable[[], HeadraceError | None],
-        undelivered: Callable[[int], object],
+        undelivered: Undelivered,
+        received_ns: int,
     ) -> None:
         self.whole = whole
-        self._refusal, self._undelivered = refusal, undelivered
-        self._counted = self._failed = False  # the last part has its response, the whole has ended without one
+        self._refusal, self._undelivered, self._received_ns = refusal, undelivered, received_ns
+        self._counted: InferResponse | None = None  # of the last part
+        self._failed = False  # the whole has ended without a response
         self._lock = threading.Lock()
         self._outputs: list[dict[str, Array]] = [{} for _ in range(parts)]
         self._missing = parts
@@ -210,28 +216,30 @@ class PartJoiner:
             self._missing -= 1
             complete = self._missing == 0
             if index == len(self._outputs) - 1:
-                self._counted = True
-            undelivered = self._counted and self._failed
-            self._failed = self._failed and not undelivered
-        if undelivered:
-            self._undelivered(1)
+                self._counted = outcome
+            undelivered = self._counted if self._failed else None
+            self._failed = self._failed and undelivered is None
+        if undelivered is not None:
+            self._undelivered(1, undelivered.duration_ns(self._received_ns))
         if complete:
             self.whole.settle(self._joined())
 
     def fail(self) -> None:
         """Record that the whole request has ended without a response; once."""
         with self._lock:
-            self._failed, undelivered = not self._counted, self._counted
-        if undelivered:
-            self._undelivered(1)
+            undelivered = self._counted
+            self._failed = undelivered is None
+        if undelivered is not None:
+            self._undelivered(1, undelivered.duration_ns(self._received_ns))
 
     def _joined(self) -> Outcome:
         refusal = self._refusal()
         if refusal is not None:
             return refusal
         try:
-            parts = self._outputs
-            return InferResponse({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+            parts, times = self._outputs, None if self._counted is None else self._counted.times
+            outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            return InferResponse(outputs, done_ns=0 if times is None else times.split_ns)
         except HeadraceError as error:
             return error
         except (ValueError, MemoryError) as error:
@@ -273,17 +281,17 @@ class Sequencer:
         undelivered: see `EntryFactory`. A batch counts a request as answered once its outcome is stored here.
     """
 
-    def __init__(self, undelivered: Callable[[int], object]) -> None:
+    def __init__(self, undelivered: Undelivered) -> None:
         self._undelivered = undelivered
         self._lock = threading.Lock()
-        self._waiting: deque[Completion] = deque()
+        self._waiting: deque[tuple[Completion, int]] = deque()  # with the arrival of the request
         self._outcomes: dict[Completion, Outcome] = {}
         self._releasing = False
 
-    def admit(self, completions: Iterable[Completion]) -> None:
-        """Append requests to the order."""
+    def admit(self, completions: Iterable[Completion], received_ns: int) -> None:
+        """Append a request, or its parts, to the order; `received_ns` is the monotonic time of its arrival."""
         with self._lock:
-            self._waiting.extend(completions)
+            self._waiting.extend((completion, received_ns) for completion in completions)
 
     def deliver(self, pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
         """Store the outcomes of a batch and settle those whose earlier requests are settled.
@@ -313,23 +321,26 @@ class Sequencer:
                 if not ready:
                     self._releasing = False
                     return
-            lost = settle_all(ready)
+            lost = settle_all([(completion, outcome) for completion, outcome, _ in ready])
             if lost:
-                self._undelivered(sum(_counts(pair) and pair[0] in lost for pair in ready))
+                times_ns = [
+                    outcome.duration_ns(received_ns)
+                    for completion, outcome, received_ns in ready
+                    # `PartJoiner` counts the responses of parts.
+                    if completion in lost
+                    and isinstance(outcome, InferResponse)
+                    and not isinstance(completion, PartCompletion)
+                ]
+                self._undelivered(len(times_ns), sum(times_ns))
 
-    def _ready(self) -> list[tuple[Completion, Outcome]]:
-        ready: list[tuple[Completion, Outcome]] = []
+    def _ready(self) -> list[tuple[Completion, Outcome, int]]:
+        ready: list[tuple[Completion, Outcome, int]] = []
         while self._waiting:
-            completion = self._waiting[0]
+            completion, received_ns = self._waiting[0]
             outcome = self._outcomes.pop(completion, None)
             if outcome is not None:
-                ready.append((completion, outcome))
+                ready.append((completion, outcome, received_ns))
             elif not completion.is_settled:
                 break
             self._waiting.popleft()
         return ready
-
-
-def _counts(pair: tuple[Completion, Outcome]) -> bool:
-    """Return True for a response to a whole request; `PartJoiner` counts those of parts."""
-    return isinstance(pair[1], InferResponse) and not isinstance(pair[0], PartCompletion)

@@ -152,15 +152,16 @@ class VersionHandle(ABC):
     def charge(self, client: str, now_ns: int) -> None:  # noqa: B027  # a version without quotas
         """Charge a request that the response cache serves to the client's quota; raises QuotaExceeded."""
 
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         """Count a request that ended with an error.
 
         Args:
             error: its error.
             received_ns: monotonic time of its arrival.
-            answered: the outcome of its completion was a response, so that it was counted as answered.
+            answered: outcome of its completion, if that was a response, so that it was counted as answered.
         """
-        self.recorder.failure(error.reason, max(self._clock() - received_ns, 0), answered)
+        answered_ns = None if answered is None else answered.duration_ns(received_ns)
+        self.recorder.failure(error.reason, max(self._clock() - received_ns, 0), answered_ns)
 
     @abstractmethod
     def admit(self) -> None:

@@ -76,9 +76,9 @@ def test_a_batch_wakes_the_loop_once() -> None:
 
 
 def test_the_sequencer_keeps_no_outcome_of_a_request_that_has_left() -> None:
-    sequencer, answer = Sequencer(lambda requests: None), InferResponse({})
+    sequencer, answer = Sequencer(lambda requests, time_ns: None), InferResponse({})
     slots = [RecordedCompletion() for _ in range(3)]
-    sequencer.admit(slots)
+    sequencer.admit(slots, 1)
     assert slots[0].abandon()
     assert sequencer.deliver([(slots[2], answer)]) == []
     assert slots[2].outcome is None, "the second one is not settled yet"

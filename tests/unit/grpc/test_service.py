@@ -78,7 +78,7 @@ class Model:
     def load(self, by_level: bool = True) -> ModelLoad:
         return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         self.failures.append(error)
 
     def infer(self, request: InferRequest) -> LoopCompletion:

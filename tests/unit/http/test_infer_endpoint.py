@@ -84,10 +84,10 @@ class Handle:
         self.loads += 1
         return LOAD
 
-    def record_failure(self, error: HeadraceError, received_ns: int, answered: bool = False) -> None:
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
         assert received_ns > 0
         self.failures.append(error)
-        self.recorder.failure(error.reason, 0, answered)
+        self.recorder.failure(error.reason, 0, None if answered is None else answered.duration_ns(received_ns))
 
     def release(self) -> None:
         self.leases -= 1

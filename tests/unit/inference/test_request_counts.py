@@ -81,6 +81,7 @@ def counts(served: ModelHandle) -> tuple[int, dict[str, int]]:
     successes, failures = statistics["success"]["count"], dict(totals.failures)
     assert served.recorder.request_counts() == (successes, sum(failures.values()))
     assert statistics["fail"]["count"] == sum(failures.values())
+    assert (statistics["success"]["ns"] > 0) == (successes > 0), "the time of failed requests is none of successes"
     assert served.in_flight == 0
     return successes, failures
 
@@ -302,13 +303,14 @@ def test_a_scrape_between_answer_and_failure_reads_no_smaller_number_later() -> 
 
     answer()
     answer()
-    scraped = [recorder.scraped_totals().successes]
-    recorder.failure(Cancelled.reason, 5, answered=True)
-    assert recorder.totals().successes == 1
-    scraped.append(recorder.scraped_totals().successes)
+    scraped = [recorder.scraped_totals()]
+    recorder.failure(Cancelled.reason, 5, answered_ns=2)
+    assert (recorder.totals().successes, recorder.totals().success_ns) == (1, 2)
+    scraped.append(recorder.scraped_totals())
     answer()
-    scraped.append(recorder.scraped_totals().successes)
+    scraped.append(recorder.scraped_totals())
     answer()
-    scraped.append(recorder.scraped_totals().successes)
-    assert scraped == [2, 2, 2, 3]
-    assert recorder.totals().successes == 3
+    scraped.append(recorder.scraped_totals())
+    assert [totals.successes for totals in scraped] == [2, 2, 2, 3]
+    assert [totals.success_ns for totals in scraped] == [4, 4, 4, 6]
+    assert (recorder.totals().successes, recorder.totals().success_ns) == (3, 6)

@@ -203,8 +203,8 @@ class OneVersion:
     def release(self) -> None:
         self.leases -= 1
 
-    def record_failure(self, error: Exception, received_ns: int, answered: bool = False) -> None:
-        self.failures.append(type(error).__name__ + " after its answer" * answered)
+    def record_failure(self, error: Exception, received_ns: int, answered: InferResponse | None = None) -> None:
+        self.failures.append(type(error).__name__ + " after its answer" * (answered is not None))
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
