@@ -11,6 +11,7 @@ SIGBUS. It has no name, so nothing remains after a crash. Layout:
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -41,6 +42,7 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _F_SEAL_SEAL = 1
 _F_SEAL_SHRINK = 2
+_MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _NO_FLAGS = bytes(MAX_MEMBERS)
 
 
@@ -130,6 +132,8 @@ class Slot:
             OSError: there is no memory.
         """
         if end > self.size:
+            if end > _MACHINE_BYTES:  # writing it would take all memory before the kernel ends this process
+                raise OSError(errno.ENOMEM, f"a batch of {end} bytes, the machine has {_MACHINE_BYTES} bytes of memory")
             if end > os.fstat(self.fd).st_size:
                 os.ftruncate(self.fd, aligned(max(end, 2 * self.size)))
             self._map()

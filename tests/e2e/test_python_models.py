@@ -26,7 +26,8 @@ instance_group [ {{ count: {count} kind: KIND_CPU }} ]
 dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
 """
 # The first value of INPUT0 decides: 1000 kills the process, 1001 is refused, 1002 raises, 1003 raises what is no Exception, 1004
-# and 1005 fork a process that returns or raises, 1006 returns a row too many. OUTPUT1 has the size of the batch.
+# and 1005 fork a process that returns or raises, 1006 returns a row too many, 1007
+# more than the machine's memory. OUTPUT1 has the size of the batch.
 CODE = """
 import os
 import numpy as np
@@ -52,6 +53,10 @@ class TritonPythonModel:
                 if not forked and a[0, 0] == 1005:
                     raise ValueError("of the forked process")
                 a = a * (os.waitpid(forked, 0)[1] >> 8 if forked else 0)
+            if a[0, 0] == 1007:
+                huge = np.broadcast_to(np.float32(0), (1, 1 << 44))
+                responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(n, huge) for n in ("OUTPUT0", "OUTPUT1")]))
+                continue
             if a[0, 0] == 1006:
                 a = b = np.zeros((2, 4), np.float32)
             outputs = [
@@ -249,6 +254,16 @@ def test_a_forked_process_answers_no_batch(server: Server, value: int) -> None:
         assert outputs(infer(server, "neighbour", 3)[1])["OUTPUT0"][0] == 4
     assert "does not follow the protocol" not in server.text
     until(lambda: "the model's code has forked" in server.text)
+
+
+def test_an_output_beyond_the_memory_of_the_machine_fails_its_request(server: Server) -> None:
+    deaths = server.text.count("neighbour#0 has died")
+    status, answer = infer(server, "neighbour", 1007)
+    assert status == 500
+    assert "reference" in answer["error"]
+    until(lambda: "the machine has" in server.text)
+    assert infer(server, "neighbour", 1)[0] == 200
+    assert server.text.count("neighbour#0 has died") == deaths
 
 
 def test_a_row_too_many_fails_its_request_and_keeps_batching(server: Server) -> None:
