@@ -184,8 +184,8 @@ GPU_PIPELINE = (
     ),
     Mutant(
         "rows that a GPU reads are not kept until the flight has landed",
-        "        slot.resident_inputs = batch.resident_inputs\n",
-        "        slot.resident_inputs = []\n",
+        "        slot.resident_inputs = batch.resident_inputs\n        alone = ",
+        "        slot.resident_inputs = []\n        alone = ",
         ("test_the_memory_is_referenced_until_the_batch_has_finished",),
     ),
     Mutant(
