@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import add_model, affine
-from tests.support.processes import alive, children, eventually, isolated_children
+from tests.support.processes import alive, children, eventually, isolated_children, stop
 from tests.support.serving import Server, serving, start
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
@@ -63,7 +63,7 @@ def test_processes_end_with_a_server_that_is_killed(repository: Path, tmp_path: 
         server.wait_until_ready()
         (child,) = isolated_children(server.process.pid)
         if stopped:
-            os.kill(child, signal.SIGSTOP)  # as one that hangs: it cannot see that its socket is closed
+            stop(child)  # as one that hangs: it cannot see that its socket is closed
     finally:
         server.process.kill()
         server.process.wait()

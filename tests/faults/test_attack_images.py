@@ -21,7 +21,7 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from tests.support.models import add_model, add_pipeline, channel_means
-from tests.support.processes import isolated_children
+from tests.support.processes import isolated_children, stop
 from tests.support.serving import Server, serving
 from tests.support.waiting import until
 from tests.unit.pipelines.test_image import WEBP_KINDS, jpeg_claiming, png_chunk, png_claiming, saved, webp_claiming
@@ -176,7 +176,7 @@ def test_random_changes_of_a_file_never_end_the_service(server: Server) -> None:
 
 def test_a_decoder_that_hangs_is_killed_and_others_go_on(server: Server) -> None:
     stopped, other = decoders(server)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     answers: list[tuple[int, dict[str, Any]]] = []
     threads = [
         threading.Thread(target=lambda model: answers.append(post(server, ROCKET, model)), args=(model,))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.models import add_model, add_pipeline, affine, ensemble_config, scores
-from tests.support.processes import eventually, isolated_children
+from tests.support.processes import eventually, isolated_children, stop
 from tests.support.serving import Server, serving
 
 FP32 = "TYPE_FP32"
@@ -63,7 +63,7 @@ def test_a_killed_process_fails_its_step_and_comes_back(server: Server) -> None:
 def test_a_hanging_step_ends_at_the_deadline_or_at_its_own_limit(server: Server) -> None:
     eventually(lambda: infer(server, "pair")[0] == 200)
     (child,) = isolated_children(server.process.pid)
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     begun_s = time.monotonic()
     status, response = infer(server, "pair", headrace_deadline_us=300_000)
     assert (status in (503, 504), time.monotonic() - begun_s < 1.4) == (True, True), response

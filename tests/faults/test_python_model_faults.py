@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import stop
 from tests.support.serving import Server, serving, start
 from tests.support.waiting import until
 
@@ -127,7 +128,7 @@ def test_a_hang_ends_after_its_limit_with_the_stacks_in_the_log(server: Server) 
 
 def test_a_stopped_process_is_replaced_and_its_batch_sent_to_the_next(server: Server, repository: Path) -> None:
     (pid,) = pids(repository, "hanging")
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     assert infer(server, "hanging", 1)[0] == 200  # the stopped process had not begun it
     assert pid not in pids(repository, "hanging")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,13 @@ def eventually(true: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def stop(process: int) -> None:
+    """Stop a process, and wait until all of its threads have stopped: one may run on while another takes the signal."""
+    os.kill(process, signal.SIGSTOP)
+    threads = Path(f"/proc/{process}/task")
+    eventually(lambda: all(_state_in(thread / "stat")[0] == "T" for thread in threads.iterdir()))
+
+
 def processor_s(process: int) -> float:
     """Processor time that a process has used, without its children's, seconds."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -52,8 +60,12 @@ def isolated_children_of_this_process() -> list[int]:
 
 
 def _state(process: int) -> tuple[str, int]:
+    return _state_in(Path(f"/proc/{process}/stat"))
+
+
+def _state_in(file: Path) -> tuple[str, int]:
     try:
-        stat = Path(f"/proc/{process}/stat").read_text()
+        stat = file.read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "", 0
     state, parent = stat.rpartition(")")[2].split()[:2]

@@ -17,6 +17,7 @@ from typing import Any
 import redis
 
 from tests.support.certificates import Certificates
+from tests.support.processes import stop
 from tests.support.serving import HOST, free_port
 from tests.support.tools import tool
 
@@ -47,7 +48,7 @@ class RedisServer:
 
     def pause(self) -> None:
         """Stop the process; its connections stay open."""
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def resume(self) -> None:
         """Let the process go on."""

@@ -18,7 +18,7 @@ from headrace.core.tensor import Array
 from headrace.repository.decoder_pool import DecoderPool, PooledDecoder
 from PIL import Image
 
-from tests.support.processes import eventually, isolated_children_of_this_process
+from tests.support.processes import eventually, isolated_children_of_this_process, stop
 
 RESIZE = {"resize": {"resize_short_side": 8, "crop": [8, 8]}}
 COLOURS = [(value, 255 - value, 7) for value in range(0, 240, 12)]
@@ -119,7 +119,7 @@ def test_the_time_limit_is_that_of_the_step() -> None:
     pool = DecoderPool()
     with step(pool, limit_s=60.0), step(pool, limit_s=0.5) as hasty:
         (stopped,) = isolated_children_of_this_process()
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         begun_s = time.monotonic()
         assert colour_of(decode(hasty, png((1, 2, 3)))) == (1, 2, 3)  # not begun there: the next process decodes it
         assert time.monotonic() - begun_s < 50

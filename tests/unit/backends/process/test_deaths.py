@@ -19,7 +19,7 @@ from headrace.core.errors import ModelFailed, Unavailable
 
 from tests.support import fragile_backend as fragile
 from tests.support.fragile_backend import fly, pid, values, x_of
-from tests.support.processes import alive, eventually, isolated_children_of_this_process
+from tests.support.processes import alive, eventually, isolated_children_of_this_process, stop
 
 # Each of these starts processes of its own; together they take most of a minute.
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     model = load()
     execution = model.execution(0)
     (child,) = isolated_children_of_this_process()
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     answers: list[list[float]] = []
     pending = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
     pending.start()
@@ -210,7 +210,7 @@ def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.M
     monkeypatch.setattr(lifetime, "CLOSE_GRACE_S", 0.3)
     model = load()
     (child,) = isolated_children_of_this_process()
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     model.close()
     assert not alive(child)
 
