@@ -12,6 +12,7 @@ from tests.support import models
 from tests.support.browser import Browser, Page, chromium
 from tests.support.keys import Keys
 from tests.support.serving import Server, free_port, serving
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +101,11 @@ def test_the_key_form_returns_when_the_key_is_withdrawn(case: tuple[Server, Keys
     server, keys = case
     key = keys.add("guest", scopes=["read"])
     keys.write()
+    # The server reads the file each second.
+    until(lambda: server.request("GET", "/v2/status", None, keys.bearer("guest"))[0] == 200)
     page = browser.open(f"{server.url}/")
-    while True:  # the server reads the file within a second
-        use(page, key)
-        page.wait("document.querySelector('#models .card, #idle li') || !document.getElementById('key-form').hidden")
-        if page.evaluate("document.querySelectorAll('#models .card, #idle li').length"):
-            break
+    use(page, key)
+    page.wait("document.querySelector('#models .card, #idle li')")
     del keys.clients["guest"]
     keys.write()
     page.wait("!document.getElementById('key-form').hidden")
