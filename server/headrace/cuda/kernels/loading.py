@@ -31,7 +31,9 @@ _lock = threading.Lock()
 _compiled: dict[tuple[str, str], bytes] = {}
 
 
-def compile_cuda(source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
+def compile_cuda(
+    source: str, name: str, capability: tuple[int, int], options: Sequence[str] = (), *, own_instructions: bool = False
+) -> bytes:
     """Compile a source for one GPU architecture, once in a process.
 
     Args:
@@ -39,6 +41,7 @@ def compile_cuda(source: str, name: str, capability: tuple[int, int], options: S
         name: for the compiler's messages.
         capability: compute capability of the GPU, e.g. (9, 0).
         options: of the compiler, e.g. "-DCHANNELS=3".
+        own_instructions: compile for this exact architecture, e.g. sm_90a, whose code runs on no other GPU.
 
     Returns:
         A cubin; PTX, which the driver translates, if the compiler is older than the GPU.
@@ -49,6 +52,10 @@ def compile_cuda(source: str, name: str, capability: tuple[int, int], options: S
     """
     library = find_library()
     architecture = _architecture(_architectures(library), capability)
+    if own_instructions:
+        if not architecture.startswith("sm_"):
+            raise Unsupported(f"NVRTC is older than this GPU: it has no target sm_{capability[0]}{capability[1]}a")
+        architecture += "a"
     key = hashlib.sha256("\0".join((source, *options)).encode()).hexdigest(), architecture
     with _lock:
         code = _compiled.get(key)
@@ -139,6 +146,8 @@ def _check(library: Any, result: int, doing: str) -> None:
 _FOLDER = Path(__file__).parent
 # Default number of threads in a block.
 THREADS = 256
+# Dynamic shared memory that a kernel may use without a declaration (CUDA C++ Programming Guide, "Shared Memory").
+_DEFAULT_SHARED_BYTES = 48 << 10
 
 
 class Kernels:
@@ -149,35 +158,58 @@ class Kernels:
         file: name of the file.
         options: values of the file's macros.
         types: by kernel, the types of its arguments in `struct` notation.
+        shared_bytes: by kernel, its dynamic shared memory; more than 48 KiB is allowed where the GPU has it.
+        own_instructions: compile for the GPU's exact architecture, e.g. sm_90a for `wgmma`; needs a compiler that supports it.
 
     Raises:
         Unsupported: there is no GPU, or no compiler for it.
         DeviceError: the driver or the compiler refuses.
     """
 
-    def __init__(self, device: int, file: str, options: Mapping[str, int], types: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        device: int,
+        file: str,
+        options: Mapping[str, int],
+        types: Mapping[str, str],
+        shared_bytes: Mapping[str, int] | None = None,
+        own_instructions: bool = False,
+    ) -> None:
         self._device = device
+        self._shared_bytes = dict(shared_bytes or {})
         source = (_FOLDER / "half.cuh").read_text(encoding="utf-8") + (_FOLDER / file).read_text(encoding="utf-8")
         text = [f"-D{name}={value}" for name, value in options.items()]
         self._kernels: dict[str, Any] = {}
         with driver.current(device):
             with check("reading the properties of the GPU"):
                 capability = loaded().Device(device).compute_capability()
-            code = compile_cuda(source, file, tuple(capability), text)
+            specific = {"own_instructions": True} if own_instructions else {}
+            code = compile_cuda(source, file, tuple(capability), text, **specific)
             with check(f"loading {file}"):
                 self._module: Any = loaded().module_from_buffer(code)
                 for name, arguments in types.items():
                     kernel = self._kernels[name] = self._module.get_function(name)
                     kernel.prepare(arguments)
+                    if self._shared_bytes.get(name, 0) > _DEFAULT_SHARED_BYTES:
+                        limit = loaded().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
+                        kernel.set_attribute(limit, self._shared_bytes[name])
 
-    def launch(self, name: str, grid: tuple[int, int], threads: int, stream: CudaStream, *arguments: int) -> None:
+    def launch(self, name: str, grid: tuple[int, ...], threads: int, stream: CudaStream, *arguments: int) -> None:
         """Queue a kernel; the device must be current.
+
+        Args:
+            name: of the kernel.
+            grid: blocks in two or three dimensions.
+            threads: of a block.
+            stream: stream to queue on.
+            arguments: of the kernel.
 
         Raises:
             DeviceError: the driver refuses.
         """
         with check(f"launching the kernel {name}"):
-            self._kernels[name].prepared_async_call(grid, (threads, 1, 1), stream.stream, *arguments)
+            shared = {"shared_size": self._shared_bytes[name]} if name in self._shared_bytes else {}
+            self._kernels[name].prepared_async_call(grid, (threads, 1, 1), stream.stream, *arguments, **shared)
 
     def close(self) -> None:
         """Unload the kernels; all work must be done."""

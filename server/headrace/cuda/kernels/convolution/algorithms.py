@@ -1,0 +1,7 @@
+"""The list of convolution algorithms; a new one is one line here."""
+
+from __future__ import annotations
+
+from headrace.cuda.kernels.convolution.base import Algorithm
+
+ALGORITHMS: tuple[Algorithm, ...] = ()
