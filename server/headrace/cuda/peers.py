@@ -42,16 +42,15 @@ def peer_copy(source: int, target: int) -> PeerCopy | None:
         Unsupported: there is no such GPU, or it cannot be used.
     """
     pair = source, target
-    copy = _copies.get(pair)
-    if copy is None:
+    # A pair whose test has failed is stored as None: the lookup of a tested pair takes no lock.
+    if pair not in _copies:
         with _lock:
             if pair not in _copies:
                 try:
                     _copies[pair] = _tested(source, target)
                 except OutOfDeviceMemory:  # the next call tests it
                     return None
-            copy = _copies[pair]
-    return copy
+    return _copies[pair]
 
 
 def _tested(source: int, target: int) -> PeerCopy | None:
