@@ -26,9 +26,14 @@ _PRELUDE = """
 #define __global__
 #define __device__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 struct Index { unsigned x, y, z; };
-struct uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 static ucontext_t the_block, each_thread[1024];
 static void __syncthreads() { swapcontext(&each_thread[threadIdx.x], &the_block); }
@@ -45,6 +50,8 @@ static float __int_as_float(unsigned i) { float f; std::memcpy(&f, &i, 4); retur
 static unsigned short to_half(float f) { _Float16 h = f; unsigned short u; std::memcpy(&u, &h, 2); return u; }
 static float from_half(unsigned short u) { _Float16 h; std::memcpy(&h, &u, 2); return h; }
 """
+# A function of the kernels' files, and those of them whose body is the GPU's assembler: the prelude has their equals.
+_FUNCTION = re.compile(r"^__device__ inline (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
 _LAUNCH = """
 struct Any {
     unsigned long long bits;
@@ -109,8 +116,7 @@ class HostKernels:
 
     def compile_cuda(self, source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
         """As `headrace.cuda.kernels.loading.compile_cuda`; gives the path of a shared library."""
-        # Half precision is the prelude's: the GPU's instructions mean nothing here.
-        source = source[source.index("//", source.index("from_half")) :]
+        source = _FUNCTION.sub(lambda function: "" if "asm" in function[0] else function[0], source)
         text = [_PRELUDE, source, _LAUNCH]
         together = str("__syncthreads" in source).lower()
         for kernel, declared in re.findall(r"__global__ void (\w+)\(([^)]*)\)", source):

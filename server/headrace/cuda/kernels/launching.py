@@ -69,7 +69,7 @@ class Preprocessor:
         self._pixel_bytes, self._tensor_bytes = math.prod(recipe.pixels), _tensor_bytes(recipe, dtype)
         self._device = device
         self._kernels = Kernels(device, "pictures.cu", options, {"prepare": "PPPPiPPiPPiiii"})
-        self._tables, addresses = _copy_to_gpu(
+        self._tables, addresses = copy_to_gpu(
             device, (down.first, down.weights, across.first, across.weights, mean, std)
         )
         self._arguments = (
@@ -147,8 +147,15 @@ class Classifier:
         self._kernels.close()
 
 
-def _copy_to_gpu(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]]:
-    """Copy arrays into one block of GPU memory; return the block and the address of each array."""
+def copy_to_gpu(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]]:
+    """Copy arrays into one block of GPU memory.
+
+    Returns:
+        The block, and the address of each array, a multiple of 16.
+
+    Raises:
+        DeviceError: the driver refuses.
+    """
     starts, size = [], 0
     for array in arrays:
         starts.append(size)

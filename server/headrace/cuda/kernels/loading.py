@@ -150,6 +150,11 @@ THREADS = 256
 _DEFAULT_SHARED_BYTES = 48 << 10
 
 
+def read_source(file: str, headers: Sequence[str] = ()) -> str:
+    """Return the text of a kernel file of this folder after `half.cuh` and the headers."""
+    return "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("half.cuh", *headers, file))
+
+
 class Kernels:
     """The kernels of one file of this folder, loaded on a GPU.
 
@@ -160,6 +165,7 @@ class Kernels:
         types: by kernel, the types of its arguments in `struct` notation.
         shared_bytes: by kernel, its dynamic shared memory; more than 48 KiB is allowed where the GPU has it.
         own_instructions: compile for the GPU's exact architecture, e.g. sm_90a for `wgmma`; needs a compiler that supports it.
+        headers: names of files of this folder that precede the kernels' file.
 
     Raises:
         Unsupported: there is no GPU, or no compiler for it.
@@ -174,10 +180,11 @@ class Kernels:
         types: Mapping[str, str],
         shared_bytes: Mapping[str, int] | None = None,
         own_instructions: bool = False,
+        headers: Sequence[str] = (),
     ) -> None:
         self._device = device
         self._shared_bytes = dict(shared_bytes or {})
-        source = (_FOLDER / "half.cuh").read_text(encoding="utf-8") + (_FOLDER / file).read_text(encoding="utf-8")
+        source = read_source(file, headers)
         text = [f"-D{name}={value}" for name, value in options.items()]
         self._kernels: dict[str, Any] = {}
         with driver.current(device):

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from headrace.cuda.kernels.convolution.base import Algorithm
+from headrace.cuda.kernels.convolution.direct import DirectAlgorithm
 
-ALGORITHMS: tuple[Algorithm, ...] = ()
+ALGORITHMS: tuple[Algorithm, ...] = (DirectAlgorithm(),)

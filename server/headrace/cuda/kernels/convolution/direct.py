@@ -1,0 +1,113 @@
+"""Direct convolution: every output is summed by its definition, without shared memory.
+
+A thread has 4 neighbouring output columns and 4 output channels (1 if the channels of a group are not divisible by 4): 16 sums
+in about 64 registers. Weights are (r, s, c / groups, k), so that a warp reads consecutive output channels; its reads of the input
+are broadcasts. Reuse beyond that is left to the caches, so it is the slowest algorithm here, and the only one that supports every
+shape.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.tensor import Array
+from headrace.cuda.driver import CudaStream
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.resources import (
+    GpuResources,
+    as_floats,
+    bias_of,
+    convolve_in_float32,
+    element_options,
+    finished,
+    prepare,
+    shape_options,
+    widest,
+)
+
+_THREADS = 128
+_PIXELS = 4
+
+
+class _DirectConvolution:
+    """`Convolution` of the direct algorithm."""
+
+    def __init__(
+        self,
+        resources: GpuResources,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        weights: Array,
+        bias: Array | None,
+    ) -> None:
+        self._resources = resources
+        channels = widest(shape.k // shape.groups, 4)
+        options = {
+            **shape_options(shape),
+            **element_options(dtype, epilogue),
+            "THREADS": _THREADS,
+            "PIXELS": _PIXELS,
+            "CHANNELS": channels,
+            "INPUTS": widest(shape.c // shape.groups, 4),
+        }
+        self._threads_per_image = shape.out_h * -(-shape.out_w // _PIXELS) * (shape.k // channels)
+        self._images = shape.n
+        self._kernels = resources.load("direct.cu", options, {"convolve_direct": "PPPPPi"})
+        filters = np.ascontiguousarray(weights.astype(dtype).transpose(1, 2, 3, 0))
+        self._constants = resources.constants(filters, bias_of(epilogue, bias, shape))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory: none."""
+        return self._resources.workspace_bytes
+
+    def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
+        """Queue the convolution; see `Convolution`."""
+        images = self._images if rows is None else rows
+        blocks = -(-images * self._threads_per_image // _THREADS)
+        self._kernels.launch("convolve_direct", (blocks, 1), _THREADS, stream, x, *self._constants, residual, y, images)
+
+    def close(self) -> None:
+        """Free everything; see `Convolution`."""
+        self._resources.close()
+
+
+class DirectAlgorithm:
+    """`Algorithm`: direct convolution in float32 or float16."""
+
+    name = "direct"
+    variant = ""
+
+    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
+        """Supports every shape of up to 2**31 - 1 blocks."""
+        blocks = shape.n * shape.out_h * shape.out_w * shape.k // _THREADS
+        return "" if blocks < 2**31 else f"it needs {blocks} blocks, a grid has at most {2**31 - 1}: reduce the batch"
+
+    def open(
+        self,
+        device: int,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        weights: Array,
+        bias: Array | None = None,
+    ) -> Convolution:
+        """Prepare a shape; see `Algorithm`."""
+        with prepare(self, device, shape, dtype) as resources:
+            return _DirectConvolution(resources, shape, dtype, epilogue, weights, bias)
+
+    def reference(
+        self,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        x: Array,
+        weights: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+    ) -> Array:
+        """Compute sums of each kernel position in float32; see `Algorithm`."""
+        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
+        return finished(sums, dtype, epilogue, bias, residual)
