@@ -151,6 +151,8 @@ def _add_devices(module: Any, cuda: FakeCuda) -> None:
         def count() -> int:
             return cuda.devices
 
+        multiprocessor_count = 132
+
         def name(self) -> str:
             return "Fake H1"
 

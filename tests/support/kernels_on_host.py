@@ -27,6 +27,7 @@ _PRELUDE = """
 #define __device__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 struct Index { unsigned x, y, z; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -47,6 +48,15 @@ template <class T> static T __shfl_xor_sync(unsigned, T mine, int mask) {
 }
 static int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 static float __int_as_float(unsigned i) { float f; std::memcpy(&f, &i, 4); return f; }
+static void copy_16_bytes_async(void *to, const void *from, bool valid) {
+    valid ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
+}
+static void copy_4_bytes_async(void *to, const void *from, bool valid) {
+    valid ? std::memcpy(to, from, 4) : std::memset(to, 0, 4);
+}
+static void commit_copies() {}
+static void wait_for_oldest_copies() {}
+static void wait_for_all_copies() {}
 static unsigned short to_half(float f) { _Float16 h = f; unsigned short u; std::memcpy(&u, &h, 2); return u; }
 static float from_half(unsigned short u) { _Float16 h; std::memcpy(&h, &u, 2); return h; }
 """

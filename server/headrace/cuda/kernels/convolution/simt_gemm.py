@@ -1,0 +1,269 @@
+"""FP32 implicit GEMM without Tensor Cores: the yardstick of the FP32 algorithms.
+
+The windows of the input are the rows of a matrix (pixels, r * s * c) that exists only in shared memory; weights are
+(r * s * c, k), padded with zeros to whole tiles. A block of 64 to 256 threads computes 64x64 to 128x128 outputs, a thread 8x8 of
+them: 64 registers of sums, 40 of operands, at most 128 in blocks of 256 threads, 168 in smaller ones. Shared memory has two
+stages of (rows, 16 + 4) inputs and (16, columns) weights, 18 to 36 KiB, filled by `cp.async` while the other stage is multiplied.
+A sum over r * s * c is split over several blocks if the output alone would not fill the GPU; a second kernel adds up the parts
+(Chetlur et al. 2014, "cuDNN: Efficient Primitives for Deep Learning"; NVIDIA, CUTLASS, "Efficient GEMM in CUDA").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.tensor import Array
+from headrace.cuda import driver
+from headrace.cuda.driver import CudaStream, check, loaded
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.resources import (
+    ELEMENTS,
+    FOLDER,
+    Floats,
+    GpuResources,
+    as_floats,
+    bias_of,
+    convolve_in_float32,
+    element_options,
+    finished,
+    prepare,
+    shape_options,
+)
+from headrace.cuda.kernels.loading import Kernels
+
+HEADERS = (ELEMENTS, f"{FOLDER}/async.cuh")
+# Largest second dimension of a CUDA grid.
+_MAX_GRID_Y = 65_535
+# Threads of a multiprocessor with 128 registers each. Blocks of fewer threads copy more and need up to 168.
+_THREADS_PER_MULTIPROCESSOR = 512
+# Least depth of a part of a split sum, in tiles: below, adding up costs more than it saves.
+_MIN_SPLIT_TILES = 4
+_MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sizes of a block's tile.
+
+    Attributes:
+        m: rows of the output, a multiple of 32.
+        n: columns, 64 or 128.
+        k: depth of a stage.
+        stages: stages in shared memory.
+    """
+
+    m: int
+    n: int
+    k: int = 16
+    stages: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, 64 outputs each."""
+        return self.m * self.n // 64
+
+    def blocks(self, rows: int, columns: int) -> int:
+        """Blocks of a product."""
+        return -(-rows // self.m) * -(-columns // self.n)
+
+    def options(self) -> dict[str, int]:
+        """Macros of `simt_gemm.cu`."""
+        return {
+            "TILE_M": self.m,
+            "TILE_N": self.n,
+            "TILE_K": self.k,
+            "STAGES": self.stages,
+            "THREADS": self.threads,
+            "BLOCKS": max(1, (_THREADS_PER_MULTIPROCESSOR if self.threads == 256 else 384) // self.threads),
+        }
+
+
+TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
+
+
+def multiprocessors(device: int) -> int:
+    """Number of multiprocessors of a GPU."""
+    with driver.current(device), check("reading the properties of the GPU"):
+        return int(loaded().Device(device).multiprocessor_count)
+
+
+def fitting_tile(rows: int, columns: int, batch: int, count: int) -> Tile:
+    """Return the largest tile whose blocks fill a number of multiprocessors, the smallest if none does."""
+    for tile in TILES:
+        if tile.n // 2 < columns and tile.blocks(rows, columns) * batch * tile.threads >= count * 256:
+            return tile
+    return TILES[-1]
+
+
+def split_count(tile: Tile, rows: int, columns: int, depth: int, groups: int, count: int) -> int:
+    """Return the number of parts of a sum with which the blocks fill a number of multiprocessors."""
+    threads = tile.blocks(rows, columns) * groups * tile.threads
+    parts = count * _THREADS_PER_MULTIPROCESSOR // threads
+    return max(1, min(parts, -(-depth // tile.k) // _MIN_SPLIT_TILES, _MAX_SPLITS))
+
+
+def padded_factors(factors: Floats, tile: Tile) -> Floats:
+    """Pad (batch, depth, columns) with zeros to whole tiles."""
+    _, depth, columns = factors.shape
+    return np.pad(factors, ((0, 0), (0, -depth % tile.k), (0, -columns % tile.n)))
+
+
+class MatrixProducts:
+    """A batch of products in float32: (rows, depth) * (depth, columns), the second factors being constant.
+
+    Args:
+        resources: of the convolution.
+        tile: of a block.
+        factors: (batch, depth, columns).
+    """
+
+    def __init__(self, resources: GpuResources, tile: Tile, factors: Floats) -> None:
+        self._batch, depth, self._columns = factors.shape
+        self._tile = tile
+        options = {
+            **tile.options(),
+            **element_options(np.float32, Epilogue()),
+            "SPLITS": 1,
+            "PLAIN": 1,
+            "DEPTH": depth,
+            "COLUMNS": self._columns,
+        }
+        self._kernels = resources.load("simt_gemm.cu", options, {"multiply_tiles": "PPPPPi"}, HEADERS)
+        (self._factors,) = resources.constants(padded_factors(factors, tile))
+
+    def launch(self, stream: CudaStream, x: int, y: int, rows: int) -> None:
+        """Queue the products.
+
+        Args:
+            stream: stream to queue on.
+            x: address of (batch, rows, depth).
+            y: address of (batch, rows, columns).
+            rows: of each product.
+        """
+        grid = self._tile.blocks(rows, self._columns), self._batch
+        self._kernels.launch("multiply_tiles", grid, self._tile.threads, stream, x, self._factors, 0, 0, y, rows)
+
+
+class _SimtGemmConvolution:
+    """`Convolution` by FP32 implicit GEMM."""
+
+    def __init__(
+        self,
+        resources: GpuResources,
+        tile: Tile,
+        splits: int,
+        shape: ConvShape,
+        epilogue: Epilogue,
+        weights: Array,
+        bias: Array | None,
+    ) -> None:
+        self._resources, self._tile, self._splits, self._shape = resources, tile, splits, shape
+        options: Mapping[str, int] = {
+            **shape_options(shape),
+            **element_options(np.float32, epilogue),
+            **tile.options(),
+            "SPLITS": splits,
+            "PLAIN": 0,
+        }
+        types = {"multiply_tiles": "PPPPPi", **({"add_splits": "PPPPi"} if splits > 1 else {})}
+        self._kernels: Kernels = resources.load("simt_gemm.cu", options, types, HEADERS)
+        outputs = shape.k // shape.groups
+        factors = weights.astype(np.float32).reshape(shape.groups, outputs, -1).transpose(0, 2, 1)
+        self._factors, self._bias = resources.constants(
+            np.ascontiguousarray(padded_factors(factors, tile)), bias_of(epilogue, bias, shape)
+        )
+        pixels = shape.n * shape.out_h * shape.out_w
+        self._partial = resources.workspace(splits * pixels * shape.k * 4) if splits > 1 else 0
+        self._channels_at_once = 1 if outputs % 4 else 4
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Partial sums."""
+        return self._resources.workspace_bytes
+
+    def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
+        """Queue the convolution; see `Convolution`."""
+        shape, tile = self._shape, self._tile
+        pixels = (shape.n if rows is None else rows) * shape.out_h * shape.out_w
+        grid = tile.blocks(pixels, shape.k // shape.groups), shape.groups * self._splits
+        target = self._partial or y
+        arguments = (x, self._factors, self._bias, residual, target, pixels)
+        self._kernels.launch("multiply_tiles", grid, tile.threads, stream, *arguments)
+        if self._splits > 1:
+            blocks = -(-pixels * shape.k // (self._channels_at_once * tile.threads))
+            sums = (self._partial, self._bias, residual, y, pixels)
+            self._kernels.launch("add_splits", (blocks, 1), tile.threads, stream, *sums)
+
+    def close(self) -> None:
+        """Free everything; see `Convolution`."""
+        self._resources.close()
+
+
+class SimtGemmAlgorithm:
+    """`Algorithm`: FP32 implicit GEMM with one tile.
+
+    Args:
+        tile: of a block.
+        splits: parts of a sum; None: as many as fill the GPU.
+    """
+
+    name = "simt-gemm"
+
+    def __init__(self, tile: Tile, splits: int | None = None) -> None:
+        self._tile = tile
+        self._splits = splits
+        self.variant = str(tile) + (f" {splits} splits" if splits else "")
+
+    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
+        """Supports float32 on GPUs since Ampere, up to 2**31 - 1 pixels."""
+        if np.dtype(dtype) != np.float32:
+            return "it multiplies float32 only: use implicit-gemm for float16"
+        if capability < (8, 0):
+            return f"it needs cp.async, which compute capability {capability[0]}.{capability[1]} lacks: use direct"
+        if shape.n * shape.out_h * shape.out_w >= 2**31:
+            return "it numbers output pixels with 31 bits: reduce the batch"
+        if shape.groups * _MAX_SPLITS > _MAX_GRID_Y:
+            return (
+                f"it supports {_MAX_GRID_Y // _MAX_SPLITS} groups at most, not {shape.groups}: use depthwise or direct"
+            )
+        return ""
+
+    def open(
+        self,
+        device: int,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        weights: Array,
+        bias: Array | None = None,
+    ) -> Convolution:
+        """Prepare a shape; see `Algorithm`."""
+        pixels, depth = shape.n * shape.out_h * shape.out_w, shape.r * shape.s * (shape.c // shape.groups)
+        outputs = shape.k // shape.groups
+        with prepare(self, device, shape, dtype) as resources:
+            splits = self._splits or split_count(
+                self._tile, pixels, outputs, depth, shape.groups, multiprocessors(device)
+            )
+            splits = min(splits, -(-depth // self._tile.k))
+            return _SimtGemmConvolution(resources, self._tile, splits, shape, epilogue, weights, bias)
+
+    def reference(
+        self,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        x: Array,
+        weights: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+    ) -> Array:
+        """Compute sums in float32; see `Algorithm`."""
+        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
+        return finished(sums, dtype, epilogue, bias, residual)
