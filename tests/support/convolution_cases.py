@@ -55,9 +55,15 @@ def expected(shape: ConvShape, dtype: str, epilogue: Epilogue, operands: Operand
 
 
 def run(
-    algorithm: Algorithm, shape: ConvShape, dtype: str, epilogue: Epilogue, operands: Operands, rows: int | None = None
+    algorithm: Algorithm,
+    shape: ConvShape,
+    dtype: str,
+    epilogue: Epilogue,
+    operands: Operands,
+    rows: int | None = None,
+    launches: int = 1,
 ) -> Array:
-    """Run an algorithm on GPU 0, the output being NaN before; return the output."""
+    """Run an algorithm on GPU 0, the output being NaN before; return the output of the last launch."""
     bias = operands.bias if epilogue.bias else None
     convolution = algorithm.open(0, shape, dtype, epilogue, operands.weights, bias)
     with driver.current(0):
@@ -77,7 +83,8 @@ def run(
             x = on_gpu(operands.x)
             residual = on_gpu(operands.residual).address if epilogue.residual else 0
             y = on_gpu(np.full(shape.y_shape, np.nan, dtype))
-            convolution.launch(stream, x.address, y.address, residual, rows)
+            for _ in range(launches):
+                convolution.launch(stream, x.address, y.address, residual, rows)
             result = pinned.view(shape.y_shape, np.dtype(dtype))
             download(result, y, stream)
             stream.synchronize()
@@ -95,12 +102,18 @@ def error(result: Array, exact: Array) -> float:
 
 
 def check(
-    algorithm: Algorithm, shape: ConvShape, dtype: str, epilogue: Epilogue, bound: float, rows: int | None = None
+    algorithm: Algorithm,
+    shape: ConvShape,
+    dtype: str,
+    epilogue: Epilogue,
+    bound: float,
+    rows: int | None = None,
+    launches: int = 1,
 ) -> float:
     """Hold a result on the GPU, and the algorithm's NumPy arithmetic, to a bound of the relative error; return the error."""
     operands = random_operands(shape, dtype)
     exact = expected(shape, dtype, epilogue, operands)
-    result = run(algorithm, shape, dtype, epilogue, operands, rows)
+    result = run(algorithm, shape, dtype, epilogue, operands, rows, launches)
     count = shape.n if rows is None else rows
     assert np.isnan(result[count:]).all(), "rows beyond the batch were written"
     measured = error(result[:count], exact[:count])

@@ -10,7 +10,7 @@ import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,7 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
     module.Error, module.MemoryError = DriverError, OutOfMemory
     module.init = lambda: None
     module.get_driver_version = lambda: 13000
+    module.function_attribute = SimpleNamespace(MAX_DYNAMIC_SHARED_SIZE_BYTES="shared bytes")
     _add_devices(module, cuda)
     _add_streams(module, cuda)
     _add_memory(module, cuda)

@@ -28,6 +28,7 @@ _PRELUDE = """
 #define __shared__ static
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
+#define ON_HOST
 struct Index { unsigned x, y, z; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -46,6 +47,8 @@ template <class T> static T __shfl_xor_sync(unsigned, T mine, int mask) {
     __syncthreads();
     return found;
 }
+static void __threadfence() {}
+static int atomicAdd(int *to, int more) { const int before = *to; *to += more; return before; }
 static int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 static float __int_as_float(unsigned i) { float f; std::memcpy(&f, &i, 4); return f; }
 static void copy_16_bytes_async(void *to, const void *from, bool valid) {
@@ -62,6 +65,62 @@ static float from_half(unsigned short u) { _Float16 h; std::memcpy(&h, &u, 2); r
 """
 # A function of the kernels' files, and those of them whose body is the GPU's assembler: the prelude has their equals.
 _FUNCTION = re.compile(r"^__device__ inline (?:[^\n]*\}\n|.*?^\}\n)", re.DOTALL | re.MULTILINE)
+# The functions of convolution/tensor_cores.cuh. A copy to shared memory happens when its thread waits for it, and until then
+# the place has NaNs: a kernel that reads too early, or copies into a tile that is still read, gives wrong results.
+_TENSOR_CORES = """
+#include <vector>
+alignas(1024) static unsigned char dynamic_shared[232448];
+struct Copy { unsigned to; const void *from; int bytes; };
+static std::vector<std::vector<Copy>> copies[1024];
+static unsigned shared_address(const void *memory) { return (unsigned)((const unsigned char *)memory - dynamic_shared); }
+static void copy_16_bytes(unsigned to, const void *from, int bytes) {
+    auto &groups = copies[threadIdx.x];
+    if (groups.empty()) groups.emplace_back();
+    if (to % 16 || to + 16 > sizeof dynamic_shared || (bytes && (size_t)from % 16)) std::abort();
+    std::memset(dynamic_shared + to, 0x7e, 16);
+    groups.back().push_back({to, from, bytes});
+}
+static void end_copies() {
+    if (copies[threadIdx.x].empty()) copies[threadIdx.x].emplace_back();
+    copies[threadIdx.x].emplace_back();
+}
+template <int PENDING> static void wait_for_copies() {
+    auto &groups = copies[threadIdx.x];
+    while (groups.size() > PENDING + 1) {
+        for (const Copy &copy : groups.front()) {
+            std::memset(dynamic_shared + copy.to, 0, 16);
+            std::memcpy(dynamic_shared + copy.to, copy.from, copy.bytes);
+        }
+        groups.erase(groups.begin());
+    }
+}
+static void load_matrices(unsigned (&to)[4], unsigned row) {
+    static unsigned rows[1024];
+    rows[threadIdx.x] = row;
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane;
+    for (unsigned matrix = 0; matrix < 4; ++matrix)
+        std::memcpy(&to[matrix], dynamic_shared + rows[warp + matrix * 8 + lane / 4] + lane % 4 * 4, 4);
+    __syncthreads();
+}
+struct Fragments { float a[8], b[4]; };
+static void multiply_add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    static Fragments all[1024];
+    Fragments &mine = all[threadIdx.x];
+    for (int i = 0; i < 8; ++i) mine.a[i] = from_half((unsigned short)(a[i / 2] >> i % 2 * 16));
+    for (int i = 0; i < 4; ++i) mine.b[i] = from_half((unsigned short)((i / 2 ? b1 : b0) >> i % 2 * 16));
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane;
+    for (int e = 0; e < 4; ++e) {
+        const unsigned row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+        for (unsigned k = 0; k < 16; ++k) {
+            const float left = all[warp + row % 8 * 4 + k % 8 / 2].a[k / 8 * 4 + row / 8 * 2 + k % 2];
+            sums[e] += left * all[warp + column * 4 + k % 8 / 2].b[k / 8 * 2 + k % 2];
+        }
+    }
+    __syncthreads();
+}
+"""
 _LAUNCH = """
 struct Any {
     unsigned long long bits;
@@ -127,7 +186,7 @@ class HostKernels:
     def compile_cuda(self, source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
         """As `headrace.cuda.kernels.loading.compile_cuda`; gives the path of a shared library."""
         source = _FUNCTION.sub(lambda function: "" if "asm" in function[0] else function[0], source)
-        text = [_PRELUDE, source, _LAUNCH]
+        text = [_PRELUDE, _TENSOR_CORES if "ON_HOST" in source else "", source, _LAUNCH]
         together = str("__syncthreads" in source).lower()
         for kernel, declared in re.findall(r"__global__ void (\w+)\(([^)]*)\)", source):
             count = declared.count(",") + 1
@@ -175,14 +234,27 @@ class _Function:
         self._run = run
         self._cuda = cuda
         self._types = ""
+        self._shared_bytes = 48 << 10
+
+    def set_attribute(self, attribute: str, value: int) -> None:
+        """As PyCUDA's; the only attribute is the largest dynamic shared memory."""
+        assert attribute == "shared bytes"
+        assert value <= 227 << 10
+        self._shared_bytes = value
 
     def prepare(self, types: str) -> None:
         assert set(types) <= set("Pi"), types
         self._types = types
 
     def prepared_async_call(
-        self, grid: tuple[int, int], block: tuple[int, int, int], stream: Any, *arguments: int
+        self,
+        grid: tuple[int, int],
+        block: tuple[int, int, int],
+        stream: Any,
+        *arguments: int,
+        shared_size: int = 0,
     ) -> None:
+        assert shared_size <= self._shared_bytes
         assert len(arguments) == len(self._types)
         assert all(type(argument) is int for argument in arguments), arguments
         if not (0 < grid[0] < 1 << 31 and 0 < grid[1] < 1 << 16):  # sizes of a CUDA grid

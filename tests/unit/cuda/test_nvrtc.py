@@ -10,6 +10,7 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import loading
+from headrace.cuda.kernels.convolution import implicit_gemm
 
 
 class FakeLibrary:
@@ -128,3 +129,14 @@ def test_the_kernels_compile() -> None:
             for capability in ((8, 0), (9, 0)):
                 code = loading.compile_cuda(source, file, capability, [f"-DHALF={half}", *options.get(file, ())])
                 assert code.startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+def test_the_matrix_product_compiles() -> None:
+    headers = [f"convolution/{name}.cuh" for name in ("elements", "gemm_epilogue", "tensor_cores")]
+    source = loading.read_source("convolution/implicit_gemm.cu", headers)
+    for tile in implicit_gemm.TILES:
+        options = ["-DHALF=1", "-DBIAS=1", "-DRESIDUAL=1", "-DRELU=1", f"-DBM={tile.bm}", f"-DBN={tile.bn}"]
+        options += [f"-DBK={tile.bk}", f"-DSTAGES={tile.stages}"]
+        options += [f"-DWARPS_M={tile.warps_m}", f"-DWARPS_N={tile.warps_n}"]
+        assert loading.compile_cuda(source, "implicit_gemm.cu", (8, 0), options).startswith(b"\x7fELF")

@@ -39,10 +39,17 @@ class GpuResources:
         self.workspace_bytes = 0
 
     def load(
-        self, file: str, options: Mapping[str, int], types: Mapping[str, str], headers: Sequence[str] = (ELEMENTS,)
+        self,
+        file: str,
+        options: Mapping[str, int],
+        types: Mapping[str, str],
+        headers: Sequence[str] = (ELEMENTS,),
+        shared_bytes: Mapping[str, int] | None = None,
+        own_instructions: bool = False,
     ) -> Kernels:
         """Compile and load a kernel file of this package; arguments as for `Kernels`."""
-        kernels = Kernels(self._device, f"{FOLDER}/{file}", options, types, headers=headers)
+        path = f"{FOLDER}/{file}"
+        kernels = Kernels(self._device, path, options, types, shared_bytes, own_instructions, headers)
         self._stack.callback(kernels.close)
         return kernels
 
