@@ -1,7 +1,7 @@
 // Elements of a convolution's tensors, and its epilogue.
 //
 // Macros set by the compiler's options: HALF (1: FP16 elements), BIAS, RESIDUAL, RELU (1: part of the epilogue).
-// Vectors of 4 or 8 elements lie at multiples of their size.
+// Vectors of 2, 4 or 8 elements lie at multiples of their size; other counts are read and written one by one.
 
 #if HALF
 typedef unsigned short Element;
@@ -26,6 +26,9 @@ template <int COUNT> __device__ inline void load_floats(const float *source, flo
             const float4 four = *(const float4 *)(source + i);
             values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
         }
+    } else if constexpr (COUNT == 2) {
+        const float2 two = *(const float2 *)source;
+        values[0] = two.x, values[1] = two.y;
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -39,6 +42,8 @@ template <int COUNT> __device__ inline void store_floats(float *target, const fl
 #pragma unroll
         for (int i = 0; i < COUNT; i += 4)
             *(float4 *)(target + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+    } else if constexpr (COUNT == 2) {
+        *(float2 *)target = make_float2(values[0], values[1]);
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -48,7 +53,7 @@ template <int COUNT> __device__ inline void store_floats(float *target, const fl
 
 template <int COUNT> __device__ inline void load_halves(const unsigned short *source, float (&values)[COUNT])
 {
-    if constexpr (COUNT % 4 == 0) {
+    if constexpr (COUNT % 2 == 0) {
         unsigned pairs[COUNT / 2];
         if constexpr (COUNT % 8 == 0) {
 #pragma unroll
@@ -56,6 +61,8 @@ template <int COUNT> __device__ inline void load_halves(const unsigned short *so
                 const uint4 eight = *(const uint4 *)(source + i);
                 pairs[i / 2] = eight.x, pairs[i / 2 + 1] = eight.y, pairs[i / 2 + 2] = eight.z, pairs[i / 2 + 3] = eight.w;
             }
+        } else if constexpr (COUNT == 2) {
+            pairs[0] = *(const unsigned *)source;
         } else {
 #pragma unroll
             for (int i = 0; i < COUNT; i += 4) {
@@ -90,6 +97,8 @@ template <int COUNT> __device__ inline void store_halves(unsigned short *target,
             four.x = pair_of_halves(values[i], values[i + 1]), four.y = pair_of_halves(values[i + 2], values[i + 3]);
             *(uint2 *)(target + i) = four;
         }
+    } else if constexpr (COUNT == 2) {
+        *(unsigned *)target = pair_of_halves(values[0], values[1]);
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)

@@ -1,0 +1,252 @@
+"""Winograd's minimal filtering for 3x3 kernels with stride 1: F(2x2, 3x3) and F(4x4, 3x3).
+
+Three kernels: the input is cut into overlapping tiles of 4x4 or 6x6 and transformed to (positions, tiles, c); one matrix product
+for each of the 16 or 36 positions; the products are transformed to tiles of 2x2 or 4x4 outputs, with the epilogue. An output then
+needs 4 or 2.25 multiplications for each input channel instead of 9. Kernels are transformed in float64 on the host.
+
+A thread of a transform has one tile of 1, 2 or 4 channels in registers, at most 96; no shared memory. Products of float32 are the
+tiles of `simt_gemm`. Transformed inputs and products are written and read once each, 2.25 (F(4x4)) to 4 (F(2x2)) times the size
+of input and output; a batch is worked off in chunks of images whose scratch memory stays in the L2 cache.
+
+The source of the matrices is Lavin and Gray (2015), "Fast Algorithms for Convolutional Neural Networks".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.tensor import Array
+from headrace.cuda.driver import CudaStream
+from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.resources import (
+    Floats,
+    GpuResources,
+    as_floats,
+    bias_of,
+    element_options,
+    finished,
+    prepare,
+    shape_options,
+    widest,
+)
+from headrace.cuda.kernels.convolution.simt_gemm import MatrixProducts, fitting_tile, multiprocessors
+
+_THREADS = 128
+# Scratch memory of a chunk of images, in bytes: more than half of it would leave the L2 cache of 50 MiB of a Hopper GPU.
+_CHUNK_BYTES = 32 << 20
+
+_INPUT = {
+    2: ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1)),
+    4: (
+        (4, 0, -5, 0, 1, 0),
+        (0, -4, -4, 1, 1, 0),
+        (0, 4, -4, -1, 1, 0),
+        (0, -2, -1, 2, 1, 0),
+        (0, 2, -1, -2, 1, 0),
+        (0, 4, 0, -5, 0, 1),
+    ),
+}
+_KERNEL = {
+    2: ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1)),
+    4: (
+        (1 / 4, 0, 0),
+        (-1 / 6, -1 / 6, -1 / 6),
+        (-1 / 6, 1 / 6, -1 / 6),
+        (1 / 24, 1 / 12, 1 / 6),
+        (1 / 24, -1 / 12, 1 / 6),
+        (0, 0, 1),
+    ),
+}
+_OUTPUT = {
+    2: ((1, 1, 1, 0), (0, 1, -1, -1)),
+    4: ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tiles of a shape's output.
+
+    Attributes:
+        size: outputs of a tile in each direction, 2 or 4.
+        high: tiles above each other in an image.
+        wide: tiles beside each other.
+    """
+
+    size: int
+    high: int
+    wide: int
+
+    @classmethod
+    def of(cls, shape: ConvShape, size: int) -> Tiling:
+        """Return the tiles of a shape."""
+        return cls(size, -(-shape.out_h // size), -(-shape.out_w // size))
+
+    @property
+    def per_image(self) -> int:
+        """Tiles of an image."""
+        return self.high * self.wide
+
+    @property
+    def positions(self) -> int:
+        """Values of a transformed tile of one channel."""
+        return (self.size + 2) ** 2
+
+
+def transformed_weights(weights: Array, size: int) -> Floats:
+    """Transform kernels (k, 3, 3, c) to (positions, c, k), computed in float64."""
+    matrix = np.array(_KERNEL[size])
+    result = np.einsum("ir,krsc,js->ijck", matrix, weights.astype(np.float64), matrix, optimize=True)
+    transformed: Floats = result.reshape(-1, weights.shape[3], weights.shape[0]).astype(np.float32)
+    return transformed
+
+
+def transformed_input(shape: ConvShape, x: Floats, size: int) -> Floats:
+    """Transform the input to (positions, tiles, c)."""
+    tiling, pad = Tiling.of(shape, size), shape.pad
+    below, right = (
+        tiles * size + 2 - pad - length for tiles, length in ((tiling.high, shape.h), (tiling.wide, shape.w))
+    )
+    padded = np.pad(x, ((0, 0), (pad, max(below, 0)), (pad, max(right, 0)), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (size + 2, size + 2), (1, 2))
+    windows = windows[:, : tiling.high * size : size, : tiling.wide * size : size]
+    matrix = np.array(_INPUT[size], np.float32)
+    result = np.einsum("ip,nhwcpq,jq->ijnhwc", matrix, windows, matrix, optimize=True)
+    return np.ascontiguousarray(result.reshape(tiling.positions, -1, shape.c))
+
+
+def transformed_output(shape: ConvShape, products: Floats, size: int) -> Floats:
+    """Transform products (positions, tiles, k) to the output."""
+    tiling = Tiling.of(shape, size)
+    matrix = np.array(_OUTPUT[size], np.float32)
+    tiles = products.reshape(size + 2, size + 2, shape.n, tiling.high, tiling.wide, shape.k)
+    result = np.einsum("ip,pqnhwk,jq->nhiwjk", matrix, tiles, matrix, optimize=True)
+    y: Floats = result.reshape(shape.n, tiling.high * size, tiling.wide * size, shape.k)
+    return y[:, : shape.out_h, : shape.out_w]
+
+
+class _WinogradConvolution:
+    """`Convolution` by Winograd's algorithm."""
+
+    def __init__(
+        self,
+        resources: GpuResources,
+        device: int,
+        tiling: Tiling,
+        chunk_bytes: int,
+        shape: ConvShape,
+        epilogue: Epilogue,
+        weights: Array,
+        bias: Array | None,
+    ) -> None:
+        self._resources, self._shape, self._tiling = resources, shape, tiling
+        dtype = np.dtype(np.float32)
+        self._item_bytes = dtype.itemsize
+        per_image = tiling.positions * tiling.per_image * (shape.c + shape.k) * 4
+        chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // per_image)))
+        self._chunk = -(-shape.n // chunks)
+        tiles = self._chunk * tiling.per_image
+        tile = fitting_tile(tiles, shape.k, tiling.positions, multiprocessors(device))
+        self._products = MatrixProducts(resources, tile, transformed_weights(weights, tiling.size))
+        self._kernels, self._threads = [], []
+        for name, types, channels in (("transform_input", "PPi", shape.c), ("transform_output", "PPPPi", shape.k)):
+            wide = widest(channels, *((4, 2) if tiling.size == 2 else (2,)))
+            options = {
+                **shape_options(shape),
+                **element_options(dtype, epilogue),
+                "TILE": tiling.size,
+                "THREADS": _THREADS,
+                "CHANNELS": wide,
+                "HALF_PRODUCTS": 0,
+            }
+            self._kernels.append(resources.load("winograd.cu", options, {name: types}))
+            self._threads.append(channels // wide)
+        (self._bias,) = resources.constants(bias_of(epilogue, bias, shape)) if epilogue.bias else [0]
+        self._inputs = resources.workspace(tiling.positions * tiles * shape.c * 4)
+        self._outputs = resources.workspace(tiling.positions * tiles * shape.k * 4)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Transformed inputs and products of a chunk."""
+        return self._resources.workspace_bytes
+
+    def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
+        """Queue the convolution; see `Convolution`."""
+        shape = self._shape
+        images = shape.n if rows is None else rows
+        x_bytes = shape.h * shape.w * shape.c * self._item_bytes
+        y_bytes = shape.out_h * shape.out_w * shape.k * self._item_bytes
+        for first in range(0, images, self._chunk):
+            tiles = min(self._chunk, images - first) * self._tiling.per_image
+            grids = [(-(-tiles * threads // _THREADS), 1) for threads in self._threads]
+            arguments = (x + first * x_bytes, self._inputs, tiles)
+            self._kernels[0].launch("transform_input", grids[0], _THREADS, stream, *arguments)
+            self._products.launch(stream, self._inputs, self._outputs, tiles)
+            added = residual + first * y_bytes if residual else 0
+            results = (self._outputs, self._bias, added, y + first * y_bytes, tiles)
+            self._kernels[1].launch("transform_output", grids[1], _THREADS, stream, *results)
+
+    def close(self) -> None:
+        """Free everything; see `Convolution`."""
+        self._resources.close()
+
+
+class WinogradAlgorithm:
+    """`Algorithm`: F(2x2, 3x3) or F(4x4, 3x3).
+
+    Args:
+        size: outputs of a tile in each direction, 2 or 4.
+        chunk_bytes: scratch memory of a chunk of images.
+    """
+
+    variant = ""
+
+    def __init__(self, size: int, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._size = size
+        self._chunk_bytes = chunk_bytes
+        self.name = f"winograd-f{size}"
+
+    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
+        """Supports 3x3 kernels with stride 1 and one group."""
+        if (shape.r, shape.s, shape.stride) != (3, 3, 1):
+            return "it supports 3x3 kernels with stride 1 only: use implicit-gemm or simt-gemm"
+        if shape.groups > 1:
+            return "it supports one group only: use depthwise, simt-gemm or direct"
+        if capability < (8, 0):
+            return f"it needs cp.async, which compute capability {capability[0]}.{capability[1]} lacks: use direct"
+        if np.dtype(dtype) != np.float32:
+            return "it supports float32 only: use implicit-gemm for float16"
+        return ""
+
+    def open(
+        self,
+        device: int,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        weights: Array,
+        bias: Array | None = None,
+    ) -> Convolution:
+        """Prepare a shape; see `Algorithm`."""
+        with prepare(self, device, shape, dtype) as resources:
+            tiling = Tiling.of(shape, self._size)
+            return _WinogradConvolution(resources, device, tiling, self._chunk_bytes, shape, epilogue, weights, bias)
+
+    def reference(
+        self,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        x: Array,
+        weights: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+    ) -> Array:
+        """Compute the same transforms and products in float32; see `Algorithm`."""
+        inputs = transformed_input(shape, as_floats(x, dtype), self._size)
+        products = inputs @ transformed_weights(weights, self._size)
+        sums = transformed_output(shape, products, self._size)
+        return finished(sums, dtype, epilogue, bias, residual)

@@ -1,0 +1,51 @@
+"""Winograd's algorithm, compiled for the host, against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.winograd import WinogradAlgorithm
+
+from tests.support.convolution_cases import EPILOGUES, FUSED, check
+from tests.support.fake_cuda import FakeCuda
+
+SHAPES = [
+    ConvShape(2, 8, 9, 7, 8, 3, 3, 1, 1),
+    ConvShape(2, 3, 4, 4, 5, 3, 3, 1, 0),  # single channels
+    ConvShape(1, 20, 12, 13, 70, 3, 3, 1, 1),
+    ConvShape(1, 6, 1, 3, 4, 3, 3, 1, 2),  # more padding than image
+]
+BOUNDS = {2: 2e-6, 4: 4e-6}
+
+
+@pytest.mark.parametrize("size", BOUNDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(host_gpu: FakeCuda, shape: ConvShape, size: int) -> None:
+    check(WinogradAlgorithm(size), shape, "float32", FUSED, BOUNDS[size])
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_epilogues(host_gpu: FakeCuda, epilogue: Epilogue) -> None:
+    check(WinogradAlgorithm(4), SHAPES[0], "float32", epilogue, BOUNDS[4])
+
+
+@pytest.mark.parametrize("rows", [5, 3])
+def test_chunks_of_images(host_gpu: FakeCuda, rows: int) -> None:
+    shape = ConvShape(5, 4, 6, 5, 4, 3, 3, 1, 1)
+    algorithm = WinogradAlgorithm(4, chunk_bytes=36 * 4 * (4 + 4) * 4 * 2)  # of two images
+    check(algorithm, shape, "float32", FUSED, BOUNDS[4], rows)
+    assert host_gpu.launches == 3 * -(-rows // 2)
+
+
+def test_refusals() -> None:
+    algorithm = WinogradAlgorithm(4)
+    for shape in (ConvShape(1, 4, 8, 8, 4, 3, 3, 2, 1), ConvShape(1, 4, 8, 8, 4, 5, 5, 1, 2)):
+        assert "3x3 kernels with stride 1 only" in algorithm.refusal(shape, "float32", (9, 0))
+    assert "one group" in algorithm.refusal(ConvShape(1, 4, 8, 8, 4, 3, 3, groups=2), "float32", (9, 0))
+    assert "cp.async" in algorithm.refusal(SHAPES[0], "float32", (7, 5))
+    assert not algorithm.refusal(SHAPES[0], "float32", (8, 0))
+
+
+def test_both_sizes_are_in_the_list() -> None:
+    assert {"winograd-f2", "winograd-f4"} <= {algorithm.name for algorithm in ALGORITHMS}
