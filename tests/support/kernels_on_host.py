@@ -48,6 +48,7 @@ template <class T> static T __shfl_xor_sync(unsigned, T mine, int mask) {
     return found;
 }
 static void __threadfence() {}
+static int min(int a, int b) { return a < b ? a : b; }
 static int atomicAdd(int *to, int more) { const int before = *to; *to += more; return before; }
 static int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 static float __int_as_float(unsigned i) { float f; std::memcpy(&f, &i, 4); return f; }

@@ -24,7 +24,6 @@ from headrace.cuda.driver import CudaStream, DeviceError, check, loaded
 _NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
 # Library folders of the toolkit and of NVIDIA's wheels.
 _TOOLKITS = ("cuda/lib64", "cuda/targets/*/lib")
-_WHEELS = ("cuda_nvrtc/lib", "cu1*/lib")
 _CURE = "install the CUDA toolkit, or NVIDIA's wheel of it: pip install nvidia-cuda-nvrtc-cu12"
 
 _lock = threading.Lock()
@@ -72,7 +71,7 @@ def find_library() -> Any:
     Raises:
         Unsupported: the library is not found.
     """
-    for name in (*_NAMES, *map(str, _files())):
+    for name in (*_NAMES, *map(str, library_files("libnvrtc.so*", "cuda_nvrtc/lib"))):
         try:
             library = ctypes.CDLL(name)
         except OSError:
@@ -82,13 +81,19 @@ def find_library() -> Any:
     raise Unsupported(f"NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not found: {_CURE}")
 
 
-def _files() -> Iterator[Path]:
+def library_files(name: str, wheel: str) -> Iterator[Path]:
+    """Yield the files of a library in the CUDA toolkit and in NVIDIA's wheels.
+
+    Args:
+        name: pattern, e.g. "libnvrtc.so*".
+        wheel: the library's folder in its own wheel, below `nvidia`; wheels of CUDA 13 share one folder.
+    """
     for pattern in _TOOLKITS:
-        yield from sorted(Path("/usr/local").glob(f"{pattern}/libnvrtc.so*"))
+        yield from sorted(Path("/usr/local").glob(f"{pattern}/{name}"))
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations if wheels else None) or ():
-        for pattern in _WHEELS:
-            yield from sorted(Path(folder).glob(f"{pattern}/libnvrtc.so*"))
+        for pattern in (wheel, "cu1*/lib"):
+            yield from sorted(Path(folder).glob(f"{pattern}/{name}"))
 
 
 def _architectures(library: Any) -> list[int]:

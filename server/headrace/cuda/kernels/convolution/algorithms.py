@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.cuda.kernels.convolution.base import Algorithm
 from headrace.cuda.kernels.convolution.depthwise import DepthwiseAlgorithm
 from headrace.cuda.kernels.convolution.direct import DirectAlgorithm
+from headrace.cuda.kernels.convolution.fft import FftAlgorithm
 from headrace.cuda.kernels.convolution.implicit_gemm import ImplicitGemm
 from headrace.cuda.kernels.convolution.simt_gemm import TILES, SimtGemmAlgorithm
 from headrace.cuda.kernels.convolution.winograd import WinogradAlgorithm
@@ -15,5 +16,6 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     ImplicitGemm(),
     WinogradAlgorithm(2),
     WinogradAlgorithm(4),
+    FftAlgorithm(),
     DepthwiseAlgorithm(),
 )

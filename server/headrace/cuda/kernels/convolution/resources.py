@@ -11,6 +11,7 @@ import numpy.typing as npt
 from headrace.core.errors import Unsupported
 from headrace.core.tensor import Array
 from headrace.cuda import driver
+from headrace.cuda.cufft import PlaneTransform
 from headrace.cuda.driver import check, loaded
 from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue, finish
 from headrace.cuda.kernels.launching import copy_to_gpu
@@ -67,6 +68,13 @@ class GpuResources:
         self._stack.callback(self._free, block)
         self.workspace_bytes += size_bytes
         return block.address
+
+    def transform(self, size: int, batch: int, inverse: bool) -> PlaneTransform:
+        """Plan Fourier transforms; arguments as for `PlaneTransform`."""
+        with driver.current(self._device):
+            transform = PlaneTransform(size, batch, inverse)
+        self._stack.callback(transform.close)
+        return transform
 
     def _free(self, block: DeviceBuffer) -> None:
         with driver.current(self._device):

@@ -1,0 +1,179 @@
+"""FFT convolution, compiled for the host with NumPy's transforms in place of cuFFT, against the float64 reference."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.core.errors import Unsupported
+from headrace.cuda import cufft
+from headrace.cuda.driver import DeviceError
+from headrace.cuda.kernels.convolution import fft
+from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.fft import FftAlgorithm, fitting_planes
+
+from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check, random_operands
+from tests.support.fake_cuda import FakeCuda
+
+SHAPES = [
+    ConvShape(2, 5, 19, 23, 6, 11, 11, 1, 5),
+    ConvShape(1, 33, 17, 9, 35, 7, 5, 1, 2),  # more channels than a block has
+    ConvShape(3, 4, 30, 40, 3, 13, 13, 1, 0),
+    ConvShape(1, 2, 3, 3, 2, 3, 3, 1, 1),
+]
+BOUNDS = {"float32": 1e-6, "float16": 6e-4}
+
+
+class HostFft:
+    """cuFFT by NumPy.
+
+    Attributes:
+        plans: by handle, size, batch and type.
+        failing: name of a function that fails.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[int, tuple[int, int, int]] = {}
+        self.failing = ""
+        self._created = 0
+
+    def cufftCreate(self, plan: Any) -> int:  # noqa: N802
+        self._created += 1
+        plan._obj.value = self._created
+        self.plans[self._created] = (0, 0, 0)
+        return 0
+
+    def cufftSetAutoAllocation(self, plan: Any, automatic: int) -> int:  # noqa: N802
+        assert automatic == 0
+        return 0
+
+    def cufftMakePlanMany(  # noqa: N802
+        self,
+        plan: Any,
+        rank: int,
+        sizes: Any,
+        a: Any,
+        b: int,
+        c: int,
+        d: Any,
+        e: int,
+        f: int,
+        kind: int,
+        batch: int,
+        work: Any,
+    ) -> int:
+        assert (rank, sizes[0], a, d) == (2, sizes[1], None, None)
+        self.plans[plan.value] = sizes[0], batch, kind
+        work._obj.value = 1024
+        return 8 if self.failing == "cufftMakePlanMany" else 0
+
+    def cufftSetWorkArea(self, plan: Any, address: Any) -> int:  # noqa: N802
+        assert address.value
+        return 0
+
+    def cufftSetStream(self, plan: Any, stream: Any) -> int:  # noqa: N802
+        assert stream.value == 77
+        return 0
+
+    def cufftExecR2C(self, plan: Any, source: Any, target: Any) -> int:  # noqa: N802
+        real, spectra = self._arrays(plan, source, target)
+        spectra[:] = np.fft.rfft2(real)
+        return 6 if self.failing == "cufftExecR2C" else 0
+
+    def cufftExecC2R(self, plan: Any, source: Any, target: Any) -> int:  # noqa: N802
+        real, spectra = self._arrays(plan, target, source)
+        real[:] = np.fft.irfft2(spectra, real.shape[1:], norm="forward")
+        spectra[:] = np.nan
+        return 0
+
+    def cufftDestroy(self, plan: Any) -> int:  # noqa: N802
+        del self.plans[plan.value]
+        return 0
+
+    def _arrays(self, plan: Any, real: Any, spectra: Any) -> Any:
+        size, batch, _ = self.plans[plan.value]
+
+        def at(pointer: Any, columns: int, dtype: Any) -> Any:
+            count = batch * size * columns * np.dtype(dtype).itemsize
+            content = (ctypes.c_char * count).from_address(pointer.value)
+            return np.frombuffer(content, dtype).reshape(batch, size, columns)
+
+        return at(real, size, np.float32), at(spectra, size // 2 + 1, np.complex64)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, host_gpu: FakeCuda) -> HostFft:
+    host = HostFft()
+    monkeypatch.setattr(cufft, "find_cufft", lambda: host)
+    monkeypatch.setattr(fft, "find_cufft", lambda: host)
+    return host
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(library: HostFft, shape: ConvShape, dtype: str) -> None:
+    check(FftAlgorithm(), shape, dtype, FUSED, BOUNDS[dtype])
+    assert not library.plans
+
+
+@pytest.mark.parametrize("size", [16, 24, 64])
+def test_sizes_of_planes(library: HostFft, size: int) -> None:
+    check(FftAlgorithm(size), SHAPES[0], "float32", FUSED, 1e-6)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_epilogues(library: HostFft, epilogue: Epilogue) -> None:
+    check(FftAlgorithm(), SHAPES[3], "float32", epilogue, 1e-6)
+
+
+@pytest.mark.parametrize("rows", [5, 3])
+def test_chunks_of_images(library: HostFft, rows: int) -> None:
+    shape = ConvShape(5, 4, 12, 11, 4, 7, 7, 1, 3)
+    planes = fitting_planes(shape)
+    assert planes is not None
+    check(FftAlgorithm(chunk_bytes=2 * planes.image_bytes(shape)), shape, "float32", FUSED, 1e-6, rows)
+
+
+def test_refusals(library: HostFft, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = FftAlgorithm()
+    assert not algorithm.refusal(SHAPES[0], "float16", (7, 5))
+    assert "stride 1" in algorithm.refusal(ConvShape(1, 4, 20, 20, 4, 11, 11, 2, 5), "float32", (9, 0))
+    assert "one group" in algorithm.refusal(ConvShape(1, 4, 20, 20, 4, 11, 11, groups=2), "float32", (9, 0))
+    assert "128 rows at most" in algorithm.refusal(ConvShape(1, 4, 200, 200, 4, 129, 3), "float32", (9, 0))
+    assert "16 rows at most" in FftAlgorithm(16).refusal(ConvShape(1, 4, 20, 20, 4, 17, 17), "float32", (9, 0))
+
+    def missing() -> None:
+        raise Unsupported("cuFFT is not found")
+
+    monkeypatch.setattr(fft, "find_cufft", missing)
+    assert algorithm.refusal(SHAPES[0], "float32", (9, 0)) == "cuFFT is not found"
+
+
+def test_errors_of_cufft(library: HostFft) -> None:
+    weights = random_operands(SHAPES[3], "float32").weights
+    library.failing = "cufftMakePlanMany"
+    with pytest.raises(DeviceError, match=r"planning 2 transforms of 8x8 failed in cuFFT \(cufftResult 8\)"):
+        FftAlgorithm().open(0, SHAPES[3], "float32", PLAIN, weights)
+    assert not library.plans
+    library.failing = "cufftExecR2C"
+    with pytest.raises(DeviceError, match="launching transforms failed"):
+        check(FftAlgorithm(), SHAPES[3], "float32", PLAIN, 1e-6)
+    assert not library.plans
+
+
+def test_without_cufft_the_error_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    cufft.find_cufft.cache_clear()
+    with pytest.raises(Unsupported, match=r"libcufft\.so.* is not found: install the CUDA toolkit"):
+        cufft.find_cufft()
+    cufft.find_cufft.cache_clear()
+
+
+def test_the_algorithm_is_in_the_list() -> None:
+    assert any(algorithm.name == "fft" for algorithm in ALGORITHMS)
