@@ -21,6 +21,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("build",): ("commands.build", "build engines for this machine, compare them with FP32, publish them"),
     ("inspect",): ("commands.inspect", "list the layers of a built engine with precision, kernel and time"),
     ("compare",): ("commands.compare", "compare a model in several precisions: accuracy, speed, size"),
+    ("bisect",): ("commands.bisect", "find the first layer of a lower precision that deviates from FP32"),
     ("engines", "ls"): ("commands.engines", "list stored and published engines"),
     ("engines", "gc"): ("commands.engines", "remove stored engines that no model publishes"),
     ("engines", "verify"): ("commands.engines", "check stored and published engines against their stamps"),

@@ -161,7 +161,7 @@ class _Comparison:
     def add(self, expected: Mapping[str, Array], actual: Mapping[str, Array], count: int) -> None:
         """Add a batch of `count` samples."""
         first, self.samples = self.samples, self.samples + count
-        expected_rows = {name: _by_row(array, count) for name, array in expected.items()}
+        expected_rows = {name: rows_of_output(array, count) for name, array in expected.items()}
         for name, rows in expected_rows.items():
             output = actual.get(name)
             if output is None or output.shape != expected[name].shape:
@@ -192,8 +192,8 @@ class _Comparison:
         a = np.where(finite, expected, 0).reshape(len(expected), -1).astype(np.float64)
         b = np.where(finite, actual, 0).reshape(len(actual), -1).astype(np.float64)
         self.max_abs = max(self.max_abs, float(np.abs(a - b).max(initial=0.0)))
-        cosines, count = self.outputs.get(name, (0.0, 0))
-        self.outputs[name] = cosines + float(_cosines(a, b).sum()), count + len(a)
+        sum_of_cosines, count = self.outputs.get(name, (0.0, 0))
+        self.outputs[name] = sum_of_cosines + float(cosines(a, b).sum()), count + len(a)
 
     def _add_classes(self, expected: Array, actual: Array, first: int) -> None:
         if expected.dtype.kind != "f":
@@ -211,7 +211,7 @@ class _Comparison:
 
     def accuracy(self, data: str) -> Accuracy:
         """Return the accuracy over all added samples."""
-        cosine = min((cosines / count for cosines, count in self.outputs.values()), default=1.0)
+        cosine = min((total / count for total, count in self.outputs.values()), default=1.0)
         agreement = self.same / self.compared if self.compared else None
         labelled = bool(self.labelled) and not self.problem
         return Accuracy(
@@ -227,7 +227,7 @@ class _Comparison:
         )
 
 
-def _by_row(array: Array, count: int) -> Array:
+def rows_of_output(array: Array, count: int) -> Array:
     """Return [samples, ...]; an output without a batch dimension is one row."""
     return array if array.ndim and len(array) == count else array[np.newaxis]
 
@@ -239,10 +239,10 @@ def _with_classes(rows: Mapping[str, Array]) -> str:
     return next((name for name, array in rows.items() if array.dtype.kind in "iubOSU" and array.ndim > 0), "")
 
 
-def _cosines(a: Array, b: Array) -> Array:
+def cosines(a: Array, b: Array) -> Array:
     """Return the cosine of every row of [rows, values]; 1 where both are zero, 0 where one is."""
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     products = np.einsum("ij,ij->i", a, b)
     same: Array = np.array(~a.any(axis=1) & ~b.any(axis=1), np.float64)
-    cosines: Array = np.clip(np.divide(products, lengths, out=same, where=lengths > 0), -1.0, 1.0)
-    return cosines
+    quotients: Array = np.clip(np.divide(products, lengths, out=same, where=lengths > 0), -1.0, 1.0)
+    return quotients

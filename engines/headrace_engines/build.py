@@ -28,7 +28,7 @@ from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildData, BuildSpec, Project, open_data
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store, StoreEntry
-from headrace_engines.targets.base import BatchTiming, Engine, Target, TargetSpec
+from headrace_engines.targets.base import BatchTiming, Engine, ModelRunner, Target, TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
 
 logger = logging.getLogger("headrace.build")
@@ -227,7 +227,7 @@ class _Builder:
             return measure(reference, engine, held_out, 1, report, output=output)
         min_rows, max_rows = min((profile.rows[0], profile.rows[2]) for profile in self.spec.profiles)
         rows = max(min(ROWS, max_rows), min_rows)
-        return measure(reference, _PaddedEngine(engine, min_rows), held_out, rows, report, output=output)
+        return measure(reference, PaddedEngine(engine, min_rows), held_out, rows, report, output=output)
 
     def _timings(self, engine: Engine, report: Report) -> list[BatchTiming]:
         sizes = batch_sizes(self.project, self.spec)
@@ -276,7 +276,7 @@ def per_row(timing: BatchTiming, project: Project) -> BatchTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class _PaddedEngine:
+class PaddedEngine:
     """Runs smaller batches than an engine was built for: repeats rows and drops their outputs.
 
     Attributes:
@@ -284,10 +284,11 @@ class _PaddedEngine:
         min_rows: smallest batch of the engine.
     """
 
-    engine: Engine
+    engine: ModelRunner
     min_rows: int
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run a batch of any number of rows up to the largest one of the engine and return its outputs."""
         rows = len(next(iter(inputs.values())))
         if rows >= self.min_rows:
             return self.engine.run(inputs)

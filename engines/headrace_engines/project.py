@@ -167,6 +167,7 @@ class BuildSpec:
         workspace_bytes: scratch memory for TensorRT; None without a limit.
         calibration: method and samples of the calibration.
         accuracy: held-out samples and required accuracy.
+        keep_fp32: names of nodes, `*` allowed, that stay FP32 among FP16 or BF16.
     """
 
     precision: str
@@ -174,6 +175,7 @@ class BuildSpec:
     workspace_bytes: int | None
     calibration: Calibration
     accuracy: AccuracyBar
+    keep_fp32: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> bool:
@@ -213,6 +215,9 @@ class BuildSpec:
             "calibration": self.calibration.model_dump(mode="json") if self.quantized else None,
             "accuracy": self.accuracy.model_dump(mode="json"),
         }
+        # Fields that are not set are left out, so that stored engines keep their keys.
+        if self.keep_fp32 and self.precision != "fp32":
+            document["keep_fp32"] = list(self.keep_fp32)
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -237,6 +242,7 @@ def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
         workspace_bytes=workspace_bytes,
         calibration=options.calibration,
         accuracy=options.accuracy,
+        keep_fp32=options.keep_fp32,
     )
 
 

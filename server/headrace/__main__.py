@@ -29,6 +29,7 @@ ENGINES_COMMANDS = {
     "build": "build engines for this machine, compare them with FP32, publish them",
     "inspect": "list the layers of a built engine with precision, kernel and time",
     "compare": "compare a model in several precisions",
+    "bisect": "find the first layer of a lower precision that deviates from FP32",
     "engines": "list, clean and check the store of built engines: ls, gc, verify",
     "models": "models build: build the demo models",
 }

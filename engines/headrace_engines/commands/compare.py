@@ -40,6 +40,8 @@ from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.commands import add_cache, add_model
 from headrace_engines.errors import BuildError, CallError
+from headrace_engines.layers.comparison import LayerComparison, compare_layers
+from headrace_engines.layers.report import layers_section, show_layers
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildSpec, Project, open_data, open_project, read_spec
@@ -127,6 +129,7 @@ class Comparison:
         sizes: batch sizes, ascending.
         seconds: timing duration of each precision at each batch size.
         rows: one row for each precision, in the requested order.
+        layers: comparison of the inner tensors; None without `--layers`.
     """
 
     model: str
@@ -136,6 +139,7 @@ class Comparison:
     sizes: tuple[int, ...]
     seconds: float
     rows: tuple[ComparisonRow, ...]
+    layers: LayerComparison | None = None
 
     @property
     def worked(self) -> list[ComparisonRow]:
@@ -160,7 +164,7 @@ class Comparison:
             "seconds": self.seconds,
             "rounds": ROUNDS,
             "rows": [row.to_json() for row in self.rows],
-        }
+        } | ({} if self.layers is None else {"layers": self.layers.to_json()})
 
 
 def compare(
@@ -171,6 +175,8 @@ def compare(
     sizes: Sequence[int],
     seconds: float,
     reports: Callable[[str], Report],
+    *,
+    with_layers: bool = False,
 ) -> Comparison:
     """Build a model in several precisions or find them in the store, then time them in turns in this process.
 
@@ -183,7 +189,8 @@ def compare(
         precisions: precisions, in order.
         sizes: batch sizes, ascending, within the profiles.
         seconds: timing duration of each precision at each batch size.
-        reports: returns the progress callback of a build by its precision, and of the timing by "timing".
+        reports: returns the progress callback of a build by its precision, of the timing by "timing", and by "layers".
+        with_layers: also compare the inner tensors with those of FP32.
 
     Raises:
         BuildError: the samples cannot be read.
@@ -207,8 +214,13 @@ def compare(
             rows.append(row)
         batches = {size: sample_batch(data, size, project) for size in sizes}
         rows = _measure(rows, engines, batches, project.batched, seconds, reports)
+    layers = None
+    if with_layers:
+        engines_built = [row.built for row in rows if row.built is not None]
+        layers = compare_layers(project, engines_built, target, store, data, reports("layers"))
     data_origin = next((row.accuracy.data for row in rows if row.accuracy is not None), "")
-    return Comparison(project.name, project.version, target.describe(), data_origin, tuple(sizes), seconds, tuple(rows))
+    machine = target.describe()
+    return Comparison(project.name, project.version, machine, data_origin, tuple(sizes), seconds, tuple(rows), layers)
 
 
 def _build(
@@ -325,7 +337,7 @@ def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Return an HTML page with three plots and two tables."""
+    """Return an HTML page with three plots and two tables, and with a plot and a table of the layers if they were compared."""
     names = [row.precision for row in comparison.worked]
     throughput, latency, accuracy = _panels(comparison)
     lines = [comparison_cells(row) for row in comparison.worked]
@@ -354,6 +366,7 @@ def comparison_page(comparison: Comparison) -> str:
         table(
             SPEED_HEADINGS, [_speed_cells(comparison, row, n) for row in comparison.worked for n in comparison.sizes]
         ),
+        *([] if comparison.layers is None else [layers_section(comparison.layers)]),
     ]
     return page(f"{comparison.model}: precisions compared", "\n".join(body), ".key{max-width:28rem}")
 
@@ -470,6 +483,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=2.0, metavar="S", help="timing of each precision at each batch size (2)"
     )
     parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="also compare the tensors between the layers with those of FP32: cosine, largest and mean error",
+    )
+    parser.add_argument(
         "--output", type=Path, metavar="DIR", help="write compare.json, compare.html and compare.svg here"
     )
 
@@ -489,9 +507,18 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.output is not None:
         # A measurement takes minutes: check the output folder before it.
         make_folder(options.output)
-    with BuildDisplay(console, [*precisions, "timing"]) as display:
+    with BuildDisplay(console, [*precisions, "timing", *(["layers"] if options.layers else [])]) as display:
         store = Store(options.cache)
-        comparison = compare(project, target, store, precisions, sizes, options.seconds, display.report)
+        comparison = compare(
+            project,
+            target,
+            store,
+            precisions,
+            sizes,
+            options.seconds,
+            display.report,
+            with_layers=options.layers,
+        )
     show(console, comparison)
     if options.output is not None:
         write(comparison, options.output)
@@ -534,6 +561,8 @@ def show(console: Console, comparison: Comparison) -> None:
         console.print(speed)
     for row, remark in _remarks(comparison):
         print_text(console, f"{row.precision}: {printable(remark)}")
+    if comparison.layers is not None:
+        show_layers(console, comparison.layers)
 
 
 def _precisions(option: str | None, target: Target) -> list[str]:

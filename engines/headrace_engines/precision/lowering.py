@@ -394,19 +394,39 @@ def lower_model(
         return LoweredModel(model)
     if spec.precision in ("fp16", "bf16"):
         samples = data.calibration or data.held_out
-        keep = must_stay_fp32(model, samples, spec.precision, report)
+        keep = must_stay_fp32(model, samples, spec.precision, report) | fp32_nodes(model, spec)
         return LoweredModel(cast_model(model, spec.precision, keep), tuple(sorted(keep)))
     if spec.calibration.method == "tensorrt":
         cure = "write calibration.method: entropy, which builds int8 and fp8 from Q/DQ"
         raise BuildError(
             f"calibration.method is tensorrt, TensorRT 10's own calibrator, which is no longer used: {cure}"
         )
-    return _Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
+    return Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
+
+
+def fp32_nodes(model: onnx.ModelProto, spec: BuildSpec) -> set[str]:
+    """Return the nodes that `optimization.keep_fp32` names.
+
+    Raises:
+        BuildError: a pattern matches no node.
+    """
+    names = [node.name for node in model.graph.node]
+    return named_nodes(names, spec.keep_fp32, "optimization.keep_fp32", "no node of the model")
 
 
 @dataclass
-class _Quantizer:
-    """Writes one model with Q/DQ; `fp8_reason` is `no_fp8_convolutions` of `lower_model`."""
+class Quantizer:
+    """Writes one model with Q/DQ.
+
+    Attributes:
+        model: simplified, FP32; not changed.
+        spec: specification; its precision is "int8" or "fp8".
+        target: "onnxruntime" or "tensorrt".
+        data: samples, with those of the calibration.
+        tables: folder of calibration tables.
+        fp8_reason: `no_fp8_convolutions` of `lower_model`.
+        nodes: names of the layers that the target runs in 8 bits, in order.
+    """
 
     model: onnx.ModelProto
     spec: BuildSpec
@@ -427,6 +447,37 @@ class _Quantizer:
         self.ranges: dict[str, tuple[float, float]] = {}
 
     def run(self, report: Report) -> LoweredModel:
+        """Return the model to build: with the fewest layers in floating point that hold the accuracy.
+
+        Raises:
+            BuildError: the model cannot be quantised.
+        """
+        precision = self.spec.precision
+        keep = self.calibrate(part(report, 0.0, 0.4))
+        quantized = self._corrected(keep, part(report, 0.4, 0.6))
+        missed = self._missed(quantized, part(report, 0.6, 0.65))
+        if missed:
+            logger.info("the accuracy does not hold with every layer in %s: %s", precision, "; ".join(missed))
+            keep = self._search(keep, part(report, 0.65, 0.95))
+            quantized = self._corrected(keep, part(report, 0.95, 1.0))
+        return self._lowered(quantized, keep, half=True)
+
+    def variant(self, keep: set[str], *, corrected: bool) -> onnx.ModelProto:
+        """Return the model with some layers in floating point, after `calibrate`.
+
+        Args:
+            keep: names of the layers.
+            corrected: correct the biases, as a build does; else only the weights are rounded, which is faster.
+        """
+        quantized = self._corrected(keep, silent) if corrected else self._quantize(self.model, keep)
+        return self._in_half(quantized, keep)
+
+    def calibrate(self, report: Report) -> set[str]:
+        """Calibrate the ranges and return the names of the nodes that the configuration keeps in floating point.
+
+        Raises:
+            BuildError: no layer can be quantised, or a name of the configuration matches no node.
+        """
         calibration, precision = self.spec.calibration, self.spec.precision
         if not self.nodes:
             if any(node.op_type == "DequantizeLinear" for node in self.model.graph.node):
@@ -445,14 +496,8 @@ class _Quantizer:
         if keep.issuperset(self.nodes):
             raise BuildError(f"calibration.keep leaves no node in {precision}: name fewer nodes, or use fp32 or fp16")
         tensors = tensors_to_calibrate(self.model)
-        self.ranges = calibrate(self.model, tensors, self.calibration, calibration, self.tables, part(report, 0.0, 0.4))
-        quantized = self._corrected(keep, part(report, 0.4, 0.6))
-        missed = self._missed(quantized, part(report, 0.6, 0.65))
-        if missed:
-            logger.info("the accuracy does not hold with every layer in %s: %s", precision, "; ".join(missed))
-            keep = self._search(keep, part(report, 0.65, 0.95))
-            quantized = self._corrected(keep, part(report, 0.95, 1.0))
-        return self._lowered(quantized, keep, half=True)
+        self.ranges = calibrate(self.model, tensors, self.calibration, calibration, self.tables, report)
+        return keep
 
     def _lowered(self, quantized: onnx.ModelProto, keep: set[str], half: bool) -> LoweredModel:
         """Return the model to build from a quantised one; `half`: layers in floating point may be FP16."""
@@ -529,7 +574,7 @@ class _Quantizer:
         fp8 = self.spec.precision == "fp8"
         if self.target != "tensorrt" or not (keep or fp8):
             return quantized
-        stay = must_stay_fp32(self.model, self.calibration, "fp16", silent)
+        stay = must_stay_fp32(self.model, self.calibration, "fp16", silent) | fp32_nodes(self.model, self.spec)
         # TensorRT's FP8 convolutions need FP16 scales and biases, its INT8 convolutions FP32.
         return cast_model(quantized, "fp16", stay, "scales" if fp8 else "layers")
 
@@ -540,17 +585,30 @@ def nodes_to_keep(nodes: list[str], calibration: Calibration) -> set[str]:
     Raises:
         BuildError: a pattern matches no node.
     """
-    keep: set[str] = set()
-    for pattern in calibration.keep:
+    return named_nodes(nodes, calibration.keep, "optimization.calibration.keep", "no quantised node")
+
+
+def named_nodes(nodes: list[str], patterns: Sequence[str], field: str, nothing: str) -> set[str]:
+    """Return the nodes that a field of the configuration names.
+
+    Args:
+        nodes: names of nodes.
+        patterns: names, `*` allowed.
+        field: name of the field, for messages.
+        nothing: what a wrong pattern matches, for messages.
+
+    Raises:
+        BuildError: a pattern matches no node.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
         # Names may contain brackets, which have a meaning in patterns.
         named = {name for name in nodes if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not named:
             listed = ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else "")
-            raise BuildError(
-                f"optimization.calibration.keep has '{pattern}', which matches no quantised node: use names of {listed}"
-            )
-        keep |= named
-    return keep
+            raise BuildError(f"{field} has '{pattern}', which matches {nothing}: use names of {listed}")
+        chosen |= named
+    return chosen
 
 
 # Number of samples of the sensitivity measurement.

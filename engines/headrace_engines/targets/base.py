@@ -5,11 +5,12 @@ Target.refuses(precision) -> str                 reason why this machine does no
 Target.refuses_fp8_convolutions() -> str         reason why convolutions do not run in FP8, or ""
 Target.build(model, order, path, report)         builds the artefact's file from an ONNX model in the requested precision
 Target.open(path) -> Engine                      loads an artefact, which can run, be timed and list its layers
+Target.observe(model, order, names, folder, report) -> ObservedEngine     loads a model whose inner tensors can be read
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ __all__ = [
     "Machine",
     "MeasuredLayer",
     "ModelRunner",
+    "ObservedEngine",
     "ShapeRange",
     "Target",
     "TargetSpec",
@@ -88,6 +90,21 @@ class Engine(ModelRunner, Protocol):
         """Release all memory."""
 
 
+class ObservedEngine(ModelRunner, Protocol):
+    """A loaded model whose inner tensors can be read; `run` returns them, as FP32, by the name of the FP32 model's tensor.
+
+    Attributes:
+        names: names of the FP32 model's tensors that exist in the engine.
+        remark: difference of its fused layers from those of the artefact; "" if there is none.
+    """
+
+    names: tuple[str, ...]
+    remark: str
+
+    def close(self) -> None:
+        """Release all memory."""
+
+
 class Target(Protocol):
     """Builds and runs artefacts on this machine."""
 
@@ -112,3 +129,19 @@ class Target(Protocol):
 
     def open(self, path: Path, source: onnx.ModelProto | None = None) -> Engine:
         """Load an artefact; with its ONNX model, `source`, `layers` returns the names of ONNX nodes."""
+
+    def observe(
+        self, model: onnx.ModelProto, order: TargetSpec, names: Sequence[str], folder: Path, report: Report
+    ) -> ObservedEngine:
+        """Load a lowered model so that its inner tensors can be read; layers that the target fuses stay fused where possible.
+
+        Args:
+            model: lowered model, as for `build`.
+            order: parameters of the build.
+            names: names of tensors of the FP32 model.
+            folder: folder for files, which must outlive the engine.
+            report: called with the progress.
+
+        Raises:
+            BuildError: as for `build` and `open`.
+        """

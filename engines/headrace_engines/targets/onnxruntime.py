@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ from headrace.config.manifest import Machine, onnxruntime_machine, usable_cores
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxGraph, copy_model, drop_unused_domains, read_onnx, write_onnx
 from headrace_engines.progress import Report
-from headrace_engines.targets.base import Array, BatchTiming, MeasuredLayer, TargetSpec
+from headrace_engines.targets.base import Array, BatchTiming, MeasuredLayer, ObservedEngine, TargetSpec
+from headrace_engines.targets.onnxruntime_observed import ObservedSession
+from headrace_engines.targets.onnxruntime_session import open_session, session_options
 
 _LAYOUT = "_nchwc"
 _NUMBERED = re.compile(r"_token_\d+$|/duplicated(_token_\d+)?$")
@@ -240,51 +242,6 @@ _WARM_UP_RUNS = 3
 _WARM_UP_SHARE = 0.2
 _MIN_RUNS = 3
 _MEMORY_TIMEOUT_S = 300.0
-_NODE = re.compile(
-    r"implementation for (?P<op>\S+)\(\d+\) node with name '(?P<node>[^']*)'"
-    r"|operator \((?P<op2>\S+)\) in node \((?P<node2>[^)]*)\)"
-    r'|In Node, \("(?P<node3>[^"]*)", (?P<op3>[^,]+),'
-    r"|Fatal error: (?P<op4>\S+?)\(-?\d+\) is not a registered"
-)
-
-
-def session_options() -> ort.SessionOptions:
-    """Return session options as the server sets them for a model of one instance."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = usable_cores()
-    options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    options.log_severity_level = 4
-    return options
-
-
-def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a session on the CPU.
-
-    Raises:
-        BuildError: ONNX Runtime cannot load the model; the message has the node, if any, and the remedy.
-    """
-    try:
-        return ort.InferenceSession(
-            str(model) if isinstance(model, Path) else model, options, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:  # the binding's exceptions share no other base
-        raise BuildError(_load_failure(str(error))) from error
-
-
-def _load_failure(text: str) -> str:
-    match = _NODE.search(text)
-    reason = text.partition(" : ")[2] or text
-    if "serialization failed" in text:
-        return f"ONNX Runtime cannot write the optimised model: {reason}: make room on the disk"
-    if not match:
-        return f"ONNX Runtime cannot load the model: {reason}: check it with onnx.checker"
-    operator = next(value for name, value in match.groupdict().items() if name.startswith("op") and value)
-    node = next((value for name, value in match.groupdict().items() if name.startswith("node") and value), "")
-    location = f"node '{node}' ({operator})" if node else f"operator {operator}"
-    cure = "keep it in FP32, or write it with operators that ONNX Runtime has on CPUs"
-    return f"{location} cannot run on ONNX Runtime's CPU: {reason}: {cure}"
 
 
 class OnnxRuntimeEngine:
@@ -614,6 +571,17 @@ class OnnxRuntimeTarget:
             BuildError: the file cannot be loaded.
         """
         return OnnxRuntimeEngine(path, source)
+
+    def observe(
+        self, model: onnx.ModelProto, order: TargetSpec, names: Sequence[str], folder: Path, report: Report
+    ) -> ObservedEngine:
+        """Load a lowered model so that its inner tensors can be read; see `Target.observe`.
+
+        Raises:
+            BuildError: the model cannot be loaded.
+        """
+        report(0.0, "loading the model with additional outputs")
+        return ObservedSession(model, names)
 
 
 def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:

@@ -154,10 +154,20 @@ class Optimization(ConfigPart):
     profiles: tuple[EngineProfile, ...] = option((), "Ranges of shapes that the engine supports.")
     workspace_mb: PositiveCount | None = option(None, "Maximum scratch memory of TensorRT in MiB; unlimited if absent.")
     calibration: Calibration = option(Calibration(), "Calibration for INT8 and FP8.")
+    keep_fp32: tuple[Text, ...] = option(
+        (), "Nodes (by name, `*` allowed) that stay FP32 among FP16 or BF16, in addition to those found by measurement."
+    )
     accuracy: AccuracyBar = option(AccuracyBar(), "Accuracy that an engine must reach to be published.")
 
 
-HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = ("precision", "profiles", "workspace_mb", "calibration", "accuracy")
+HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = (
+    "precision",
+    "profiles",
+    "workspace_mb",
+    "calibration",
+    "keep_fp32",
+    "accuracy",
+)
 
 # Names of accelerators that select TensorRT: Triton's, and that of its ONNX Runtime backend.
 TENSORRT_ACCELERATORS = ("tensorrt", "auto")

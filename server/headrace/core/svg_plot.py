@@ -113,6 +113,7 @@ class Panel:
         x_title: title of the x axis, with the unit.
         y_title: title of the y axis, with the unit.
         log_x: True for a logarithmic axis; points at 0 or below are left out.
+        log_y: the same for the y axis.
         marks: values of x with a vertical line.
         empty: text of a plot without points.
     """
@@ -124,6 +125,7 @@ class Panel:
     log_x: bool = False
     marks: Sequence[float] = ()
     empty: str = _NO_DATA
+    log_y: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +173,15 @@ def curve_plot(panel: Panel, names: Sequence[str]) -> str:
         names: names of all curves, in the order of their colours and dashes; see `curve_legend`.
     """
     parts = [text_element(panel.title, _LEFT, 18, "t")]
-    points = [
-        (x, y) for curve in panel.curves for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x
-    ]
+    points = [point for curve in panel.curves for point in _shown_points(panel, curve)]
     if not points:
         return "".join([*parts, text_element(panel.empty, WIDTH / 2, HEIGHT / 2, "s", "middle")])
     xs = [x for x, _ in points] + list(panel.marks)
     x_ticks = log_ticks(min(xs), max(xs)) if panel.log_x else ticks(max(xs))
-    y_ticks = ticks(max(y for _, y in points))
+    heights = [y for _, y in points]
+    y_ticks = log_ticks(min(heights), max(heights)) if panel.log_y else ticks(max(heights))
     across = _Axis(x_ticks[0], x_ticks[-1], _LEFT, WIDTH - _RIGHT, panel.log_x)
-    up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, False)
+    up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, panel.log_y)
     parts.append(_grid(y_ticks, up, panel.x_title, panel.y_title))
     for tick in x_ticks:
         x = across.at(tick)
@@ -192,12 +193,16 @@ def curve_plot(panel: Panel, names: Sequence[str]) -> str:
         x = across.at(mark)
         parts.append(f'<path d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}" stroke="var(--ink)" stroke-dasharray="2 2"/>')
     for curve in panel.curves:
-        coordinates = [
-            (across.at(x), up.at(y)) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x
-        ]
+        coordinates = [(across.at(x), up.at(y)) for x, y in _shown_points(panel, curve)]
         if coordinates:
             parts.append(f'<path d="{_path(coordinates, curve.step)}" fill="none" {_stroke(names.index(curve.name))}/>')
     return "".join(parts)
+
+
+def _shown_points(panel: Panel, curve: PlotCurve) -> list[tuple[float, float]]:
+    """Return the points of a curve that its axes can show."""
+    points = zip(curve.xs, curve.ys, strict=True)
+    return [(x, y) for x, y in points if (x > 0 or not panel.log_x) and (y > 0 or not panel.log_y)]
 
 
 def curve_picture(panels: Sequence[Panel], title: str) -> str:

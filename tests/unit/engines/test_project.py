@@ -59,6 +59,12 @@ def test_the_digest_depends_on_all_inputs_of_the_artefact(monkeypatch: pytest.Mo
     assert wanted().digest() == digests[0]
 
 
+def test_nodes_that_stay_fp32_count_below_fp32_only() -> None:
+    assert wanted(keep_fp32=("a",)).digest() != wanted().digest()
+    assert wanted(keep_fp32=("a",)).digest() != wanted(keep_fp32=("b",)).digest()
+    assert wanted(precision="fp32", keep_fp32=("a",)).digest() == wanted(precision="fp32").digest()
+
+
 def test_the_calibration_makes_nothing_of_fp16() -> None:
     other = Calibration(data="a.npz", method="minmax")
     assert wanted(precision="fp16").digest() == wanted(precision="fp16", calibration=other).digest()

@@ -170,6 +170,24 @@ def test_the_json_keeps_its_form(project: Project, tmp_path: Path) -> None:
     assert document["batch_sizes"] == [1, 8]
 
 
+def test_layers_are_compared_on_request(tmp_path: Path) -> None:
+    model = networks.residual()
+    project = write_project(tmp_path / "models", model, networks.inputs_of(model, 16))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = [project.name, "--model-repository", str(tmp_path / "models"), "--cache", str(tmp_path / "cache")]
+    words += ["--target", "onnxruntime", "--precisions", "fp32,int8", "--batch", "1", "--seconds", "0.01"]
+    output = tmp_path / "output"
+    console = Console(file=io.StringIO(), width=160)
+    assert run(parser.parse_args([*words, "--layers", "--output", str(output)]), console) == 0
+    document = json.loads((output / "compare.json").read_text())
+    assert document["layers"]["precisions"] == ["fp32", "int8"]
+    assert any(row["operator"] == "Relu" and row["differences"]["int8"] for row in document["layers"]["rows"])
+    assert "<h2>Layers</h2>" in (output / "compare.html").read_text()
+    assert isinstance(console.file, io.StringIO)
+    assert "int8 cosine" in console.file.getvalue()
+
+
 def test_values_that_are_not_finite_are_none_in_json(project: Project, tmp_path: Path) -> None:
     comparison = compared(project, tmp_path, ("fp32",))
     row = comparison.rows[0]

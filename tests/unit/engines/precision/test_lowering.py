@@ -184,3 +184,26 @@ def test_constants_that_two_layers_share_are_corrected_for_each(target: str, tmp
     names = {"node_a", "node_c", "node_y"}
     assert quantized(created) == names
     assert len({node.input[2] for node in created.graph.node if node.name in names}) == 3
+
+
+def types_of(model: onnx.ModelProto) -> dict[str, int]:
+    """Types of the first outputs of nodes, by name."""
+    graph = OnnxGraph(model)
+    return {node.name: graph.element_type(node.output[0]) for node in graph.nodes}
+
+
+def test_named_nodes_stay_fp32_among_fp16(tmp_path: Path) -> None:
+    model = simplify(networks.residual())
+    rows = samples_of(networks.inputs_of(model, 4))
+    names = [node.name for node in model.graph.node if node.op_type == "Conv"]
+    spec = BuildSpec("fp16", (), None, Calibration(), AccuracyBar(), keep_fp32=(names[1],))
+    result = lower_model(model, spec, "onnxruntime", BuildData(rows, rows), tmp_path, silent)
+    kept = types_of(result.model)
+    assert kept[names[1]] == TensorProto.FLOAT
+    assert kept[names[2]] == TensorProto.FLOAT16
+    assert names[1] in result.float_nodes
+    wrong = BuildSpec("fp16", (), None, Calibration(), AccuracyBar(), keep_fp32=("nothing*",))
+    with pytest.raises(
+        BuildError, match=r"optimization.keep_fp32 has 'nothing\*', which matches no node of the model: use"
+    ):
+        lower_model(model, wrong, "onnxruntime", BuildData(rows, rows), tmp_path, silent)

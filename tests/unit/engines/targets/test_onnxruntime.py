@@ -16,7 +16,8 @@ from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import Engine, Target, TargetSpec
-from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget, session_options
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
+from headrace_engines.targets.onnxruntime_session import session_options
 from onnx import TensorProto, helper, numpy_helper
 
 TARGET = OnnxRuntimeTarget()
