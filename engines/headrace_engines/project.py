@@ -207,7 +207,7 @@ class BuildSpec:
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of everything that defines the artefact except the model and the machine."""
-        document = {
+        document: dict[str, object] = {
             "recipe": [BUILD_RECIPE, ranges.RANGES_RECIPE],
             "precision": self.precision,
             "profiles": [asdict(profile) for profile in self.profiles],

@@ -143,6 +143,11 @@ def _add_devices(module: Any, cuda: FakeCuda) -> None:
         def pop() -> None:
             cuda.pushed.pop()
 
+        @staticmethod
+        def synchronize() -> None:
+            assert cuda.depth > 0
+            assert cuda.captured is None, "waiting spoils a capture"
+
     class Device:
         def __init__(self, ordinal: int) -> None:
             assert 0 <= ordinal < cuda.devices

@@ -35,6 +35,7 @@ class State:
         config: the last builder configuration.
         broken: True if executions fail.
         contexts, made: number of created execution contexts, and the contexts, which are never freed.
+        fused: tensors inside of fused layers, which the inspector lists only if they are debug tensors.
         late_shapes: True if the shapes of outputs depend on data.
         on_step, on_log: called in a callback of the builder's progress, of the logger; exceptions do not leave the callback.
     """
@@ -48,6 +49,7 @@ class State:
         self.network_flags: list[int] = []
         self.config: Any = None
         self.broken = False
+        self.fused: set[str] = set()
         self.late_shapes = False
         self.steps = 0
         self.contexts = 0
@@ -77,7 +79,7 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     trt.MemoryPoolType = enum.Enum("MemoryPoolType", "WORKSPACE TACTIC_DRAM")
     trt.BuilderFlag = enum.Enum("BuilderFlag", "FP16 BF16 INT8 FP8 TF32" if old else "TF32 EDITABLE_TIMING_CACHE")
     trt.NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
-    for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler"):
+    for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler", "IDebugListener"):
         setattr(trt, base, type(base, (), {}))
     trt.init_libnvinfer_plugins = lambda logger, namespace: True
     if not old:
@@ -94,6 +96,20 @@ class _Network:
         self.model: onnx.ModelProto | None = None
         self.inputs: list[Any] = []
         self.parsers: list[_Parser] = []
+        self.debug: list[str] = []
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.graph.node) if self.model is not None else 0
+
+    def get_layer(self, index: int) -> Any:
+        assert self.model is not None
+        outputs = [SimpleNamespace(name=name) for name in self.model.graph.node[index].output]
+        return SimpleNamespace(num_outputs=len(outputs), get_output=outputs.__getitem__)
+
+    def mark_debug(self, tensor: Any) -> bool:
+        self.debug.append(tensor.name)
+        return True
 
     @property
     def num_inputs(self) -> int:
@@ -307,6 +323,7 @@ class _Builder:
             "version": self._trt.__version__,
             "onnx": base64.b64encode(model.SerializeToString()).decode(),
             "profiles": [profile.shapes for profile in config.profiles],
+            "debug": network.debug,
         }
         return MAGIC + json.dumps(document).encode()
 

@@ -27,7 +27,14 @@ class DataType(enum.Enum):
         return {"FLOAT": 4, "HALF": 2, "BF16": 2, "INT32": 4, "INT64": 8}.get(self.name, 1)
 
 
-ONNX_TYPES = {1: DataType.FLOAT, 10: DataType.HALF, 7: DataType.INT64, 6: DataType.INT32, 9: DataType.BOOL}
+ONNX_TYPES = {
+    1: DataType.FLOAT,
+    3: DataType.INT8,
+    10: DataType.HALF,
+    7: DataType.INT64,
+    6: DataType.INT32,
+    9: DataType.BOOL,
+}
 _NUMPY = {v: helper.tensor_dtype_to_np_dtype(k) for k, v in ONNX_TYPES.items()}
 
 
@@ -58,7 +65,8 @@ class _Engine:
     def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, document: dict[str, Any]) -> None:
         self.trt, self.cuda, self.logger = trt, cuda, logger
         self.model = onnx.ModelProto.FromString(base64.b64decode(document["onnx"]))
-        self.runner = OnnxRunner(self.model, optimize=False)
+        self.debug: list[str] = document["debug"]
+        self.runner = OnnxRunner(self.model, self.debug, optimize=False)
         self.profiles = document["profiles"] or [{}]
         self.num_optimization_profiles = len(self.profiles)
         graph = self.model.graph
@@ -95,6 +103,7 @@ class _Engine:
         return created
 
     def create_engine_inspector(self) -> Any:
+        fused = self.trt.state.fused - set(self.debug)
         dequantized = {node.output[0] for node in self.model.graph.node if node.op_type == "DequantizeLinear"}
         layers = [
             {
@@ -106,7 +115,7 @@ class _Engine:
                         "Format/Datatype": f"Row major linear {'INT8' if node.input[0] in dequantized else 'FP32'}",
                     }
                 ],
-                "Outputs": [],
+                "Outputs": [{"Name": name} for name in node.output if name not in fused],
                 "TacticName": f"fake_{node.op_type.lower()}",
                 "Metadata": f"[ONNX Layer: {node.name}]",
             }
@@ -125,6 +134,16 @@ class _Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._allocators: dict[str, Any] = {}
+        self._listener: Any = None
+        self._reports = False
+
+    def set_debug_listener(self, listener: Any) -> bool:
+        self._listener = listener
+        return bool(self._engine.debug)
+
+    def set_all_tensors_debug_state(self, flag: bool) -> bool:
+        self._reports = flag
+        return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert memory
@@ -176,7 +195,11 @@ class _Context:
         cuda = self._engine.cuda
         cuda.now_us += getattr(cuda, "row_us", 0) * [*self._shapes.values(), (1,)][0][0]
         for name, values in self._run(zeros=False).items():
-            values = np.ascontiguousarray(values)
+            values = np.array(values, order="C")
+            if name in self._engine.debug:
+                if self._reports and not self._report(name, values):
+                    return False
+                continue
             address = self._addresses.get(name)
             if self._engine.trt.state.late_shapes:
                 address = self._allocators[name].reallocate_output_async(name, 0, values.nbytes, 256, 77)
@@ -189,6 +212,11 @@ class _Context:
             for number, node in enumerate(self._engine.model.graph.node):
                 self.profiler.report_layer_time(node.name, 0.01 * (number + 1))
         return True
+
+    def _report(self, name: str, values: Any) -> bool:
+        kinds = {dtype: kind for kind, dtype in _NUMPY.items()}
+        place, kind = self._engine.trt.TensorLocation.DEVICE, kinds[values.dtype]
+        return bool(self._listener.process_debug_tensor(values.ctypes.data, place, kind, list(values.shape), name, 77))
 
     def _run(self, zeros: bool) -> dict[str, Any]:
         feeds = {}

@@ -111,7 +111,7 @@ def part_of_model(
     part = onnx.ModelProto()
     part.CopyFrom(model)
     for field in ("node", "input", "output", "initializer", "value_info"):
-        part.graph.ClearField(field)  # type: ignore[arg-type]  # names of fields of the message
+        part.graph.ClearField(field)
     # Indices: the messages of a repeated field are compared by value.
     part.graph.node.extend(node for index, node in enumerate(graph.nodes) if index in nodes)
     part.graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in read - cuts.keys())

@@ -191,6 +191,14 @@ def download(target: Array, source: DeviceBuffer, stream: CudaStream) -> None:
             loaded().memcpy_dtoh_async(target, source.address, stream.stream)
 
 
+def read_now(target: Array, address: int) -> None:
+    """Wait for all work of the current GPU and copy from an address of it; `target` is contiguous."""
+    if target.nbytes:
+        with check("copying from the GPU"):
+            loaded().Context.synchronize()
+            loaded().memcpy_dtoh(target, address)
+
+
 def copy_on_gpu(target: int, source: DeviceBuffer, size_bytes: int, stream: CudaStream) -> None:
     """Queue a copy of the first bytes of a block to another address on its GPU."""
     if size_bytes:

@@ -6,6 +6,7 @@ JSON of the engine inspector, their times from TensorRT's profiler.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import onnx
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
+from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, read_now, upload
 
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import BatchTiming, MeasuredLayer
@@ -200,6 +201,49 @@ def output_allocator(trt: Any, memory: OutputMemory) -> Any:
             memory.shape = tuple(int(size) for size in shape)
 
     return Allocator()
+
+
+class DebugValues:
+    """Values of debug tensors, copied during an execution; an exception is stored, since none can pass through TensorRT."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Array] = {}
+        self._raised: BaseException | None = None
+
+    def take(self, name: str, address: int, dtype: Any, shape: tuple[int, ...], on_host: bool) -> bool:
+        """Copy a tensor; return False to stop the execution."""
+        try:
+            values = np.empty(shape, numpy_type(dtype))
+            if on_host:
+                ctypes.memmove(values.ctypes.data, address, values.nbytes)
+            else:
+                read_now(values, address)
+            self._values[name] = values
+        except BaseException as error:
+            self._raised = error
+        return self._raised is None
+
+    def result(self) -> dict[str, Array]:
+        """Return the values by name, or raise the stored exception."""
+        if self._raised is not None:
+            raise self._raised
+        return self._values
+
+
+def debug_listener(trt: Any, values: DebugValues) -> Any:
+    """Return an IDebugListener that adds to `values`."""
+
+    class Listener(trt.IDebugListener):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.IDebugListener.__init__(self)
+
+        def process_debug_tensor(
+            self, addr: int, location: Any, datatype: Any, shape: Any, name: str, stream: int
+        ) -> bool:
+            on_host = location == trt.TensorLocation.HOST
+            return values.take(name, int(addr), datatype, tuple(int(size) for size in shape), on_host)
+
+    return Listener()
 
 
 # Patterns of element types in the inspector's JSON, e.g. "Half", "Row major linear FP32", "Channel major INT8 format where
@@ -506,6 +550,34 @@ class TensorRtEngine:
             information = inspector.get_engine_information(self._api.trt.LayerInformationFormat.JSON)
             del inspector, context
             return read_layers(information, times.mean_us(_PROFILED_RUNS), self._nodes)
+
+    def layer_information(self) -> str:
+        """Return the JSON of the engine inspector."""
+        with self._working("inspecting"):
+            inspector = self._engine.create_engine_inspector()
+            return str(inspector.get_engine_information(self._api.trt.LayerInformationFormat.JSON))
+
+    def run_debug(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run a batch and return the values of all debug tensors by name; BF16 and FP8 as bit patterns.
+
+        Raises:
+            BuildError: as for `run`.
+        """
+        with self._running("reading the tensors of") as errors:
+            # A separate context: reports of debug tensors slow down the executions of their context.
+            context = self._new_context(errors)
+            values = DebugValues()
+            listener = debug_listener(self._api.trt, values)
+            if not context.set_debug_listener(listener) or not context.set_all_tensors_debug_state(True):
+                raise BuildError(f"{self._name} reports no inner tensors: TensorRT {self._api.version} refuses it")
+            allocated = self._prepare(context, inputs)
+            self._send()
+            self._enqueue(context, errors)
+            self._stream.synchronize()
+            for memory in allocated:
+                memory.apply_shape()
+            del context
+            return values.result()
 
     @property
     def memory_bytes(self) -> int:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from headrace_engines.targets.tensorrt.api import (
     write_atomically,
 )
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine
+from headrace_engines.targets.tensorrt.observed import ObservedPlan, observe_plan
 
 _CURE = "correct optimization.profiles"
 
@@ -143,9 +144,11 @@ class BuilderOptions:
 
     Attributes:
         optimization_level: 0 (fastest build) to 5; None for TensorRT's default.
+        debug_tensors: names of inner tensors that an execution can report.
     """
 
     optimization_level: int | None = None
+    debug_tensors: frozenset[str] = frozenset()
 
 
 def build_plan(
@@ -170,6 +173,7 @@ def build_plan(
             api.load_plugins()
             builder = api.builder(errors)
             network = _parse(api, builder, model, path.parent)
+            _mark_debug(network, options.debug_tensors)
             config = _configure(api, builder, network, order, options, gpu)
             cache = TimingCache(api, order.timing_cache)
             cache.attach(config)
@@ -198,6 +202,16 @@ def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, folder: Path)
             checker.supports_model_v2(data)
             faults += _faults(checker, model) + _unsupported(checker, model, faults)
     raise BuildError(explain_parser(faults or [ParserFault("", "", "no reason is given", False)], api.version))
+
+
+def _mark_debug(network: Any, names: Collection[str]) -> None:
+    """Mark the tensors of these names as debug tensors (TensorRT documentation, "Debug Tensors")."""
+    for index in range(network.num_layers if names else 0):
+        layer = network.get_layer(index)
+        for output in range(layer.num_outputs):
+            tensor = layer.get_output(output)
+            if tensor is not None and tensor.name in names:
+                network.mark_debug(tensor)
 
 
 @contextlib.contextmanager
@@ -377,6 +391,24 @@ class TensorRtTarget:
         self._demand()
         with as_build_error(path.name):
             return TensorRtEngine(load(), path, source, self._device)
+
+    def observe(
+        self, model: onnx.ModelProto, order: TargetSpec, names: Sequence[str], folder: Path, report: Report
+    ) -> ObservedPlan:
+        """Build a plan twice, and mark in the second one the tensors that the layers of the first one write.
+
+        Raises:
+            BuildError: as for `build` and `open`.
+        """
+        self._demand()
+
+        def build(path: Path, marked: frozenset[str], share: Report) -> TensorRtEngine:
+            options = replace(self._options, debug_tensors=marked)
+            with as_build_error(path.name), current(self._device):
+                build_plan(load(), model, order, path, share, options, gpus.describe(self._device))
+            return self.open(path, model)
+
+        return observe_plan(model, names, folder, build, report)
 
     def _demand(self) -> None:
         missing = available(self._device)
