@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from headrace.cuda.kernels.convolution import winograd
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace.cuda.kernels.convolution.half_products import TILES as HALF_TILES
+from headrace.cuda.kernels.convolution.half_products import HalfTile
 from headrace.cuda.kernels.convolution.winograd import WinogradAlgorithm
 
-from tests.support.convolution_cases import EPILOGUES, FUSED, check
+from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check, error, random_operands
 from tests.support.fake_cuda import FakeCuda
 
 SHAPES = [
@@ -17,12 +21,43 @@ SHAPES = [
     ConvShape(1, 6, 1, 3, 4, 3, 3, 1, 2),  # more padding than image
 ]
 BOUNDS = {2: 2e-6, 4: 4e-6}
+HALF_SHAPES = [
+    ConvShape(2, 8, 9, 7, 8, 3, 3, 1, 1),
+    ConvShape(1, 72, 12, 13, 70, 3, 3, 1, 1),
+    ConvShape(1, 200, 6, 5, 130, 3, 3, 1, 0),  # more steps than stages
+]
+HALF_BOUNDS = {2: 1e-3, 4: 5e-3}
 
 
 @pytest.mark.parametrize("size", BOUNDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(host_gpu: FakeCuda, shape: ConvShape, size: int) -> None:
     check(WinogradAlgorithm(size), shape, "float32", FUSED, BOUNDS[size])
+
+
+@pytest.mark.parametrize("size", HALF_BOUNDS)
+@pytest.mark.parametrize("shape", HALF_SHAPES, ids=str)
+def test_float16(host_gpu: FakeCuda, shape: ConvShape, size: int) -> None:
+    check(WinogradAlgorithm(size), shape, "float16", FUSED, HALF_BOUNDS[size])
+    check(WinogradAlgorithm(size), shape, "float16", PLAIN, HALF_BOUNDS[size])
+
+
+@pytest.mark.parametrize("tile", HALF_TILES, ids=str)
+def test_tiles_of_half_products(host_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tile: HalfTile) -> None:
+    monkeypatch.setattr(winograd, "fitting_half_tile", lambda *_: tile)
+    check(WinogradAlgorithm(2), ConvShape(1, 16, 26, 26, 136, 3, 3, 1, 1), "float16", FUSED, HALF_BOUNDS[2])
+
+
+@pytest.mark.parametrize("size", HALF_BOUNDS)
+def test_large_values_of_float16(size: int) -> None:
+    shape = ConvShape(1, 8, 8, 8, 8, 3, 3, 1, 1)
+    operands = random_operands(shape, "float16")
+    operands.x[:] = np.clip(operands.x.astype(np.float32) * 30_000, -65_504, 65_504)
+    for scale in (1e-6, 0.1):
+        weights = operands.weights * np.float32(scale)
+        exact = convolve(shape, PLAIN, operands.x, weights)
+        result = WinogradAlgorithm(size).reference(shape, "float16", PLAIN, operands.x, weights)
+        assert error(result, exact) < HALF_BOUNDS[size]
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
@@ -45,6 +80,7 @@ def test_refusals() -> None:
     assert "one group" in algorithm.refusal(ConvShape(1, 4, 8, 8, 4, 3, 3, groups=2), "float32", (9, 0))
     assert "cp.async" in algorithm.refusal(SHAPES[0], "float32", (7, 5))
     assert not algorithm.refusal(SHAPES[0], "float32", (8, 0))
+    assert "multiples of 8 and 2" in algorithm.refusal(ConvShape(1, 12, 8, 8, 4, 3, 3), "float16", (9, 0))
 
 
 def test_both_sizes_are_in_the_list() -> None:

@@ -1,9 +1,9 @@
 """Depthwise convolution: one input channel for each output channel.
 
 Neighbouring threads have neighbouring channels, 16 bytes of them each where the channels allow it, of 4 neighbouring output
-columns. With stride 1 a window of 4 inputs slides along the row in registers, so that an input is read once for each row of the
-kernel; the rows come from the caches. Sums are 16 (float32) or 32 (float16) registers of 64 to 128; no shared memory. The
-algorithm is limited by memory: it has 2 * r * s operations for each output. Weights are (r, s, c).
+columns. With stride 1 a window of 4 inputs slides along the row in registers, so that an input is read once for each row of
+the kernel; the rows come from the caches. Sums are 16 (float32) or 32 (float16) registers of 64 to 128; no shared memory.
+The algorithm is limited by memory: it has 2 * r * s operations for each output. Weights are (r, s, c).
 
 Source of the layout: Howard et al. (2017), "MobileNets", for the operation; Lu, Zhang and Wang (2021), "Optimizing Depthwise
 Separable Convolution Operations on GPUs", for the reuse in registers.

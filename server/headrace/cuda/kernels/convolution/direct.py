@@ -1,9 +1,9 @@
 """Direct convolution: every output is summed by its definition, without shared memory.
 
-A thread has 4 neighbouring output columns and 4 output channels (1 if the channels of a group are not divisible by 4): 16 sums
-in about 64 registers. Weights are (r, s, c / groups, k), so that a warp reads consecutive output channels; its reads of the input
-are broadcasts. Reuse beyond that is left to the caches, so it is the slowest algorithm here, and the only one that supports every
-shape.
+A thread has 4 neighbouring output columns and 4 output channels (1 if the channels of a group are not divisible by 4): 16
+sums in about 64 registers. Weights are (r, s, c / groups, k), so that a warp reads consecutive output channels; its reads of
+the input are broadcasts. Reuse beyond that is left to the caches, so it is the slowest algorithm here, and the only one that
+supports every shape.
 """
 
 from __future__ import annotations

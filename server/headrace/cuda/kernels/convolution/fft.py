@@ -1,13 +1,14 @@
 """FFT convolution for large kernels: one complex product for each frequency replaces the sum over the kernel.
 
-Images are cut into parts of `SIZE` x `SIZE` inputs that overlap by the kernel less one ("overlap-save"), padded with zeros. Five
-steps: NHWC to float32 planes, transposed through 4 to 17 KiB of shared memory; cuFFT, real to complex; (tiles, c) * (c, k) for
-each frequency; cuFFT back; planes to NHWC with the epilogue. In the products a warp has 32 neighbouring frequencies and a thread
-4x4 complex sums in registers (74 in all), so that all reads are of 256 consecutive bytes; there is no shared memory. The kernel's
-spectrum is computed on the host in float64. The size of a plane is the one with the least estimated time.
+Images are cut into parts of `SIZE` x `SIZE` inputs that overlap by the kernel less one ("overlap-save"), padded with zeros.
+Five steps: NHWC to float32 planes, transposed through 4 to 17 KiB of shared memory; cuFFT, real to complex; (tiles, c) * (c,
+k) for each frequency; cuFFT back; planes to NHWC with the epilogue. In the products a warp has 32 neighbouring frequencies
+and a thread 4x4 complex sums in registers (74 in all), so that all reads are of 256 consecutive bytes; there is no shared
+memory. The kernel's spectrum is computed on the host in float64. The size of a plane is the one with the least estimated
+time.
 
-Sources: Mathieu, Henaff and LeCun (2014), "Fast Training of Convolutional Networks through FFTs"; Vasilache et al. (2015), "Fast
-Convolutional Nets With fbfft", for the parts.
+Sources: Mathieu, Henaff and LeCun (2014), "Fast Training of Convolutional Networks through FFTs"; Vasilache et al. (2015),
+"Fast Convolutional Nets With fbfft", for the parts.
 """
 
 from __future__ import annotations

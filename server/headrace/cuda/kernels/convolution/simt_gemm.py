@@ -1,11 +1,12 @@
 """FP32 implicit GEMM without Tensor Cores: the yardstick of the FP32 algorithms.
 
-The windows of the input are the rows of a matrix (pixels, r * s * c) that exists only in shared memory; weights are
-(r * s * c, k), padded with zeros to whole tiles. A block of 64 to 256 threads computes 64x64 to 128x128 outputs, a thread 8x8 of
+The windows of the input are the rows of a matrix (pixels, r * s * c) that exists only in shared memory; weights are (r * s *
+c, k), padded with zeros to whole tiles. A block of 64 to 256 threads computes 64x64 to 128x128 outputs, a thread 8x8 of
 them: 64 registers of sums, 40 of operands, at most 128 in blocks of 256 threads, 168 in smaller ones. Shared memory has two
-stages of (rows, 16 + 4) inputs and (16, columns) weights, 18 to 36 KiB, filled by `cp.async` while the other stage is multiplied.
-A sum over r * s * c is split over several blocks if the output alone would not fill the GPU; a second kernel adds up the parts
-(Chetlur et al. 2014, "cuDNN: Efficient Primitives for Deep Learning"; NVIDIA, CUTLASS, "Efficient GEMM in CUDA").
+stages of (rows, 16 + 4) inputs and (16, columns) weights, 18 to 36 KiB, filled by `cp.async` while the other stage is
+multiplied. A sum over r * s * c is split over several blocks if the output alone would not fill the GPU; a second kernel
+adds up the parts (Chetlur et al. 2014, "cuDNN: Efficient Primitives for Deep Learning"; NVIDIA, CUTLASS, "Efficient GEMM in
+CUDA").
 """
 
 from __future__ import annotations

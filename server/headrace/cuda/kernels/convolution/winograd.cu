@@ -1,8 +1,7 @@
 // Winograd's transforms of inputs and outputs of 3x3 convolutions, F(TILE x TILE, 3 x 3); TILE is 2 or 4.
 //
 // Macros set by the compiler's options: those of elements.cuh; the shape's; TILE; THREADS (in a block); CHANNELS (of a thread);
-// HALF_PRODUCTS (1: the transformed input is FP16, scaled by 2**-INPUT_SHIFT; the products are FP32 and scaled back by
-// 2**OUTPUT_SHIFT).
+// HALF_PRODUCTS (1: the transformed input is FP16, scaled by 2**-INPUT_SHIFT; sums are scaled by 2**OUTPUT_EXPONENT).
 //
 // A tile is TILE x TILE outputs and needs POINTS x POINTS inputs. The transformed input is (POINTS**2, tiles, c), the products are
 // (POINTS**2, tiles, k): neighbouring threads read and write neighbouring channels. The matrices are those of Lavin and Gray (2015).
@@ -140,7 +139,7 @@ extern "C" __launch_bounds__(THREADS) __global__ void transform_output(
             for (int c = 0; c < CHANNELS; ++c) {
                 DOT(sums[c], OUTPUT_MATRIX[j], (half_way[c] + i * POINTS))
 #if HALF_PRODUCTS
-                sums[c] *= OUTPUT_SCALE;
+                sums[c] *= __int_as_float((127 + OUTPUT_EXPONENT) << 23); // a power of two
 #endif
             }
             const int row = place.row + i, column = place.column + j;

@@ -1,18 +1,26 @@
 """Winograd's minimal filtering for 3x3 kernels with stride 1: F(2x2, 3x3) and F(4x4, 3x3).
 
-Three kernels: the input is cut into overlapping tiles of 4x4 or 6x6 and transformed to (positions, tiles, c); one matrix product
-for each of the 16 or 36 positions; the products are transformed to tiles of 2x2 or 4x4 outputs, with the epilogue. An output then
-needs 4 or 2.25 multiplications for each input channel instead of 9. Kernels are transformed in float64 on the host.
+Three kernels: the input is cut into overlapping tiles of 4x4 or 6x6 and transformed to (positions, tiles, c); one matrix
+product for each of the 16 or 36 positions; the products are transformed to tiles of 2x2 or 4x4 outputs, with the epilogue.
+An output then needs 4 or 2.25 multiplications for each input channel instead of 9. Kernels are transformed in float64 on the
+host.
 
-A thread of a transform has one tile of 1, 2 or 4 channels in registers, at most 96; no shared memory. Products of float32 are the
-tiles of `simt_gemm`. Transformed inputs and products are written and read once each, 2.25 (F(4x4)) to 4 (F(2x2)) times the size
-of input and output; a batch is worked off in chunks of images whose scratch memory stays in the L2 cache.
+In float16 the transforms are computed in float32; transformed inputs are stored in float16, scaled by 2**-2 (F(2x2)) or
+2**-7 (F(4x4)) so that no finite input overflows, and transformed kernels, scaled to at most 1024. Both scales are powers of
+two. Products are `half_products` with float32 results. The output transform amplifies the two roundings to 11 bits: on
+normal random operands the relative error ||y - exact|| / ||exact|| is 6e-4 for F(2x2) and 3e-3 for F(4x4), the largest error
+1e-3 and 1e-2 of the largest output; one rounding of the result alone is 2e-4 (float32: 5e-7 and 3e-6).
+
+A thread of a transform has one tile of 1, 2 or 4 channels in registers, at most 96; no shared memory. Products of float32
+are the tiles of `simt_gemm`. Transformed inputs and products are written and read once each, 2.25 (F(4x4)) to 4 (F(2x2))
+times the size of input and output; a batch is worked off in chunks of images whose scratch memory stays in the L2 cache.
 
 The source of the matrices is Lavin and Gray (2015), "Fast Algorithms for Convolutional Neural Networks".
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +29,7 @@ import numpy.typing as npt
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.half_products import HalfProducts, Halves, fitting_half_tile
 from headrace.cuda.kernels.convolution.resources import (
     Floats,
     GpuResources,
@@ -33,6 +42,7 @@ from headrace.cuda.kernels.convolution.resources import (
     widest,
 )
 from headrace.cuda.kernels.convolution.simt_gemm import MatrixProducts, fitting_tile, multiprocessors
+from headrace.cuda.kernels.loading import is_half
 
 _THREADS = 128
 # Scratch memory of a chunk of images, in bytes: more than half of it would leave the L2 cache of 50 MiB of a Hopper GPU.
@@ -64,6 +74,11 @@ _OUTPUT = {
     2: ((1, 1, 1, 0), (0, 1, -1, -1)),
     4: ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
 }
+# In float16: by the size of a tile, the power of two that transformed inputs are divided by, at least the square of the
+# largest sum of magnitudes in a row of the matrix; and the greatest magnitude of transformed weights.
+_INPUT_SHIFT = {2: 2, 4: 7}
+_LARGEST_HALF_WEIGHT = 1024
+_MAX_WEIGHT_SHIFT = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +119,18 @@ def transformed_weights(weights: Array, size: int) -> Floats:
     return transformed
 
 
+def half_weights(transformed: Floats) -> tuple[Halves, int]:
+    """Round transformed weights to float16 after scaling by a power of two.
+
+    Returns:
+        (positions, k, c), and the exponent of the scale.
+    """
+    largest = float(np.abs(transformed).max())
+    shift = math.floor(math.log2(_LARGEST_HALF_WEIGHT / largest)) if 0 < largest < math.inf else 0
+    shift = max(-_MAX_WEIGHT_SHIFT, min(shift, _MAX_WEIGHT_SHIFT))
+    return np.ldexp(transformed.transpose(0, 2, 1), shift).astype(np.float16), shift
+
+
 def transformed_input(shape: ConvShape, x: Floats, size: int) -> Floats:
     """Transform the input to (positions, tiles, c)."""
     tiling, pad = Tiling.of(shape, size), shape.pad
@@ -138,34 +165,36 @@ class _WinogradConvolution:
         tiling: Tiling,
         chunk_bytes: int,
         shape: ConvShape,
+        dtype: npt.DTypeLike,
         epilogue: Epilogue,
         weights: Array,
         bias: Array | None,
     ) -> None:
         self._resources, self._shape, self._tiling = resources, shape, tiling
-        dtype = np.dtype(np.float32)
-        self._item_bytes = dtype.itemsize
-        per_image = tiling.positions * tiling.per_image * (shape.c + shape.k) * 4
+        half = is_half(dtype)
+        self._item_bytes = np.dtype(dtype).itemsize
+        per_image = tiling.positions * tiling.per_image * (shape.c * self._item_bytes + shape.k * 4)
         chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // per_image)))
         self._chunk = -(-shape.n // chunks)
         tiles = self._chunk * tiling.per_image
-        tile = fitting_tile(tiles, shape.k, tiling.positions, multiprocessors(device))
-        self._products = MatrixProducts(resources, tile, transformed_weights(weights, tiling.size))
+        transformed, sizes = transformed_weights(weights, tiling.size), (tiles, shape.k, tiling.positions)
+        self._products: MatrixProducts | HalfProducts
+        options = {**shape_options(shape), **element_options(dtype, epilogue), "HALF_PRODUCTS": half}
+        if half:
+            factors, shift = half_weights(transformed)
+            options["INPUT_SHIFT"] = _INPUT_SHIFT[tiling.size]
+            options["OUTPUT_EXPONENT"] = _INPUT_SHIFT[tiling.size] - shift
+            self._products = HalfProducts(resources, fitting_half_tile(*sizes, multiprocessors(device)), factors)
+        else:
+            self._products = MatrixProducts(resources, fitting_tile(*sizes, multiprocessors(device)), transformed)
         self._kernels, self._threads = [], []
         for name, types, channels in (("transform_input", "PPi", shape.c), ("transform_output", "PPPPi", shape.k)):
             wide = widest(channels, *((4, 2) if tiling.size == 2 else (2,)))
-            options = {
-                **shape_options(shape),
-                **element_options(dtype, epilogue),
-                "TILE": tiling.size,
-                "THREADS": _THREADS,
-                "CHANNELS": wide,
-                "HALF_PRODUCTS": 0,
-            }
+            options |= {"TILE": tiling.size, "THREADS": _THREADS, "CHANNELS": wide}
             self._kernels.append(resources.load("winograd.cu", options, {name: types}))
             self._threads.append(channels // wide)
         (self._bias,) = resources.constants(bias_of(epilogue, bias, shape)) if epilogue.bias else [0]
-        self._inputs = resources.workspace(tiling.positions * tiles * shape.c * 4)
+        self._inputs = resources.workspace(tiling.positions * tiles * shape.c * self._item_bytes)
         self._outputs = resources.workspace(tiling.positions * tiles * shape.k * 4)
 
     @property
@@ -217,8 +246,8 @@ class WinogradAlgorithm:
             return "it supports one group only: use depthwise, simt-gemm or direct"
         if capability < (8, 0):
             return f"it needs cp.async, which compute capability {capability[0]}.{capability[1]} lacks: use direct"
-        if np.dtype(dtype) != np.float32:
-            return "it supports float32 only: use implicit-gemm for float16"
+        if is_half(dtype) and (shape.c % 8 or shape.k % 2):
+            return f"{shape.c} and {shape.k} channels: float16 needs multiples of 8 and 2; pad the channels with zeros"
         return ""
 
     def open(
@@ -233,7 +262,9 @@ class WinogradAlgorithm:
         """Prepare a shape; see `Algorithm`."""
         with prepare(self, device, shape, dtype) as resources:
             tiling = Tiling.of(shape, self._size)
-            return _WinogradConvolution(resources, device, tiling, self._chunk_bytes, shape, epilogue, weights, bias)
+            return _WinogradConvolution(
+                resources, device, tiling, self._chunk_bytes, shape, dtype, epilogue, weights, bias
+            )
 
     def reference(
         self,
@@ -247,6 +278,13 @@ class WinogradAlgorithm:
     ) -> Array:
         """Compute the same transforms and products in float32; see `Algorithm`."""
         inputs = transformed_input(shape, as_floats(x, dtype), self._size)
-        products = inputs @ transformed_weights(weights, self._size)
+        transformed = transformed_weights(weights, self._size)
+        if is_half(dtype):
+            down = _INPUT_SHIFT[self._size]
+            factors, shift = half_weights(transformed)
+            rounded = as_floats(np.ldexp(inputs, -down), np.float16)
+            products = np.ldexp(rounded @ factors.astype(np.float32).transpose(0, 2, 1), down - shift)
+        else:
+            products = inputs @ transformed
         sums = transformed_output(shape, products, self._size)
         return finished(sums, dtype, epilogue, bias, residual)
