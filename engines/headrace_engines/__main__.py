@@ -28,11 +28,12 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("import", "torch"): ("commands.import_model", "import a PyTorch model, compared with PyTorch"),
     ("import", "keras"): ("commands.import_model", "import a Keras model, compared with Keras"),
     ("import", "savedmodel"): ("commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
+    ("import", "onnx"): ("commands.import_onnx", "bring an ONNX file in, and free its batch dimension"),
     ("models", "build"): ("demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {
     "engines": "the store of built engines",
-    "import": "models of other frameworks",
+    "import": "models of other frameworks, and ONNX files",
     "models": "the demo models",
 }
 # One module has the commands of such a group, which differ in their options.

@@ -59,7 +59,7 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     replace_items(simple.graph.output, [value for value in model.graph.output if value.name not in constants])
     replace_items(simple.metadata_props, model.metadata_props)
     simple.doc_string, simple.graph.name = model.doc_string, model.graph.name or "graph"
-    _name_nodes(simple)
+    name_nodes(simple)
     drop_unused_domains(simple)
     return simple
 
@@ -97,11 +97,11 @@ def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
     constants = {tensor.name for tensor in copied.graph.initializer}
     replace_items(copied.graph.input, [value for value in copied.graph.input if value.name not in constants])
     copied.ir_version = max(copied.ir_version, _IR_VERSION)
-    _name_nodes(copied)
+    name_nodes(copied)
     return copied
 
 
-def _name_nodes(model: onnx.ModelProto) -> None:
+def name_nodes(model: onnx.ModelProto) -> None:
     """Name nodes without a unique name after their first output."""
     used: set[str] = set()
     for node in model.graph.node:

@@ -31,7 +31,7 @@ ENGINES_COMMANDS = {
     "compare": "compare a model in several precisions",
     "bisect": "find the first layer of a lower precision that deviates from FP32",
     "engines": "list, clean and check the store of built engines: ls, gc, verify",
-    "import": "import a model of another framework: torch, keras, savedmodel",
+    "import": "import a model of another framework or an ONNX file: torch, keras, savedmodel, onnx",
     "models": "models build: build the demo models",
 }
 

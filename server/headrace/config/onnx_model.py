@@ -78,14 +78,23 @@ def analyse_rows(model: onnx.ModelProto, rows_inputs: Sequence[str]) -> RowVerdi
         rows_inputs: names of the inputs whose first dimension is the batch: all inputs of a request.
     """
     try:
-        return _Walk(model, rows_inputs).verdict()
+        return RowWalk(model, rows_inputs).verdict()
     except Exception as error:  # an unexpected graph must not prevent serving
         logger.debug("the rows of a graph could not be followed", exc_info=error)
         return RowVerdict(False, reason=f"the graph could not be analysed ({type(error).__name__})")
 
 
-class _Walk:
-    """Analysis of one graph."""
+class RowWalk:
+    """Follows the rows of a batch through one graph, node by node in the graph's order.
+
+    Args:
+        model: local functions are inlined.
+        rows_inputs: names of the inputs whose first dimension is the batch.
+
+    Attributes:
+        tensors: state of each tensor visited so far; None under the name "", which stands for an absent input.
+        free_sizes: size that stands for each free dimension other than the rows, by its symbol.
+    """
 
     def __init__(self, model: onnx.ModelProto, rows_inputs: Sequence[str]) -> None:
         from onnx import inliner
@@ -94,32 +103,38 @@ class _Walk:
             model = inliner.inline_local_functions(model)
         self._model = model
         self._opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-        self._tensors: dict[str, RowTensor | None] = {"": None}
+        self.tensors: dict[str, RowTensor | None] = {"": None}
         self._types: dict[str, onnx.TypeProto] = {}
         self._constants: dict[str, onnx.TensorProto] = {}
-        self._sizes: dict[str, int] = {}
+        self.free_sizes: dict[str, int] = {}
         self._rows_inputs = frozenset(rows_inputs)
 
     def verdict(self) -> RowVerdict:
+        """Visit all nodes and return whether the rows of all outputs are independent."""
         graph = self._model.graph
         if len(graph.node) > _MAX_NODES:
             return RowVerdict(False, reason=f"the graph has more than {_MAX_NODES} nodes")
         if self._opset < _MIN_OPSET:
             return RowVerdict(False, reason=f"the graph is written for opset {self._opset}, before {_MIN_OPSET}")
-        for tensor in graph.initializer:
-            self._add_constant(tensor.name, tensor)
-        for info in graph.input:
-            self._add_input(info)
+        self.start()
         for node in graph.node:
-            self._visit(node)
+            self.visit(node)
         for output in graph.output:
-            verdict = self._output(output.name)
+            verdict = self.output(output.name)
             if not verdict.independent:
                 return verdict
         return RowVerdict(True)
 
-    def _output(self, name: str) -> RowVerdict:
-        tensor = self._tensors.get(name)
+    def start(self) -> None:
+        """Add the constants and inputs of the graph, before the first `visit`."""
+        for tensor in self._model.graph.initializer:
+            self.add_constant(tensor.name, tensor)
+        for info in self._model.graph.input:
+            self._add_input(info)
+
+    def output(self, name: str) -> RowVerdict:
+        """Return whether a visited tensor has the rows of the batch as its first dimension, each computed from itself."""
+        tensor = self.tensors.get(name)
         if tensor is None:
             return RowVerdict(False, reason=f'output "{name}" is not computed by a node')
         if tensor.problem is not None:
@@ -130,7 +145,8 @@ class _Walk:
             return RowVerdict(False, True, f'the first dimension of output "{name}" is not the batch dimension')
         return RowVerdict(True)
 
-    def _add_constant(self, name: str, tensor: onnx.TensorProto) -> RowTensor:
+    def add_constant(self, name: str, tensor: onnx.TensorProto) -> RowTensor:
+        """Add a tensor that has the same values for all rows; nodes visited later may read it."""
         from onnx import helper, numpy_helper
 
         shape = tuple(tensor.dims)
@@ -139,44 +155,45 @@ class _Walk:
         if math.prod(shape) <= _MAX_VALUES and not tensor.external_data:
             value = numpy_helper.to_array(tensor)
             self._constants[name] = tensor
-        self._tensors[name] = constant = RowTensor(shape, value=value)
+        self.tensors[name] = constant = RowTensor(shape, value=value)
         return constant
 
     def _add_input(self, info: onnx.ValueInfoProto) -> None:
         from onnx import helper
 
-        if info.name in self._tensors and info.name not in self._rows_inputs:
+        if info.name in self.tensors and info.name not in self._rows_inputs:
             return  # an input with a default, which requests leave out
         tensor = info.type.tensor_type
         if info.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape") or not tensor.shape.dim:
             problem = RowsUnproven(f'input "{info.name}" has no batch dimension')
-            self._tensors[info.name] = RowTensor(None, problem=problem)
+            self.tensors[info.name] = RowTensor(None, problem=problem)
             return
         shape = (ROWS, *(self._size(dim) for dim in tensor.shape.dim[1:]))
         self._constants.pop(info.name, None)
         self._types[info.name] = helper.make_tensor_type_proto(tensor.elem_type, shape)
-        self._tensors[info.name] = RowTensor(shape, Rows(0))
+        self.tensors[info.name] = RowTensor(shape, Rows(0))
 
     def _size(self, dim: onnx.TensorShapeProto.Dimension) -> int:
         if dim.dim_value > 0:
             return int(dim.dim_value)
-        symbol = dim.dim_param or f"#{len(self._sizes)}"
-        return self._sizes.setdefault(symbol, _FREE_SIZES[len(self._sizes) % len(_FREE_SIZES)])
+        symbol = dim.dim_param or f"#{len(self.free_sizes)}"
+        return self.free_sizes.setdefault(symbol, _FREE_SIZES[len(self.free_sizes) % len(_FREE_SIZES)])
 
-    def _visit(self, node: onnx.NodeProto) -> None:
-        inputs = [self._tensors.get(name) for name in node.input]
+    def visit(self, node: onnx.NodeProto) -> None:
+        """Add the outputs of a node, whose inputs have been added; one that mixes rows gets a `problem`."""
+        inputs = [self.tensors.get(name) for name in node.input]
         problem = next((tensor.problem for tensor in inputs if tensor is not None and tensor.problem), None)
         outputs = [RowTensor(None, problem=problem)] * len(node.output)
         if problem is None:
             try:
-                if any(name and name not in self._tensors for name in node.input):
+                if any(name and name not in self.tensors for name in node.input):
                     raise RowsUnproven("takes an unknown tensor")
                 outputs = self._outputs(node, inputs)
             except (RowsMixed, RowsUnproven) as error:
                 outputs = [RowTensor(None, problem=_at(node, error))] * len(node.output)
         for name, output in zip(node.output, outputs, strict=True):
             if name:
-                self._tensors[name] = output
+                self.tensors[name] = output
 
     def _outputs(self, node: onnx.NodeProto, inputs: list[RowTensor | None]) -> list[RowTensor]:
         from onnx import helper
@@ -205,10 +222,19 @@ class _Walk:
         if counted and not (node.op_type in _SHAPE_OPERATORS and all(map(_is_multiple, inputs))):
             raise (RowsMixed if with_rows else RowsUnproven)("computes with the number of rows")
         rows_of_outputs = self._rows(call, with_rows)
+        outputs = []
         for name, shape, rows in zip(node.output, shapes, rows_of_outputs, strict=True):
-            if name:
-                _check_rows(shape, rows)
-        return [RowTensor(shape, rows) for shape, rows in zip(shapes, rows_of_outputs, strict=True)]
+            problem = None
+            try:
+                if name:
+                    _check_rows(shape, rows)
+            except RowsUnproven as error:
+                if len(shapes) == 1:
+                    raise
+                # Only this output: old models list the mask of Dropout, whose shape is unknown and which no node reads.
+                problem = _at(node, error)
+            outputs.append(RowTensor(shape, rows, problem=problem))
+        return outputs
 
     def _constant(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> RowTensor:
         from onnx import numpy_helper
@@ -220,7 +246,7 @@ class _Walk:
             value = numpy_helper.from_array(np.array(value, dtypes[kind]), name)
         elif kind != "value":
             raise RowsUnproven(f"has a {kind}")
-        return self._add_constant(name, value)
+        return self.add_constant(name, value)
 
     def _rows(self, call: Call, with_rows: bool) -> list[Rows | None]:
         if call.op == "ConstantOfShape" or (call.op in ("Expand", "Tile") and not with_rows):
