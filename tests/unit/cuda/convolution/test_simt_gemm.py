@@ -37,6 +37,12 @@ def test_epilogues(host_gpu: FakeCuda, epilogue: Epilogue, splits: int) -> None:
     check(SimtGemmAlgorithm(Tile(64, 64), splits), SHAPES[0], "float32", epilogue, BOUND)
 
 
+@pytest.mark.parametrize("tile", [Tile(32, 64, 16, 4, 4), Tile(16, 64, 16, 4, 2)], ids=str)
+def test_tiles_of_few_rows(host_gpu: FakeCuda, tile: Tile) -> None:
+    for shape in SHAPES:
+        check(SimtGemmAlgorithm(tile, splits=2), shape, "float32", FUSED, BOUND)
+
+
 def test_three_stages(host_gpu: FakeCuda) -> None:
     check(SimtGemmAlgorithm(Tile(64, 64, 8, 3), 1), SHAPES[0], "float32", FUSED, BOUND)
 
@@ -58,7 +64,8 @@ def test_sums_are_split_if_the_output_does_not_fill_the_gpu() -> None:
 def test_the_tile_follows_the_output() -> None:
     assert fitting_tile(64 * 196, 64, 36, 132) == Tile(128, 64)
     assert fitting_tile(64 * 49, 256, 36, 132) == Tile(128, 128)
-    assert fitting_tile(49, 64, 16, 132) == Tile(64, 64)
+    assert fitting_tile(49, 64, 16, 132).m == 16
+    assert fitting_tile(3, 5, 1, 132).m == 16
 
 
 def test_refusals() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from headrace.cuda.kernels.convolution import winograd
@@ -9,6 +11,7 @@ from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
 from headrace.cuda.kernels.convolution.half_products import TILES as HALF_TILES
 from headrace.cuda.kernels.convolution.half_products import HalfTile
+from headrace.cuda.kernels.convolution.resources import GpuResources
 from headrace.cuda.kernels.convolution.winograd import WinogradAlgorithm
 
 from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check, error, random_operands
@@ -33,6 +36,22 @@ HALF_BOUNDS = {2: 1e-3, 4: 5e-3}
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(host_gpu: FakeCuda, shape: ConvShape, size: int) -> None:
     check(WinogradAlgorithm(size), shape, "float32", FUSED, BOUNDS[size])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_split_products(host_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    shape = ConvShape(1, 264, 5, 6, 70, 3, 3, 1, 1)
+    options: list[dict[str, int]] = []
+    load = GpuResources.load
+
+    def noting(self: GpuResources, file: str, values: dict[str, int], *rest: Any) -> Any:
+        options.append(values)
+        return load(self, file, values, *rest)
+
+    monkeypatch.setattr(GpuResources, "load", noting)
+    for size, bounds in {2: (2e-6, 1e-3), 4: (4e-6, 5e-3)}.items():
+        check(WinogradAlgorithm(size), shape, dtype, FUSED, bounds[dtype == "float16"])
+    assert all(values["SPLITS"] > 1 for values in options)
 
 
 @pytest.mark.parametrize("size", HALF_BOUNDS)

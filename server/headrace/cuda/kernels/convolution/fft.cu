@@ -2,7 +2,7 @@
 //
 // Macros set by the compiler's options: those of elements.cuh; the shape's; SIZE of a plane, SIZE x SIZE; VALID_HEIGHT and VALID_WIDTH,
 // outputs of a plane; PLANES_HIGH and PLANES_WIDE of an image; THREADS (256); ROWS and COLUMNS of sums of a thread; WARP_ROWS, warps of a
-// block along the rows.
+// block along the rows; UNROLLED channels of the sum.
 //
 // Planes are (tiles, channels, SIZE, SIZE), spectra (tiles, channels, FREQUENCIES), the kernel's spectrum (c, k, FREQUENCIES), conjugated
 // and divided by SIZE * SIZE. A tile is one part of one image; parts overlap by the kernel less one row and column ("overlap-save").
@@ -42,11 +42,13 @@ extern "C" __launch_bounds__(THREADS) __global__ void multiply_spectra(
 {
     const int warp = threadIdx.x / 32;
     const int column_blocks = (OUT_CHANNELS + COLUMNS * (LINES / WARP_ROWS) - 1) / (COLUMNS * (LINES / WARP_ROWS));
+    const int row_blocks = (tiles + ROWS * WARP_ROWS - 1) / (ROWS * WARP_ROWS);
+    // Blocks of the same frequencies are neighbours, so that their spectra are read from L2.
     unsigned block = blockIdx.x;
-    const int frequency = block % FREQUENCY_BLOCKS * 32 + threadIdx.x % 32;
-    block /= FREQUENCY_BLOCKS;
+    const int first_row = (block % row_blocks * WARP_ROWS + warp % WARP_ROWS) * ROWS;
+    block /= row_blocks;
     const int first_column = (block % column_blocks * (LINES / WARP_ROWS) + warp / WARP_ROWS) * COLUMNS;
-    const int first_row = (block / column_blocks * WARP_ROWS + warp % WARP_ROWS) * ROWS;
+    const int frequency = block / column_blocks * 32 + threadIdx.x % 32;
     if (frequency >= FREQUENCIES || first_column >= OUT_CHANNELS || first_row >= tiles)
         return;
     const float2 *row[ROWS], *column[COLUMNS];
@@ -57,6 +59,7 @@ extern "C" __launch_bounds__(THREADS) __global__ void multiply_spectra(
     for (int j = 0; j < COLUMNS; ++j)
         column[j] = kernel + (Index64)min(first_column + j, OUT_CHANNELS - 1) * FREQUENCIES + frequency;
     float2 sums[ROWS][COLUMNS] = {};
+#pragma unroll UNROLLED
     for (int c = 0; c < IN_CHANNELS; ++c) {
         float2 a[ROWS], b[COLUMNS];
 #pragma unroll

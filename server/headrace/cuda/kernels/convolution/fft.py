@@ -37,6 +37,8 @@ from headrace.cuda.kernels.convolution.resources import (
 _SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
 _THREADS = 256
 _WARPS = _THREADS // 32
+# Sums of a thread in the products, rows and columns, and channels that it reads ahead.
+_SUMS = (4, 4, 2)
 # Planes and spectra of a chunk of images, and the spectrum of a kernel, in bytes at most.
 _CHUNK_BYTES = 1 << 30
 _KERNEL_BYTES = 4 << 30
@@ -137,8 +139,9 @@ class _FftConvolution:
         chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // planes.image_bytes(shape))))
         self._chunk = -(-shape.n // chunks)
         tiles = self._chunk * planes.per_image
-        self._rows = 4 if tiles >= 4 else tiles
-        self._warp_rows = 2 if tiles > 4 else 1
+        self._rows, self._columns, unrolled = _SUMS
+        self._rows = min(self._rows, tiles)
+        self._warp_rows = 2 if tiles > self._rows else 1
         options = {
             **shape_options(shape),
             **element_options(dtype, epilogue),
@@ -149,8 +152,9 @@ class _FftConvolution:
             "PLANES_WIDE": planes.wide,
             "THREADS": _THREADS,
             "ROWS": self._rows,
-            "COLUMNS": 4,
+            "COLUMNS": self._columns,
             "WARP_ROWS": self._warp_rows,
+            "UNROLLED": unrolled,
         }
         types = {"gather_planes": "PPi", "multiply_spectra": "PPPi", "scatter_planes": "PPPPi"}
         self._kernels = resources.load("fft.cu", options, types)
@@ -188,7 +192,7 @@ class _FftConvolution:
         launch("gather_planes", grid, _THREADS, stream, x, self._real, tiles)
         self._forward.launch(stream, self._real, self._inputs)
         row_blocks = -(-tiles // (self._rows * self._warp_rows))
-        column_blocks = -(-shape.k // (4 * (_WARPS // self._warp_rows)))
+        column_blocks = -(-shape.k // (self._columns * (_WARPS // self._warp_rows)))
         grid = row_blocks * column_blocks * -(-planes.frequencies // 32), 1
         spectra = (self._inputs, self._kernel, self._outputs)
         launch("multiply_spectra", grid, _THREADS, stream, *spectra, tiles)

@@ -1,8 +1,9 @@
 // A batch of matrix products of float16 on Tensor Cores, with float32 results:
-//     y[b] (rows, COLUMNS) = x[b] (rows, DEPTH) * factors[b] (COLUMNS, DEPTH) transposed, b = blockIdx.y.
+//     y[b] (rows, COLUMNS) = x[b] (rows, DEPTH) * factors[b] (COLUMNS, DEPTH) transposed, blockIdx.y = b * SPLITS + split,
+// in SPLITS parts: y is (SPLITS, batch, rows, COLUMNS).
 //
 // Follows tensor_cores.cuh. Macros set by the compiler's options: DEPTH, COLUMNS; BM, BN, BK (64) of a block's tile; WARPS_M, WARPS_N;
-// STAGES of copies in flight. Rows of a tile in shared memory have 128 bytes; their pieces of 16 bytes are permuted by the row, so that
+// STAGES of copies in flight; SPLITS of the sum. Rows of a tile in shared memory have 128 bytes; their pieces of 16 bytes are permuted by the row, so that
 // ldmatrix has no bank conflicts.
 
 #define THREADS (WARPS_M * WARPS_N * 32)
@@ -37,29 +38,31 @@ extern "C" __launch_bounds__(THREADS) __global__ void multiply_halves(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int n_tiles = (COLUMNS + BN - 1) / BN;
     const int first_row = blockIdx.x / n_tiles * BM, first_column = blockIdx.x % n_tiles * BN;
-    x += ((Index64)blockIdx.y * rows + first_row) * DEPTH;
-    factors += ((Index64)blockIdx.y * COLUMNS + first_column) * DEPTH;
-    y += (Index64)blockIdx.y * rows * COLUMNS;
+    const int product = blockIdx.y / SPLITS, split = blockIdx.y % SPLITS;
+    const int begin = STEPS * split / SPLITS, end = STEPS * (split + 1) / SPLITS;
+    x += ((Index64)product * rows + first_row) * DEPTH;
+    factors += ((Index64)product * COLUMNS + first_column) * DEPTH;
+    y += ((Index64)split * (gridDim.y / SPLITS) + product) * rows * COLUMNS;
     const unsigned tiles = shared_address(dynamic_shared);
     const int warp_row = warp / WARPS_N * (BM / WARPS_M), warp_column = warp % WARPS_N * (BN / WARPS_N);
     float sums[M_FRAGMENTS][N_FRAGMENTS][4] = {};
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
-        if (step < STEPS) {
-            copy_rows<BM>(tiles + step * STAGE_BYTES, x, rows - first_row, step * BK);
-            copy_rows<BN>(tiles + step * STAGE_BYTES + BM * 128, factors, COLUMNS - first_column, step * BK);
+        if (begin + step < end) {
+            copy_rows<BM>(tiles + step * STAGE_BYTES, x, rows - first_row, (begin + step) * BK);
+            copy_rows<BN>(tiles + step * STAGE_BYTES + BM * 128, factors, COLUMNS - first_column, (begin + step) * BK);
         }
         end_copies();
     }
     const int a_row = warp_row + lane % 16, b_row = warp_column + lane % 8 + lane / 16 * 8;
-    for (int step = 0; step < STEPS; ++step) {
+    for (int step = 0; step < end - begin; ++step) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
         const int next = step + STAGES - 1;
-        if (next < STEPS) {
+        if (begin + next < end) {
             const unsigned stage = tiles + next % STAGES * STAGE_BYTES;
-            copy_rows<BM>(stage, x, rows - first_row, next * BK);
-            copy_rows<BN>(stage + BM * 128, factors, COLUMNS - first_column, next * BK);
+            copy_rows<BM>(stage, x, rows - first_row, (begin + next) * BK);
+            copy_rows<BN>(stage + BM * 128, factors, COLUMNS - first_column, (begin + next) * BK);
         }
         end_copies();
         const unsigned stage = tiles + step % STAGES * STAGE_BYTES;

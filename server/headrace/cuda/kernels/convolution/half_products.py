@@ -37,16 +37,31 @@ class HalfTile:
         """Blocks of a product."""
         return -(-rows // self.m) * -(-columns // self.n)
 
+    def splits(self, rows: int, columns: int, batch: int, depth: int, multiprocessors: int) -> int:
+        """Parts of a sum with which the blocks fill a GPU: at least two steps each, at most 4."""
+        missing = 2 * multiprocessors // (self.blocks(rows, columns) * batch)
+        return max(1, min(missing, -(-depth // _DEPTH) // 2, 4))
 
-TILES = (HalfTile(128, 128, 2, 4), HalfTile(128, 64, 2, 2), HalfTile(64, 64, 2, 2))
+
+TILES = (
+    HalfTile(128, 128, 2, 4),
+    HalfTile(128, 64, 2, 2),
+    HalfTile(64, 64, 2, 2),
+    HalfTile(32, 64, 1, 4),
+    HalfTile(16, 64, 1, 4),
+)
 
 
 def fitting_half_tile(rows: int, columns: int, batch: int, multiprocessors: int) -> HalfTile:
-    """Return the largest tile of which a GPU's multiprocessors have two blocks each, the smallest if there is none."""
-    for tile in TILES:
-        if tile.n // 2 < columns and tile.blocks(rows, columns) * batch >= 2 * multiprocessors:
+    """Return the largest tile of which a GPU's multiprocessors have two blocks each, the smallest if there is none.
+
+    Tiles with twice as many rows as the product are left out.
+    """
+    fitting = [tile for tile in TILES if (tile.n == 64 or tile.n < 2 * columns) and (tile.m == 16 or tile.m < 2 * rows)]
+    for tile in fitting:
+        if tile.blocks(rows, columns) * batch >= 2 * multiprocessors:
             return tile
-    return TILES[-1]
+    return fitting[-1]
 
 
 class HalfProducts:
@@ -56,12 +71,13 @@ class HalfProducts:
         resources: of the convolution.
         tile: of a block.
         factors: float16 (batch, columns, depth); depth is a multiple of 8, columns are even.
+        splits: parts of a sum, which the reader of the products adds up.
     """
 
-    def __init__(self, resources: GpuResources, tile: HalfTile, factors: Halves) -> None:
+    def __init__(self, resources: GpuResources, tile: HalfTile, factors: Halves, splits: int = 1) -> None:
         self._batch, self._columns, depth = factors.shape
-        self._tile = tile
-        stages = min(3, max(2, -(-depth // _DEPTH)))
+        self._tile, self._splits = tile, splits
+        stages = min(3 if tile.m > 32 else 4, max(2, -(-depth // _DEPTH)))
         options = {
             "DEPTH": depth,
             "COLUMNS": self._columns,
@@ -71,6 +87,7 @@ class HalfProducts:
             "WARPS_M": tile.warps_m,
             "WARPS_N": tile.warps_n,
             "STAGES": stages,
+            "SPLITS": splits,
         }
         shared = {_KERNEL: stages * (tile.m + tile.n) * _DEPTH * 2}
         self._kernels = resources.load("half_products.cu", options, {_KERNEL: "PPPi"}, (TENSOR_CORES,), shared)
@@ -82,9 +99,9 @@ class HalfProducts:
         Args:
             stream: stream to queue on.
             x: address of float16 (batch, rows, depth).
-            y: address of float32 (batch, rows, columns).
+            y: address of float32 (splits, batch, rows, columns).
             rows: of each product.
         """
-        grid = self._tile.blocks(rows, self._columns), self._batch
+        grid = self._tile.blocks(rows, self._columns), self._batch * self._splits
         threads = self._tile.warps_m * self._tile.warps_n * 32
         self._kernels.launch(_KERNEL, grid, threads, stream, x, self._factors, y, rows)

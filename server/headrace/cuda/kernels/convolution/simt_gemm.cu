@@ -1,13 +1,14 @@
 // Matrix product in FP32 without Tensor Cores: a convolution as implicit GEMM, or a batch of plain products.
 //
 // Macros set by the compiler's options: those of elements.cuh, HALF being 0; TILE_M, TILE_N, TILE_K of a block; STAGES of copies in
-// flight; THREADS (TILE_M * TILE_N / 64); BLOCKS (of a multiprocessor); SPLITS of the sum; PLAIN. If PLAIN, DEPTH and COLUMNS:
-//     y[b] (rows, COLUMNS) = x[b] (rows, DEPTH) * weights[b], b = blockIdx.y;
+// flight; THREAD_ROWS; THREADS (TILE_M / THREAD_ROWS * TILE_N / 8); BLOCKS (of a multiprocessor); SPLITS of the sum; PLAIN. If PLAIN,
+// DEPTH and COLUMNS, and y is (SPLITS, batch, rows, COLUMNS):
+//     y[b] (rows, COLUMNS) = x[b] (rows, DEPTH) * weights[b], blockIdx.y = b * SPLITS + split;
 // otherwise the shape's macros, with the rows of x being the kernel's windows, read where they lie:
 //     y (pixels, k) = windows (pixels, r * s * c) * weights (r * s * c, k), blockIdx.y = group * SPLITS + split.
 // Weights are padded with zeros to whole tiles. If SPLITS > 1, the sums are partial: (SPLITS, pixels, k), added up by add_splits.
 //
-// A thread has 8x8 sums. A warp's threads are 4 along the rows and 8 along the columns. A stage of x is (TILE_M, TILE_K) with rows
+// A thread has THREAD_ROWS x 8 sums. A warp's threads are 4 along the rows and 8 along the columns. A stage of x is (TILE_M, TILE_K) with rows
 // padded by 4 floats, one of the weights is (TILE_K, TILE_N): reads of 16 bytes by a warp hit every bank once.
 
 typedef unsigned long long Index64;
@@ -34,7 +35,7 @@ typedef unsigned long long Index64;
 #define WEIGHT_ROWS_AT_ONCE (THREADS / (TILE_N / 4))
 #define STORE (GROUP_OUTPUTS % 4 ? 1 : 4) // floats that a thread stores at once
 
-static_assert(THREADS == TILE_M * TILE_N / 64, "8x8 sums of a thread");
+static_assert(THREADS == TILE_M / THREAD_ROWS * TILE_N / 8 && THREADS % 32 == 0, "whole warps of threads with 8 columns");
 static_assert(TILE_M % ROWS_AT_ONCE == 0 && THREADS % READS_PER_ROW == 0, "threads copy whole rows");
 static_assert(TILE_K % WEIGHT_ROWS_AT_ONCE == 0 || WEIGHT_ROWS_AT_ONCE == TILE_K, "threads copy whole rows of weights");
 
@@ -80,21 +81,21 @@ __device__ inline void copy_weights(float *stage, const float *weights, int dept
         copy_16_bytes_async(stage + i * TILE_N + column, weights + (Index64)(depth + i) * PADDED_COLUMNS + column, true);
 }
 
-__device__ inline void multiply(const float *inputs, const float *weights, float (&sums)[8][8], int row, int column)
+__device__ inline void multiply(const float *inputs, const float *weights, float (&sums)[THREAD_ROWS][8], int row, int column)
 {
 #pragma unroll
     for (int depth = 0; depth < TILE_K; depth += 4) {
-        float a[8][4];
+        float a[THREAD_ROWS][4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            load_floats(inputs + (row + i * (TILE_M / 8)) * ROW + depth, a[i]);
+        for (int i = 0; i < THREAD_ROWS; ++i)
+            load_floats(inputs + (row + i * (TILE_M / THREAD_ROWS)) * ROW + depth, a[i]);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float left[4], right[4];
             load_floats(weights + (depth + k) * TILE_N + column, left);
             load_floats(weights + (depth + k) * TILE_N + column + TILE_N / 2, right);
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < THREAD_ROWS; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     sums[i][j] += a[i][k] * left[j];
@@ -138,7 +139,7 @@ extern "C" __launch_bounds__(THREADS, BLOCKS) __global__ void multiply_tiles(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = warp / (TILE_N / 64) * 4 + lane / 8;
     const int column = (warp % (TILE_N / 64) * 8 + lane % 8) * 4;
-    float sums[8][8] = {};
+    float sums[THREAD_ROWS][8] = {};
     int stage = 0, free_stage = STAGES - 1;
     for (int tile = begin; tile < end; ++tile) {
         wait_for_oldest_copies();
@@ -153,8 +154,8 @@ extern "C" __launch_bounds__(THREADS, BLOCKS) __global__ void multiply_tiles(
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int pixel = first_row + row + i * (TILE_M / 8);
+    for (int i = 0; i < THREAD_ROWS; ++i) {
+        const int pixel = first_row + row + i * (TILE_M / THREAD_ROWS);
         if (pixel >= rows)
             continue;
 #pragma unroll
@@ -167,7 +168,8 @@ extern "C" __launch_bounds__(THREADS, BLOCKS) __global__ void multiply_tiles(
             for (int k = 0; k < STORE; ++k)
                 part[k] = sums[i][j + k];
 #if PLAIN
-            store_floats(y + ((Index64)group * rows + pixel) * COLUMNS + channel, part);
+            const Index64 product = (Index64)split * (gridDim.y / SPLITS) + group;
+            store_floats(y + (product * rows + pixel) * COLUMNS + channel, part);
 #else
             const int out = group * GROUP_OUTPUTS + channel;
             if (SPLITS > 1)

@@ -51,24 +51,26 @@ class Tile:
     """Sizes of a block's tile.
 
     Attributes:
-        m: rows of the output, a multiple of 32.
+        m: rows of the output, a multiple of 16.
         n: columns, 64 or 128.
         k: depth of a stage.
         stages: stages in shared memory.
+        thread_rows: rows of a thread, which has 8 columns.
     """
 
     m: int
     n: int
     k: int = 16
     stages: int = 2
+    thread_rows: int = 8
 
     def __str__(self) -> str:
         return f"{self.m}x{self.n}x{self.k}"
 
     @property
     def threads(self) -> int:
-        """Threads of a block, 64 outputs each."""
-        return self.m * self.n // 64
+        """Threads of a block."""
+        return self.m // self.thread_rows * self.n // 8
 
     def blocks(self, rows: int, columns: int) -> int:
         """Blocks of a product."""
@@ -81,12 +83,16 @@ class Tile:
             "TILE_N": self.n,
             "TILE_K": self.k,
             "STAGES": self.stages,
+            "THREAD_ROWS": self.thread_rows,
             "THREADS": self.threads,
-            "BLOCKS": max(1, (_THREADS_PER_MULTIPROCESSOR if self.threads == 256 else 384) // self.threads),
+            "BLOCKS": (384 if self.thread_rows == 8 and self.threads < 256 else _THREADS_PER_MULTIPROCESSOR)
+            // self.threads,
         }
 
 
 TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
+# Products of few rows are limited by reading the factors: more stages keep more copies in flight.
+_PRODUCT_TILES = (*TILES, Tile(32, 64, 16, 4, 4), Tile(16, 64, 16, 4, 2))
 
 
 def multiprocessors(device: int) -> int:
@@ -96,11 +102,19 @@ def multiprocessors(device: int) -> int:
 
 
 def fitting_tile(rows: int, columns: int, batch: int, count: int) -> Tile:
-    """Return the largest tile whose blocks fill a number of multiprocessors, the smallest if none does."""
-    for tile in TILES:
-        if tile.n // 2 < columns and tile.blocks(rows, columns) * batch * tile.threads >= count * 256:
+    """Return the tile of a batch of products: the largest whose blocks fill a number of multiprocessors, else the smallest.
+
+    Tiles with twice as many rows as the product are left out.
+    """
+    fitting = [
+        tile
+        for tile in _PRODUCT_TILES
+        if (tile.n == 64 or tile.n < 2 * columns) and (tile.m == 16 or tile.m < 2 * rows)
+    ]
+    for tile in fitting:
+        if tile.blocks(rows, columns) * batch * tile.threads >= count * 256:
             return tile
-    return TILES[-1]
+    return fitting[-1]
 
 
 def split_count(tile: Tile, rows: int, columns: int, depth: int, groups: int, count: int) -> int:
@@ -123,15 +137,16 @@ class MatrixProducts:
         resources: of the convolution.
         tile: of a block.
         factors: (batch, depth, columns).
+        splits: parts of a sum, which the reader of the products adds up.
     """
 
-    def __init__(self, resources: GpuResources, tile: Tile, factors: Floats) -> None:
+    def __init__(self, resources: GpuResources, tile: Tile, factors: Floats, splits: int = 1) -> None:
         self._batch, depth, self._columns = factors.shape
-        self._tile = tile
+        self._tile, self._splits = tile, splits
         options = {
             **tile.options(),
             **element_options(np.float32, Epilogue()),
-            "SPLITS": 1,
+            "SPLITS": splits,
             "PLAIN": 1,
             "DEPTH": depth,
             "COLUMNS": self._columns,
@@ -145,10 +160,10 @@ class MatrixProducts:
         Args:
             stream: stream to queue on.
             x: address of (batch, rows, depth).
-            y: address of (batch, rows, columns).
+            y: address of (splits, batch, rows, columns).
             rows: of each product.
         """
-        grid = self._tile.blocks(rows, self._columns), self._batch
+        grid = self._tile.blocks(rows, self._columns), self._batch * self._splits
         self._kernels.launch("multiply_tiles", grid, self._tile.threads, stream, x, self._factors, 0, 0, y, rows)
 
 

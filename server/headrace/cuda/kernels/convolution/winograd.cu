@@ -1,10 +1,10 @@
 // Winograd's transforms of inputs and outputs of 3x3 convolutions, F(TILE x TILE, 3 x 3); TILE is 2 or 4.
 //
 // Macros set by the compiler's options: those of elements.cuh; the shape's; TILE; THREADS (in a block); CHANNELS (of a thread);
-// HALF_PRODUCTS (1: the transformed input is FP16, scaled by 2**-INPUT_SHIFT; sums are scaled by 2**OUTPUT_EXPONENT).
+// SPLITS of the products, which are added up; HALF_PRODUCTS (1: the transformed input is FP16, scaled by 2**-INPUT_SHIFT; sums are scaled by 2**OUTPUT_EXPONENT).
 //
 // A tile is TILE x TILE outputs and needs POINTS x POINTS inputs. The transformed input is (POINTS**2, tiles, c), the products are
-// (POINTS**2, tiles, k): neighbouring threads read and write neighbouring channels. The matrices are those of Lavin and Gray (2015).
+// (SPLITS, POINTS**2, tiles, k): neighbouring threads read and write neighbouring channels. The matrices are those of Lavin and Gray (2015).
 
 #define POINTS (TILE + 2)
 #define TILES_HIGH ((OUT_HEIGHT + TILE - 1) / TILE)
@@ -120,6 +120,14 @@ extern "C" __launch_bounds__(THREADS) __global__ void transform_output(
         for (int i = 0; i < POINTS; ++i) {
             float values[CHANNELS];
             load_floats(products + (Index64)(i * POINTS + j) * tiles * OUT_CHANNELS, values);
+#pragma unroll
+            for (int split = 1; split < SPLITS; ++split) {
+                float part[CHANNELS];
+                load_floats(products + (Index64)((split * POINTS + i) * POINTS + j) * tiles * OUT_CHANNELS, part);
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c)
+                    values[c] += part[c];
+            }
 #pragma unroll
             for (int c = 0; c < CHANNELS; ++c)
                 inputs[c][i] = values[c];

@@ -13,7 +13,9 @@ normal random operands the relative error ||y - exact|| / ||exact|| is 6e-4 for 
 
 A thread of a transform has one tile of 1, 2 or 4 channels in registers, at most 96; no shared memory. Products of float32
 are the tiles of `simt_gemm`. Transformed inputs and products are written and read once each, 2.25 (F(4x4)) to 4 (F(2x2))
-times the size of input and output; a batch is worked off in chunks of images whose scratch memory stays in the L2 cache.
+times the size of input and output. Products of small batches are limited by reading the transformed kernels, which are 4
+(F(4x4)) or 1.8 times the size of the kernels: their tiles have few rows, and their sums are split over several blocks; the
+output transform adds the parts.
 
 The source of the matrices is Lavin and Gray (2015), "Fast Algorithms for Convolutional Neural Networks".
 """
@@ -41,12 +43,15 @@ from headrace.cuda.kernels.convolution.resources import (
     shape_options,
     widest,
 )
-from headrace.cuda.kernels.convolution.simt_gemm import MatrixProducts, fitting_tile, multiprocessors
+from headrace.cuda.kernels.convolution.simt_gemm import MatrixProducts, fitting_tile, multiprocessors, split_count
 from headrace.cuda.kernels.loading import is_half
 
-_THREADS = 128
-# Scratch memory of a chunk of images, in bytes: more than half of it would leave the L2 cache of 50 MiB of a Hopper GPU.
-_CHUNK_BYTES = 32 << 20
+_THREADS = 64
+# Threads of a multiprocessor below which a thread of a transform has one channel.
+_SMALL_THREADS = 1024
+_MAX_SPLITS = 8
+# Scratch memory of a chunk of images, in bytes. Chunks that fit into the L2 cache are slower: each ends with idle processors.
+_CHUNK_BYTES = 2 << 30
 
 _INPUT = {
     2: ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1)),
@@ -178,24 +183,31 @@ class _WinogradConvolution:
         self._chunk = -(-shape.n // chunks)
         tiles = self._chunk * tiling.per_image
         transformed, sizes = transformed_weights(weights, tiling.size), (tiles, shape.k, tiling.positions)
+        count = multiprocessors(device)
         self._products: MatrixProducts | HalfProducts
         options = {**shape_options(shape), **element_options(dtype, epilogue), "HALF_PRODUCTS": half}
         if half:
             factors, shift = half_weights(transformed)
             options["INPUT_SHIFT"] = _INPUT_SHIFT[tiling.size]
             options["OUTPUT_EXPONENT"] = _INPUT_SHIFT[tiling.size] - shift
-            self._products = HalfProducts(resources, fitting_half_tile(*sizes, multiprocessors(device)), factors)
+            half_tile = fitting_half_tile(*sizes, count)
+            splits = half_tile.splits(*sizes, shape.c, count)
+            self._products = HalfProducts(resources, half_tile, factors, splits)
         else:
-            self._products = MatrixProducts(resources, fitting_tile(*sizes, multiprocessors(device)), transformed)
+            tile = fitting_tile(*sizes, count)
+            splits = min(split_count(tile, tiles, shape.k, shape.c, tiling.positions, count), _MAX_SPLITS)
+            self._products = MatrixProducts(resources, tile, transformed, splits)
         self._kernels, self._threads = [], []
         for name, types, channels in (("transform_input", "PPi", shape.c), ("transform_output", "PPPPi", shape.k)):
-            wide = widest(channels, *((4, 2) if tiling.size == 2 else (2,)))
-            options |= {"TILE": tiling.size, "THREADS": _THREADS, "CHANNELS": wide}
+            # Few tiles are spread over more threads.
+            is_small = tiles * channels < count * _SMALL_THREADS
+            wide = 1 if is_small else widest(channels, *((4, 2) if tiling.size == 2 else (2,)))
+            options |= {"TILE": tiling.size, "THREADS": _THREADS, "CHANNELS": wide, "SPLITS": splits}
             self._kernels.append(resources.load("winograd.cu", options, {name: types}))
             self._threads.append(channels // wide)
         (self._bias,) = resources.constants(bias_of(epilogue, bias, shape)) if epilogue.bias else [0]
         self._inputs = resources.workspace(tiling.positions * tiles * shape.c * self._item_bytes)
-        self._outputs = resources.workspace(tiling.positions * tiles * shape.k * 4)
+        self._outputs = resources.workspace(splits * tiling.positions * tiles * shape.k * 4)
 
     @property
     def workspace_bytes(self) -> int:
