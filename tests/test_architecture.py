@@ -153,6 +153,8 @@ EXTRA: dict[str, str] = {
     "server/headrace/http/bodies.py": "pydantic",
     "server/headrace/http/routes.py": "pydantic",
     "server/headrace/cuda/tensorrt.py": "tensorrt",
+    # cuDNN is measured through PyTorch where it is installed.
+    "engines/headrace_engines/lab/cudnn.py": "torch",
     "server/headrace/repository/shared_memory.py": "numpy",
     "server/headrace/repository/tuning.py": "numpy",
     "server/headrace/config/row_rules.py": "numpy",

@@ -29,11 +29,13 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("import", "keras"): ("commands.import_model", "import a Keras model, compared with Keras"),
     ("import", "savedmodel"): ("commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
     ("import", "onnx"): ("commands.import_onnx", "bring an ONNX file in, and free its batch dimension"),
+    ("lab", "conv"): ("commands.lab", "measure convolution algorithms on each layer, against cuDNN and TensorRT"),
     ("models", "build"): ("demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {
     "engines": "the store of built engines",
     "import": "models of other frameworks, and ONNX files",
+    "lab": "the operator lab: measurements of kernels and of the GPU",
     "models": "the demo models",
 }
 # One module has the commands of such a group, which differ in their options.

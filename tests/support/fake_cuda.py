@@ -38,6 +38,7 @@ class FakeCuda:
         refuse_capture: makes captures fail.
         now_us: the stream's clock.
         work_us: duration of one launch.
+        l2_bytes: size of the L2 cache.
         registered: sizes of pinned host memory, by address.
         refuse_pinning: makes pinning fail.
         exported: arrays in place of memory of another process, by IPC handle.
@@ -62,6 +63,7 @@ class FakeCuda:
         self.work_us = 50.0
         self.launches = 0
         self.capability = (9, 0)
+        self.l2_bytes = 4096
         self.devices = 1
         self.graphs: set[int] = set()
         self.registered: dict[int, int] = {}
@@ -168,10 +170,14 @@ def _add_devices(module: Any, cuda: FakeCuda) -> None:
         def total_memory(self) -> int:
             return 1 << 30
 
+        def get_attribute(self, attribute: str) -> int:
+            return {"l2 cache size": cuda.l2_bytes}[attribute]
+
         def retain_primary_context(self) -> Context:
             return Context(self._ordinal)
 
     module.Context, module.Device = Context, Device
+    module.device_attribute = SimpleNamespace(L2_CACHE_SIZE="l2 cache size")
 
 
 def _add_streams(module: Any, cuda: FakeCuda) -> None:
@@ -214,7 +220,12 @@ def _add_streams(module: Any, cuda: FakeCuda) -> None:
             cuda.check_on_gpu(address, cuda.pushed[-1])
         ctypes.memmove(target, source, size)
 
+    def memset(target: int, value: int, size: int, stream: Stream) -> None:
+        cuda.check_on_gpu(target, cuda.pushed[-1])
+        cuda.submit(lambda: ctypes.memset(target, value, size), stream.handle)
+
     module.Stream, module.Event, module.memcpy_dtod_async = Stream, Event, dtod
+    module.memset_d8_async = memset
     module.memcpy_htod_async, module.memcpy_dtoh_async = htod, dtoh
 
 

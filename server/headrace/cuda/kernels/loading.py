@@ -26,8 +26,11 @@ _NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
 _TOOLKITS = ("cuda/lib64", "cuda/targets/*/lib")
 _CURE = "install the CUDA toolkit, or NVIDIA's wheel of it: pip install nvidia-cuda-nvrtc-cu12"
 
+_Key = tuple[str, str]
+# Guards both dictionaries. Each source has a lock of its own: different sources compile in parallel, an equal one once.
 _lock = threading.Lock()
-_compiled: dict[tuple[str, str], bytes] = {}
+_compiling: dict[_Key, threading.Lock] = {}
+_compiled: dict[_Key, bytes] = {}
 
 
 def compile_cuda(
@@ -57,6 +60,8 @@ def compile_cuda(
         architecture += "a"
     key = hashlib.sha256("\0".join((source, *options)).encode()).hexdigest(), architecture
     with _lock:
+        turn = _compiling.setdefault(key, threading.Lock())
+    with turn:
         code = _compiled.get(key)
         if code is None:
             arguments = [f"--gpu-architecture={architecture}", "--std=c++17", *options]

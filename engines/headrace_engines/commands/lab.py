@@ -1,0 +1,143 @@
+"""`headrace lab conv`: measures convolution algorithms on the layers of a model, against cuDNN and TensorRT."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.core.command_line import nearest, number_parser, positive_count
+from headrace.core.errors import HeadraceError
+from headrace.cuda.driver import current
+from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
+from headrace.cuda.kernels.convolution.base import Algorithm
+from rich.console import Console
+
+from headrace_engines.errors import BuildError, CallError
+from headrace_engines.lab.conv import DTYPES, ConvLab, MapOptions
+from headrace_engines.lab.layers import ConvLayer, kernel_size_layers, model_layers, resnet50_layers, shape_layer
+from headrace_engines.lab.summary import summarize_map
+from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.project import open_project
+from headrace_engines.report import make_folder, print_text, save
+
+_BASELINES = ("cudnn", "tensorrt")
+_ROUNDS = 7
+
+
+def _list_of(choices: Callable[[], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(word for word in dict.fromkeys(text.split(",")) if word and word != "none")
+        allowed = choices()
+        for word in words:
+            if word not in allowed:
+                guess = nearest(word, allowed)
+                hint = f"did you mean {guess}?" if guess else f"take some of {', '.join(allowed)}"
+                raise argparse.ArgumentTypeError(f"{word!r} is unknown: {hint}")
+        return words
+
+    return parse
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(positive_count(word) for word in text.split(",")))
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of our algorithms, in the order of their list."""
+    return tuple(dict.fromkeys(algorithm.name for algorithm in ALGORITHMS))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `lab conv`."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a model in the repository, or its folder")
+    parser.add_argument("--version", type=int, metavar="N", help="version of the model (default: newest served one)")
+    parser.add_argument("--model-repository", type=Path, default=Path("model_repository"), metavar="DIR")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="N,C,H,W,K,R,S,STRIDE,PAD", help="a shape; may be repeated"
+    )
+    parser.add_argument("--layers", choices=("resnet50",), help="the 22 distinct 3x3 and 1x1 layers of ResNet-50")
+    parser.add_argument("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
+    parser.add_argument("--precision", type=_list_of(lambda: tuple(DTYPES)), default=tuple(DTYPES), metavar="P,...")
+    parser.add_argument(
+        "--algorithms", type=_list_of(names), default=None, metavar="NAME,...", help="our algorithms (default: all)"
+    )
+    parser.add_argument(
+        "--baselines",
+        type=_list_of(lambda: _BASELINES),
+        default=_BASELINES,
+        metavar="NAME,...",
+        help="cudnn, tensorrt, or none (default: both)",
+    )
+    parser.add_argument("--kernel-sizes", type=_numbers, metavar="R,...", help="sweep of kernel sizes of one --shape")
+    parser.add_argument("--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"default: {_ROUNDS}")
+    seconds = number_parser(float, lambda number: number > 0, "is not a number of seconds above 0")
+    parser.add_argument("--budget", type=seconds, metavar="S", help="start no layer after this many seconds")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write conv.json and conv.html")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure the map and return 0; 1 if a result is wrong or there is no GPU.
+
+    Raises:
+        BuildError: there is no GPU, nothing to measure, or a file cannot be written.
+    """
+    title, layers, notes = _layers(options)
+    algorithms = tuple(a for a in ALGORITHMS if options.algorithms is None or a.name in options.algorithms)
+    map_options = MapOptions(
+        batches=options.batch or _batches(options) or (1, 8, 64),
+        precisions=options.precision,
+        algorithms=algorithms,
+        baselines=options.baselines,
+        rounds=options.rounds,
+        budget_s=options.budget,
+        threads=len(os.sched_getaffinity(0)),
+    )
+    if options.output is not None:
+        make_folder(options.output)
+    try:
+        with current(map_options.device):
+            result = ConvLab(map_options, lambda line: print_text(console, line)).measure(title, layers)
+    except BuildError:
+        raise
+    except HeadraceError as error:
+        raise BuildError(f"the map needs a GPU: {error}") from error
+    summary = summarize_map(result.cells)
+    for line in (*notes, *result.notes):
+        print_text(console, f"note: {line}")
+    print_text(console, "\n".join(summary))
+    if options.output is not None:
+        document = result.to_json() | {"summary": summary}
+        save(options.output / "conv.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return int(any(r.errors is not None and not r.errors.is_right for cell in result.cells for r in cell.results))
+
+
+def _layers(options: argparse.Namespace) -> tuple[str, list[ConvLayer], list[str]]:
+    """Title, layers and notes."""
+    given = [bool(options.model), bool(options.shape), bool(options.layers)]
+    if sum(given) != 1:
+        raise CallError(
+            f"lab conv has {sum(given)} sources of layers: name one of MODEL, --shape and --layers, "
+            "e.g. headrace lab conv --layers resnet50"
+        )
+    if options.kernel_sizes:
+        if len(options.shape) != 1:
+            raise CallError("--kernel-sizes varies the kernel of one --shape: write exactly one")
+        base = shape_layer(options.shape[0])
+        return f"kernel sizes of {base.name}", kernel_size_layers(base.shape, options.kernel_sizes), []
+    if options.shape:
+        return "shapes", list({layer.name: layer for layer in map(shape_layer, options.shape)}.values()), []
+    if options.layers:
+        return "ResNet-50", resnet50_layers(), []
+    project = open_project(options.model, options.model_repository, options.version)
+    layers, skipped = model_layers(read_onnx(project.source))
+    return options.model, layers, [f"{line} is not measured" for line in skipped]
+
+
+def _batches(options: argparse.Namespace) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(int(text.split(",")[0]) for text in options.shape))
+
+
+__all__ = ["Algorithm", "add_arguments", "names", "run"]

@@ -1,0 +1,298 @@
+"""The map: measures every candidate on every layer, batch size and precision of a list."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+from headrace.core.errors import HeadraceError
+from headrace.core.telemetry import GpuReading
+from headrace.cuda.devices import Nvml, describe, driver_version
+from headrace.cuda.driver import CudaStream, is_context_usable
+from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
+
+from headrace_engines.errors import BuildError
+from headrace_engines.lab.check import Errors, SampledReference, Samples, sample
+from headrace_engines.lab.compare import ResultComparison, read_pixels
+from headrace_engines.lab.cudnn import Torch, cudnn_candidates, load_torch
+from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
+from headrace_engines.lab.layers import ConvLayer
+from headrace_engines.lab.measure import Candidate, Timing, time_rounds
+from headrace_engines.lab.own import OwnAlgorithms, families
+from headrace_engines.lab.results import CandidateResult, Cell, ConvMap
+from headrace_engines.lab.roofline import Roofline, measure_roofline
+
+DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
+_SEED = 20_15
+PLAIN = Epilogue()
+
+
+@dataclass(frozen=True, slots=True)
+class MapOptions:
+    """Extent of the map.
+
+    Attributes:
+        batches: batch sizes.
+        precisions: "fp16", "fp32".
+        algorithms: our algorithms.
+        baselines: "cudnn", "tensorrt".
+        rounds: samples of each candidate.
+        budget_s: duration after which no other cell is measured; None without a limit.
+        threads: threads that compile kernels.
+        device: number of the GPU.
+    """
+
+    batches: tuple[int, ...]
+    precisions: tuple[str, ...]
+    algorithms: tuple[Algorithm, ...]
+    baselines: tuple[str, ...]
+    rounds: int
+    budget_s: float | None
+    threads: int
+    device: int = 0
+
+
+class ConvLab:
+    """Measures the map on one GPU, whose context must be current.
+
+    Args:
+        options: extent of the map.
+        report: is called with a line of text for each step.
+    """
+
+    def __init__(self, options: MapOptions, report: Callable[[str], None]) -> None:
+        self._options = options
+        self._report = report
+        self._groups = families(options.algorithms)
+        self._notes: list[str] = []
+        self._versions: dict[str, str] = {}
+        self._nvml = Nvml()
+        self._best: dict[tuple[str, int, str, str], str] = {}
+
+    def measure(self, title: str, layers: Sequence[ConvLayer]) -> ConvMap:
+        """Measure the layers.
+
+        Args:
+            title: name of the layers, for reports.
+            layers: distinct convolutions.
+
+        Raises:
+            BuildError: nothing could be measured.
+            DeviceError: the GPU failed before the first cell.
+        """
+        started_s = time.monotonic()
+        options = self._options
+        gpu = describe(options.device)
+        self._stream = CudaStream()
+        self._cache_bytes = l2_bytes(options.device)
+        torch = load_torch(options.device, self._stream) if "cudnn" in options.baselines else ""
+        self._torch = torch if isinstance(torch, Torch) else None
+        if self._torch is not None:
+            self._versions["cuDNN"] = self._torch.description
+        elif torch:
+            self._notes.append(f"cuDNN is not measured: {torch}")
+        capability = tuple(map(int, gpu.capability.split(".")))
+        own = OwnAlgorithms(options.device, (capability[0], capability[1]), self._stream, options.threads)
+        try:
+            self._compile(own, layers)
+            before = self._reading()
+            self._roofline = measure_roofline(self._torch, options.precisions, self._stream, gpu.memory_bytes // 16)
+            cells = self._cells(own, layers, started_s)
+        finally:
+            own.close()
+        if not cells:
+            raise BuildError(f"no cell of the map was measured: {'; '.join(self._notes) or 'the list is empty'}")
+        return ConvMap(
+            title=title,
+            gpu=gpu.name,
+            capability=gpu.capability,
+            driver=driver_version(),
+            versions=self._versions,
+            notes=tuple(self._notes),
+            roofline=self._roofline,
+            cells=tuple(cells),
+            before=before,
+            after=self._reading(),
+            rounds=options.rounds,
+            seconds=time.monotonic() - started_s,
+        )
+
+    def _reading(self) -> GpuReading | None:
+        readings = self._nvml.readings()
+        return next((reading for reading in readings if reading.gpu == self._options.device), None)
+
+    def _compile(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> None:
+        started_s = time.monotonic()
+        batches = {min(self._options.batches), max(self._options.batches)}
+        operands = [
+            host_operands(layer.at(n), DTYPES[precision], epilogue, _SEED)
+            for layer in layers
+            for precision in self._options.precisions
+            for epilogue in dict.fromkeys((PLAIN, layer.epilogue))
+            for n in sorted(batches)
+        ]
+        own.compile_ahead(self._groups, operands)
+        self._report(f"compiled kernels for {len(layers)} layers in {time.monotonic() - started_s:.1f} s")
+
+    def _order(self, layers: Sequence[ConvLayer]) -> Iterator[tuple[str, int, ConvLayer]]:
+        for precision in self._options.precisions:
+            for n in self._options.batches:
+                for layer in layers:
+                    yield precision, n, layer
+
+    def _cells(self, own: OwnAlgorithms, layers: Sequence[ConvLayer], started_s: float) -> list[Cell]:
+        options = self._options
+        cells: list[Cell] = []
+        total = len(layers) * len(options.batches) * len(options.precisions)
+        for number, (precision, n, layer) in enumerate(self._order(layers), 1):
+            if options.budget_s is not None and time.monotonic() - started_s > options.budget_s:
+                self._notes.append(
+                    f"{total - number + 1} of {total} layers and batch sizes are not measured: the budget of "
+                    f"{options.budget_s:g} s is spent"
+                )
+                break
+            host = host_operands(layer.at(n), DTYPES[precision], PLAIN, _SEED + number)
+            samples = sample(host, _SEED + number)
+            try:
+                for epilogue in dict.fromkeys((PLAIN, layer.epilogue)):
+                    cells.append(self._cell(own, layer, replace(host, epilogue=epilogue), precision, samples))
+            except HeadraceError as error:
+                self._notes.append(f"{layer.name} n {n} {precision} is not measured: {error}")
+                if not is_context_usable():
+                    self._notes.append("the GPU refuses all further work: the other layers are not measured")
+                    break
+                continue
+            self._report(f"[{number}/{total}] {_progress(cells[-1])}")
+        return cells
+
+    def _cell(self, own: OwnAlgorithms, layer: ConvLayer, host: HostOperands, precision: str, samples: Samples) -> Cell:
+        started_s = time.monotonic()
+        with ExitStack() as stack:
+            operands = DeviceOperands(host, self._cache_bytes, self._stream)
+            stack.callback(operands.close)
+            refused, candidates, tried = self._open(own, layer, host, operands, precision, stack)
+            results = self._check_and_time(host, samples, candidates, tried)
+        reading = self._reading()
+        floor_us = self._roofline.floor_us(host.shape, precision, host.dtype.itemsize, host.epilogue.residual)
+        return Cell(
+            layer.name,
+            host.shape,
+            precision,
+            host.epilogue,
+            floor_us,
+            (*results, *refused),
+            time.monotonic() - started_s,
+            reading.clocks_hz.get("sm") if reading else None,
+            tuple(name for name, active in reading.slowed.items() if active) if reading else (),
+        )
+
+    def _open(
+        self,
+        own: OwnAlgorithms,
+        layer: ConvLayer,
+        host: HostOperands,
+        operands: DeviceOperands,
+        precision: str,
+        stack: ExitStack,
+    ) -> tuple[list[CandidateResult], list[Candidate], dict[str, int]]:
+        """Open all candidates; returns results without a time, candidates, and the number of tried variants by name."""
+        refused: list[CandidateResult] = []
+        candidates: list[Candidate] = []
+        tried: dict[str, int] = {}
+        for name, variants in self._groups.items():
+            key = layer.name, host.shape.n, precision, name
+            opened = own.open(variants, host, operands, self._best.get(key))
+            if opened.candidate is None:
+                refused.append(CandidateResult(name, reason=opened.reason))
+                continue
+            stack.callback(opened.candidate.close)
+            self._best[key] = opened.candidate.variant
+            candidates.append(opened.candidate)
+            tried[name] = opened.tried
+        if self._torch is not None:
+            for candidate in cudnn_candidates(self._torch, host, operands):
+                if isinstance(candidate, str):
+                    name, _, reason = candidate.partition(": ")
+                    refused.append(CandidateResult(name, reason=reason))
+                else:
+                    stack.callback(candidate.close)
+                    candidates.append(candidate)
+        return refused, candidates, tried
+
+    def _check_and_time(
+        self, host: HostOperands, samples: Samples, candidates: Sequence[Candidate], tried: dict[str, int]
+    ) -> list[CandidateResult]:
+        reference = SampledReference(host, samples)
+        comparison = ResultComparison(self._options.device, host.dtype, self._stream)
+        results: list[CandidateResult] = []
+        timed: list[tuple[Candidate, Errors]] = []
+        try:
+            has_saved = False
+            # The cuDNN result first: the others are compared with all of it.
+            for candidate in sorted(candidates, key=lambda one: not one.name.startswith("cudnn")):
+                try:
+                    errors, has_saved = self._errors(candidate, host, reference, comparison, has_saved)
+                except HeadraceError as error:
+                    results.append(CandidateResult(candidate.name, candidate.variant, reason=str(error)))
+                    if not is_context_usable():
+                        raise
+                    continue
+                timed.append((candidate, errors))
+        finally:
+            comparison.close()
+        timings = time_rounds(self._stream, [candidate for candidate, _ in timed], self._options.rounds)
+        return [*(_result(*pair, timing, tried) for pair, timing in zip(timed, timings, strict=True)), *results]
+
+    def _errors(
+        self,
+        candidate: Candidate,
+        host: HostOperands,
+        reference: SampledReference,
+        comparison: ResultComparison,
+        has_saved: bool,
+    ) -> tuple[Errors, bool]:
+        """Return the errors of a candidate, and True once a result is saved for the comparison of all elements."""
+        address = candidate.run()
+        shape, device = host.shape, self._options.device
+        elements = math.prod(shape.y_shape)
+        errors = reference.errors(
+            candidate.name, lambda pixels: read_pixels(device, address, shape.y_shape, host.dtype, pixels)
+        )
+        if not has_saved:
+            # Compared with itself, only elements that are not finite are wrong.
+            wrong = comparison.wrong(address, elements, math.inf, address)
+            if errors.worst_share <= 1 and not wrong:
+                comparison.save(address, elements * host.dtype.itemsize)
+                has_saved = True
+        else:
+            wrong = comparison.wrong(address, elements, reference.limit(candidate.name))
+        return replace(errors, wrong=wrong), has_saved
+
+
+def _result(candidate: Candidate, errors: Errors, timing: Timing, tried: dict[str, int]) -> CandidateResult:
+    return CandidateResult(
+        candidate.name,
+        candidate.variant,
+        "" if errors.is_right else f"wrong: {errors.worst_share:.3g} times the bound, {errors.wrong} elements",
+        timing,
+        errors,
+        candidate.workspace_bytes,
+        tried.get(candidate.name, 1),
+    )
+
+
+def _progress(cell: Cell) -> str:
+    winner = cell.winner()
+    wrong = [result.name for result in cell.results if result.errors is not None and not result.errors.is_right]
+    times = ", ".join(
+        f"{result.name} {result.timing.median_us:.1f}" for result in cell.results if result.timing is not None
+    )
+    text = f"{cell.layer} n {cell.shape.n} {cell.precision}: {winner.name if winner else 'none'} ({times} us)"
+    return f"{text}; WRONG: {', '.join(wrong)}" if wrong else text
+
+
+__all__ = ["DTYPES", "ConvLab", "MapOptions", "Roofline"]

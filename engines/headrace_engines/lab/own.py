@@ -1,0 +1,190 @@
+"""Algorithms of our own as candidates: opened in parallel, each with the fastest of its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+from headrace.core.errors import HeadraceError
+from headrace.cuda.driver import CudaStream, current
+from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape, Epilogue
+
+from headrace_engines.lab.inputs import DeviceOperands, HostOperands
+from headrace_engines.lab.measure import Candidate, Replay, capture_launches, trial_us
+
+# Proposals of an algorithm that has a cost model; more take more time than they win.
+_MAX_PROPOSALS = 6
+
+
+class OwnCandidate:
+    """A convolution of one algorithm on a layer's operands."""
+
+    def __init__(
+        self, algorithm: Algorithm, convolution: Convolution, operands: DeviceOperands, stream: CudaStream
+    ) -> None:
+        self.name = algorithm.name
+        self.variant = algorithm.variant
+        self.workspace_bytes: int | None = convolution.workspace_bytes
+        self._convolution = convolution
+        self._operands = operands
+        self._stream = stream
+
+    def _launch(self, index: int) -> None:
+        operands = self._operands
+        self._convolution.launch(self._stream, operands.x[index], operands.y[index], operands.residual[index])
+
+    def run(self) -> int:
+        """See `Candidate.run`; the output is poisoned before."""
+        self._operands.poison(0, self._stream)
+        self._launch(0)
+        self._stream.synchronize()
+        return self._operands.y[0]
+
+    def capture(self, launches: int) -> Replay:
+        """See `Candidate.capture`."""
+        return capture_launches(self._stream, self._launch, launches, len(self._operands))
+
+    def close(self) -> None:
+        """See `Candidate.close`."""
+        self._convolution.close()
+
+
+def families(algorithms: Iterable[Algorithm]) -> dict[str, list[Algorithm]]:
+    """Group algorithms by name, each with its variants."""
+    result: dict[str, list[Algorithm]] = {}
+    for algorithm in algorithms:
+        result.setdefault(algorithm.name, []).append(algorithm)
+    return result
+
+
+def variants_for(variants: Sequence[Algorithm], shape: ConvShape) -> list[Algorithm]:
+    """Return the variants to try on a shape: those of the list, or the best proposals of the algorithm's cost model."""
+    result: list[Algorithm] = []
+    for variant in variants:
+        propose: Callable[[ConvShape], Sequence[Algorithm]] | None = getattr(variant, "variants", None)
+        result += list(propose(shape))[:_MAX_PROPOSALS] if propose is not None else [variant]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Result of opening one algorithm.
+
+    Attributes:
+        name: name of the algorithm.
+        candidate: the fastest variant; None if none can be used.
+        reason: reason why none can be used; "" if one can.
+        tried: number of variants that were timed.
+    """
+
+    name: str
+    candidate: OwnCandidate | None
+    reason: str = ""
+    tried: int = 0
+
+
+class OwnAlgorithms:
+    """Opens algorithms on one GPU; compiles in parallel threads.
+
+    Args:
+        device: number of the GPU.
+        capability: its compute capability.
+        stream: stream of the candidates.
+        threads: number of threads that compile.
+    """
+
+    def __init__(self, device: int, capability: tuple[int, int], stream: CudaStream, threads: int) -> None:
+        self._device = device
+        self._capability = capability
+        self._stream = stream
+        self._threads = ThreadPoolExecutor(threads, "lab-open")
+
+    def refusals(self, variants: Sequence[Algorithm], shape: ConvShape, dtype: npt.DTypeLike) -> list[str]:
+        """Return the reasons of all variants; "" for one that supports the shape."""
+        return [variant.refusal(shape, dtype, self._capability) for variant in variants]
+
+    def compile_ahead(self, groups: dict[str, list[Algorithm]], layers: Sequence[HostOperands]) -> None:
+        """Open and close all variants of all layers once, in parallel: the compiler's results stay in its cache."""
+        jobs = [
+            self._threads.submit(self._compile, variant, operands)
+            for operands in layers
+            for variants in groups.values()
+            for variant in variants_for(variants, operands.shape)
+            if not variant.refusal(operands.shape, operands.dtype, self._capability)
+        ]
+        for job in jobs:
+            job.result()
+
+    def _compile(self, variant: Algorithm, operands: HostOperands) -> None:
+        # The same error is reported when the layer is measured.
+        opened = self._open(variant, operands)
+        if not isinstance(opened, HeadraceError):
+            opened.close()
+
+    def _open(self, variant: Algorithm, operands: HostOperands) -> Convolution | HeadraceError:
+        epilogue = operands.epilogue
+        bias = operands.bias if epilogue.bias else None
+        try:
+            with current(self._device):
+                return variant.open(self._device, operands.shape, operands.dtype, epilogue, operands.weights, bias)
+        except HeadraceError as error:
+            return error
+
+    def open(
+        self, variants: Sequence[Algorithm], host: HostOperands, operands: DeviceOperands, fixed: str | None = None
+    ) -> Opened:
+        """Open an algorithm with its fastest variant.
+
+        Args:
+            variants: variants of one algorithm.
+            host: operands of the layer.
+            operands: the same on the GPU.
+            fixed: the only variant to open; None to time all.
+        """
+        name = variants[0].name
+        possible = [
+            variant for variant in variants_for(variants, host.shape) if fixed is None or variant.variant == fixed
+        ]
+        reasons = self.refusals(possible, host.shape, host.dtype)
+        usable = [variant for variant, reason in zip(possible, reasons, strict=True) if not reason]
+        if not usable:
+            return Opened(name, None, next(iter(dict.fromkeys(reasons)), "no variant is left"))
+        results = list(self._threads.map(lambda variant: self._open(variant, host), usable))
+        errors = [str(result) for result in results if isinstance(result, HeadraceError)]
+        candidates = [
+            OwnCandidate(variant, result, operands, self._stream)
+            for variant, result in zip(usable, results, strict=True)
+            if not isinstance(result, HeadraceError)
+        ]
+        best = self._fastest(candidates, errors)
+        for candidate in candidates:
+            if candidate is not best:
+                candidate.close()
+        if best is None:
+            return Opened(name, None, errors[0])
+        return Opened(name, best, "", len(candidates))
+
+    def _fastest(self, candidates: Sequence[OwnCandidate], errors: list[str]) -> OwnCandidate | None:
+        if len(candidates) == 1:
+            return candidates[0]
+        times: list[tuple[float, int]] = []
+        for number, candidate in enumerate(candidates):
+            try:
+                candidate.run()
+                times.append((min(trial_us(self._stream, candidate) for _ in range(2)), number))
+            except HeadraceError as error:
+                errors.append(str(error))
+        return candidates[min(times)[1]] if times else None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+
+def as_candidates(opened: Iterable[Opened]) -> list[Candidate]:
+    """Return the candidates of the algorithms that can be used."""
+    found: list[Any] = [one.candidate for one in opened if one.candidate is not None]
+    return found

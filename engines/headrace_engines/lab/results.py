@@ -1,0 +1,174 @@
+"""Results of the map: one cell for each layer, batch size, precision and epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headrace.core.telemetry import GpuReading
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+
+from headrace_engines.lab.check import Errors
+from headrace_engines.lab.measure import Timing
+from headrace_engines.lab.roofline import Roofline
+from headrace_engines.report import finite
+
+FORMAT = 1
+BASELINES = ("cudnn", "cudnn-unfused", "cudnn-fused", "tensorrt")
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateResult:
+    """Result of one candidate on one cell.
+
+    Attributes:
+        name: name of the algorithm or baseline.
+        variant: tile sizes or kernel.
+        reason: reason why there is no time; "" if there is one.
+        timing: times; None without a measurement.
+        errors: errors against float64; None without a check.
+        workspace_bytes: scratch memory; None if unknown.
+        tried: number of variants of which this one was the fastest.
+    """
+
+    name: str
+    variant: str = ""
+    reason: str = ""
+    timing: Timing | None = None
+    errors: Errors | None = None
+    workspace_bytes: int | None = None
+    tried: int = 1
+
+    @property
+    def is_own(self) -> bool:
+        """True for an algorithm of ours."""
+        return self.name not in BASELINES
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Results of one layer at one batch size, precision and epilogue.
+
+    Attributes:
+        layer: name of the layer.
+        shape: the convolution.
+        precision: "fp16" or "fp32".
+        epilogue: operations that are part of the measured work.
+        floor_us: least time by the roofline.
+        results: one for each candidate.
+        seconds: duration of the measurement.
+        sm_clock_hz: clock of the multiprocessors after it; None if unknown.
+        slowed: reasons for which the clocks were lowered after it.
+    """
+
+    layer: str
+    shape: ConvShape
+    precision: str
+    epilogue: Epilogue
+    floor_us: float
+    results: tuple[CandidateResult, ...]
+    seconds: float = 0.0
+    sm_clock_hz: float | None = None
+    slowed: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the convolution alone was measured."""
+        return self.epilogue == Epilogue()
+
+    def time_us(self, *names: str) -> float | None:
+        """Return the shortest median time of right results of the named candidates; None without any."""
+        times = [
+            result.timing.median_us
+            for result in self.results
+            if result.timing is not None and result.name in names and (result.errors is None or result.errors.is_right)
+        ]
+        return min(times, default=None)
+
+    def winner(self) -> CandidateResult | None:
+        """Return the fastest candidate with a right result; None without any."""
+        timed = [r for r in self.results if r.timing is not None and r.errors is not None and r.errors.is_right]
+        return min(timed, key=lambda result: result.timing.median_us if result.timing else 0.0, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object with times in microseconds, rates in TFLOP/s and shares of the roofline."""
+        winner = self.winner()
+        results = []
+        for result in self.results:
+            document = asdict(result)
+            if result.timing is not None:
+                document["tflops"] = self.shape.flops / result.timing.median_us / 1e6
+                document["roofline_share"] = self.floor_us / result.timing.median_us
+            if result.errors is not None:
+                document["right"] = result.errors.is_right
+            results.append(document)
+        return {
+            "layer": self.layer,
+            "shape": asdict(self.shape),
+            "precision": self.precision,
+            "epilogue": asdict(self.epilogue),
+            "flops": self.shape.flops,
+            "min_bytes": self.shape.min_bytes("f2" if self.precision == "fp16" else "f4", self.epilogue.residual),
+            "floor_us": self.floor_us,
+            "winner": winner.name if winner else None,
+            "results": results,
+            "seconds": self.seconds,
+            "sm_clock_hz": self.sm_clock_hz,
+            "slowed": list(self.slowed),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ConvMap:
+    """The map: all cells and the conditions of the measurement.
+
+    Attributes:
+        title: name of the model or of the layers.
+        gpu: name of the GPU.
+        capability: its compute capability.
+        driver: version of NVIDIA's driver.
+        versions: versions of the compared libraries, by name.
+        notes: conditions and reasons for what is missing, as sentences.
+        roofline: ceilings of the GPU.
+        cells: the cells, in the order of their measurement.
+        before: state of the GPU before the measurement; None without NVML.
+        after: state of the GPU after it.
+        rounds: rounds of each candidate.
+        seconds: duration of everything.
+    """
+
+    title: str
+    gpu: str
+    capability: str
+    driver: str
+    versions: Mapping[str, str]
+    notes: Sequence[str]
+    roofline: Roofline
+    cells: Sequence[Cell]
+    before: GpuReading | None = None
+    after: GpuReading | None = None
+    rounds: int = 0
+    seconds: float = 0.0
+    summary: Sequence[str] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object; values that are not finite are None."""
+        document = {
+            "format": FORMAT,
+            "title": self.title,
+            "gpu": self.gpu,
+            "capability": self.capability,
+            "driver": self.driver,
+            "versions": dict(self.versions),
+            "notes": list(self.notes),
+            "roofline": asdict(self.roofline),
+            "before": asdict(self.before) if self.before is not None else None,
+            "after": asdict(self.after) if self.after is not None else None,
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+            "summary": list(self.summary),
+            "cells": [cell.to_json() for cell in self.cells],
+        }
+        cleaned: dict[str, Any] = finite(document)
+        return cleaned

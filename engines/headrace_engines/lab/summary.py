@@ -1,0 +1,158 @@
+"""Summary of a map: medians over layers of the ratios that the issue and the pages quote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+from headrace_engines.lab.results import BASELINES, Cell
+
+_GEMMS = ("implicit-gemm", "implicit-gemm-wgmma")
+
+
+def summarize_map(cells: Sequence[Cell]) -> list[str]:
+    """Return sentences with the medians over layers, for each precision and batch size.
+
+    A ratio above 1 means that the first-named is faster. Wrong results do not count.
+    """
+    lines = _correctness(cells)
+    precisions = list(dict.fromkeys(cell.precision for cell in cells))
+    for precision in precisions:
+        own = [cell for cell in cells if cell.precision == precision]
+        lines += _against_cudnn(precision, [cell for cell in own if cell.is_plain])
+        lines += _fused(precision, [cell for cell in own if not cell.is_plain])
+        lines += _winograd(precision, [cell for cell in own if cell.is_plain])
+    lines += _kernel_sizes([cell for cell in cells if cell.is_plain])
+    return lines
+
+
+def _correctness(cells: Sequence[Cell]) -> list[str]:
+    checked = [(cell, r) for cell in cells for r in cell.results if r.errors is not None]
+    wrong = [
+        f"{r.name} {r.variant} on {cell.layer} n {cell.shape.n} {cell.precision} ({r.reason})"
+        for cell, r in checked
+        if r.errors is not None and not r.errors.is_right
+    ]
+    lines = [f"{len(checked) - len(wrong)} of {len(checked)} results are within their bounds"]
+    return lines + [f"wrong: {text}" for text in wrong[:20]]
+
+
+def _names(cells: Iterable[Cell]) -> list[str]:
+    names = dict.fromkeys(result.name for cell in cells for result in cell.results if result.timing is not None)
+    return [name for name in names if name not in BASELINES]
+
+
+def _ratios(cells: Iterable[Cell], slow: Callable[[Cell], float | None], *fast: str) -> list[tuple[float, Cell]]:
+    pairs = []
+    for cell in cells:
+        over, under = slow(cell), cell.time_us(*fast)
+        if over is not None and under is not None:
+            pairs.append((over / under, cell))
+    return pairs
+
+
+def _line(subject: str, ratios: Sequence[tuple[float, Cell]]) -> list[str]:
+    if not ratios:
+        return []
+    worst = min(ratios, key=lambda pair: pair[0])
+    best = max(ratios, key=lambda pair: pair[0])
+    return [
+        f"{subject}: median {median(ratio for ratio, _ in ratios):.2f} over {len(ratios)} layers and batch sizes, "
+        f"worst {worst[0]:.2f} ({_where(worst[1])}), best {best[0]:.2f} ({_where(best[1])})"
+    ]
+
+
+def _where(cell: Cell) -> str:
+    return f"{cell.layer} n {cell.shape.n}"
+
+
+def _batches(cells: Iterable[Cell]) -> list[int]:
+    return sorted({cell.shape.n for cell in cells})
+
+
+def _against_cudnn(precision: str, cells: Sequence[Cell]) -> list[str]:
+    lines = []
+    for name in _names(cells):
+        ratios = _ratios(cells, lambda cell: cell.time_us("cudnn"), name)
+        lines += _line(f"{precision} time(cuDNN)/time({name})", ratios)
+        for n in _batches(cells):
+            lines += _line(f"  n {n}", [pair for pair in ratios if pair[1].shape.n == n])
+    return lines
+
+
+def _fused(precision: str, cells: Sequence[Cell]) -> list[str]:
+    lines = []
+    with_residual = [cell for cell in cells if cell.epilogue.residual]
+    for subject, chosen in (("with a residual", with_residual), ("all epilogues", list(cells))):
+        for names in (_GEMMS, tuple(_names(cells))):
+            label = "faster implicit GEMM" if names == _GEMMS else "fastest of ours"
+            for baseline in BASELINES[1:]:
+                ratios = _ratios(chosen, lambda cell, name=baseline: cell.time_us(name), *names)  # type: ignore[misc]
+                lines += _line(f"{precision} fused, {subject}: time({baseline})/time({label})", ratios)
+    for n in _batches(with_residual):
+        mine = [cell for cell in with_residual if cell.shape.n == n]
+        lines += _line(
+            f"  with a residual, n {n}: time(cudnn-unfused)/time(faster implicit GEMM)",
+            _ratios(mine, lambda cell: cell.time_us("cudnn-unfused"), *_GEMMS),
+        )
+    return lines
+
+
+def _winograd(precision: str, cells: Sequence[Cell]) -> list[str]:
+    lines = []
+    chosen = [cell for cell in cells if cell.shape.r == cell.shape.s == 3 and min(cell.shape.c, cell.shape.k) >= 64]
+    chosen = [cell for cell in chosen if cell.shape.stride == 1]
+    names = _names(chosen)
+    gemms = [name for name in names if "gemm" in name]
+    for name in names:
+        if not name.startswith("winograd"):
+            continue
+        ratios = _ratios(chosen, lambda cell: cell.time_us(*gemms), name)
+        subject = f"{precision} 3x3, stride 1, at least 64 channels: time(our implicit GEMM)/time({name})"
+        lines += _line(subject, ratios)
+        for n in _batches(chosen):
+            mine = [pair for pair in ratios if pair[1].shape.n == n]
+            wins = [cell.layer for ratio, cell in mine if ratio > 1]
+            losses = [cell.layer for ratio, cell in mine if ratio <= 1]
+            if mine:
+                lines.append(f"  n {n}: wins on {', '.join(wins) or 'none'}; loses on {', '.join(losses) or 'none'}")
+    return lines
+
+
+def _kernel_sizes(cells: Sequence[Cell]) -> list[str]:
+    """The kernel size from which FFT wins, by precision and batch size, where at least three sizes are measured."""
+    lines = []
+    for precision in dict.fromkeys(cell.precision for cell in cells):
+        for n in _batches(cells):
+            mine = sorted(
+                (cell for cell in cells if (cell.precision, cell.shape.n) == (precision, n)),
+                key=lambda cell: cell.shape.r,
+            )
+            if len({cell.shape.r for cell in mine}) < 3:
+                continue
+            for rivals, label in ((_own_rivals(mine), "our other algorithms"), (["cudnn"], "cuDNN")):
+                ratios = [
+                    (cell.shape.r, over / under)
+                    for cell in mine
+                    if (over := cell.time_us(*rivals)) and (under := cell.time_us("fft"))
+                ]
+                if ratios:
+                    first = _crossover(ratios)
+                    text = ", ".join(f"{size}: {ratio:.2f}" for size, ratio in ratios)
+                    where = f"FFT wins from {first}x{first} on" if first else "FFT does not win"
+                    lines.append(f"{precision} n {n}: {where} against {label} (time ratio by kernel size {text})")
+    return lines
+
+
+def _own_rivals(cells: Sequence[Cell]) -> list[str]:
+    return [name for name in _names(cells) if name != "fft"]
+
+
+def _crossover(ratios: Sequence[tuple[int, float]]) -> int:
+    """Return the smallest size from which every ratio is above 1; 0 if there is none."""
+    first = 0
+    for size, ratio in reversed(ratios):
+        if ratio <= 1:
+            break
+        first = size
+    return first

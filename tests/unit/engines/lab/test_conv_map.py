@@ -1,0 +1,108 @@
+"""The whole of `headrace lab conv` on a fake GPU, with algorithms in NumPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.cuda.kernels import loading
+from headrace_engines.__main__ import main
+from headrace_engines.commands import lab
+
+from tests.support.convolutions import NumpyAlgorithm
+from tests.support.fake_gpu import cuda
+from tests.support.fake_streams import LateCuda
+from tests.support.kernels_on_host import HostKernels
+
+__all__ = ["cuda"]
+SHAPE = "2,4,5,6,3,3,3,1,1"
+
+
+@pytest.fixture
+def algorithms(cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[NumpyAlgorithm]:
+    """List of the algorithms that the command measures; kernels of the lab itself are compiled for the host."""
+    host = HostKernels(tmp_path, cuda)
+    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
+    import pycuda.driver as module  # the fake
+
+    monkeypatch.setattr(module, "module_from_buffer", host.module_from_buffer, raising=False)
+    result: list[Any] = []
+    monkeypatch.setattr(lab, "ALGORITHMS", result)
+    return result
+
+
+def conv(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command and return its exit status and JSON."""
+    output = tmp_path / "out"
+    status = main(["lab", "conv", "--baselines", "none", "--rounds", "3", "--output", str(output), *options])
+    return status, json.loads((output / "conv.json").read_text())
+
+
+def results_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [result for cell in document["cells"] for result in cell["results"]]
+
+
+def test_every_result_is_checked_and_timed(
+    algorithms: list[Any], cuda: LateCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algorithms += [NumpyAlgorithm(cuda, "fast"), NumpyAlgorithm(cuda, "slow", pieces=3)]
+    status, document = conv(tmp_path, "--shape", SHAPE)
+    assert status == 0
+    cells = document["cells"]
+    assert [(cell["precision"], cell["epilogue"]["relu"]) for cell in cells] == [
+        ("fp16", False),
+        ("fp16", True),
+        ("fp32", False),
+        ("fp32", True),
+    ]
+    assert {cell["winner"] for cell in cells} == {"fast"}
+    for result in results_of(document):
+        assert result["right"]
+        assert 0 < result["errors"]["worst_share"] <= 1
+        expected_us = cuda.work_us * (3 if result["name"] == "slow" else 1)
+        assert result["timing"]["median_us"] == pytest.approx(expected_us)
+        assert result["timing"]["rounds"] == 3
+    assert "16 of 16 results" in capsys.readouterr().out or "8 of 8 results" in json.dumps(document["summary"])
+
+
+def _spoil_last(y: np.ndarray) -> None:
+    y.reshape(-1)[-1] += 1
+
+
+def _unwritten(y: np.ndarray) -> None:
+    y.reshape(-1).view(np.uint8)[7 * y.itemsize : 8 * y.itemsize] = 0xFF
+
+
+@pytest.mark.parametrize("spoil", [_spoil_last, _unwritten])
+def test_a_wrong_result_is_named_and_fails_the_command(
+    spoil: Any, algorithms: list[Any], cuda: LateCuda, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algorithms += [NumpyAlgorithm(cuda, "right", pieces=2), NumpyAlgorithm(cuda, "broken", spoil=spoil)]
+    status, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp32")
+    assert status == 1
+    assert {result["name"]: result["right"] for result in results_of(document)} == {"right": True, "broken": False}
+    assert {cell["winner"] for cell in document["cells"]} == {"right"}
+    assert "broken" in "".join(document["summary"])
+
+
+def test_reasons_of_refusals_and_failures(algorithms: list[Any], cuda: LateCuda, tmp_path: Path) -> None:
+    algorithms += [
+        NumpyAlgorithm(cuda, "right"),
+        NumpyAlgorithm(cuda, "small", refused="the picture is too small"),
+        NumpyAlgorithm(cuda, "broken", failure="no compiler"),
+    ]
+    status, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp32")
+    assert status == 0
+    reasons = {result["name"]: result["reason"] for result in results_of(document)}
+    assert reasons == {"right": "", "small": "the picture is too small", "broken": "no compiler"}
+
+
+def test_the_fastest_variant_is_measured(algorithms: list[Any], cuda: LateCuda, tmp_path: Path) -> None:
+    tiles = [NumpyAlgorithm(cuda, "gemm", f"tile {pieces}", pieces=pieces) for pieces in (4, 2, 3)]
+    algorithms += tiles
+    _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp16")
+    assert {(result["variant"], result["tried"]) for result in results_of(document)} == {("tile 2", 3), ("tile 2", 1)}
+    assert not any(tile.opened for tile in tiles)
