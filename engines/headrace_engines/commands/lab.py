@@ -12,7 +12,7 @@ from headrace.core.command_line import nearest, number_parser, positive_count
 from headrace.core.errors import HeadraceError
 from headrace.cuda.driver import current
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
-from headrace.cuda.kernels.convolution.base import Algorithm
+from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
 from rich.console import Console
 
 from headrace_engines.errors import BuildError, CallError
@@ -24,6 +24,7 @@ from headrace_engines.project import open_project
 from headrace_engines.report import make_folder, print_text, save
 
 _BASELINES = ("cudnn", "tensorrt")
+_EPILOGUE = ("bias", "residual", "relu")
 _ROUNDS = 7
 
 
@@ -57,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"), metavar="DIR")
     parser.add_argument(
         "--shape", action="append", default=[], metavar="N,C,H,W,K,R,S,STRIDE,PAD", help="a shape; may be repeated"
+    )
+    parser.add_argument(
+        "--epilogue",
+        type=_list_of(lambda: _EPILOGUE),
+        default=("bias", "relu"),
+        metavar="OPERATION,...",
+        help="operations after the convolutions of --shape: bias, residual, relu, or none (default: bias,relu)",
     )
     parser.add_argument("--layers", choices=("resnet50",), help="the 22 distinct 3x3 and 1x1 layers of ResNet-50")
     parser.add_argument("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
@@ -122,13 +130,15 @@ def _layers(options: argparse.Namespace) -> tuple[str, list[ConvLayer], list[str
             f"lab conv has {sum(given)} sources of layers: name one of MODEL, --shape and --layers, "
             "e.g. headrace lab conv --layers resnet50"
         )
+    epilogue = Epilogue(**dict.fromkeys(options.epilogue, True))
     if options.kernel_sizes:
         if len(options.shape) != 1:
             raise CallError("--kernel-sizes varies the kernel of one --shape: write exactly one")
         base = shape_layer(options.shape[0])
-        return f"kernel sizes of {base.name}", kernel_size_layers(base.shape, options.kernel_sizes), []
+        return f"kernel sizes of {base.name}", kernel_size_layers(base.shape, options.kernel_sizes, epilogue), []
     if options.shape:
-        return "shapes", list({layer.name: layer for layer in map(shape_layer, options.shape)}.values()), []
+        layers = [shape_layer(text, epilogue) for text in options.shape]
+        return "shapes", list({layer.name: layer for layer in layers}.values()), []
     if options.layers:
         return "ResNet-50", resnet50_layers(), []
     project = open_project(options.model, options.model_repository, options.version)

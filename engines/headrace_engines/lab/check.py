@@ -4,8 +4,8 @@ Bound of the error of an output y = sum over K products x*w (+ bias + residual),
 
     u_y |y|  +  6 sqrt(K) u_32 S  +  6 g u_t R,      S = sum |x*w| + |bias| + |residual|,   R = sqrt(sum (x*w)^2)
 
-u_y is the unit roundoff of the output's type (2^-11 for float16, 2^-24 for float32), u_32 that of the accumulator, u_t that of the
-transformed operands of Winograd. The second term is the probabilistic bound of a sum (Higham, Mary, "A New Approach to
+u_y is the unit roundoff of the output's type (2^-11 for float16, 2^-24 for float32), u_32 that of the accumulator, u_t that of
+the transformed operands of Winograd. The second term is the probabilistic bound of a sum (Higham, Mary, "A New Approach to
 Probabilistic Rounding Error Analysis", 2019, with lambda = 6). The third holds for transforms alone: `transform_gain` computes g,
 the standard deviation of the rounding errors of both transformed operands and of the products at the output, in units of R.
 """

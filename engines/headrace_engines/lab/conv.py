@@ -158,8 +158,10 @@ class ConvLab:
             host = host_operands(layer.at(n), DTYPES[precision], PLAIN, _SEED + number)
             samples = sample(host, _SEED + number)
             try:
-                for epilogue in dict.fromkeys((PLAIN, layer.epilogue)):
-                    cells.append(self._cell(own, layer, replace(host, epilogue=epilogue), precision, samples))
+                cells += [
+                    self._cell(own, layer, replace(host, epilogue=epilogue), precision, samples)
+                    for epilogue in dict.fromkeys((PLAIN, layer.epilogue))
+                ]
             except HeadraceError as error:
                 self._notes.append(f"{layer.name} n {n} {precision} is not measured: {error}")
                 if not is_context_usable():

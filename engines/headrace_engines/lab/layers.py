@@ -12,6 +12,9 @@ from onnx import numpy_helper, shape_inference
 
 from headrace_engines.errors import BuildError, CallError
 
+EPILOGUE = Epilogue(bias=True, relu=True)
+"""Operations after a convolution of a command line."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConvLayer:
@@ -71,7 +74,7 @@ def _joined(one: Epilogue, other: Epilogue) -> Epilogue:
     return Epilogue(one.bias or other.bias, one.residual or other.residual, one.relu or other.relu)
 
 
-def shape_layer(text: str) -> ConvLayer:
+def shape_layer(text: str, epilogue: Epilogue = EPILOGUE) -> ConvLayer:
     """Parse `n,c,h,w,k,r,s,stride,pad`, with groups as an optional tenth number; the batch size is dropped.
 
     Raises:
@@ -87,10 +90,10 @@ def shape_layer(text: str) -> ConvLayer:
             f"--shape {text}: {error}: write n,c,h,w,k,r,s,stride,pad, e.g. 8,64,56,56,64,3,3,1,1, "
             "with the groups as an optional tenth number"
         ) from error
-    return ConvLayer(layer_name(shape), replace(shape, n=1), Epilogue(bias=True, relu=True))
+    return ConvLayer(layer_name(shape), replace(shape, n=1), epilogue)
 
 
-def kernel_size_layers(base: ConvShape, sizes: Sequence[int]) -> list[ConvLayer]:
+def kernel_size_layers(base: ConvShape, sizes: Sequence[int], epilogue: Epilogue = EPILOGUE) -> list[ConvLayer]:
     """Return the base shape with square kernels of other sizes and the padding that keeps the picture's size.
 
     Raises:
@@ -100,7 +103,7 @@ def kernel_size_layers(base: ConvShape, sizes: Sequence[int]) -> list[ConvLayer]
         if size < 1 or size % 2 == 0:
             raise CallError(f"--kernel-sizes has {size}: write odd numbers from 1 on")
     shapes = [replace(base, n=1, r=size, s=size, pad=size // 2) for size in sizes]
-    return [ConvLayer(layer_name(shape), shape, Epilogue(bias=True, relu=True)) for shape in shapes]
+    return [ConvLayer(layer_name(shape), shape, epilogue) for shape in shapes]
 
 
 def model_layers(model: onnx.ModelProto) -> tuple[list[ConvLayer], list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 from headrace.core.errors import HeadraceError
 from headrace.cuda.driver import CudaStream, current
-from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape
 
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
 from headrace_engines.lab.measure import Candidate, Replay, capture_launches, trial_us
