@@ -77,6 +77,7 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     trt.ExecutionContextAllocationStrategy = enum.Enum("ExecutionContextAllocationStrategy", "STATIC USER_MANAGED")
     trt.LayerInformationFormat = enum.Enum("LayerInformationFormat", "ONELINE JSON")
     trt.MemoryPoolType = enum.Enum("MemoryPoolType", "WORKSPACE TACTIC_DRAM")
+    trt.TensorFormat = enum.IntEnum("TensorFormat", "LINEAR CHW32 HWC HWC8", start=0)
     trt.BuilderFlag = enum.Enum("BuilderFlag", "FP16 BF16 INT8 FP8 TF32" if old else "TF32 EDITABLE_TIMING_CACHE")
     trt.NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
     for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler", "IDebugListener"):
@@ -95,6 +96,7 @@ class _Network:
         self.flags = flags
         self.model: onnx.ModelProto | None = None
         self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
         self.parsers: list[_Parser] = []
         self.debug: list[str] = []
 
@@ -118,6 +120,13 @@ class _Network:
     def get_input(self, index: int) -> Any:
         return self.inputs[index]
 
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
+
+    def get_output(self, index: int) -> Any:
+        return self.outputs[index]
+
     def read(self, model: onnx.ModelProto) -> None:
         self.model = model
         for value in model.graph.input:
@@ -130,6 +139,7 @@ class _Network:
                 is_shape_tensor=value.name == "shape",
             )
             self.inputs.append(tensor)
+        self.outputs = [SimpleNamespace(name=value.name) for value in model.graph.output]
 
 
 class _Parser:
@@ -251,6 +261,9 @@ class _Config:
 
     def set_flag(self, flag: Any) -> None:
         self.flags.append(flag.name)
+
+    def clear_flag(self, flag: Any) -> None:
+        self.flags.append(f"not {flag.name}")
 
     def set_memory_pool_limit(self, pool: Any, size: int) -> None:
         self.pools[pool.name] = size

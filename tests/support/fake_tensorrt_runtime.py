@@ -86,6 +86,9 @@ class _Engine:
     def get_tensor_location(self, name: str) -> Any:
         return self.trt.TensorLocation.DEVICE
 
+    def get_tensor_format(self, name: str) -> Any:
+        return self.trt.TensorFormat.LINEAR
+
     def get_tensor_dtype(self, name: str) -> DataType:
         return ONNX_TYPES[self.values[name].elem_type]
 

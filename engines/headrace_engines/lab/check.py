@@ -117,7 +117,7 @@ class Samples:
 
 
 def sample(operands: HostOperands, seed: int) -> Samples:
-    """Compute the sums at random pixels, and at corners of the first and the last picture."""
+    """Compute the sums at all pixels of a small output, else at random ones and corners of the first and the last picture."""
     shape = operands.shape
     pixels = _pixels(shape, seed)
     rows = pixels[:, 1, None] * shape.stride - shape.pad + np.arange(shape.r)
@@ -141,14 +141,16 @@ def sample(operands: HostOperands, seed: int) -> Samples:
 def _pixels(shape: ConvShape, seed: int) -> npt.NDArray[np.int64]:
     generator = np.random.default_rng(seed)
     sizes = (shape.n, shape.out_h, shape.out_w)
+    if math.prod(sizes) <= _SAMPLES:
+        everything: npt.NDArray[np.int64] = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), 1)
+        return everything
     corners = [
         (n, row, column)
         for n in {0, shape.n - 1}
         for row in {0, shape.out_h // 2, shape.out_h - 1}
         for column in {0, shape.out_w - 1}
     ]
-    count = min(_SAMPLES, math.prod(sizes))
-    drawn = np.stack([generator.integers(0, size, count) for size in sizes], 1)
+    drawn = np.stack([generator.integers(0, size, _SAMPLES) for size in sizes], 1)
     pixels: npt.NDArray[np.int64] = np.unique(np.concatenate([np.array(corners), drawn]), axis=0)
     return pixels
 

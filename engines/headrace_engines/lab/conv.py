@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from headrace.core.errors import HeadraceError
@@ -25,6 +27,7 @@ from headrace_engines.lab.measure import Candidate, Timing, time_rounds
 from headrace_engines.lab.own import OwnAlgorithms, families
 from headrace_engines.lab.results import CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import Roofline, measure_roofline
+from headrace_engines.lab.tensorrt import TensorRt, load_tensorrt
 
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 _SEED = 20_15
@@ -95,6 +98,15 @@ class ConvLab:
             self._versions["cuDNN"] = self._torch.description
         elif torch:
             self._notes.append(f"cuDNN is not measured: {torch}")
+        folder = tempfile.TemporaryDirectory(prefix="headrace-lab.")
+        tensorrt: TensorRt | str = ""
+        if "tensorrt" in options.baselines:
+            tensorrt = load_tensorrt(gpu, options.device, self._stream, Path(folder.name))
+        self._tensorrt = tensorrt if isinstance(tensorrt, TensorRt) else None
+        if self._tensorrt is not None:
+            self._versions["TensorRT"] = self._tensorrt.description
+        elif tensorrt:
+            self._notes.append(f"TensorRT is not measured: {tensorrt}")
         capability = tuple(map(int, gpu.capability.split(".")))
         own = OwnAlgorithms(options.device, (capability[0], capability[1]), self._stream, options.threads)
         try:
@@ -104,6 +116,7 @@ class ConvLab:
             cells = self._cells(own, layers, started_s)
         finally:
             own.close()
+            folder.cleanup()
         if not cells:
             raise BuildError(f"no cell of the map was measured: {'; '.join(self._notes) or 'the list is empty'}")
         return ConvMap(
@@ -223,6 +236,14 @@ class ConvLab:
                 else:
                     stack.callback(candidate.close)
                     candidates.append(candidate)
+        # The convolution alone is no network of its own: TensorRT's work is compared with the whole layer's.
+        if self._tensorrt is not None and (host.epilogue != PLAIN or layer.epilogue == PLAIN):
+            try:
+                engine = self._tensorrt.open(host, operands)
+                stack.callback(engine.close)
+                candidates.append(engine)
+            except HeadraceError as error:
+                refused.append(CandidateResult("tensorrt", reason=str(error)))
         return refused, candidates, tried
 
     def _check_and_time(

@@ -145,10 +145,14 @@ class BuilderOptions:
     Attributes:
         optimization_level: 0 (fastest build) to 5; None for TensorRT's default.
         debug_tensors: names of inner tensors that an execution can report.
+        tf32: True if products of FP32 may be rounded to TF32.
+        formats: names of `TensorFormat` that inputs and outputs may have; () for LINEAR only.
     """
 
     optimization_level: int | None = None
     debug_tensors: frozenset[str] = frozenset()
+    tf32: bool = True
+    formats: tuple[str, ...] = ()
 
 
 def build_plan(
@@ -282,6 +286,12 @@ def _configure(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
+    if not options.tf32:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if options.formats:
+        mask = sum(1 << int(getattr(trt.TensorFormat, name)) for name in options.formats)
+        for tensor in (*tensors, *(network.get_output(index) for index in range(network.num_outputs))):
+            tensor.allowed_formats = mask
     add_profiles(builder, config, {name: s for name, (s, _) in shapes.items() if -1 in s}, order.profiles)
     return config
 

@@ -13,11 +13,11 @@ from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
 
 from tests.support.convolutions import NumpyAlgorithm
-from tests.support.fake_gpu import cuda
+from tests.support.fake_gpu import cuda, trt, trt_version
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import HostKernels
 
-__all__ = ["cuda"]
+__all__ = ["cuda", "trt", "trt_version"]
 SHAPE = "2,4,5,6,3,3,3,1,1"
 
 
@@ -37,7 +37,8 @@ def algorithms(cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def conv(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Run the command and return its exit status and JSON."""
     output = tmp_path / "out"
-    status = main(["lab", "conv", "--baselines", "none", "--rounds", "3", "--output", str(output), *options])
+    words = ["lab", "conv", "--rounds", "3", "--output", str(output), *options]
+    status = main(words if "--baselines" in options else [*words, "--baselines", "none"])
     return status, json.loads((output / "conv.json").read_text())
 
 
@@ -106,3 +107,20 @@ def test_the_fastest_variant_is_measured(algorithms: list[Any], cuda: LateCuda, 
     _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp16")
     assert {(result["variant"], result["tried"]) for result in results_of(document)} == {("tile 2", 3), ("tile 2", 1)}
     assert not any(tile.opened for tile in tiles)
+
+
+def test_tensorrt_is_checked_and_timed_on_the_whole_layer(
+    algorithms: list[Any], trt: Any, cuda: LateCuda, tmp_path: Path
+) -> None:
+    algorithms.append(NumpyAlgorithm(cuda, "slow", pieces=9))
+    options = ["--epilogue", "bias,residual,relu", "--baselines", "tensorrt", "--precision", "fp32"]
+    status, document = conv(tmp_path, "--shape", SHAPE, *options)
+    assert status == 0
+    plain, whole = document["cells"]
+    assert [result["name"] for result in plain["results"]] == ["slow"]
+    (engine,) = [result for result in whole["results"] if result["name"] == "tensorrt"]
+    assert engine["right"]
+    assert engine["errors"]["samples"] == 2 * 5 * 6 * 3
+    assert engine["variant"] == "fake_conv + fake_add + fake_relu (LINEAR to LINEAR)"
+    assert "not TF32" in trt.state.config.flags
+    assert document["versions"]["TensorRT"].startswith("TensorRT 10.6.0")
