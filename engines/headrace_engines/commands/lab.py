@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.core.command_line import nearest, number_parser, positive_count
@@ -16,8 +17,11 @@ from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
 from rich.console import Console
 
 from headrace_engines.errors import BuildError, CallError
-from headrace_engines.lab.conv import DTYPES, ConvLab, MapOptions
+from headrace_engines.lab.conv import ConvLab, MapOptions
 from headrace_engines.lab.layers import ConvLayer, kernel_size_layers, model_layers, resnet50_layers, shape_layer
+from headrace_engines.lab.page import conditions, map_page, show
+from headrace_engines.lab.references import show_list, show_references
+from headrace_engines.lab.results import DTYPES
 from headrace_engines.lab.summary import summarize_map
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import open_project
@@ -26,6 +30,7 @@ from headrace_engines.report import make_folder, print_text, save
 _BASELINES = ("cudnn", "tensorrt")
 _EPILOGUE = ("bias", "residual", "relu")
 _ROUNDS = 7
+_BATCHES = (1, 8, 64)
 
 
 def _list_of(choices: Callable[[], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
@@ -83,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"default: {_ROUNDS}")
     seconds = number_parser(float, lambda number: number > 0, "is not a number of seconds above 0")
     parser.add_argument("--budget", type=seconds, metavar="S", help="start no layer after this many seconds")
+    parser.add_argument(
+        "--list", action="store_true", help="list the algorithms and their supported shapes; needs no GPU"
+    )
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="run the algorithms' NumPy references on the CPU and print their errors",
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write conv.json and conv.html")
 
 
@@ -92,10 +105,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
     Raises:
         BuildError: there is no GPU, nothing to measure, or a file cannot be written.
     """
+    if options.list:
+        show_list(console, ALGORITHMS)
+        return 0
     title, layers, notes = _layers(options)
     algorithms = tuple(a for a in ALGORITHMS if options.algorithms is None or a.name in options.algorithms)
+    batches = options.batch or _batches(options) or _BATCHES
+    if options.reference:
+        return int(show_references(console, layers, batches, options.precision, algorithms) > 0)
     map_options = MapOptions(
-        batches=options.batch or _batches(options) or (1, 8, 64),
+        batches=batches,
         precisions=options.precision,
         algorithms=algorithms,
         baselines=options.baselines,
@@ -112,13 +131,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise
     except HeadraceError as error:
         raise BuildError(f"the map needs a GPU: {error}") from error
-    summary = summarize_map(result.cells)
-    for line in (*notes, *result.notes):
-        print_text(console, f"note: {line}")
-    print_text(console, "\n".join(summary))
+    result = replace(result, summary=tuple(summarize_map(result.cells)), notes=(*notes, *result.notes))
+    show(console, result)
+    for line in (*conditions(result), *(f"note: {note}" for note in result.notes), *result.summary):
+        print_text(console, line)
     if options.output is not None:
-        document = result.to_json() | {"summary": summary}
-        save(options.output / "conv.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+        save(options.output / "conv.json", json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+        save(options.output / "conv.html", map_page(result))
+        print_text(console, f"The page is in {options.output / 'conv.html'}, all figures in conv.json beside it.")
     return int(any(r.errors is not None and not r.errors.is_right for cell in result.cells for r in cell.results))
 
 

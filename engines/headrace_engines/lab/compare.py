@@ -63,7 +63,11 @@ class ResultComparison:
 
 
 def read_pixels(
-    device: int, address: int, shape: tuple[int, int, int, int], dtype: np.dtype[np.generic], pixels: Array
+    device: int,
+    address: int,
+    shape: tuple[int, int, int, int],
+    dtype: np.dtype[np.generic],
+    pixels: npt.NDArray[np.int64],
 ) -> Array:
     """Return all channels of an output in GPU memory at (p, 3) pixels: picture, row, column.
 
@@ -80,7 +84,7 @@ def read_pixels(
     _, height, width, channels = shape
     size_bytes = channels * dtype.itemsize
     rows = np.empty((len(pixels), channels), dtype)
-    numbers = (pixels[:, 0].astype(np.int64) * height + pixels[:, 1]) * width + pixels[:, 2]
+    numbers = (pixels[:, 0] * height + pixels[:, 1]) * width + pixels[:, 2]
     with check("copying from the GPU"):
         for row, number in zip(rows, numbers.tolist(), strict=True):
             loaded().memcpy_dtoh(row, address + number * size_bytes)

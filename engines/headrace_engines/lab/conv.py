@@ -10,12 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from headrace.core.errors import HeadraceError
 from headrace.core.telemetry import GpuReading
 from headrace.cuda.devices import Nvml, describe, driver_version
 from headrace.cuda.driver import CudaStream, is_context_usable
-from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
+from headrace.cuda.kernels.convolution.base import Algorithm
 
 from headrace_engines.errors import BuildError
 from headrace_engines.lab.check import Errors, SampledReference, Samples, sample
@@ -25,13 +24,11 @@ from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_opera
 from headrace_engines.lab.layers import ConvLayer
 from headrace_engines.lab.measure import Candidate, Timing, time_rounds
 from headrace_engines.lab.own import OwnAlgorithms, families
-from headrace_engines.lab.results import CandidateResult, Cell, ConvMap
-from headrace_engines.lab.roofline import Roofline, measure_roofline
+from headrace_engines.lab.results import DTYPES, PLAIN, CandidateResult, Cell, ConvMap
+from headrace_engines.lab.roofline import measure_roofline
 from headrace_engines.lab.tensorrt import TensorRt, load_tensorrt
 
-DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-_SEED = 20_15
-PLAIN = Epilogue()
+_SEED = 2015
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +313,3 @@ def _progress(cell: Cell) -> str:
     )
     text = f"{cell.layer} n {cell.shape.n} {cell.precision}: {winner.name if winner else 'none'} ({times} us)"
     return f"{text}; WRONG: {', '.join(wrong)}" if wrong else text
-
-
-__all__ = ["DTYPES", "ConvLab", "MapOptions", "Roofline"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
-from onnx import numpy_helper, shape_inference
+from onnx import shape_inference
 
 from headrace_engines.errors import BuildError, CallError
 
@@ -158,9 +158,9 @@ def _tensor_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
             shapes.setdefault(value.name, tuple(sizes))
     for node in graph.node:
         if node.op_type == "Constant":
-            value = next((a.t for a in node.attribute if a.name == "value"), None)
-            if value is not None:
-                shapes[node.output[0]] = tuple(numpy_helper.to_array(value).shape)
+            constant = next((a.t for a in node.attribute if a.name == "value"), None)
+            if constant is not None:
+                shapes[node.output[0]] = tuple(constant.dims)
     return shapes
 
 

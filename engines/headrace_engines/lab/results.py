@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 from headrace.core.telemetry import GpuReading
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 
@@ -15,6 +16,9 @@ from headrace_engines.lab.roofline import Roofline
 from headrace_engines.report import finite
 
 FORMAT = 1
+DTYPES: dict[str, np.dtype[Any]] = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
+PLAIN = Epilogue()
+"""A convolution alone."""
 BASELINES = ("cudnn", "cudnn-unfused", "cudnn-fused", "tensorrt")
 
 
@@ -75,7 +79,7 @@ class Cell:
     @property
     def is_plain(self) -> bool:
         """True if the convolution alone was measured."""
-        return self.epilogue == Epilogue()
+        return self.epilogue == PLAIN
 
     def time_us(self, *names: str) -> float | None:
         """Return the shortest median time of right results of the named candidates; None without any."""

@@ -7,7 +7,8 @@ from statistics import median
 
 from headrace_engines.lab.results import BASELINES, Cell
 
-_GEMMS = ("implicit-gemm", "implicit-gemm-wgmma")
+# Implicit GEMM on Tensor Cores, with mma.sync and with wgmma; in float32 without Tensor Cores.
+_GEMMS = ("implicit-gemm", "implicit-gemm-hopper", "simt-gemm")
 
 
 def summarize_map(cells: Sequence[Cell]) -> list[str]:
