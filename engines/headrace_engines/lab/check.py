@@ -100,7 +100,7 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class ExactSums:
     """Exact sums of all channels at some pixels, without an epilogue.
 
     Attributes:
@@ -116,7 +116,7 @@ class Samples:
     squares: npt.NDArray[np.float64]
 
 
-def sample(operands: HostOperands, seed: int) -> Samples:
+def sample(operands: HostOperands, seed: int) -> ExactSums:
     """Compute the sums at all pixels of a small output, else at random ones and corners of the first and the last picture."""
     shape = operands.shape
     pixels = _pixels(shape, seed)
@@ -135,7 +135,7 @@ def sample(operands: HostOperands, seed: int) -> Samples:
         w = weights[outputs].reshape(per_output, -1).T
         for total, one, other in zip(sums, (x, np.abs(x), x**2), (w, np.abs(w), w**2), strict=True):
             total[:, outputs] = one @ other
-    return Samples(pixels, *sums)
+    return ExactSums(pixels, *sums)
 
 
 def _pixels(shape: ConvShape, seed: int) -> npt.NDArray[np.int64]:
@@ -167,7 +167,7 @@ class SampledReference:
         values: float64 (p, k).
     """
 
-    def __init__(self, operands: HostOperands, samples: Samples) -> None:
+    def __init__(self, operands: HostOperands, samples: ExactSums) -> None:
         shape, pixels = operands.shape, samples.pixels
         self.pixels = pixels
         self._dtype = operands.dtype

@@ -17,7 +17,7 @@ from headrace.cuda.driver import CudaStream, is_context_usable
 from headrace.cuda.kernels.convolution.base import Algorithm
 
 from headrace_engines.errors import BuildError
-from headrace_engines.lab.check import Errors, SampledReference, Samples, sample
+from headrace_engines.lab.check import Errors, ExactSums, SampledReference, sample
 from headrace_engines.lab.compare import ResultComparison, read_pixels
 from headrace_engines.lab.cudnn import Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
@@ -181,7 +181,9 @@ class ConvLab:
             self._report(f"[{number}/{total}] {_progress(cells[-1])}")
         return cells
 
-    def _cell(self, own: OwnAlgorithms, layer: ConvLayer, host: HostOperands, precision: str, samples: Samples) -> Cell:
+    def _cell(
+        self, own: OwnAlgorithms, layer: ConvLayer, host: HostOperands, precision: str, samples: ExactSums
+    ) -> Cell:
         started_s = time.monotonic()
         with ExitStack() as stack:
             operands = DeviceOperands(host, self._cache_bytes, self._stream)
@@ -244,7 +246,7 @@ class ConvLab:
         return refused, candidates, tried
 
     def _check_and_time(
-        self, host: HostOperands, samples: Samples, candidates: Sequence[Candidate], tried: dict[str, int]
+        self, host: HostOperands, samples: ExactSums, candidates: Sequence[Candidate], tried: dict[str, int]
     ) -> list[CandidateResult]:
         reference = SampledReference(host, samples)
         comparison = ResultComparison(self._options.device, host.dtype, self._stream)

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.cuda.driver import CudaStream
 
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
-from headrace_engines.lab.measure import Replay
+from headrace_engines.lab.measure import RecordedLaunches
 
 _TYPES = {2: "<f2", 4: "<f4"}
 
@@ -139,7 +139,7 @@ class CudnnCandidate:
             self._torch.stream.synchronize()
         return int(self._output.data_ptr())
 
-    def capture(self, launches: int) -> Replay:
+    def capture(self, launches: int) -> RecordedLaunches:
         """See `Candidate.capture`."""
         # Two runs before: the autotuner, and what a first launch allocates.
         with self._torch.running():

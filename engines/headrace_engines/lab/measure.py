@@ -21,7 +21,7 @@ _MAX_LAUNCHES = 256
 _TRIAL_LAUNCHES = 4
 
 
-class Replay(Protocol):
+class RecordedLaunches(Protocol):
     """Recorded launches."""
 
     def launch(self) -> None:
@@ -47,7 +47,7 @@ class Candidate(Protocol):
     def run(self) -> int:
         """Run once on the first set of activations, wait, and return the address of the output (n, out_h, out_w, k)."""
 
-    def capture(self, launches: int) -> Replay:
+    def capture(self, launches: int) -> RecordedLaunches:
         """Record launches that rotate over the sets of activations."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from headrace.cuda.driver import CudaStream, current
 from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape
 
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
-from headrace_engines.lab.measure import Candidate, Replay, capture_launches, trial_us
+from headrace_engines.lab.measure import Candidate, RecordedLaunches, capture_launches, trial_us
 
 # Proposals of an algorithm that has a cost model; more take more time than they win.
 _MAX_PROPOSALS = 6
@@ -43,7 +43,7 @@ class OwnCandidate:
         self._stream.synchronize()
         return self._operands.y[0]
 
-    def capture(self, launches: int) -> Replay:
+    def capture(self, launches: int) -> RecordedLaunches:
         """See `Candidate.capture`."""
         return capture_launches(self._stream, self._launch, launches, len(self._operands))
 

@@ -17,7 +17,7 @@ from headrace_engines.lab.inputs import HostOperands, host_operands
 from headrace_engines.lab.layers import ConvLayer
 from headrace_engines.lab.own import families, variants_for
 from headrace_engines.lab.results import DTYPES, PLAIN
-from headrace_engines.report import Heading, narrow_table
+from headrace_engines.report import Heading, narrow_table, print_text
 
 # Shapes of the list, by the heading of their column; the GPU is one of compute capability 9.0.
 _EXAMPLES = {
@@ -54,14 +54,21 @@ def show_list(console: Console, algorithms: Iterable[Algorithm]) -> None:
         *map(Heading, _EXAMPLES),
     ]
     rows = []
+    notes: list[str] = []
     for name, variants in families(algorithms).items():
         module = inspect.getmodule(type(variants[0]))
         description = inspect.cleandoc((module.__doc__ if module else "") or "").split("\n\n")[0].split("\n")[0]
         support = [_support(variants, shape) for shape in _EXAMPLES.values()]
         texts = [name, description.rstrip(":."), _PAPERS.get(name, ""), _count(variants), *support]
         rows.append([Text(text) for text in texts])
+        if not any(word != "-" for word in support):
+            reasons = {v.refusal(shape, DTYPES["fp32"], _CAPABILITY) for v in variants for shape in _EXAMPLES.values()}
+            # The same reason for all shapes is one of this machine.
+            notes += [f"{name}: {reasons.pop()}"] if len(reasons) == 1 else []
     title = "Convolution algorithms, and the types of example shapes that they support on compute capability 9.0"
     console.print(narrow_table(title, headings, rows, console.width))
+    for note in notes:
+        print_text(console, note)
 
 
 def _count(variants: Sequence[Algorithm]) -> str:

@@ -22,7 +22,7 @@ from onnx import helper, numpy_helper
 
 from headrace_engines.errors import BuildError
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
-from headrace_engines.lab.measure import Replay, capture_launches
+from headrace_engines.lab.measure import RecordedLaunches, capture_launches
 from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.api import TensorRtApi, explain_open, load
 from headrace_engines.targets.tensorrt.target import BuilderOptions, available, build_plan
@@ -203,7 +203,7 @@ class TensorRtCandidate:
         kernels.close()
         return target.address
 
-    def capture(self, launches: int) -> Replay:
+    def capture(self, launches: int) -> RecordedLaunches:
         """See `Candidate.capture`."""
         # What the check converted is not needed any more.
         self._free_converted()

@@ -1,0 +1,98 @@
+"""Bounds of errors: right results are within them, small mistakes are not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
+from headrace_engines.lab.check import Errors, SampledReference, sample, transform_gain
+from headrace_engines.lab.inputs import HostOperands, host_operands
+
+ALL = Epilogue(bias=True, residual=True, relu=True)
+SHAPES = [
+    ConvShape(3, 16, 10, 9, 24, 3, 3, 1, 1),
+    ConvShape(2, 32, 8, 8, 8, 1, 1, 2),
+    ConvShape(1, 8, 9, 9, 8, 3, 3, 2, 1, 8),
+    ConvShape(1, 8, 12, 12, 12, 5, 5, 1, 2, 4),
+]
+
+
+def tensors(host: HostOperands) -> tuple[np.ndarray, np.ndarray]:
+    """Input and residual as the GPU has them."""
+    x = host.x_at(np.arange(math.prod(host.shape.x_shape))).reshape(host.shape.x_shape)
+    residual = host.residual_at(np.arange(math.prod(host.shape.y_shape))).reshape(host.shape.y_shape)
+    return x, residual
+
+
+def exact(host: HostOperands) -> np.ndarray:
+    x, residual = tensors(host)
+    return convolve(host.shape, host.epilogue, x, host.weights, host.bias, residual)
+
+
+def errors_of(host: HostOperands, result: np.ndarray, algorithm: str = "") -> Errors:
+    reference = SampledReference(host, sample(host, 3))
+    return reference.errors(algorithm, lambda pixels: result[pixels[:, 0], pixels[:, 1], pixels[:, 2]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_samples_are_the_exact_values_and_a_rounded_result_is_right(shape: ConvShape, dtype: str) -> None:
+    host = host_operands(shape, dtype, ALL, 5)
+    result = exact(host)
+    reference = SampledReference(host, sample(host, 3))
+    pixels = reference.pixels
+    np.testing.assert_allclose(reference.values, result[pixels[:, 0], pixels[:, 1], pixels[:, 2]], atol=1e-12)
+    assert {0, shape.n - 1} <= set(pixels[:, 0])
+    found = errors_of(host, result.astype(dtype))
+    assert found.is_right
+    assert found.worst_share > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_lost_product_is_wrong(dtype: str) -> None:
+    host = host_operands(SHAPES[0], dtype, Epilogue(), 5)
+    x, _ = tensors(host)
+    weights = host.weights.copy()
+    weights[:, 2, 1, 7] = 0
+    result = convolve(host.shape, Epilogue(), x, weights)
+    found = errors_of(host, result.astype(dtype))
+    assert found.worst_share > 10
+    assert not found.is_right
+
+
+def test_tf32_is_not_fp32() -> None:
+    host = host_operands(ConvShape(1, 64, 14, 14, 32, 3, 3, 1, 1), "float32", Epilogue(), 5)
+    x, _ = tensors(host)
+    rounded = (x.astype(np.float32).view(np.uint32) + 0x1000 & 0xFFFFE000).astype(np.uint32).view(np.float32)
+    result = convolve(host.shape, Epilogue(), rounded, host.weights)
+    assert not errors_of(host, result.astype(np.float32)).is_right
+
+
+def test_nan_is_wrong() -> None:
+    host = host_operands(SHAPES[0], "float32", Epilogue(), 5)
+    result = exact(host).astype(np.float32)
+    result[-1, -1, -1, -1] = np.nan
+    assert math.isinf(errors_of(host, result).worst_share)
+
+
+def test_the_gain_of_winograd_is_measured_in_float16() -> None:
+    """Rounds the transformed operands to float16 in float64 arithmetic; g is the growth of that rounding."""
+    from headrace_engines.lab.check import _WINOGRAD
+
+    generator = np.random.default_rng(4)
+    for name, (b, g, a) in _WINOGRAD.items():
+        b_matrix, g_matrix, a_matrix = (np.array(matrix) for matrix in (b, g, a))
+        channels, tiles, size = 64, 400, len(b)
+        x = generator.standard_normal((tiles, channels, size, size))
+        w = generator.standard_normal((channels, 3, 3))
+        v, u = b_matrix @ x @ b_matrix.T, g_matrix @ w @ g_matrix.T
+        result = a_matrix @ (v * u).sum(1) @ a_matrix.T
+        windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(2, 3))
+        np.testing.assert_allclose(result, np.einsum("tcijrs,crs->tij", windows, w), atol=1e-9)
+        halves = a_matrix @ (v.astype(np.float16) * u.astype(np.float16).astype(np.float64)).sum(1) @ a_matrix.T
+        error = np.abs(halves - result).std(0).max() * 2**11 / math.sqrt(9 * channels)
+        # Uniform rounding is 1/sqrt(3) of the unit; the matrices' bound counts a third rounding too.
+        assert 0.1 * transform_gain(name) < error < transform_gain(name)
+    assert transform_gain("direct") == 0
