@@ -61,10 +61,12 @@ def show_list(console: Console, algorithms: Iterable[Algorithm]) -> None:
         support = [_support(variants, shape) for shape in _EXAMPLES.values()]
         texts = [name, description.rstrip(":."), _PAPERS.get(name, ""), _count(variants), *support]
         rows.append([Text(text) for text in texts])
-        if not any(word != "-" for word in support):
-            reasons = {v.refusal(shape, DTYPES["fp32"], _CAPABILITY) for v in variants for shape in _EXAMPLES.values()}
-            # The same reason for all shapes is one of this machine.
-            notes += [f"{name}: {reasons.pop()}"] if len(reasons) == 1 else []
+        every = (
+            (variant, shape, dtype) for variant in variants for shape in _EXAMPLES.values() for dtype in DTYPES.values()
+        )
+        reasons = {variant.refusal(shape, dtype, _CAPABILITY) for variant, shape, dtype in every}
+        # A missing library is a reason of this machine, not of the algorithm.
+        notes += [f"{name}: {reason}" for reason in sorted(reasons) if "install" in reason]
     title = "Convolution algorithms, and the types of example shapes that they support on compute capability 9.0"
     console.print(narrow_table(title, headings, rows, console.width))
     for note in notes:
