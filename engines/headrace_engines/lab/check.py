@@ -4,6 +4,8 @@ Bound of the error of an output y = sum over K products x*w (+ bias + residual),
 
     u_y |y|  +  6 sqrt(K) u_32 S  +  6 g u_t R,      S = sum |x*w| + |bias| + |residual|,   R = sqrt(sum (x*w)^2)
 
+Separate operations round the sum after each of them: for "cudnn-unfused" u_y |partial sum| is added for each but the last.
+
 u_y is the unit roundoff of the output's type (2^-11 for float16, 2^-24 for float32), u_32 that of the accumulator, u_t that of
 the transformed operands of Winograd. The second term is the probabilistic bound of a sum (Higham, Mary, "A New Approach to
 Probabilistic Rounding Error Analysis", 2019, with lambda = 6). The third holds for transforms alone: `transform_gain` computes g,
@@ -23,6 +25,8 @@ from headrace.cuda.kernels.convolution.base import ConvShape
 
 from headrace_engines.lab.inputs import HostOperands
 
+SEPARATE = "cudnn-unfused"
+"""Name of the candidate whose epilogue is separate operations."""
 _LAMBDA = 6.0
 _U32 = 2.0**-24
 _SAMPLES = 192
@@ -174,16 +178,20 @@ class SampledReference:
         products = shape.r * shape.s * (shape.c // shape.groups)
         values, magnitude = samples.values.copy(), samples.magnitude.copy()
         epilogue = operands.epilogue
+        unit = float(np.finfo(self._dtype).eps) / 2
+        self._partial = np.zeros_like(values)
         if epilogue.bias:
+            self._partial += unit * np.abs(values)
             values += operands.bias
             magnitude += np.abs(operands.bias)
         if epilogue.residual:
+            self._partial += unit * np.abs(values)
             pixel = (pixels[:, 0] * shape.out_h + pixels[:, 1]) * shape.out_w + pixels[:, 2]
             residual = operands.residual_at(pixel[:, None] * shape.k + np.arange(shape.k))
             values += residual
             magnitude += np.abs(residual)
         self._bound = _LAMBDA * math.sqrt(products) * _U32 * magnitude + _SMALLEST[self._dtype.itemsize]
-        self._bound += float(np.finfo(self._dtype).eps) / 2 * np.abs(values)
+        self._bound += unit * np.abs(values)
         self._deviation = np.sqrt(samples.squares)
         self.values = np.maximum(values, 0) if epilogue.relu else values
 
@@ -191,7 +199,7 @@ class SampledReference:
         """Return the largest allowed error of each value, see the module."""
         unit = float(np.finfo(self._dtype).eps) / 2
         allowed: npt.NDArray[np.float64] = self._bound + _LAMBDA * transform_gain(algorithm) * unit * self._deviation
-        return allowed
+        return allowed + self._partial if algorithm == SEPARATE else allowed
 
     def limit(self, algorithm: str) -> float:
         """Return the largest difference of two right results at any element, with the largest sampled bound doubled.

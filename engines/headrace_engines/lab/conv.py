@@ -21,10 +21,10 @@ from headrace_engines.lab.check import Errors, ExactSums, SampledReference, samp
 from headrace_engines.lab.compare import ResultComparison, read_pixels
 from headrace_engines.lab.cudnn import Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
-from headrace_engines.lab.layers import ConvLayer
+from headrace_engines.lab.layers import PLAIN, ConvLayer
 from headrace_engines.lab.measure import Candidate, Timing, time_rounds
 from headrace_engines.lab.own import OwnAlgorithms, families
-from headrace_engines.lab.results import DTYPES, PLAIN, CandidateResult, Cell, ConvMap
+from headrace_engines.lab.results import DTYPES, CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import measure_roofline
 from headrace_engines.lab.tensorrt import TensorRt, load_tensorrt
 
@@ -228,7 +228,7 @@ class ConvLab:
             candidates.append(opened.candidate)
             tried[name] = opened.tried
         if self._torch is not None:
-            for candidate in cudnn_candidates(self._torch, host, operands):
+            for candidate in cudnn_candidates(self._torch, host, operands, self._stream):
                 if isinstance(candidate, str):
                     name, _, reason = candidate.partition(": ")
                     refused.append(CandidateResult(name, reason=reason))

@@ -1,4 +1,4 @@
-"""cuDNN through PyTorch, where it is installed: with its autotuner, channels last, without TF32.
+"""cuDNN through PyTorch, where it is installed: with its autotuner, without TF32; channels last, in float32 NCHW too.
 
 PyTorch shares the GPU's primary context with Headrace. Its convolutions read the lab's buffers and run on the lab's stream, in
 CUDA graphs as all candidates do. Outputs are PyTorch's own and rotate over as many blocks as the inputs.
@@ -14,8 +14,10 @@ from typing import Any
 
 from headrace.cuda.driver import CudaStream
 
+from headrace_engines.lab.check import SEPARATE
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
-from headrace_engines.lab.measure import RecordedLaunches
+from headrace_engines.lab.layers import PLAIN
+from headrace_engines.lab.measure import RecordedLaunches, trial_us
 
 _TYPES = {2: "<f2", 4: "<f4"}
 
@@ -43,7 +45,8 @@ class Torch:
         version = self.module.backends.cudnn.version()
         limit = getattr(self.module.backends.cudnn, "benchmark_limit", None)
         plans = "" if limit is None else f" over up to {limit} plans" if limit else " over all plans"
-        return f"PyTorch {self.module.__version__}, cuDNN {version}, autotuner{plans}, channels last, no TF32"
+        layouts = "NHWC, in FP32 the faster of NHWC and NCHW"
+        return f"PyTorch {self.module.__version__}, cuDNN {version}, autotuner{plans}, no TF32, {layouts}"
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -88,40 +91,48 @@ class CudnnCandidate:
         host: operands of the layer.
         operands: the same on the GPU.
         fused: cuDNN's kernel with bias, residual and ReLU in place of separate operations.
+        layout: "NHWC" or "NCHW"; values in the lab's buffers are as random in either.
 
     Raises:
         RuntimeError: PyTorch or cuDNN cannot run it.
     """
 
-    def __init__(self, torch: Torch, host: HostOperands, operands: DeviceOperands, *, fused: bool) -> None:
+    def __init__(
+        self, torch: Torch, host: HostOperands, operands: DeviceOperands, *, fused: bool, layout: str = "NHWC"
+    ) -> None:
         epilogue = host.epilogue
-        is_plain = not (epilogue.bias or epilogue.residual or epilogue.relu)
-        self.name = "cudnn" if is_plain else "cudnn-fused" if fused else "cudnn-unfused"
-        self.variant = ""
+        self.name = "cudnn" if epilogue == PLAIN else "cudnn-fused" if fused else SEPARATE
+        self.variant = layout
         self.workspace_bytes: int | None = None
+        self._is_last = layout == "NHWC"
         self._torch, self._host, self._operands, self._fused = torch, host, operands, fused
         module, itemsize = torch.module, host.dtype.itemsize
         dtype = module.float16 if itemsize == 2 else module.float32
         with torch.running():
             weights = module.from_numpy(host.weights).to(torch.device, dtype)
             self._weights = weights.permute(0, 3, 1, 2)
+            if not self._is_last:
+                self._weights = self._weights.contiguous()
             self._bias = module.from_numpy(host.bias).to(torch.device, dtype) if epilogue.bias else None
         self._sets: dict[int, tuple[Any, Any]] = {}
         self._output: Any = None
 
     def _set(self, index: int) -> tuple[Any, Any]:
         if index not in self._sets:
-            shape, itemsize, operands = self._host.shape, self._host.dtype.itemsize, self._operands
-            x = self._torch.view(operands.x[index], shape.x_shape, itemsize).permute(0, 3, 1, 2)
-            residual = None
-            if self._host.epilogue.residual:
-                residual = self._torch.view(operands.residual[index], shape.y_shape, itemsize).permute(0, 3, 1, 2)
-            self._sets[index] = x, residual
+            shape, operands = self._host.shape, self._operands
+            residual = self._view(operands.residual[index], shape.y_shape) if self._host.epilogue.residual else None
+            self._sets[index] = self._view(operands.x[index], shape.x_shape), residual
         return self._sets[index]
 
-    def _convolve(self, index: int) -> Any:
+    def _view(self, address: int, sizes: tuple[int, int, int, int]) -> Any:
+        """Return a buffer of the lab as (n, c, h, w) in this candidate's layout."""
+        n, height, width, channels = sizes
+        if self._is_last:
+            return self._torch.view(address, sizes, self._host.dtype.itemsize).permute(0, 3, 1, 2)
+        return self._torch.view(address, (n, channels, height, width), self._host.dtype.itemsize)
+
+    def _convolve(self, x: Any, residual: Any) -> Any:
         shape, epilogue, module = self._host.shape, self._host.epilogue, self._torch.module
-        x, residual = self._set(index)
         geometry = [shape.stride] * 2, [shape.pad] * 2, [1, 1], shape.groups
         if self._fused:
             if residual is None:
@@ -134,8 +145,18 @@ class CudnnCandidate:
 
     def run(self) -> int:
         """See `Candidate.run`."""
+        shape, itemsize = self._host.shape, self._host.dtype.itemsize
         with self._torch.running():
-            self._output = self._convolve(0).contiguous(memory_format=self._torch.module.channels_last)
+            x, residual = self._set(0)
+            if not self._is_last:
+                # The values are those of NHWC.
+                x = self._torch.view(self._operands.x[0], shape.x_shape, itemsize).permute(0, 3, 1, 2).contiguous()
+            if not self._is_last and residual is not None:
+                residual = self._torch.view(self._operands.residual[0], shape.y_shape, itemsize)
+                residual = residual.permute(0, 3, 1, 2).contiguous()
+            output = self._convolve(x, residual)
+            # In memory as (n, h, w, c), also where PyTorch sees no difference between the layouts.
+            self._output = output.permute(0, 2, 3, 1).contiguous()
             self._torch.stream.synchronize()
         return int(self._output.data_ptr())
 
@@ -143,14 +164,14 @@ class CudnnCandidate:
         """See `Candidate.capture`."""
         # Two runs before: the autotuner, and what a first launch allocates.
         with self._torch.running():
-            self._convolve(0)
+            self._convolve(*self._set(0))
             self._torch.stream.synchronize()
             graph = self._torch.module.cuda.CUDAGraph()
             outputs: deque[Any] = deque(maxlen=len(self._operands))
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for number in range(launches):
-                    outputs.append(self._convolve(number % len(self._operands)))
+                    outputs.append(self._convolve(*self._set(number % len(self._operands))))
             finally:
                 graph.capture_end()
         return _TorchReplay(self._torch, graph)
@@ -173,20 +194,30 @@ class _TorchReplay:
         self._graph.reset()
 
 
-def cudnn_candidates(torch: Torch, host: HostOperands, operands: DeviceOperands) -> list[CudnnCandidate | str]:
+def cudnn_candidates(
+    torch: Torch, host: HostOperands, operands: DeviceOperands, stream: CudaStream
+) -> list[CudnnCandidate | str]:
     """Return cuDNN's candidates for a layer: one without an epilogue, else separate operations and the fused kernel.
 
-    A text in place of a candidate is the reason why it cannot be used.
+    In float32 each has the faster of the layouts NHWC and NCHW. A text in place of a candidate is the reason why there is none.
     """
     epilogue = host.epilogue
     kinds = [False, True] if epilogue.relu else [False]
+    layouts = ("NHWC",) if host.dtype.itemsize == 2 else ("NHWC", "NCHW")
     result: list[CudnnCandidate | str] = []
     for fused in kinds:
-        name = "cudnn-fused" if fused else "cudnn-unfused" if epilogue.bias else "cudnn"
-        try:
-            candidate = CudnnCandidate(torch, host, operands, fused=fused)
-            candidate.run()
-            result.append(candidate)
-        except RuntimeError as error:
-            result.append(f"{name}: {str(error).splitlines()[0]}")
+        name = "cudnn-fused" if fused else SEPARATE if epilogue != PLAIN else "cudnn"
+        found: list[tuple[float, int, CudnnCandidate]] = []
+        error = ""
+        for number, layout in enumerate(layouts):
+            try:
+                candidate = CudnnCandidate(torch, host, operands, fused=fused, layout=layout)
+                candidate.run()
+                found.append((trial_us(stream, candidate), number, candidate))
+            except RuntimeError as refusal:
+                error = f"{name}: {str(refusal).splitlines()[0]}"
+        found.sort()
+        for _, _, slower in found[1:]:
+            slower.close()
+        result.append(found[0][2] if found else error)
     return result

@@ -12,6 +12,8 @@ from onnx import shape_inference
 
 from headrace_engines.errors import BuildError, CallError
 
+PLAIN = Epilogue()
+"""A convolution alone."""
 EPILOGUE = Epilogue(bias=True, relu=True)
 """Operations after a convolution of a command line."""
 

@@ -14,9 +14,9 @@ from rich.text import Text
 from headrace_engines.errors import CallError
 from headrace_engines.lab.check import SampledReference, sample
 from headrace_engines.lab.inputs import HostOperands, host_operands
-from headrace_engines.lab.layers import ConvLayer
+from headrace_engines.lab.layers import PLAIN, ConvLayer
 from headrace_engines.lab.own import families, variants_for
-from headrace_engines.lab.results import DTYPES, PLAIN
+from headrace_engines.lab.results import DTYPES
 from headrace_engines.report import Heading, narrow_table, print_text
 
 # Shapes of the list, by the heading of their column; the GPU is one of compute capability 9.0.

@@ -11,14 +11,13 @@ from headrace.core.telemetry import GpuReading
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 
 from headrace_engines.lab.check import Errors
+from headrace_engines.lab.layers import PLAIN
 from headrace_engines.lab.measure import Timing
 from headrace_engines.lab.roofline import Roofline
 from headrace_engines.report import finite
 
 FORMAT = 1
 DTYPES: dict[str, np.dtype[Any]] = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-PLAIN = Epilogue()
-"""A convolution alone."""
 BASELINES = ("cudnn", "cudnn-unfused", "cudnn-fused", "tensorrt")
 
 

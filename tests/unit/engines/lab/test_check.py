@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
-from headrace_engines.lab.check import Errors, SampledReference, sample, transform_gain
+from headrace_engines.lab.check import SEPARATE, Errors, SampledReference, sample, transform_gain
 from headrace_engines.lab.inputs import HostOperands, host_operands
 
 ALL = Epilogue(bias=True, residual=True, relu=True)
@@ -96,3 +96,12 @@ def test_the_gain_of_winograd_is_measured_in_float16() -> None:
         # Uniform rounding is 1/sqrt(3) of the unit; the matrices' bound counts a third rounding too.
         assert 0.1 * transform_gain(name) < error < transform_gain(name)
     assert transform_gain("direct") == 0
+
+
+def test_separate_operations_may_round_each_partial_sum() -> None:
+    host = host_operands(ConvShape(4, 32, 12, 12, 32, 1, 1), "float16", Epilogue(bias=True, residual=True), 5)
+    x, residual = tensors(host)
+    result = convolve(host.shape, Epilogue(), x, host.weights).astype(np.float16)
+    result = (result + host.bias.astype(np.float16)).astype(np.float16) + residual.astype(np.float16)
+    assert not errors_of(host, result).is_right
+    assert errors_of(host, result, SEPARATE).is_right

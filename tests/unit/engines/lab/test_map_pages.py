@@ -10,9 +10,10 @@ from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
 from headrace_engines.lab.check import Errors
+from headrace_engines.lab.layers import PLAIN
 from headrace_engines.lab.measure import summarize
 from headrace_engines.lab.page import conditions, map_page
-from headrace_engines.lab.results import PLAIN, CandidateResult, Cell, ConvMap
+from headrace_engines.lab.results import CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import Roofline
 from headrace_engines.lab.summary import summarize_map
 
