@@ -60,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lab conv`."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a model in the repository, or its folder")
     parser.add_argument("--version", type=int, metavar="N", help="version of the model (default: newest served one)")
-    parser.add_argument("--model-repository", type=Path, default=Path("model_repository"), metavar="DIR")
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="folder of the model repository",
+    )
     parser.add_argument(
         "--shape", action="append", default=[], metavar="N,C,H,W,K,R,S,STRIDE,PAD", help="a shape; may be repeated"
     )
@@ -73,7 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", choices=("resnet50",), help="the 22 distinct 3x3 and 1x1 layers of ResNet-50")
     parser.add_argument("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
-    parser.add_argument("--precision", type=_list_of(lambda: tuple(DTYPES)), default=tuple(DTYPES), metavar="P,...")
+    parser.add_argument(
+        "--precision",
+        type=_list_of(lambda: tuple(DTYPES)),
+        default=tuple(DTYPES),
+        metavar="P,...",
+        help="fp16, fp32 (default: both)",
+    )
     parser.add_argument(
         "--algorithms", type=_list_of(names), default=None, metavar="NAME,...", help="our algorithms (default: all)"
     )
