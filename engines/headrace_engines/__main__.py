@@ -30,6 +30,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("import", "savedmodel"): ("commands.import_model", "import a TensorFlow SavedModel, compared with TensorFlow"),
     ("import", "onnx"): ("commands.import_onnx", "bring an ONNX file in, and free its batch dimension"),
     ("lab", "conv"): ("commands.lab", "measure convolution algorithms on each layer, against cuDNN and TensorRT"),
+    ("lab", "memory"): ("commands.lab_memory", "measure GPU memory per request: allocated, from a pool, preallocated"),
+    ("lab", "overlap"): ("commands.lab_overlap", "measure the stages of a batch with and without overlap"),
     ("models", "build"): ("demo.command", "build missing and outdated demo models"),
 }
 _GROUPS = {

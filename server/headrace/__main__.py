@@ -32,7 +32,7 @@ ENGINES_COMMANDS = {
     "bisect": "find the first layer of a lower precision that deviates from FP32",
     "engines": "list, clean and check the store of built engines: ls, gc, verify",
     "import": "import a model of another framework or an ONNX file: torch, keras, savedmodel, onnx",
-    "lab": "lab conv: measure convolution algorithms against cuDNN and TensorRT",
+    "lab": "measure convolution algorithms, GPU memory and overlap: conv, memory, overlap",
     "models": "models build: build the demo models",
 }
 

@@ -180,7 +180,7 @@ class _Context:
     def get_tensor_shape(self, name: str) -> list[int]:
         if self._engine.trt.state.late_shapes:
             return [-1 for _ in self._engine.get_tensor_shape(name)]
-        return list(self._run(zeros=True)[name].shape)
+        return list(self._run(self._shapes, None)[name].shape)
 
     def execute_async_v3(self, stream: int) -> bool:
         assert stream
@@ -191,19 +191,21 @@ class _Context:
         cuda = self._engine.cuda
         if cuda.captured is None:
             cuda.now_us += getattr(cuda, "enqueue_us", 0)
-        cuda.submit(lambda: done.append(self._execute()), stream)
+        # The real one reads shapes and addresses when the work is queued.
+        shapes, addresses = dict(self._shapes), dict(self._addresses)
+        cuda.submit(lambda: done.append(self._execute(shapes, addresses)), stream)
         return all(done)
 
-    def _execute(self) -> bool:
+    def _execute(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> bool:
         cuda = self._engine.cuda
-        cuda.now_us += getattr(cuda, "row_us", 0) * [*self._shapes.values(), (1,)][0][0]
-        for name, values in self._run(zeros=False).items():
+        cuda.now_us += getattr(cuda, "row_us", 0) * [*shapes.values(), (1,)][0][0]
+        for name, values in self._run(shapes, addresses).items():
             values = np.array(values, order="C")
             if name in self._engine.debug:
                 if self._reports and not self._report(name, values):
                     return False
                 continue
-            address = self._addresses.get(name)
+            address = addresses.get(name)
             if self._engine.trt.state.late_shapes:
                 address = self._allocators[name].reallocate_output_async(name, 0, values.nbytes, 256, 77)
                 if not address:
@@ -221,11 +223,12 @@ class _Context:
         place, kind = self._engine.trt.TensorLocation.DEVICE, kinds[values.dtype]
         return bool(self._listener.process_debug_tensor(values.ctypes.data, place, kind, list(values.shape), name, 77))
 
-    def _run(self, zeros: bool) -> dict[str, Any]:
+    def _run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int] | None) -> dict[str, Any]:
+        """Run on the inputs at these addresses, on zeros without."""
         feeds = {}
-        for name, shape in self._shapes.items():
+        for name, shape in shapes.items():
             kind = self._engine.get_tensor_dtype(name)
-            feeds[name] = np.zeros(shape, _NUMPY[kind]) if zeros else array_at(self._addresses[name], shape, kind)
+            feeds[name] = np.zeros(shape, _NUMPY[kind]) if addresses is None else array_at(addresses[name], shape, kind)
         return self._engine.runner.run(feeds)
 
 

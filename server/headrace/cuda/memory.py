@@ -15,6 +15,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,17 @@ class DeviceBuffer:
         if block is not None:
             block.free()
             _release(self._reservation)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlock:
+    """GPU memory of another owner.
+
+    Attributes:
+        address: CUdeviceptr.
+    """
+
+    address: int
 
 
 class PinnedBuffer:
@@ -177,14 +189,14 @@ class Allocator:
         return None if self._account is None else self._account.reservation(self.gpu, kind, size_bytes)
 
 
-def upload(target: DeviceBuffer, source: Array, stream: CudaStream) -> None:
+def upload(target: DeviceBuffer | DeviceBlock, source: Array, stream: CudaStream) -> None:
     """Queue a copy to the GPU; `source` is pinned, contiguous, and not written until the stream has passed the copy."""
     if source.nbytes:
         with check("copying to the GPU"):
             loaded().memcpy_htod_async(target.address, source, stream.stream)
 
 
-def download(target: Array, source: DeviceBuffer, stream: CudaStream) -> None:
+def download(target: Array, source: DeviceBuffer | DeviceBlock, stream: CudaStream) -> None:
     """Queue a copy from the GPU; `target` is pinned, contiguous, and complete once the stream has passed the copy."""
     if target.nbytes:
         with check("copying from the GPU"):
@@ -199,7 +211,7 @@ def read_now(target: Array, address: int) -> None:
             loaded().memcpy_dtoh(target, address)
 
 
-def copy_on_gpu(target: int, source: DeviceBuffer, size_bytes: int, stream: CudaStream) -> None:
+def copy_on_gpu(target: int, source: DeviceBuffer | DeviceBlock, size_bytes: int, stream: CudaStream) -> None:
     """Queue a copy of the first bytes of a block to another address on its GPU."""
     if size_bytes:
         with check("copying on the GPU"):

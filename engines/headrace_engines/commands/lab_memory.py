@@ -1,0 +1,126 @@
+"""`headrace lab memory`: cost of GPU memory per request, allocated each time, from a pool, and preallocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from headrace.core.errors import HeadraceError
+from headrace.cuda import devices
+from headrace.cuda.devices import Nvml
+from rich.console import Console
+from rich.text import Text
+
+from headrace_engines.errors import BuildError, CallError
+from headrace_engines.lab.memory import STRATEGIES, MemoryResult, measure_memory, memory_advice
+from headrace_engines.report import BuildDisplay, Heading, finite, narrow_table, print_text, rate, save, size
+
+FORMAT = 1
+_INSTANCES = "1,8,64"
+# A picture of 224 x 224 in FP32, and scores of 1000 classes.
+_INPUT_BYTES, _OUTPUT_BYTES = 3 * 224 * 224 * 4, 4000
+_HEADINGS = (
+    Heading("memory"),
+    Heading("instances", number=True),
+    Heading("requests/s", number=True),
+    Heading("request", number=True, rank=1),
+    Heading("p99", number=True, rank=2),
+    Heading("take and return", number=True),
+    Heading("p99", number=True, rank=3),
+    Heading("held", number=True, rank=4),
+    Heading("peak", number=True, rank=5),
+    Heading("mJ/request", number=True, rank=6),
+)
+_NAMES = {"allocation": "allocation per request", "pool": "stream-ordered pool", "slots": "preallocated slots"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `lab memory`."""
+    parser.add_argument("--instances", default=_INSTANCES, metavar="N,N", help=f"numbers of threads ({_INSTANCES})")
+    parser.add_argument(
+        "--input-bytes", type=int, default=_INPUT_BYTES, metavar="N", help=f"inputs of a request ({_INPUT_BYTES})"
+    )
+    parser.add_argument(
+        "--output-bytes", type=int, default=_OUTPUT_BYTES, metavar="N", help=f"outputs of a request ({_OUTPUT_BYTES})"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="duration of each measurement (1)")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="number of the GPU (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure, print a table and advice, and return 0.
+
+    Raises:
+        BuildError: there is no GPU, or it fails.
+    """
+    words = [word.strip() for word in options.instances.split(",")]
+    if not all(word.isdecimal() and 0 < int(word) <= 1024 for word in words):
+        raise CallError(f"--instances is '{options.instances}': write numbers from 1 to 1024, e.g. {_INSTANCES}")
+    if min(options.input_bytes, options.output_bytes) < 1:
+        raise CallError("--input-bytes and --output-bytes must be 1 or more: leave them out for the defaults")
+    if not 0 < options.seconds <= 600:
+        raise CallError(f"--seconds is {options.seconds:g}: write a number above 0, 600 at most")
+    numbers = sorted({int(word) for word in words})
+    nvml = Nvml()
+    results: list[MemoryResult] = []
+    try:
+        gpu = devices.describe(options.device)
+    except HeadraceError as error:
+        raise BuildError(f"the cost of GPU memory cannot be measured: {error}") from error
+    with BuildDisplay(console, ["memory"]) as display:
+        report = display.report("memory")
+        for number, instances in enumerate(numbers):
+            for index, strategy in enumerate(STRATEGIES):
+                share = (number * len(STRATEGIES) + index) / (len(numbers) * len(STRATEGIES))
+                report(share, f"{_NAMES[strategy]}, {instances} instances")
+                results.append(_measure(strategy, instances, options, nvml))
+        display.finish("memory", "measured")
+    print_text(console, f"{gpu.name}, driver {devices.driver_version() or gpu.driver}", "bold")
+    show(console, results)
+    if options.json is not None:
+        document = {"format": FORMAT, "gpu": gpu._asdict(), "results": [finite(one.to_json()) for one in results]}
+        document["advice"] = memory_advice(results)
+        save(options.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        print_text(console, f"Everything is in {options.json}.")
+    return 0
+
+
+def _measure(strategy: str, instances: int, options: argparse.Namespace, nvml: Nvml) -> MemoryResult:
+    sizes = (options.input_bytes, options.output_bytes)
+    try:
+        return measure_memory(strategy, instances, sizes, options.seconds, nvml, options.device)
+    except HeadraceError as error:
+        return MemoryResult(strategy, instances, reason=str(error))
+
+
+def show(console: Console, results: list[MemoryResult]) -> None:
+    """Print one row for each measurement, the state of the GPU, and the advice."""
+    rows = [_cells(result) for result in results if not result.reason]
+    if rows:
+        title = "GPU memory of a request, median times"
+        console.print(narrow_table(title, _HEADINGS, [[Text(cell) for cell in row] for row in rows], console.width))
+    for result in results:
+        if result.reason:
+            print_text(console, f"{_NAMES[result.strategy]}, {result.instances} instances: {result.reason}", "yellow")
+    loads = {result.load.text(): None for result in results if result.load is not None}
+    for text in list(loads)[-1:]:
+        print_text(console, f"The last measurement: {text}.")
+    for line in memory_advice(results):
+        print_text(console, line)
+
+
+def _cells(result: MemoryResult) -> list[str]:
+    return [
+        _NAMES[result.strategy],
+        str(result.instances),
+        rate(result.requests_per_s),
+        f"{result.median_us:.1f} us",
+        f"{result.p99_us:.1f} us",
+        f"{result.memory_us:.1f} us",
+        f"{result.memory_p99_us:.1f} us",
+        size(result.held_bytes),
+        size(result.peak_bytes),
+        "-" if result.energy_j is None else f"{1e3 * result.energy_j:.3g}",
+    ]
