@@ -23,6 +23,8 @@ from headrace.core.command_line import plural
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx
+from headrace_engines.optimize.sparse_build import choose_sparse
+from headrace_engines.optimize.sparsity import sparse_nodes
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildData, BuildSpec, Project, open_data
@@ -42,6 +44,8 @@ _TRIES = 6
 # Speed-up over the next higher precision that a lower precision needs to be chosen.
 _WORTH = 1.05
 _SOURCES = ("onnx", "onnxruntime", "numpy")
+# Facts of the store that stamps do not have.
+_NOT_IN_STAMPS = ("model", "version", "baseline", "sparsity_report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class BuildResult:
         seconds: duration of the build.
         cached: True if the artefact was in the store.
         baseline: timing of `model.onnx` on ONNX Runtime's CPU at one batch size; None if it does not run there.
+        sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
+        sparsity: measurements of the choice of sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
     """
 
     path: Path
@@ -75,6 +81,8 @@ class BuildResult:
     seconds: float
     cached: bool
     baseline: BatchTiming | None = None
+    sparse_weights: bool = False
+    sparsity: Mapping[str, Any] | None = None
 
     @property
     def rows_per_s(self) -> float:
@@ -192,22 +200,22 @@ class _Builder:
         )
         with self.store.scratch() as scratch:
             artefact = scratch / f"model{self.target.suffix}"
-            lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.8))
+            lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.7))
+            sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))
             with closing(self.target.open(artefact, lowered.model)) as engine:
                 accuracy = self._compare(OnnxRunner(source), engine, part(report, 0.8, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
             seconds = time.monotonic() - started_s
-            facts = {**self._facts(lowered, accuracy, timings, seconds), "baseline": self._baseline(timings)}
+            facts = {
+                **self._facts(lowered, accuracy, timings, seconds),
+                "baseline": self._baseline(timings),
+                **sparsity,
+            }
             return self.store.add(self.key, artefact, facts)
 
     def _build_artefact(self, lowered: LoweredModel, artefact: Path, report: Report) -> LoweredModel:
         """Build, with layers for which the target has no 8-bit kernel in floating point; return the built model."""
-        order = TargetSpec(
-            precision=self.spec.precision,
-            profiles=self.spec.profiles,
-            workspace_bytes=self.spec.workspace_bytes,
-            timing_cache=self.store.timing_cache(self.machine),
-        )
+        order = self._order()
         for attempt in range(_TRIES):
             try:
                 self.target.build(lowered.model, order, artefact, report)
@@ -219,6 +227,25 @@ class _Builder:
                 logger.warning("%s: %s; building again with these nodes in floating point", self.project.name, error)
                 lowered = other
         return lowered
+
+    def _order(self) -> TargetSpec:
+        return TargetSpec(
+            precision=self.spec.precision,
+            profiles=self.spec.profiles,
+            workspace_bytes=self.spec.workspace_bytes,
+            timing_cache=self.store.timing_cache(self.machine),
+        )
+
+    def _choose_sparse(self, lowered: LoweredModel, artefact: Path, report: Report) -> Mapping[str, object]:
+        """Replace the artefact of a model with 2:4 sparse weights by one with sparse kernels if that is faster; return facts."""
+        if self.target.name != "tensorrt" or not (nodes := sparse_nodes(simplify(read_onnx(self.project.source)))):
+            return {}
+        rows = self.spec.profiles[0].rows[1] if self.project.batched else 1
+        batch = sample_batch(self.data, rows, self.project)
+        order = replace(self._order(), sparse_weights=True)
+        choice = choose_sparse(self.target, lowered.model, order, artefact, batch, report)
+        logger.info("%s: %d layers with 2:4 sparse weights: %s", self.project.name, len(nodes), choice)
+        return {"sparse_weights": choice.is_faster, "sparsity_report": choice.to_json(nodes)}
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
         """Compare on batches that fit the profile with the fewest rows."""
@@ -332,7 +359,7 @@ def make_stamp(
     facts: dict[str, Any] = dict(entry.facts)
     return Stamp.from_json(
         {
-            **{name: value for name, value in facts.items() if name not in ("model", "version", "baseline")},
+            **{name: value for name, value in facts.items() if name not in _NOT_IN_STAMPS},
             "key": built.key,
             "artefact": artefact_name(built.key, built.path.suffix),
             "config_digest": config_digest(project.config),
@@ -359,6 +386,8 @@ def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, cac
         seconds=float(facts.get("seconds", 0.0)),
         cached=cached,
         baseline=BatchTiming(**facts["baseline"]) if facts.get("baseline") else None,
+        sparse_weights=bool(facts.get("sparse_weights")),
+        sparsity=facts.get("sparsity_report"),
     )
 
 

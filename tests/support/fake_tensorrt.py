@@ -78,7 +78,9 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     trt.LayerInformationFormat = enum.Enum("LayerInformationFormat", "ONELINE JSON")
     trt.MemoryPoolType = enum.Enum("MemoryPoolType", "WORKSPACE TACTIC_DRAM")
     trt.TensorFormat = enum.IntEnum("TensorFormat", "LINEAR CHW32 HWC HWC8", start=0)
-    trt.BuilderFlag = enum.Enum("BuilderFlag", "FP16 BF16 INT8 FP8 TF32" if old else "TF32 EDITABLE_TIMING_CACHE")
+    trt.BuilderFlag = enum.Enum(
+        "BuilderFlag", "FP16 BF16 INT8 FP8 TF32 SPARSE_WEIGHTS" if old else "TF32 EDITABLE_TIMING_CACHE SPARSE_WEIGHTS"
+    )
     trt.NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
     for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler", "IDebugListener"):
         setattr(trt, base, type(base, (), {}))

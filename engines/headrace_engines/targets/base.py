@@ -58,12 +58,14 @@ class TargetSpec:
         profiles: optimisation profiles; at least one for inputs with free dimensions.
         workspace_bytes: limit of the scratch memory; None without a limit.
         timing_cache: file of measured kernels, read and updated; None for no file.
+        sparse_weights: allow kernels for 2:4 sparse weights; only TensorRT has them.
     """
 
     precision: str
     profiles: tuple[ShapeRange, ...] = ()
     workspace_bytes: int | None = None
     timing_cache: Path | None = None
+    sparse_weights: bool = False
 
 
 class ModelRunner(Protocol):

@@ -393,6 +393,7 @@ class Stamp:
         timings: times by batch size.
         seconds: duration of the build.
         built_with: versions of the libraries, by name.
+        sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -415,11 +416,15 @@ class Stamp:
     timings: tuple[BatchTiming, ...] = ()
     seconds: Seconds = 0.0
     built_with: Mapping[str, str] = field(default_factory=dict)
+    sparse_weights: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; accuracy values that are not finite become None, as JSON cannot express them."""
         document = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
         document["accuracy"] = _finite(self.accuracy)
+        if not self.sparse_weights:
+            # Earlier versions refuse unknown fields.
+            del document["sparse_weights"]
         return document
 
     @staticmethod
