@@ -137,6 +137,11 @@ ROOMS: dict[str, dict[str, str]] = {
     "engines/headrace_engines/importers/programs": {
         "third": "keras numpy onnx tensorflow tf2onnx torch torchvision",
     },
+    # Runs on an interpreter with PyTorch, which has no other package of the builder.
+    "engines/headrace_engines/optimize/torch_program": {
+        "ours": "headrace_engines.optimize.torch_program",
+        "third": "numpy onnx torch",
+    },
     # Its forecast probes ONNX Runtime's CUDA provider by the function of the server's loader.
     "engines/headrace_engines/commands/build.py": {
         "ours": "headrace.core headrace.config headrace.cuda headrace.backends.onnxruntime_cuda headrace_engines",
