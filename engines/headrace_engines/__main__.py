@@ -22,6 +22,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("inspect",): ("commands.inspect", "list the layers of a built engine with precision, kernel and time"),
     ("compare",): ("commands.compare", "compare a model in several precisions: accuracy, speed, size"),
     ("bisect",): ("commands.bisect", "find the first layer of a lower precision that deviates from FP32"),
+    ("optimize",): ("commands.optimize", "make a model smaller: 2:4 sparsity, or channel pruning with distillation"),
     ("engines", "ls"): ("commands.engines", "list stored and published engines"),
     ("engines", "gc"): ("commands.engines", "remove stored engines that no model publishes"),
     ("engines", "verify"): ("commands.engines", "check stored and published engines against their stamps"),

@@ -113,13 +113,14 @@ def measure(
     return comparison.accuracy(samples.origin)
 
 
-def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) -> list[str]:
+def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True, cure: str = "") -> list[str]:
     """Return a sentence with measured and required value for each missed limit; the last one has the remedy.
 
     Args:
         accuracy: measured accuracy.
         bar: required accuracy.
         quantized: the artefact is INT8 or FP8: the remedy names further options.
+        cure: replaces the remedy; "" for that of builds.
     """
     missed = [accuracy.problem] if accuracy.problem else []
     agreement = accuracy.top1_agreement
@@ -134,7 +135,7 @@ def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) ->
             f"its accuracy is {now:.2%}, that of FP32 is {before:.2%}: {drop:.2%} lost, {bar.max_drop:.2%} allowed"
         )
     if missed:
-        missed[-1] += f": {_QUANTIZED_CURE if quantized else _CURE}"
+        missed[-1] += f": {cure or (_QUANTIZED_CURE if quantized else _CURE)}"
     if drop is None and bar.max_drop is not None:
         cure = "give samples with labels in optimization.accuracy.data, or leave max_drop out"
         missed.append(f"max_drop is set, but the lost accuracy cannot be measured without labels: {cure}")

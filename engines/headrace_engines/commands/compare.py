@@ -269,8 +269,8 @@ def _measure(
     for number, (batch_size, inputs) in enumerate(batches.items()):
         report = part(timing, number / len(batches), (number + 1) / len(batches))
         alive = {precision: engine for precision, engine in engines.items() if precision not in failed}
-        for precision, rounds in _interleaved(alive, inputs, seconds, report, failed, batch_size).items():
-            by_precision[precision].append(_median_timing(rounds, batch_size, batched))
+        for precision, rounds in time_in_turns(alive, inputs, seconds, report, failed, batch_size).items():
+            by_precision[precision].append(median_timing(rounds, batch_size, batched))
     timing(1.0, "timed")
     measured = []
     for row in rows:
@@ -287,7 +287,7 @@ def _measure(
     return measured
 
 
-def _interleaved(
+def time_in_turns(
     engines: Mapping[str, Engine],
     inputs: dict[str, Array],
     seconds: float,
@@ -295,6 +295,19 @@ def _interleaved(
     failed: dict[str, str],
     size: int,
 ) -> dict[str, list[BatchTiming]]:
+    """Time engines on a batch in `ROUNDS` rounds.
+
+    Args:
+        engines: engines by name.
+        inputs: the batch.
+        seconds: duration for each engine, over all rounds.
+        report: progress callback.
+        failed: gets the reason for each engine that fails, by name.
+        size: rows of the batch, for messages.
+
+    Returns:
+        The timings of each round, by name, without failed engines.
+    """
     rounds: dict[str, list[BatchTiming]] = {precision: [] for precision in engines}
     order = list(engines)
     for turn in range(ROUNDS):
@@ -311,7 +324,7 @@ def _interleaved(
     return {precision: timings for precision, timings in rounds.items() if precision not in failed}
 
 
-def _median_timing(rounds: list[BatchTiming], size: int, batched: bool) -> BatchTiming:
+def median_timing(rounds: list[BatchTiming], size: int, batched: bool) -> BatchTiming:
     """Return the median over the rounds of each figure; one slow round has no effect."""
     # Without a batch dimension one execution is one row, whatever the first dimension.
     per_row = 1 if batched else max(rounds[0].rows, 1)

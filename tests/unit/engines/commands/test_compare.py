@@ -273,7 +273,7 @@ def test_an_engine_that_fails_while_it_is_timed_is_a_row_with_the_reason(project
 def test_without_a_batch_dimension_an_execution_is_a_row(project: Project, tmp_path: Path) -> None:
     config = project.config.model_copy(update={"max_batch_size": 0})
     single = replace(project, folder=replace(project.folder, config=config))
-    timing = headrace_engines.commands.compare._median_timing([BatchTiming(8, 100.0, 200.0, 80_000.0)], 1, False)
+    timing = headrace_engines.commands.compare.median_timing([BatchTiming(8, 100.0, 200.0, 80_000.0)], 1, False)
     assert timing == BatchTiming(1, 100.0, 200.0, 10_000.0)
     assert default_sizes(single, read_spec(project.config)) == [1]
 

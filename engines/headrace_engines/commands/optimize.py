@@ -1,0 +1,417 @@
+"""`headrace optimize`: publishes a smaller model: 2:4 sparse weights, or fewer channels after distillation in PyTorch.
+
+The loss target is held on samples that nothing was trained on. If even the weakest candidate misses it, nothing is published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+from headrace.core.command_line import pickup_text, printable
+from headrace.core.optimization_config import PRECISIONS
+from rich.console import Console
+
+from headrace_engines.accuracy import Accuracy, measure
+from headrace_engines.commands import add_cache, add_repository_and_target, add_version
+from headrace_engines.errors import BuildError, CallError
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.optimize.channel_search import LADDER, Trial, best_trial, search_strength
+from headrace_engines.optimize.figures import MeasuredModel, ModelFigures, measure_models
+from headrace_engines.optimize.loss import loss_measure, missed_target, points_lost
+from headrace_engines.optimize.originals import (
+    Original,
+    PyTorchCode,
+    check_channels,
+    import_code,
+    open_original,
+    parse_code,
+    torch_inputs,
+    write_training,
+)
+from headrace_engines.optimize.publishing import staged_model
+from headrace_engines.optimize.result_table import show_result, write_page
+from headrace_engines.optimize.sparsity import BLOCK, MIN_REDUCTION, sparse_layers
+from headrace_engines.optimize.sparsity_search import choose_layers, rank_layers
+from headrace_engines.optimize.torch_job import TorchResult, run_torch_job
+from headrace_engines.optimize.torch_program.jobs import Job
+from headrace_engines.precision.lowering import ROWS
+from headrace_engines.progress import Report, part, silent
+from headrace_engines.project import open_project, read_spec
+from headrace_engines.report import BuildDisplay, finite, make_folder, print_text
+from headrace_engines.store import Store
+from headrace_engines.targets import choose_target
+
+# PyTorch before 2.6 has no exporter with free dimensions that is checked here.
+REQUIREMENTS = ("torch>=2.6", "torchvision", "onnx", "onnxscript", "numpy")
+_KINDS = ("2:4", "channels")
+# Samples for the sensitivity of each layer.
+_SENSITIVITY_SAMPLES = 256
+_EVERY_SAMPLE = 1 << 30
+_SPARSE_REMARK = (
+    "2:4 sparsity: expect at most 1.1 times the speed, and only of TensorRT engines on GPUs with sparse Tensor Cores (Ampere and "
+    "later). `headrace build` keeps sparse kernels only where they are measured to be faster. ONNX Runtime gains nothing."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `optimize`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="name of a model in the repository, its folder, or FILE.py:function for PyTorch code",
+    )
+    add_version(parser)
+    parser.add_argument(
+        "--prune", choices=_KINDS, required=True, help="2:4 sparse weights, or fewer channels (PyTorch)"
+    )
+    parser.add_argument(
+        "--target-loss",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="largest loss in points of accuracy, or of agreement without labels (1)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="name of the result (default: MODEL_sparse or MODEL_pruned)")
+    parser.add_argument(
+        "--data", type=Path, metavar="PATH", help="samples of the training, in place of the configuration's"
+    )
+    parser.add_argument(
+        "--held-out", type=Path, metavar="PATH", help="samples of the loss target, in place of the configuration's"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=_EVERY_SAMPLE, metavar="N", help="largest number of samples (all)"
+    )
+    parser.add_argument(
+        "--max-batch-size", type=int, default=64, metavar="N", help="for PyTorch code: max_batch_size (64)"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS[:-1], help="precision of the measured engines (the configuration's)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, metavar="S", help="timing of each engine at each batch size (1)"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write optimize.json and optimize.html here")
+    _add_training(parser)
+    add_repository_and_target(parser)
+    add_cache(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options of channel pruning and its training."""
+    parser.add_argument("--flops", type=float, metavar="S", help="prune to this share of the FLOPs, without a search")
+    parser.add_argument(
+        "--importance", choices=("taylor", "magnitude"), default="taylor", help="order of the channels (taylor)"
+    )
+    parser.add_argument("--multiple", type=int, default=8, metavar="N", help="round channels up to a multiple (8)")
+    parser.add_argument("--epochs", type=int, default=30, metavar="N", help="passes over the samples (30)")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples of a training step (64)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="R", help="largest learning rate (0.001)")
+    parser.add_argument(
+        "--temperature", type=float, default=4.0, metavar="T", help="temperature of the distillation (4)"
+    )
+    parser.add_argument(
+        "--distillation", type=float, default=0.7, metavar="W", help="weight of the teacher against labels (0.7)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the training (0)")
+    parser.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="GPUs, or processes on the CPU, of the training (1)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="device of the training (auto)"
+    )
+    parser.add_argument(
+        "--python", type=Path, metavar="PATH", help="interpreter with PyTorch (default: one is found or made)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Smaller:
+    """A smaller model that holds the target.
+
+    Attributes:
+        model: its ONNX model.
+        accuracy: its accuracy against the original one.
+        details: JSON data for the report.
+        remarks: lines for the user.
+    """
+
+    model: onnx.ModelProto
+    accuracy: Accuracy
+    details: dict[str, Any] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Optimise one model and publish it; return 0.
+
+    Raises:
+        BuildError: no candidate holds the target, or the model cannot be optimised; nothing is published then.
+    """
+    started_s = time.monotonic()
+    _check_options(options)
+    code = parse_code(options.model)
+    if code is not None and options.prune == "2:4":
+        raise CallError("--prune 2:4 is given for PyTorch code: import the model first, or use --prune channels")
+    if options.output is not None:
+        make_folder(options.output)
+    target = choose_target(options.target)
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-optimize-") as name,
+        BuildDisplay(console, [options.model]) as display,
+    ):
+        report = display.report(options.model)
+        folder = Path(name)
+        python = _python(options, report) if options.prune == "channels" else None
+        original = _open(options, code, python, folder, report)
+        inner = part(report, 0.05, 0.85)
+        smaller = (
+            _sparse(original, options, inner) if python is None else _pruned(original, options, inner, python, folder)
+        )
+        result_name = options.name or _default_name(original, options, code)
+        with staged_model(original.project, smaller.model, result_name, options.model_repository) as staged:
+            spec = read_spec(original.project.config, options.precision or "")
+            spec = spec.at("fp32") if spec.precision == "best" else spec
+            accuracy = smaller.accuracy
+            before = MeasuredModel("before", original.project, accuracy.reference_accuracy, None)
+            after = MeasuredModel("after", staged.project, accuracy.accuracy, accuracy.top1_agreement)
+            store = Store(options.cache)
+            figures = measure_models([before, after], spec, target, store, options.seconds, part(report, 0.85, 1.0))
+            document = _document(options, original, smaller, figures, str(target.describe()), started_s)
+            if options.output is not None:
+                write_page(document, options.output)
+            staged.publish(document)
+        display.finish(options.model, "published")
+    show_result(console, document)
+    for remark in smaller.remarks:
+        print_text(console, printable(remark))
+    print_text(console, f"{result_name} version {staged.final.name} is published in {options.model_repository}.")
+    print_text(console, pickup_text(result_name, str(options.model_repository)))
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Check the ranges of the options.
+
+    Raises:
+        CallError: an option has an invalid value.
+    """
+    ranges: list[tuple[str, bool, str]] = [
+        ("--target-loss", 0 <= options.target_loss <= 100, "points from 0 to 100"),
+        ("--flops", options.flops is None or 0 < options.flops < 1, "a share between 0 and 1, e.g. 0.5"),
+        ("--samples", options.samples >= 2, "2 or more"),
+        ("--multiple", options.multiple >= 1, "1 or more"),
+        ("--epochs", options.epochs >= 1, "1 or more"),
+        ("--batch-size", options.batch_size >= options.devices, "at least one sample for each device"),
+        ("--learning-rate", 0 < options.learning_rate <= 1, "a number above 0, 1 at most"),
+        ("--temperature", 0 < options.temperature <= 100, "a number above 0, 100 at most"),
+        ("--distillation", 0 <= options.distillation <= 1, "a share from 0 to 1"),
+        ("--devices", 1 <= options.devices <= 64, "1 to 64"),
+        ("--max-batch-size", options.max_batch_size >= 1, "1 or more"),
+        ("--seconds", 0 < options.seconds <= 3600, "a number above 0, 3600 at most"),
+        ("--seed", options.seed >= 0, "0 or more"),
+    ]
+    for name, fits, allowed in ranges:
+        if not fits:
+            value = getattr(options, name[2:].replace("-", "_"))
+            raise CallError(f"{name} is {value}: write {allowed}")
+
+
+def _python(options: argparse.Namespace, report: Report) -> Path:
+    from headrace_engines.importers.environment import framework_python
+
+    return framework_python(REQUIREMENTS, report, python=options.python)
+
+
+def _open(
+    options: argparse.Namespace, code: PyTorchCode | None, python: Path | None, folder: Path, report: Report
+) -> Original:
+    if code is None:
+        project = open_project(options.model, options.model_repository, options.version)
+        if options.prune == "channels":
+            check_channels(project)
+        return open_original(project, options.data, options.held_out, options.samples)
+    if options.data is None:
+        raise CallError(f"{options.model} is PyTorch code, which has no samples: give an .npz file with --data")
+    assert python is not None, "code is pruned in PyTorch"
+    name = options.name or code.path.stem
+    project = import_code(
+        code, python, name, options.data, options.max_batch_size, folder / "models", part(report, 0, 0.05)
+    )
+    original = open_original(project, options.data, options.held_out, options.samples)
+    return Original(project, original.model, original.train, original.held_out, original.output, code)
+
+
+def _default_name(original: Original, options: argparse.Namespace, code: PyTorchCode | None) -> str:
+    suffix = "sparse" if options.prune == "2:4" else "pruned"
+    return f"{original.project.name if code is None else code.path.stem}_{suffix}"
+
+
+def _comparison(
+    original: Original, samples_of: Callable[[Original], Any], report: Report
+) -> Callable[[onnx.ModelProto], Accuracy]:
+    """Return a function that compares a model with the original one on samples."""
+    reference, rows = OnnxRunner(original.model), min(ROWS, max(original.project.config.max_batch_size, 1))
+
+    def compare(model: onnx.ModelProto) -> Accuracy:
+        samples = samples_of(original)
+        return measure(reference, OnnxRunner(model), samples, rows, silent, output=original.output)
+
+    return compare
+
+
+def _sparse(original: Original, options: argparse.Namespace, report: Report) -> _Smaller:
+    """Return the model with as many 2:4 sparse layers as the target allows.
+
+    Raises:
+        BuildError: no layer can be sparse, or none holds the target.
+    """
+    layers = sparse_layers(original.model)
+    if not layers:
+        cure = "use --prune channels"
+        raise BuildError(
+            f"{original.project.name} has no layer for 2:4 sparsity, a Conv without groups, Gemm or MatMul with a constant "
+            f"weight whose reduction is a multiple of {MIN_REDUCTION}: {cure}"
+        )
+    calibrate = _comparison(original, lambda o: o.train.head(_SENSITIVITY_SAMPLES), report)
+    ranked = rank_layers(original.model, layers, calibrate, part(report, 0.0, 0.7))
+    judged = _comparison(original, lambda o: o.held_out, report)
+    choice = choose_layers(original.model, ranked, judged, options.target_loss, part(report, 0.7, 1.0))
+    if choice.model is None:
+        reason = "; ".join(missed_target(choice.accuracy, options.target_loss))
+        raise BuildError(
+            f"even one {BLOCK // 2}:{BLOCK} sparse layer ({ranked[0].layer.node}) misses the target: {reason}"
+        )
+    total = sum(entry.layer.size for entry in ranked)
+    share = sum(entry.layer.size for entry in choice.sparse) / total
+    details = {
+        "layers": [
+            {
+                "node": entry.layer.node,
+                "weights": entry.layer.size,
+                "points_lost": entry.points,
+                "distance": entry.distance,
+                "sparse": entry in choice.sparse,
+            }
+            for entry in ranked
+        ]
+    }
+    summary = f"{len(choice.sparse)} of {len(ranked)} layers are 2:4 sparse, with {share:.0%} of their weights"
+    most = (
+        "; most sensitive: " + ", ".join(entry.layer.node for entry in choice.dense[::-1][:3]) if choice.dense else ""
+    )
+    return _Smaller(choice.model, choice.accuracy, details, (summary + most + ".", _SPARSE_REMARK))
+
+
+def _pruned(original: Original, options: argparse.Namespace, report: Report, python: Path, folder: Path) -> _Smaller:
+    """Return the model with the strongest channel pruning that holds the target.
+
+    Raises:
+        BuildError: the network cannot be pruned, or even the weakest pruning misses the target.
+    """
+    training = folder / "train.npy"
+    report(0.0, "writing samples")
+    write_training(original.train, training)
+    inputs = torch_inputs(original, training)
+    path = original.project.source if original.code is None else original.code.path
+    (input_name,), (output_name,) = _tensor_names(original.model)
+    job = Job(
+        "prune",
+        "onnx" if original.code is None else "code",
+        str(path.resolve()),
+        "" if original.code is None else original.code.factory,
+        input_name=input_name,
+        output_name=output_name,
+        importance=options.importance,
+        multiple=options.multiple,
+        devices=options.devices,
+        device=options.device,
+        training=_training_options(options),
+    )
+    compare = _comparison(original, lambda o: o.held_out, report)
+
+    def prune(share: float, inner: Report) -> TorchResult:
+        return run_torch_job(python, job.with_share(share), inputs, inner)
+
+    ladder = LADDER if options.flops is None else (options.flops,)
+    trials = search_strength(prune, lambda result: compare(result.model), options.target_loss, report, ladder)
+    best = best_trial(trials)
+    if best is None:
+        weakest = max(trials, key=lambda trial: trial.result.network.macs)
+        left = weakest.result.network.macs / max(weakest.result.network.source_macs, 1)
+        raise BuildError(
+            f"even the weakest pruning, to {left:.0%} of the FLOPs, misses the target: {'; '.join(weakest.refusal)}"
+        )
+    details = {"trials": [_trial_json(trial) for trial in trials], "network": best.result.network.to_json()}
+    return _Smaller(best.result.model, best.accuracy, details, tuple(_trial_text(trial) for trial in trials))
+
+
+def _tensor_names(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return [v.name for v in model.graph.input if v.name not in constants], [v.name for v in model.graph.output]
+
+
+def _training_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "epochs": options.epochs,
+        "batch": options.batch_size,
+        "learning_rate": options.learning_rate,
+        "temperature": options.temperature,
+        "distillation": options.distillation,
+        "seed": options.seed,
+    }
+
+
+def _trial_json(trial: Trial) -> dict[str, Any]:
+    network = trial.result.network
+    return {
+        "flops_share": trial.flops_share,
+        "macs": network.macs,
+        "source_macs": network.source_macs,
+        "points_lost": finite(points_lost(trial.accuracy)),
+        "refusal": list(trial.refusal),
+        "seconds": network.seconds,
+        "export_difference": trial.result.difference,
+    }
+
+
+def _trial_text(trial: Trial) -> str:
+    network = trial.result.network
+    result = "misses the target" if trial.refusal else "holds the target"
+    share, lost = network.macs / max(network.source_macs, 1), points_lost(trial.accuracy)
+    trained = f"trained {network.seconds:.0f} s on {network.device}, {network.precision}"
+    return f"{share:.1%} of the FLOPs: {lost:.2f} points of {loss_measure(trial.accuracy)} lost, {result} ({trained})"
+
+
+def _document(
+    options: argparse.Namespace,
+    original: Original,
+    smaller: _Smaller,
+    figures: list[ModelFigures],
+    machine: str,
+    started_s: float,
+) -> dict[str, Any]:
+    """Return the report as JSON data."""
+    document = {
+        "format": 1,
+        "model": original.project.name,
+        "version": original.project.version,
+        "prune": options.prune,
+        "target_loss": options.target_loss,
+        "loss": loss_measure(smaller.accuracy),
+        "points_lost": points_lost(smaller.accuracy),
+        "data": smaller.accuracy.data,
+        "machine": machine,
+        "accuracy": smaller.accuracy.to_json(),
+        "models": [model.to_json() for model in figures],
+        "seconds": round(time.monotonic() - started_s, 1),
+        **smaller.details,
+    }
+    checked: dict[str, Any] = finite(document)
+    return checked

@@ -1,0 +1,156 @@
+"""Figures of a model before and after: accuracy, multiplications, size, latency, throughput and energy of the built engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.cuda.devices import Nvml
+
+from headrace_engines.build import BuildResult, build_engine, sample_batch
+from headrace_engines.commands.compare import median_timing, time_in_turns
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.optimize.flops import model_macs, model_parameters
+from headrace_engines.progress import Report, part
+from headrace_engines.project import BuildSpec, Project, open_data
+from headrace_engines.store import Store
+from headrace_engines.targets.base import Array, BatchTiming, Engine, Target
+
+_ENERGY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """Figures of one model.
+
+    Attributes:
+        label: "before" or "after".
+        macs: multiplications of one row in convolutions and products; None if a shape is unknown.
+        parameters: number of floating-point weights.
+        size_bytes: size of `model.onnx`.
+        engine_bytes: size of the engine.
+        precision: precision of the engine.
+        sparse: the engine was built with sparse kernels.
+        accuracy: accuracy against labels, 0..1; None without labels.
+        agreement: top-1 agreement with the original model, 0..1; None without classes.
+        timings: one for each batch size.
+        joules_per_row: energy of the GPU for one row at the largest batch size; None without a GPU's counter.
+    """
+
+    label: str
+    macs: int | None
+    parameters: int
+    size_bytes: int
+    engine_bytes: int
+    precision: str
+    sparse: bool
+    accuracy: float | None
+    agreement: float | None
+    timings: tuple[BatchTiming, ...]
+    joules_per_row: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """Model to measure.
+
+    Attributes:
+        label: "before" or "after".
+        project: version of the model.
+        accuracy: accuracy against labels; None without labels.
+        agreement: agreement with the original model; None without classes.
+    """
+
+    label: str
+    project: Project
+    accuracy: float | None
+    agreement: float | None
+
+
+def measure_models(
+    models: Sequence[MeasuredModel], spec: BuildSpec, target: Target, store: Store, seconds: float, report: Report
+) -> list[ModelFigures]:
+    """Build the engines of models with equal inputs, or find them in the store, and time them in turns.
+
+    Args:
+        models: the models; the first one's samples are the batches.
+        spec: specification of the engines.
+        target: target of the engines.
+        store: store of engines.
+        seconds: duration of the timing of each engine at each batch size.
+        report: progress callback.
+
+    Raises:
+        BuildError: an engine cannot be built or run.
+    """
+    builds: dict[str, BuildResult] = {}
+    for number, model in enumerate(models):
+        share = part(report, 0.6 * number / len(models), 0.6 * (number + 1) / len(models))
+        builds[model.label] = build_engine(model.project, spec, target, store, share)
+    first = models[0].project
+    data = open_data(first, spec)
+    smallest, _, largest = spec.profiles[0].rows if first.batched else (1, 1, 1)
+    timings: dict[str, list[BatchTiming]] = {model.label: [] for model in models}
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for label, built in builds.items():
+            engines[label] = target.open(built.path)
+            stack.callback(engines[label].close)
+        for rows in sorted({smallest, largest}):
+            failed: dict[str, str] = {}
+            batch = sample_batch(data, rows, first)
+            rounds = time_in_turns(engines, batch, seconds, part(report, 0.6, 0.9), failed, rows)
+            if failed:
+                raise BuildError(next(iter(failed.values())))
+            for label, round_timings in rounds.items():
+                timings[label].append(median_timing(round_timings, rows, first.batched))
+        report(0.9, "measuring energy")
+        batch = sample_batch(data, largest, first)
+        energies = {label: _joules_per_row(engine, batch, target) for label, engine in engines.items()}
+    return [_figures(model, builds[model.label], timings[model.label], energies[model.label]) for model in models]
+
+
+def _figures(
+    model: MeasuredModel, built: BuildResult, timings: Sequence[BatchTiming], joules: float | None
+) -> ModelFigures:
+    source = read_onnx(model.project.source)
+    return ModelFigures(
+        model.label,
+        model_macs(source),
+        model_parameters(source),
+        model.project.source.stat().st_size,
+        built.size_bytes,
+        built.spec.precision,
+        built.sparse_weights,
+        model.accuracy,
+        model.agreement,
+        tuple(timings),
+        joules,
+    )
+
+
+def _joules_per_row(engine: Engine, batch: Mapping[str, Array], target: Target) -> float | None:
+    """Return the energy of one row by the GPU's counter, idle power included; None without one."""
+    if target.name != "tensorrt":
+        return None
+    nvml = Nvml()
+    before = _energy_j(nvml)
+    started_s = time.monotonic()
+    timing = engine.time(batch, _ENERGY_S)
+    seconds, after = time.monotonic() - started_s, _energy_j(nvml)
+    if before is None or after is None or not timing.rows_per_s:
+        return None
+    return (after - before) / seconds / timing.rows_per_s
+
+
+def _energy_j(nvml: Nvml) -> float | None:
+    readings = nvml.readings()
+    return readings[0].energy_j if readings else None
