@@ -17,7 +17,7 @@ TEXTURES = ("stripes", "checks", "dots", "plain")
 CLASSES = len(SHAPES) * len(TEXTURES)
 SIDE = 112
 _CHUNK = 128
-_NOISE = 0.35
+_NOISE = 0.15
 
 
 def make_pictures(count: int, seed: int, side: int = SIDE) -> tuple[Array, Array]:
@@ -44,7 +44,7 @@ def _chunk(labels: Array, seed: list[int], side: int) -> Array:
     axis = np.linspace(-1, 1, side, dtype=np.float32)
     ground = _texture(random.integers(0, len(TEXTURES), count), axis, random)
     picture = _coloured(0.5 * ground, random)
-    for size, classes in (((0.1, 0.2), random.integers(0, CLASSES, count)), ((0.3, 0.55), labels)):
+    for size, classes in (((0.1, 0.2), random.integers(0, CLASSES, count)), ((0.4, 0.65), labels)):
         mask = _shape(classes // len(TEXTURES), axis, random, size)[:, None]
         fill = _coloured(_texture(classes % len(TEXTURES), axis, random), random)
         picture = np.where(mask, fill, picture)

@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pictures", type=int, default=16384)
     parser.add_argument("--held-out", type=int, default=2048)
-    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=28)
     parser.add_argument("--batch", type=int, default=256)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
