@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from headrace.core.svg_plot import nth_colour, short, svg, text_element
+from headrace.core.svg_plot import colour, nth_colour, short, svg, text_element
 from headrace.core.telemetry import GpuReading
 from rich.console import Console
 from rich.text import Text
@@ -77,12 +77,13 @@ def map_page(result: ConvMap) -> str:
     body = [
         f"<h1>Convolutions: {escape(result.title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in conditions(result)),
+        "<h2>Winners</h2>",
+        '<p class="soft">One square for each layer and batch size: the fastest right result, its time in us, and the speed of '
+        "the fastest of ours relative to the fastest of cuDNN (above 1: faster than cuDNN).</p>",
+        *_grids(result.cells),
         "<h2>Summary</h2><ul>",
         *(f"<li>{escape(line)}</li>" for line in (*result.summary, *(f"note: {note}" for note in result.notes))),
-        "</ul><h2>Winners</h2>",
-        '<p class="soft">One square for each layer and batch size: the fastest right result, its time in us, and below its '
-        "speed relative to the fastest of cuDNN (above 1: faster than cuDNN).</p>",
-        *_grids(result.cells),
+        "</ul>",
         "<h2>Measurements</h2>",
         '<p class="soft">Time of one launch in us: median, quartiles and extremes over the rounds; the bar shows extremes '
         "(line), quartiles (box) and median. Roofline: the least time that bytes and operations of a direct convolution "
@@ -129,7 +130,9 @@ def _state(reading: GpuReading | None) -> str:
     return ", ".join([*parts, f"slowed by {', '.join(active)}" if active else "not slowed"])
 
 
-_SQUARE_WIDTH, _SQUARE_HEIGHT, _LABEL = 108, 34, 170
+_SQUARE_WIDTH, _SQUARE_HEIGHT, _LABEL = 150, 34, 180
+# Colours of our algorithms; the baselines share the colour of everything else.
+_OWN_COLOURS = 5
 
 
 def _grids(cells: Sequence[Cell]) -> list[str]:
@@ -145,10 +148,15 @@ def _grids(cells: Sequence[Cell]) -> list[str]:
 
 def _legend(names: Sequence[str]) -> str:
     items = "".join(
-        f'<li><span class="dot" style="background:{nth_colour(number)}"></span>{escape(name)}</li>'
-        for number, name in enumerate(names)
+        f'<li><span class="dot" style="background:{_ink(name, names)}"></span>{escape(name)}</li>' for name in names
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+def _ink(name: str, names: Sequence[str]) -> str:
+    if name in BASELINES:
+        return colour("other")
+    return nth_colour([other for other in names if other not in BASELINES].index(name) % _OWN_COLOURS)
 
 
 def winner_grid(cells: Sequence[Cell], names: Sequence[str]) -> str:
@@ -181,7 +189,7 @@ def _square(cell: Cell, names: Sequence[str], x: float, y: float) -> str:
         return text_element("none", x + _SQUARE_WIDTH / 2, y + 20, "s", "middle")
     own, cudnn = _fastest(r for r in cell.results if r.is_own), cell.time_us(*_CUDNN)
     ratio = f"ours {cudnn / own.timing.median_us:.2f}x" if own is not None and own.timing is not None and cudnn else ""
-    ink = nth_colour(list(names).index(winner.name))
+    ink = _ink(winner.name, names)
     label = f"{cell.layer}, n {cell.shape.n}: {winner.name} {winner.variant} {winner.timing.median_us:.2f} us"
     width, height = _SQUARE_WIDTH - 3, _SQUARE_HEIGHT - 3
     return (
@@ -249,7 +257,7 @@ def _whisker(result: CandidateResult, longest_us: float) -> str:
     lowest, low, middle, high, highest = (
         100 * us / longest_us for us in (timing.min_us, timing.low_us, timing.median_us, timing.high_us, timing.max_us)
     )
-    ink = nth_colour(1 if result.name in BASELINES else 0)
+    ink = nth_colour(0) if result.is_own else colour("other")
     return (
         f'<svg viewBox="0 0 104 12" style="width:104px"><path d="M{lowest:.1f} 6H{highest:.1f}" stroke="{ink}"/>'
         f'<rect x="{low:.1f}" y="3" width="{max(high - low, 0.5):.1f}" height="6" fill="{ink}" opacity=".5"/>'

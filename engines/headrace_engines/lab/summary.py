@@ -55,11 +55,13 @@ def _ratios(cells: Iterable[Cell], slow: Callable[[Cell], float | None], *fast: 
 def _line(subject: str, ratios: Sequence[tuple[float, Cell]]) -> list[str]:
     if not ratios:
         return []
-    worst = min(ratios, key=lambda pair: pair[0])
-    best = max(ratios, key=lambda pair: pair[0])
+    worst, best = min(ratios, key=lambda pair: pair[0]), max(ratios, key=lambda pair: pair[0])
+    batches = _batches(cell for _, cell in ratios)
+    by_batch = ", ".join(f"n {n}: {median(r for r, cell in ratios if cell.shape.n == n):.2f}" for n in batches)
     return [
-        f"{subject}: median {median(ratio for ratio, _ in ratios):.2f} over {len(ratios)} layers and batch sizes, "
-        f"worst {worst[0]:.2f} ({_where(worst[1])}), best {best[0]:.2f} ({_where(best[1])})"
+        f"{subject}: median {median(ratio for ratio, _ in ratios):.2f}"
+        + (f" ({by_batch})" if len(batches) > 1 else "")
+        + f", worst {worst[0]:.2f} ({_where(worst[1])}), best {best[0]:.2f} ({_where(best[1])}), of {len(ratios)}"
     ]
 
 
@@ -76,9 +78,8 @@ def _against_cudnn(precision: str, cells: Sequence[Cell]) -> list[str]:
     for name in _names(cells):
         ratios = _ratios(cells, lambda cell: cell.time_us("cudnn"), name)
         lines += _line(f"{precision} time(cuDNN)/time({name})", ratios)
-        for n in _batches(cells):
-            lines += _line(f"  n {n}", [pair for pair in ratios if pair[1].shape.n == n])
-    return lines
+    ratios = _ratios(cells, lambda cell: cell.time_us("cudnn"), *_names(cells))
+    return lines + _line(f"{precision} time(cuDNN)/time(fastest of ours)", ratios)
 
 
 def _fused(precision: str, cells: Sequence[Cell]) -> list[str]:
@@ -90,12 +91,6 @@ def _fused(precision: str, cells: Sequence[Cell]) -> list[str]:
             for baseline in BASELINES[1:]:
                 ratios = _ratios(chosen, lambda cell, name=baseline: cell.time_us(name), *names)  # type: ignore[misc]
                 lines += _line(f"{precision} fused, {subject}: time({baseline})/time({label})", ratios)
-    for n in _batches(with_residual):
-        mine = [cell for cell in with_residual if cell.shape.n == n]
-        lines += _line(
-            f"  with a residual, n {n}: time(cudnn-unfused)/time(faster implicit GEMM)",
-            _ratios(mine, lambda cell: cell.time_us("cudnn-unfused"), *_GEMMS),
-        )
     return lines
 
 

@@ -69,7 +69,7 @@ def test_medians_over_layers_with_the_worst_named() -> None:
     cells = [cell(f"layer {n}", n, result("cudnn", 10), result("implicit-gemm", 10 * n)) for n in (1, 2, 4)]
     lines = summarize_map(cells)
     (line,) = [line for line in lines if line.startswith("fp16 time(cuDNN)/time(implicit-gemm)")]
-    assert "median 0.50 over 3" in line
+    assert "median 0.50 (n 1: 1.00, n 2: 0.50, n 4: 0.25)" in line
     assert "worst 0.25 (layer 4 n 4)" in line
 
 
@@ -89,7 +89,7 @@ def test_fused_kernels_are_compared_over_layers_with_a_residual() -> None:
     other = cell("b", 1, result("cudnn-unfused", 10), result("implicit-gemm", 10), epilogue=Epilogue(bias=True))
     lines = summarize_map([residual, other])
     (line,) = [line for line in lines if "with a residual: time(cudnn-unfused)/time(faster implicit GEMM)" in line]
-    assert "median 3.00 over 1" in line
+    assert "median 3.00, worst 3.00" in line
 
 
 def test_winograd_wins_and_losses_by_batch() -> None:
