@@ -154,7 +154,7 @@ def show_outcome(console: Console, outcome: ImportOutcome) -> None:
     ]
     title = f"{outcome.folder.name}: ONNX Runtime against {outcome.framework}, relative to each output's largest value"
     console.print(narrow_table(title, headings, rows, console.width))
-    for note in (*outcome.notes, *outcome.check.skipped, *outcome.remarks):
+    for note in (*outcome.notes, *outcome.check.skipped, *outcome.check.warnings, *outcome.remarks):
         print_text(console, f"Note: {note}")
     for fault in outcome.check.faults:
         print_text(console, fault, "red")
@@ -192,6 +192,10 @@ def _torch(options: argparse.Namespace) -> tuple[ImportRequest, str]:
 
 def _keras(options: argparse.Namespace) -> tuple[ImportRequest, str]:
     path = _file(options.model, "a model that Keras saved (.keras, .h5)")
+    if path.suffix not in (".keras", ".h5", ".hdf5"):
+        raise CallError(
+            f"{options.model} is no file of Keras: name a .keras or .h5 file, or use `headrace import savedmodel`"
+        )
     custom = str(_file(str(options.custom_objects), "a Python file")) if options.custom_objects else ""
     common = _common(options, "keras_program")
     return _request(common, path=str(path), custom_objects=custom, allow_code=options.allow_code), path.stem

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnxruntime as ort
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME
@@ -22,6 +21,7 @@ from headrace_engines.errors import BuildError
 from headrace_engines.importers.cases import Case, input_forms, random_cases, sample_cases
 from headrace_engines.importers.check import Bound, ImportCheck, compare
 from headrace_engines.importers.environment import DEFAULT_ENVIRONMENTS, framework_python
+from headrace_engines.importers.exported_graph import load_failure, mend_graph
 from headrace_engines.importers.publishing import (
     MODEL,
     VERSION,
@@ -30,7 +30,6 @@ from headrace_engines.importers.publishing import (
     check_free,
     publish,
     read_label_names,
-    rename_tensors,
     write_folder,
     write_report,
 )
@@ -127,7 +126,10 @@ def import_model(
         SourceProcess(python, request, staged.parent, program) as source,
     ):
         description = source.export(part(report, 0.05, 0.6))
-        model = _take_model(staged, description)
+        model = _take_model(staged)
+        entries = [*description["inputs"], *description["outputs"]]
+        names = {str(entry.get("onnx", entry["name"])): str(entry["name"]) for entry in entries}
+        opset = mend_graph(model, names, request.opset)
         if request.dynamic_batch:
             check_batch(model, _STATIC_CURES.get(request.form, _STATIC_CURES[""]))
         plan = FolderPlan(
@@ -140,8 +142,12 @@ def import_model(
         )
         folder = write_folder(staged, plan)
         cases = _cases(folder.config, description, options.samples)
-        check = _compare(model, folder.config, source, cases, part(report, 0.6, 0.98))
-        outcome = _outcome(target, model, description, check, [str(finding) for finding in folder.findings])
+        try:
+            session = open_session(model, session_options())
+        except BuildError as error:
+            raise load_failure(error, opset) from error
+        check = _compare(session, folder.config, source, cases, part(report, 0.6, 0.98))
+        outcome = _outcome(target, model, description, opset, check, [str(finding) for finding in folder.findings])
         write_report(staged, _document(request, description, outcome))
         if check.has_passed:
             report(0.99, "publishes")
@@ -170,14 +176,12 @@ def _staging(repository: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _take_model(staged: Path, description: Mapping[str, Any]) -> Path:
-    """Move the exported file and its external data into the version; rename its tensors."""
+def _take_model(staged: Path) -> Path:
+    """Move the exported file and its external data into the version."""
     path = staged / VERSION / MODEL
     for file in (MODEL, f"{MODEL}.data"):
         if (staged.parent / file).exists():
             (staged.parent / file).replace(path.with_name(file))
-    entries = [*description["inputs"], *description["outputs"]]
-    rename_tensors(path, {str(entry.get("onnx", entry["name"])): str(entry["name"]) for entry in entries})
     return path
 
 
@@ -203,9 +207,8 @@ def _cases(config: ModelConfig, description: Mapping[str, Any], samples: str) ->
 
 
 def _compare(
-    model: Path, config: ModelConfig, source: SourceProcess, cases: Iterator[Case], report: Report
+    session: ort.InferenceSession, config: ModelConfig, source: SourceProcess, cases: Iterator[Case], report: Report
 ) -> ImportCheck:
-    session = open_session(model, session_options())
     names = [tensor.name for tensor in config.output]
     kinds = {tensor.name: np.dtype(BY_CONFIG_NAME[tensor.data_type].dtype) for tensor in config.input}
     done = 0
@@ -239,10 +242,8 @@ def _run(session: ort.InferenceSession, names: Sequence[str], inputs: Mapping[st
 
 
 def _outcome(
-    target: Path, model: Path, description: Mapping[str, Any], check: ImportCheck, remarks: Sequence[str]
+    target: Path, model: Path, description: Mapping[str, Any], opset: int, check: ImportCheck, remarks: Sequence[str]
 ) -> ImportOutcome:
-    proto = onnx.load_model(model, load_external_data=False)
-    opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
     files = [path for path in model.parent.iterdir() if path.name.startswith(MODEL)]
     size_bytes = sum(path.stat().st_size for path in files)
     notes = tuple(str(note) for note in description.get("notes", ()))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
 import yaml
 from headrace.config.files import sync
 from headrace.config.model_folder import CONFIG_FILES, ModelFolder, read_model_folder
@@ -44,41 +43,6 @@ class FolderPlan:
     needs_labels: bool
     preprocess: Mapping[str, Any]
     remark: str
-
-
-def rename_tensors(path: Path, names: Mapping[str, str]) -> None:
-    """Rename inputs and outputs of an ONNX file, wherever its graph reads or writes them.
-
-    Args:
-        path: the file; external data stay where they are.
-        names: new name by present name.
-
-    Raises:
-        BuildError: a new name is that of another tensor.
-    """
-    names = {old: new for old, new in names.items() if old != new}
-    if not names:
-        return
-    model = onnx.load_model(path, load_external_data=False)
-    taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - set(names)
-    for old, new in names.items():
-        if new in taken:
-            raise BuildError(f"the tensor {old} cannot be called {new}, another one has that name: rename the output")
-    _rename(model.graph, names)
-    onnx.save_model(model, path)
-
-
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    for field in (graph.input, graph.output, graph.value_info, graph.initializer):
-        for value in field:
-            value.name = names.get(value.name, value.name)
-    for node in graph.node:
-        for field_of_node in (node.input, node.output):
-            for index, name in enumerate(field_of_node):
-                field_of_node[index] = names.get(name, name)
-        for attribute in node.attribute:
-            for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
-                _rename(inner, names)
 
 
 def write_folder(folder: Path, plan: FolderPlan) -> ModelFolder:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -112,8 +114,9 @@ class SourceProcess:
     ) -> None:
         process = self._process
         if process is not None:
-            # Nothing is lost: the files that were announced are complete.
-            process.kill()
+            # Its process group, with what the user's code has started. The files that were announced are complete.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:

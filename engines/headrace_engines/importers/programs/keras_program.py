@@ -67,7 +67,8 @@ class KerasSource(Source):
             options["input_signature"] = self._static_signature(sizes)
         self._model.export(path, format="onnx", verbose=False, **options)
         graph = onnx.load_model(path, load_external_data=False).graph
-        inputs = _match([value.name for value in graph.input], self._names)
+        weights = {tensor.name for tensor in graph.initializer}  # inputs too in old versions of the format
+        inputs = _match([value.name for value in graph.input if value.name not in weights], self._names)
         outputs = _match([value.name for value in graph.output], self._outputs)
         return {
             "framework": f"keras {keras.__version__} on {keras.backend.backend()}",

@@ -66,7 +66,8 @@ class SignatureSource(Source):
         report(0.3, "exports to ONNX")
         self._convert(path)
         graph = onnx.load_model(path, load_external_data=False).graph
-        inputs, outputs = {v.name for v in graph.input}, {v.name for v in graph.output}
+        inputs = {value.name for value in graph.input}
+        outputs = {value.name for value in graph.output}
         notes = []
         unused = [name for name in self._specs if _node_name(name, inputs) is None]
         if unused:

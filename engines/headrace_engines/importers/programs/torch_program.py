@@ -17,6 +17,8 @@ _DOWNLOAD_LIMIT_S = 30
 # The exporter treats a size of 1 as fixed.
 _BATCH = 2
 SEED = 5
+# Parameters below have no visible effect: layer scales begin at 1e-6 to 1e-5.
+_SMALL = 1e-4
 
 
 def open_source(request: Json, report: Report) -> Source:
@@ -402,6 +404,9 @@ def _torchvision(request: Json, report: Report) -> Source:
     if size is None:
         raise ImportFault(f"the input size of {name} is not known", "write --input-shape input=1,3,224,224")
     request["input_names"] = request["input_names"] or ["input"]
+    if origin == "random":
+        report(0.15, "scales the random weights")
+        scale_weights(model, torch.randn([_BATCH, *size[1:]]))
     described = {
         **facts,
         "notes": notes,
@@ -441,6 +446,47 @@ def _load_torchvision(name: str, weights: Any, request: Json) -> tuple[torch.nn.
     # Segmentation models fetch the weights of their backbone otherwise.
     backbone = {"weights_backbone": None} if _takes_backbone(name) else {}
     return get_model(name, weights=None, **backbone), "random", [note]
+
+
+def scale_weights(model: torch.nn.Module, example: torch.Tensor) -> None:
+    """Change random weights so that every layer has an effect on the output, which a comparison then sees.
+
+    Initial weights hide layers: constants, layer scales of 1e-6, and activations that vanish from layer to layer. Constant
+    parameters and the statistics of batch normalisation get random values. Weights of convolutions and linear layers are divided
+    by the standard deviation of the layer's output, one layer after the other (Mishkin and Matas, "All you need is a good
+    init", 2016).
+
+    Args:
+        model: the model, in evaluation mode.
+        example: input tensor.
+    """
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.abs().max() < _SMALL or parameter.min() == parameter.max():
+                middle = 0.0 if parameter.abs().max() == 0 else 1.0
+                parameter.copy_(middle + 0.1 * torch.randn_like(parameter))
+        for module in model.modules():
+            if getattr(module, "running_var", None) is not None:
+                module.running_mean.copy_(0.1 * torch.randn_like(module.running_mean))
+                module.running_var.copy_(0.5 + torch.rand_like(module.running_var))
+
+        def divide(module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            scale = output.std()
+            if module in scaled or not scale > 0:
+                return output
+            scaled.add(module)
+            module.weight.div_(scale)
+            if module.bias is not None:
+                module.bias.div_(scale)
+            return output / scale
+
+        scaled: set[Any] = set()
+        kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.Linear)
+        hooks = [m.register_forward_hook(divide) for m in model.modules() if isinstance(m, kinds)]
+        model(example)
+        for hook in hooks:
+            hook.remove()
 
 
 def _takes_backbone(name: str) -> bool:

@@ -118,6 +118,7 @@ def test_keras_code_is_off_by_default(recorder: Recorder, files: Path) -> None:
         (["torch", "net.py:f", "--input-shape", "x=1,3", "--input-dtype", "x=int4"], "TYPE one of float16"),
         (["keras", "gone.keras"], "there is no file gone.keras"),
         (["keras", "net.keras", "--custom-objects", "gone.py"], "there is no file gone.py"),
+        (["keras", "net.py"], "net.py is no file of Keras: name a .keras or .h5 file"),
         (["savedmodel", "gone"], "there is no folder gone"),
         (["keras", "net.keras", "--max-batch-size", "0"], "write 1 or more, or --static-batch"),
     ],
@@ -156,7 +157,7 @@ def test_the_table_has_errors_and_bounds() -> None:
     for word in (
         "2.0e-06",
         "3.0e-07",
-        "0.001 / 0.0001",
+        "0.0001 / 1e-05",
         "Note: random weights",
         "Note: a remark",
         "1.5 MB, 2 comparisons",

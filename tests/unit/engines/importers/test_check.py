@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,15 +45,38 @@ def test_an_error_beyond_the_bound_of_the_type_fails(kind: str) -> None:
 
 
 def test_a_small_error_of_every_element_fails_by_its_mean() -> None:
-    result = check(lambda x: x, lambda x: x + 5e-4 * np.abs(x).max())
+    result = check(lambda x: x, lambda x: x + 5e-5 * np.abs(x).max())
     assert result.outputs["y"].largest < BOUNDS["float32"].largest
     assert not result.has_passed
 
 
+def test_the_two_forms_of_gelu_differ() -> None:
+    def exact(x: np.ndarray) -> np.ndarray:
+        return np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x.ravel()], x.dtype).reshape(x.shape)
+
+    def by_tanh(x: np.ndarray) -> np.ndarray:
+        return 0.5 * x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)))
+
+    form = InputForm("x", np.dtype(np.float32), (2, 200))
+    assert check(exact, exact, form=form).has_passed
+    assert not check(exact, by_tanh, form=form).has_passed
+
+
 def test_errors_are_relative_to_the_largest_value() -> None:
-    assert check(lambda x: x * 1e6, lambda x: x * 1e6 + 1.0).has_passed
+    assert check(lambda x: x * 1e6, lambda x: x * 1e6 + 1e-2).has_passed
     assert not check(lambda x: x * 1e-6, lambda x: x * 1e-6 + 1.0).has_passed
     assert not check(lambda x: x * 0, lambda x: x * 0 + 1.0).has_passed
+
+
+def test_an_output_that_hardly_depends_on_the_input_is_noted() -> None:
+    def faint(x: np.ndarray) -> np.ndarray:
+        return (1 + 1e-5 * x).astype(x.dtype)
+
+    result = check(faint, faint)
+    assert result.has_passed
+    (warning,) = result.warnings
+    assert warning.startswith("output y varies by only 4e-05 of its largest value")
+    assert not check(lambda x: x, lambda x: x).warnings
 
 
 def test_nan_and_infinity_are_equal_to_themselves_only() -> None:
