@@ -1,8 +1,16 @@
-"""ONNX models built node by node; one computes for a requested time."""
+"""ONNX models built node by node; one computes for a requested time.
+
+    python -m loadtest.onnx_models encoder.onnx [--layers 4 --width 384 --heads 6]
+
+writes a text encoder with random weights.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -179,3 +187,19 @@ def _encoder_layer(
         node("LayerNormalization", [p + "sum2", "ones", "zeros"], [f"state{layer + 1}"], axis=-1),
     ]
     return nodes
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write an encoder; return 0."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.onnx_models", description="Write a text encoder.")
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    options = parser.parse_args(words)
+    onnx.save(transformer(options.layers, options.width, options.heads), options.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

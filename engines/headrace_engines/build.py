@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest
 from headrace.core.command_line import plural
 
@@ -26,12 +27,14 @@ from headrace_engines.onnx_graph import OnnxRunner, read_onnx
 from headrace_engines.optimize.sparse_build import choose_sparse
 from headrace_engines.optimize.sparsity import sparse_nodes
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
+from headrace_engines.precision.methods import EXPLICIT, STRIPPED, precisions_without_samples, with_method
 from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildData, BuildSpec, Project, open_data
+from headrace_engines.quantization.explicit import refused_by_tensorrt, without_qdq
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store, StoreEntry
 from headrace_engines.targets.base import BatchTiming, Engine, ModelRunner, Target, TargetSpec
-from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
+from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine, name_nodes
 
 logger = logging.getLogger("headrace.build")
 Array = npt.NDArray[Any]
@@ -112,6 +115,7 @@ def build_engine(
             f"{project.name}: {spec.precision} cannot be built for {target.name} on this machine: {refused}"
         )
     machine = target.describe()
+    spec = with_method(project, spec, target.name)
     data = open_data(project, spec)
     digest = project.digest()
     key = _key(project, spec, data, machine, store)
@@ -135,7 +139,8 @@ def build_best_engine(
     Raises:
         BuildError: not even FP32 can be built.
     """
-    candidates = ["fp32", "fp16"] + (["int8"] if spec.calibration.data else [])
+    without_samples = precisions_without_samples(project, spec, target.name)
+    candidates = ["fp32", "fp16", *(without_samples or (["int8"] if spec.calibration.data else []))]
     candidates = [precision for precision in candidates if not target.refuses(precision)]
     built = []
     for index, precision in enumerate(candidates):
@@ -155,7 +160,7 @@ def build_best_engine(
 
 def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: Store) -> BuildResult | None:
     """Return the stored FP32 engine of the same target, model and shapes; None if there is none."""
-    plain, machine = spec.at("fp32"), target.describe()
+    plain, machine = with_method(project, spec.at("fp32"), target.name), target.describe()
     entry = store.find(_key(project, plain, open_data(project, plain), machine, store))
     return None if entry is None else _result_from_entry(entry, plain, machine, cached=True)
 
@@ -187,10 +192,9 @@ class _Builder:
     def run(self, report: Report) -> StoreEntry:
         started_s = time.monotonic()
         report(0.0, "reading the model")
-        source = read_onnx(self.project.source)
-        model = simplify(source)
+        source, reference = self._source()
         lowered = lower_model(
-            model,
+            source if self.spec.method == EXPLICIT else simplify(source),
             self.spec,
             self.target.name,
             self.data,
@@ -203,7 +207,7 @@ class _Builder:
             lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.7))
             sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))
             with closing(self.target.open(artefact, lowered.model)) as engine:
-                accuracy = self._compare(OnnxRunner(source), engine, part(report, 0.8, 0.95))
+                accuracy = self._compare(OnnxRunner(reference), engine, part(report, 0.8, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
             seconds = time.monotonic() - started_s
             facts = {
@@ -212,6 +216,24 @@ class _Builder:
                 **sparsity,
             }
             return self.store.add(self.key, artefact, facts)
+
+    def _source(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+        """Return the model to build, and the FP32 model to compare with.
+
+        Raises:
+            BuildError: the target does not take the Q/DQ of the model.
+        """
+        source = read_onnx(self.project.source)
+        if self.spec.method not in (EXPLICIT, STRIPPED):
+            return source, source
+        plain = without_qdq(source)
+        if self.spec.method == STRIPPED:
+            return plain, plain
+        refused = refused_by_tensorrt(source) if self.target.name == "tensorrt" else ""
+        if refused:
+            cure = "export it with symmetric INT8 activations, or build for the CPU: --target onnxruntime"
+            raise BuildError(f"{self.project.name}: {refused}: {cure}")
+        return name_nodes(source), plain
 
     def _build_artefact(self, lowered: LoweredModel, artefact: Path, report: Report) -> LoweredModel:
         """Build, with layers for which the target has no 8-bit kernel in floating point; return the built model."""

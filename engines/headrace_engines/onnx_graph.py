@@ -165,6 +165,11 @@ class OnnxGraph:
             self._consumers.get(old, {}).pop(id(node), None)
         self._consumers.setdefault(tensor, {})[id(node)] = node
 
+    def rename_output(self, node: onnx.NodeProto, name: str) -> None:
+        """Rename the first output of a node to a tensor that no other node produces; readers of that name then read it."""
+        node.output[0] = name
+        self._index()
+
     def remove(self, node: onnx.NodeProto) -> None:
         """Remove a node; rewire the readers of its outputs first."""
         self.model.graph.node.remove(node)
@@ -377,3 +382,33 @@ class OnnxRunner:
             first = " ".join(str(error).split())[:300]
             raise BuildError(f"the model fails on samples of {shapes}: {first}: check the samples") from error
         return dict(zip(self.outputs, results, strict=True))
+
+
+def evaluate_constant(model: onnx.ModelProto, name: str) -> tuple[Array, set[str]]:
+    """Compute a tensor that depends on constants only.
+
+    Args:
+        model: not changed.
+        name: name of the tensor.
+
+    Returns:
+        The tensor, and the names of all tensors that it is computed from, its own included.
+
+    Raises:
+        BuildError: ONNX Runtime cannot compute it.
+    """
+    needed, nodes = {name}, []
+    for node in reversed(model.graph.node):
+        if needed.intersection(node.output):
+            nodes.append(node)
+            needed.update(node.input)
+    constants = [tensor for tensor in model.graph.initializer if tensor.name in needed]
+    match = next((tensor for tensor in constants if tensor.name == name), None)
+    if match is not None:
+        return np.array(numpy_helper.to_array(match)), needed
+    part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    part.graph.name = "constants"
+    part.graph.node.extend(nodes[::-1])
+    part.graph.initializer.extend(constants)
+    part.graph.output.append(onnx.ValueInfoProto(name=name))
+    return OnnxRunner(part).run({})[name], needed

@@ -168,6 +168,7 @@ class BuildSpec:
         calibration: method and samples of the calibration.
         accuracy: held-out samples and required accuracy.
         keep_fp32: names of nodes, `*` allowed, that stay FP32 among FP16 or BF16.
+        method: way to the precision, see `headrace_engines.precision.methods`; "" for the usual one.
     """
 
     precision: str
@@ -176,11 +177,12 @@ class BuildSpec:
     calibration: Calibration
     accuracy: AccuracyBar
     keep_fp32: tuple[str, ...] = ()
+    method: str = ""
 
     @property
     def quantized(self) -> bool:
         """True if the precision needs calibrated ranges."""
-        return self.precision in (*CALIBRATED, "best")
+        return self.precision in (*CALIBRATED, "best") and not self.method
 
     @property
     def bar(self) -> AccuracyLimits:
@@ -203,7 +205,7 @@ class BuildSpec:
         Args:
             precision: one of `PRECISIONS`.
         """
-        return replace(self, precision=precision)
+        return replace(self, precision=precision, method="")
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of everything that defines the artefact except the model and the machine."""
@@ -218,6 +220,8 @@ class BuildSpec:
         # Fields that are not set are left out, so that stored engines keep their keys.
         if self.keep_fp32 and self.precision != "fp32":
             document["keep_fp32"] = list(self.keep_fp32)
+        if self.method:
+            document |= {"method": self.method, "keep": list(self.calibration.keep)}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -332,7 +336,9 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
     calibration = open_samples(options.data, folder, config, options.samples) if options.data else None
     if calibration is None and spec.quantized and spec.precision != "best":
         cure = "write optimization.calibration.data: a folder of pictures, an .npz or file.py:function in the model's folder"
-        raise BuildError(f"{project.name}: {spec.precision} needs samples to calibrate with: {cure}")
+        without = "; without samples int8 is built for a CPU, from models of large matrix products"
+        text = f"{project.name}: {spec.precision} needs samples to calibrate with: {cure}"
+        raise BuildError(text + (without if spec.precision == "int8" else ""))
     if bar.data:
         held_out = open_samples(bar.data, folder, config, bar.samples)
         if calibration is not None and not len(held_out := held_out.without(calibration)):

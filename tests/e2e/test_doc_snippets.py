@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from headrace.access.keys_file import parse_keys
 from PIL import Image
 
+from loadtest.onnx_models import transformer
 from tests.support.models import read_config_text
 from tests.support.serving import HOST, ROOT, Server, free_port, serving
 from tests.support.tools import tool
@@ -232,6 +234,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     np.savez(folder / "requests.npz", input=np.ones((4, 16), np.float32))
     np.zeros((1, 3, 224, 224), np.float32).tofile(folder / "image.f32")
     (folder / "model.onnx").symlink_to(folder / "model_repository" / "tiny" / "1" / "model.onnx")
+    onnx.save(transformer(layers=1, width=64, heads=2, words=50), folder / "encoder.onnx")
     options = ["--model-control", "explicit", *(word for name in SERVED for word in ("--load-model", name))]
     with serving(folder / "model_repository", folder, *options) as server:
         yield Shell(folder, server)

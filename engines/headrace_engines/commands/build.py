@@ -29,6 +29,7 @@ from rich.text import Text
 from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
 from headrace_engines.errors import BuildError, CallError
+from headrace_engines.precision.methods import REMARKS, stored_precision
 from headrace_engines.progress import Report, with_progress_lines
 from headrace_engines.project import Project, all_projects, open_project, read_spec
 from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, rate, size
@@ -166,6 +167,9 @@ def build_model(
     outcome, error, expected = BuildOutcome(project.name), "", None
     try:
         spec = read_spec(project.config, options.precision or "")
+        requested = spec.precision
+        if not options.precision and (stored := stored_precision(project)):
+            spec = spec.at(stored)
         target, advice = targets.of(project)
         engines = engine_folder(options.state_dir.expanduser(), project.folder.path, project.version)
         expected = forecast(project, target, targets.gpu, engines)
@@ -177,7 +181,7 @@ def build_model(
         if built.refusal and not options.force:
             raise BuildError("; ".join(built.refusal) + "; --force publishes it with a mark")
         forced = bool(built.refusal)
-        folder = _publish(project, options, built, store, spec.precision, forced)
+        folder = _publish(project, options, built, store, requested, forced)
         current, current_rows_per_s = _serving_before(expected.current, built)
         outcome = replace(
             outcome,
@@ -484,6 +488,8 @@ def _served_lines(outcome: BuildOutcome) -> list[str]:
     """Return lines on the runtime after the build, and on obstacles."""
     assert outcome.built is not None
     lines = [] if outcome.not_served else [f"serves from now on: {serving_text(outcome.built)}"]
+    if outcome.built.spec.method:
+        lines.append(f"{outcome.built.spec.precision}: {REMARKS[outcome.built.spec.method]}")
     if outcome.advice:
         lines.append(outcome.advice)
     if outcome.state_folder is not None:

@@ -43,6 +43,7 @@ from headrace_engines.errors import BuildError, CallError
 from headrace_engines.layers.comparison import LayerComparison, compare_layers
 from headrace_engines.layers.report import layers_section, show_layers
 from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.precision.methods import REMARKS
 from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildSpec, Project, open_data, open_project, read_spec
 from headrace_engines.report import (
@@ -237,6 +238,7 @@ def _build(
         return ComparisonRow(spec.precision, _reason(error))
     report(1.0, "from the store" if built.cached else "built")
     remarks = list(built.refusal)
+    remarks += [REMARKS[built.spec.method]] if built.spec.method else []
     if spec.precision == "fp8" and any(node.op_type == "Conv" for node in source.graph.node):
         refused = target.refuses_fp8_convolutions()
         remarks += [f"convolutions run in fp16: {refused}"] if refused else []

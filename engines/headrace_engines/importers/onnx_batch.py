@@ -20,7 +20,7 @@ from headrace.config.row_rules import ROWS, RULES, Rows, RowsMixed, RowTensor, S
 from onnx import helper, inliner, numpy_helper
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, OnnxRunner, captured, copy_model, replace_items
+from headrace_engines.onnx_graph import Array, captured, copy_model, evaluate_constant, replace_items
 from headrace_engines.simplify import name_nodes, raise_opset
 
 # ConstantOfShape is an operator since opset 9, Expand since 8.
@@ -476,7 +476,7 @@ class _Attempt:
         """
         if self.batch_size == 1 or shape[axis] != self.batch_size:
             return name
-        values, sources = _evaluated(self.source, name)
+        values, sources = evaluate_constant(self.source, name)
         first = np.take(values, [0], axis=axis)
         if not np.array_equal(np.broadcast_to(first, values.shape), values, equal_nan=values.dtype.kind == "f"):
             raise RowsMixed(f"takes '{name}', which has other values for each row of the batch")
@@ -563,25 +563,6 @@ def _resolved(shape: Shape, raw: Shape) -> Shape | None:
             return None
         target[target.index(-1)] = math.prod(shape) // rest
     return tuple(target)
-
-
-def _evaluated(model: onnx.ModelProto, name: str) -> tuple[Array, set[str]]:
-    """Compute a tensor that depends on constants only; returns the names of all tensors that it is made of, too."""
-    needed, nodes = {name}, []
-    for node in reversed(model.graph.node):
-        if needed.intersection(node.output):
-            nodes.append(node)
-            needed.update(node.input)
-    constants = [tensor for tensor in model.graph.initializer if tensor.name in needed]
-    match = next((tensor for tensor in constants if tensor.name == name), None)
-    if match is not None:
-        return np.array(numpy_helper.to_array(match)), needed
-    part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    part.graph.name = "constants"
-    part.graph.node.extend(nodes[::-1])
-    part.graph.initializer.extend(constants)
-    part.graph.output.append(onnx.ValueInfoProto(name=name))
-    return OnnxRunner(part).run({})[name], needed
 
 
 def _finished(attempt: _Attempt, batch_size: int) -> FreedBatch:

@@ -58,9 +58,11 @@ from headrace_engines.precision.limits import (
     must_stay_fp32,
     signature,
 )
+from headrace_engines.precision.methods import DYNAMIC, EXPLICIT
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization.calibration import calibrate
+from headrace_engines.quantization.dynamic import dynamic_products, quantize_products
 from headrace_engines.quantization.placement import PRODUCTS, tensors_to_calibrate
 from headrace_engines.quantization.qdq import SAMPLES, correct_biases, quantizable, quantize
 from headrace_engines.quantization.samples import Samples
@@ -390,8 +392,10 @@ def lower_model(
     Raises:
         BuildError: the model cannot be written in this precision.
     """
-    if spec.precision == "fp32":
+    if spec.precision == "fp32" or spec.method == EXPLICIT:
         return LoweredModel(model)
+    if spec.method == DYNAMIC:
+        return _lower_dynamically(model, spec)
     if spec.precision in ("fp16", "bf16"):
         samples = data.calibration or data.held_out
         keep = must_stay_fp32(model, samples, spec.precision, report) | fp32_nodes(model, spec)
@@ -402,6 +406,20 @@ def lower_model(
             f"calibration.method is tensorrt, TensorRT 10's own calibrator, which is no longer used: {cure}"
         )
     return Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
+
+
+def _lower_dynamically(model: onnx.ModelProto, spec: BuildSpec) -> LoweredModel:
+    """Write the products of a model in dynamic INT8, except those that the configuration keeps.
+
+    Raises:
+        BuildError: a name of the configuration matches no product, or no product is left.
+    """
+    nodes = dynamic_products(model)
+    keep = nodes_to_keep(nodes, spec.calibration)
+    if keep.issuperset(nodes):
+        raise BuildError("calibration.keep leaves no product in int8: name fewer nodes, or use fp32")
+    narrow = not has_vnni(cpu_capability())
+    return LoweredModel(quantize_products(model, keep, reduce_range=narrow), tuple(sorted(keep)))
 
 
 def fp32_nodes(model: onnx.ModelProto, spec: BuildSpec) -> set[str]:

@@ -226,7 +226,9 @@ def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
     precision = requested_precision(config.optimization)
     if precision in CALIBRATED and not config.optimization.calibration.data:
         cure = "write optimization.calibration.data: samples in the model's folder"
-        remarks.append(Problem(("optimization", "precision"), f"{precision} cannot be built without samples", cure))
+        others = " other than a transformer on a CPU" if precision == "int8" else ""
+        message = f"{precision} cannot be built without samples, from a model{others} that carries no Q/DQ"
+        remarks.append(Problem(("optimization", "precision"), message, cure))
     return remarks
 
 
