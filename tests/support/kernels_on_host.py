@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.core.errors import Unsupported
+
 from tests.support.fake_cuda import DriverError, FakeCuda
 
 # Light headers and no threads of the system: a kernel is compiled and run in a fraction of a second. A block's threads take
@@ -184,8 +186,18 @@ class HostKernels:
         self._folder = folder
         self._cuda = cuda
 
-    def compile_cuda(self, source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
+    def compile_cuda(
+        self,
+        source: str,
+        name: str,
+        capability: tuple[int, int],
+        options: Sequence[str] = (),
+        *,
+        own_instructions: bool = False,
+    ) -> bytes:
         """As `headrace.cuda.kernels.loading.compile_cuda`; gives the path of a shared library."""
+        if own_instructions:
+            raise Unsupported(f"{name} needs instructions of a GPU that the host cannot stand for: run it on the GPU")
         source = _FUNCTION.sub(lambda function: "" if "asm" in function[0] else function[0], source)
         text = [_PRELUDE, _TENSOR_CORES if "ON_HOST" in source else "", source, _LAUNCH]
         together = str("__syncthreads" in source).lower()

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import loading
-from headrace.cuda.kernels.convolution import implicit_gemm
+from headrace.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
 
 
 class FakeLibrary:
@@ -140,3 +140,15 @@ def test_the_matrix_product_compiles() -> None:
         options += [f"-DBK={tile.bk}", f"-DSTAGES={tile.stages}"]
         options += [f"-DWARPS_M={tile.warps_m}", f"-DWARPS_N={tile.warps_n}"]
         assert loading.compile_cuda(source, "implicit_gemm.cu", (8, 0), options).startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+def test_the_matrix_product_of_hopper_compiles() -> None:
+    headers = [f"convolution/{name}.cuh" for name in ("elements", "gemm_epilogue", "hopper")]
+    source = loading.read_source("convolution/implicit_gemm_hopper.cu", headers)
+    for number, tile in enumerate(implicit_gemm_hopper.TILES):
+        options = ["-DHALF=1", "-DBIAS=1", "-DRESIDUAL=1", "-DRELU=1", f"-DBM={tile.bm}", f"-DBN={tile.bn}"]
+        options += [f"-DCONSUMERS={tile.warpgroups}", f"-DSTAGES={tile.stages}", f"-DBLOCKS={tile.blocks}"]
+        options += [f"-DPOINTWISE={number % 2}", f"-DSPLITS={1 << number % 4}"]
+        code = loading.compile_cuda(source, "implicit_gemm_hopper.cu", (9, 0), options, own_instructions=True)
+        assert code.startswith(b"\x7fELF")

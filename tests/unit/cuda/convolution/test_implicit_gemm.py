@@ -7,6 +7,7 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.implicit_gemm import TILES, GemmTile, ImplicitGemm
+from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM
 
 from tests.support import fake_cuda
 from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check, random_operands
@@ -97,10 +98,26 @@ def test_unsupported_shapes_are_refused(
         ImplicitGemm().open(0, shape, dtype, PLAIN, np.zeros(shape.weights_shape[1:], np.float32))
 
 
+def test_measured_layers_have_their_fastest_tile_first() -> None:
+    tiles = {str(tile) for tile in TILES}
+    for name, layers in IMPLICIT_GEMM.items():
+        assert name in tiles, f"{name} is not a tile any more: measure again"
+        for pixels, k, inner, splits in layers:
+            first = ImplicitGemm().variants(ConvShape(1, inner, 1, pixels, k, 1, 1))[0]
+            assert (str(first.tile), first.splits) == (name, splits)
+
+
 def test_small_outputs_are_split_and_large_ones_are_not() -> None:
     small = ImplicitGemm().variants(ConvShape(1, 512, 7, 7, 512, 3, 3, 1, 1))
     assert small[0].splits > 1
     assert {variant.variant for variant in small} >= {"64x64x64 4 warps 4 stages", "64x64x64 4 warps 4 stages split 8"}
-    large = ImplicitGemm().variants(ConvShape(256, 256, 14, 14, 256, 3, 3, 1, 1))
+    large = ImplicitGemm().variants(ConvShape(200, 240, 15, 15, 280, 3, 3, 1, 1))
     assert large[0].splits == 1
+    assert {variant.tile for variant in large} == set(TILES)
     assert ImplicitGemm().variant == "auto"
+
+
+def test_a_split_of_a_measured_layer_is_not_used_where_there_are_too_few_steps() -> None:
+    shape = ConvShape(1, 64, 7, 7, 512, 1, 1)
+    assert [variant.splits for variant in ImplicitGemm().variants(shape)].count(1) == len(TILES)
+    assert ImplicitGemm().variants(shape)[0].splits == 1

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM, nearest
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
@@ -91,6 +92,8 @@ TILES: tuple[GemmTile, ...] = (
     GemmTile(256, 128, 64, 4, 2, 3),
     GemmTile(128, 128, 64, 2, 2, 3),
     GemmTile(128, 128, 32, 2, 4, 4),
+    GemmTile(128, 128, 32, 2, 2, 4),
+    GemmTile(256, 64, 32, 4, 1, 4),
     GemmTile(128, 64, 64, 2, 2, 4),
     GemmTile(64, 128, 64, 2, 2, 4),
     GemmTile(64, 64, 64, 2, 2, 4),
@@ -102,7 +105,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class ImplicitGemm:
-    """The algorithm with one tile, or with the tile that a cost model selects for each shape.
+    """The algorithm with one tile, or with the tile of the nearest measured layer for each shape.
 
     Args:
         tile: work of a block; None to select it.
@@ -125,14 +128,21 @@ class ImplicitGemm:
         return refusal(shape, dtype, capability, (8, 0))
 
     def variants(self, shape: ConvShape) -> list[ImplicitGemm]:
-        """Return the tiles and splits that are worth measuring for a shape, the cost model's choice first."""
+        """Return the tiles and splits that are worth measuring for a shape.
+
+        The first is that of the nearest measured layer; the others are in the order of a cost model.
+        """
+        measured = nearest(IMPLICIT_GEMM, shape)
         candidates = [
             ImplicitGemm(tile, splits)
             for tile in TILES
             for splits in SPLITS
             if splits == 1 or _can_split(shape, tile, splits)
         ]
-        return sorted(candidates, key=lambda candidate: _cost(shape, candidate))
+        return sorted(
+            candidates,
+            key=lambda candidate: ((str(candidate.tile), candidate.splits) != measured, _cost(shape, candidate)),
+        )
 
     def open(
         self,

@@ -16,6 +16,7 @@ from headrace.cuda.driver import check, loaded
 from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue, finish
 from headrace.cuda.kernels.launching import copy_to_gpu
 from headrace.cuda.kernels.loading import Kernels, is_half
+from headrace.cuda.kernels.structures import StructureKernel
 from headrace.cuda.memory import DeviceBuffer
 
 Floats = npt.NDArray[np.float32]
@@ -46,13 +47,20 @@ class GpuResources:
         types: Mapping[str, str],
         headers: Sequence[str] = (ELEMENTS,),
         shared_bytes: Mapping[str, int] | None = None,
-        own_instructions: bool = False,
     ) -> Kernels:
         """Compile and load a kernel file of this package; arguments as for `Kernels`."""
         path = f"{FOLDER}/{file}"
-        kernels = Kernels(self._device, path, options, types, shared_bytes, own_instructions, headers)
+        kernels = Kernels(self._device, path, options, types, shared_bytes, headers=headers)
         self._stack.callback(kernels.close)
         return kernels
+
+    def load_with_structures(
+        self, file: str, name: str, options: Mapping[str, int], headers: Sequence[str], shared_bytes: int
+    ) -> StructureKernel:
+        """Compile and load a kernel that takes structures; arguments as for `StructureKernel`."""
+        kernel = StructureKernel(self._device, f"{FOLDER}/{file}", name, options, headers, shared_bytes)
+        self._stack.callback(kernel.close)
+        return kernel
 
     def constants(self, *arrays: Array | None) -> list[int]:
         """Copy arrays to the GPU; return their addresses, 0 for None."""
