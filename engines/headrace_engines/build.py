@@ -114,6 +114,11 @@ def build_engine(
         raise BuildError(
             f"{project.name}: {spec.precision} cannot be built for {target.name} on this machine: {refused}"
         )
+    if spec.version_compatible and target.name != "tensorrt":
+        cure = "build with --target tensorrt on a machine with a GPU, or leave it out"
+        raise BuildError(
+            f"{project.name}: --version-compatible is given for {target.name}, whose files fit any version: {cure}"
+        )
     machine = target.describe()
     spec = with_method(project, spec, target.name)
     data = open_data(project, spec)
@@ -160,7 +165,8 @@ def build_best_engine(
 
 def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: Store) -> BuildResult | None:
     """Return the stored FP32 engine of the same target, model and shapes; None if there is none."""
-    plain, machine = with_method(project, spec.at("fp32"), target.name), target.describe()
+    plain = replace(with_method(project, spec.at("fp32"), target.name), version_compatible=False)
+    machine = target.describe()
     entry = store.find(_key(project, plain, open_data(project, plain), machine, store))
     return None if entry is None else _result_from_entry(entry, plain, machine, cached=True)
 
@@ -206,7 +212,7 @@ class _Builder:
             artefact = scratch / f"model{self.target.suffix}"
             lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.7))
             sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))
-            with closing(self.target.open(artefact, lowered.model)) as engine:
+            with closing(self._open(artefact, lowered)) as engine:
                 accuracy = self._compare(OnnxRunner(reference), engine, part(report, 0.8, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
             seconds = time.monotonic() - started_s
@@ -256,6 +262,7 @@ class _Builder:
             profiles=self.spec.profiles,
             workspace_bytes=self.spec.workspace_bytes,
             timing_cache=self.store.timing_cache(self.machine),
+            version_compatible=self.spec.version_compatible,
         )
 
     def _choose_sparse(self, lowered: LoweredModel, artefact: Path, report: Report) -> Mapping[str, object]:
@@ -268,6 +275,9 @@ class _Builder:
         choice = choose_sparse(self.target, lowered.model, order, artefact, batch, report)
         logger.info("%s: %d layers with 2:4 sparse weights: %s", self.project.name, len(nodes), choice)
         return {"sparse_weights": choice.is_faster, "sparsity_report": choice.to_json(nodes)}
+
+    def _open(self, artefact: Path, lowered: LoweredModel) -> Engine:
+        return self.target.open(artefact, lowered.model, host_code=self.spec.version_compatible)
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
         """Compare on batches that fit the profile with the fewest rows."""
@@ -313,6 +323,7 @@ class _Builder:
             "kept": list(lowered.float_nodes),
             "timings": [asdict(timing) for timing in timings],
             "seconds": round(seconds, 3),
+            **({"version_compatible": True} if self.spec.version_compatible else {}),
             "built_with": {**_versions(), self.machine.target: self.machine.version},
         }
 

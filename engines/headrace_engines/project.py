@@ -169,6 +169,7 @@ class BuildSpec:
         accuracy: held-out samples and required accuracy.
         keep_fp32: names of nodes, `*` allowed, that stay FP32 among FP16 or BF16.
         method: way to the precision, see `headrace_engines.precision.methods`; "" for the usual one.
+        version_compatible: the TensorRT engine runs with later versions of TensorRT too.
     """
 
     precision: str
@@ -178,6 +179,7 @@ class BuildSpec:
     accuracy: AccuracyBar
     keep_fp32: tuple[str, ...] = ()
     method: str = ""
+    version_compatible: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -222,6 +224,8 @@ class BuildSpec:
             document["keep_fp32"] = list(self.keep_fp32)
         if self.method:
             document |= {"method": self.method, "keep": list(self.calibration.keep)}
+        if self.version_compatible:
+            document["version_compatible"] = True
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

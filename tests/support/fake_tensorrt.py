@@ -79,7 +79,10 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     trt.MemoryPoolType = enum.Enum("MemoryPoolType", "WORKSPACE TACTIC_DRAM")
     trt.TensorFormat = enum.IntEnum("TensorFormat", "LINEAR CHW32 HWC HWC8", start=0)
     trt.BuilderFlag = enum.Enum(
-        "BuilderFlag", "FP16 BF16 INT8 FP8 TF32 SPARSE_WEIGHTS" if old else "TF32 EDITABLE_TIMING_CACHE SPARSE_WEIGHTS"
+        "BuilderFlag",
+        "FP16 BF16 INT8 FP8 TF32 SPARSE_WEIGHTS VERSION_COMPATIBLE"
+        if old
+        else "TF32 EDITABLE_TIMING_CACHE SPARSE_WEIGHTS VERSION_COMPATIBLE",
     )
     trt.NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
     for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler", "IDebugListener"):
@@ -339,6 +342,7 @@ class _Builder:
             "onnx": base64.b64encode(model.SerializeToString()).decode(),
             "profiles": [profile.shapes for profile in config.profiles],
             "debug": network.debug,
+            "host_code": "VERSION_COMPATIBLE" in config.flags,
         }
         return MAGIC + json.dumps(document).encode()
 

@@ -42,6 +42,7 @@ class FakeRuntime:
     def __init__(self, trt: Any, cuda: FakeCuda, logger: Any) -> None:
         assert cuda.depth > 0, "the real one ends the process here"
         self._trt, self._cuda, self._logger = trt, cuda, logger
+        self.engine_host_code_allowed = False
 
     def deserialize_cuda_engine(self, plan: bytes) -> _Engine | None:
         if not plan.startswith(MAGIC):
@@ -52,6 +53,12 @@ class FakeRuntime:
         except ValueError:
             self._logger.log(1, "Serialization assertion failed: the plan is cut off.")
             return None
+        built, here = ([int(part) for part in text.split(".")] for text in (document["version"], self._trt.__version__))
+        if document["host_code"] and not self.engine_host_code_allowed:
+            self._logger.log(1, "Cannot deserialize engine with lean runtime, host code is not allowed.")
+            return None
+        if document["host_code"] and built[0] == here[0] and built <= here:
+            return _Engine(self._trt, self._cuda, self._logger, document)
         if document["version"] != self._trt.__version__:
             text = "The engine plan file is not compatible with this version of TensorRT, expecting library version"
             self._logger.log(1, f"{text} {self._trt.__version__} got {document['version']}")

@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="publish engines that miss the required accuracy, with a mark"
     )
+    parser.add_argument(
+        "--version-compatible",
+        action="store_true",
+        help="build a TensorRT engine that later TensorRT versions of the same major version load too; it holds code that runs",
+    )
     parser.add_argument("--rebuild", action="store_true", help="build again even if the engine is in the store")
     # The server starts builders with it and reads lines "progress SHARE PHASE" from standard output.
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
@@ -170,6 +175,7 @@ def build_model(
         requested = spec.precision
         if not options.precision and (stored := stored_precision(project)):
             spec = spec.at(stored)
+        spec = replace(spec, version_compatible=options.version_compatible)
         target, advice = targets.of(project)
         engines = engine_folder(options.state_dir.expanduser(), project.folder.path, project.version)
         expected = forecast(project, target, targets.gpu, engines)

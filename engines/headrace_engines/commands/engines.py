@@ -21,6 +21,7 @@ from headrace.config.manifest import (
     is_artefact_name,
     onnxruntime_machine,
     read_stamps,
+    runs_on,
     stamp_fits,
 )
 from headrace.core.command_line import fit_title, printable
@@ -127,10 +128,12 @@ class _Machines:
     def __init__(self) -> None:
         self._by_target: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
 
-    def is_here(self, machine: Machine) -> bool:
+    def runs(self, stamp: Stamp) -> bool:
+        machine = stamp.machine
         if machine.target not in self._by_target:
             self._by_target[machine.target] = _tensorrt_machine() if machine.target == "tensorrt" else None
-        return self._by_target[machine.target] == machine
+        here = self._by_target[machine.target]
+        return here is not None and runs_on(stamp, here)
 
 
 def _tensorrt_machine() -> Machine | None:
@@ -191,7 +194,7 @@ def _list_version(
     for stamp in stamps:
         problem = artefact_problem(folder / stamp.artefact, stamp.size_bytes, stamp.artefact_sha256 if check else "")
         stale = wrong or (_stale(stamp, project, digest) if project else "")
-        state = USED if machines.is_here(stamp.machine) else FOREIGN
+        state = USED if machines.runs(stamp) else FOREIGN
         if problem or stale:
             state = DAMAGED if problem else STALE
         elif state == FOREIGN:

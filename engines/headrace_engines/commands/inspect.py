@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from headrace.config.files import write_durably
-from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, choose_from_folder
+from headrace.config.manifest import FORMAT, LAYERS_FILE, LayerReport, MeasuredLayer, Stamp, choose_from_folder
 from headrace.config.ragged_rules import is_ragged
 from headrace.core.command_line import is_pipe, plural, printable
 from headrace.core.svg_plot import colour
@@ -67,16 +67,17 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
     for target in targets:
         choice = choose_from_folder(folder, digest, project.config, target.describe())
         if choice.stamp is not None and choice.path is not None:
-            return _inspect(project, target, choice.path, choice.stamp.precision, "", rows)
+            return _inspect(project, target, choice.path, choice.stamp, rows)
         reasons.append(choice.reason)
-    return _inspect(project, choose_target("onnxruntime"), project.source, "", reasons[0], rows)
+    return _inspect(project, choose_target("onnxruntime"), project.source, None, rows, reasons[0])
 
 
 def _inspect(
-    project: Project, target: Target, path: Path, precision: str, reason: str, rows: int | None
+    project: Project, target: Target, path: Path, stamp: Stamp | None, rows: int | None, reason: str = ""
 ) -> LayerReport:
     inputs = _inputs(project, target, rows)
-    with closing(target.open(path, read_onnx(project.source))) as engine:
+    host_code = stamp is not None and stamp.version_compatible
+    with closing(target.open(path, read_onnx(project.source), host_code=host_code)) as engine:
         timing = per_row(engine.time(inputs, _TIMING_S), project)
         layers = engine.layers(inputs)
     return LayerReport(
@@ -84,7 +85,7 @@ def _inspect(
         model=project.name,
         version=project.version,
         artefact=path.name,
-        precision=precision,
+        precision=stamp.precision if stamp is not None else "",
         machine=target.describe(),
         reason=reason,
         shapes={name: tuple(array.shape) for name, array in inputs.items()},

@@ -356,9 +356,10 @@ def memory_advice(results: Sequence[MemoryResult]) -> list[str]:
     if len(slot_results) > 1:
         best = max(result.requests_per_s for result in slot_results)
         enough = next(result for result in slot_results if result.requests_per_s >= _ENOUGH * best)
+        subject = "1 instance reaches" if enough.instances == 1 else f"{enough.instances} instances reach"
         lines.append(
-            f"{enough.instances} instances reach {enough.requests_per_s / best:.0%} of the best throughput of these "
-            "copies; more of them hold memory and add latency only."
+            f"{subject} {enough.requests_per_s / best:.0%} of the best throughput with slots; more instances of these Python "
+            "loops hold memory and add latency only."
         )
     reasons = {reason for result in measured if result.load is not None for reason in result.load.slowed}
     if reasons:

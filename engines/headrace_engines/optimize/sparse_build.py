@@ -77,7 +77,7 @@ def choose_sparse(
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for name, path in (("dense", artefact), ("sparse", candidate)):
-            engines[name] = target.open(path)
+            engines[name] = target.open(path, host_code=order.version_compatible)
             stack.callback(engines[name].close)
         times: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(_ROUNDS):

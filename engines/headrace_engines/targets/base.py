@@ -59,6 +59,7 @@ class TargetSpec:
         workspace_bytes: limit of the scratch memory; None without a limit.
         timing_cache: file of measured kernels, read and updated; None for no file.
         sparse_weights: allow kernels for 2:4 sparse weights; only TensorRT has them.
+        version_compatible: the artefact runs with later TensorRT versions too; see `Stamp.version_compatible`.
     """
 
     precision: str
@@ -66,6 +67,7 @@ class TargetSpec:
     workspace_bytes: int | None = None
     timing_cache: Path | None = None
     sparse_weights: bool = False
+    version_compatible: bool = False
 
 
 class ModelRunner(Protocol):
@@ -129,8 +131,14 @@ class Target(Protocol):
             BuildError: an operator is not supported (the message has its node), a profile does not fit, or memory ran out.
         """
 
-    def open(self, path: Path, source: onnx.ModelProto | None = None) -> Engine:
-        """Load an artefact; with its ONNX model, `source`, `layers` returns the names of ONNX nodes."""
+    def open(self, path: Path, source: onnx.ModelProto | None = None, *, host_code: bool = False) -> Engine:
+        """Load an artefact.
+
+        Args:
+            path: its file.
+            source: its ONNX model, with which `layers` returns the names of ONNX nodes.
+            host_code: code in the artefact may run, which a version-compatible one has.
+        """
 
     def observe(
         self, model: onnx.ModelProto, order: TargetSpec, names: Sequence[str], folder: Path, report: Report

@@ -564,8 +564,8 @@ class OnnxRuntimeTarget:
             raise BuildError(f"the artefact cannot be written: {reason}: {needs}") from error
         report(1.0, "built")
 
-    def open(self, path: Path, source: onnx.ModelProto | None = None) -> OnnxRuntimeEngine:
-        """Load an artefact.
+    def open(self, path: Path, source: onnx.ModelProto | None = None, *, host_code: bool = False) -> OnnxRuntimeEngine:
+        """Load an artefact; ONNX files have no code, so `host_code` has no effect.
 
         Raises:
             BuildError: the file cannot be loaded.

@@ -21,7 +21,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -394,6 +394,8 @@ class Stamp:
         seconds: duration of the build.
         built_with: versions of the libraries, by name.
         sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
+        version_compatible: the engine holds TensorRT's lean runtime and runs with later TensorRT versions of the same major
+            version; loading it runs that code.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -417,14 +419,16 @@ class Stamp:
     seconds: Seconds = 0.0
     built_with: Mapping[str, str] = field(default_factory=dict)
     sparse_weights: bool = False
+    version_compatible: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; accuracy values that are not finite become None, as JSON cannot express them."""
         document = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
         document["accuracy"] = _finite(self.accuracy)
-        if not self.sparse_weights:
+        for name in ("sparse_weights", "version_compatible"):
             # Earlier versions refuse unknown fields.
-            del document["sparse_weights"]
+            if not document[name]:
+                del document[name]
         return document
 
     @staticmethod
@@ -565,7 +569,7 @@ def choose(
     """
     if not stamps:
         return ArtefactMatch(None, None, "no engine is built")
-    stamp = next((stamp for stamp in stamps if stamp.machine == machine), None)
+    stamp = next((stamp for stamp in stamps if stamp.machine == machine), None) or _compatible(stamps, machine)
     if stamp is None:
         machines = ", ".join(str(stamp.machine) for stamp in stamps)
         return ArtefactMatch(None, None, f"built for {machines}; this is {machine}")
@@ -577,6 +581,32 @@ def choose(
     path = folder / stamp.artefact
     problem = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256 if check else "")
     return ArtefactMatch(None, None, problem) if problem else ArtefactMatch(stamp, path, "")
+
+
+def runs_on(stamp: Stamp, machine: Machine) -> bool:
+    """True if a stamp's engine runs on a machine: it was built for it, or for an earlier TensorRT and is version compatible.
+
+    Version-compatible engines run with the TensorRT of their build and with later ones of the same major version (TensorRT
+    documentation, "Version Compatibility"). GPU and driver must be the same in any case.
+    """
+    if stamp.machine == machine:
+        return True
+    if not stamp.version_compatible or replace(stamp.machine, version=machine.version) != machine:
+        return False
+    built, here = _numbers(stamp.machine.version), _numbers(machine.version)
+    return bool(built and here) and built[0] == here[0] and built <= here
+
+
+def _compatible(stamps: Sequence[Stamp], machine: Machine) -> Stamp | None:
+    """Return the stamp of the latest TensorRT among version-compatible engines that run on a machine; None without one."""
+    fitting = [stamp for stamp in stamps if runs_on(stamp, machine)]
+    return max(fitting, key=lambda stamp: _numbers(stamp.machine.version), default=None)
+
+
+def _numbers(version_text: str) -> tuple[int, ...]:
+    """Return the numbers of a version; () if a part is not a number."""
+    parts = version_text.split(".")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from headrace.backends.process.backend import IsolatedModel
-from headrace.backends.tensorrt.backend import GPUS, JOINED, MAX_BATCH_SIZE, TensorRtModel
+from headrace.backends.tensorrt.backend import GPUS, HOST_CODE, JOINED, MAX_BATCH_SIZE, TensorRtModel
 from headrace.backends.tensorrt.plan import PlanTensor, installed
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.manifest import Machine, onnxruntime_machine
@@ -69,12 +69,18 @@ def devices_of(config: ModelConfig) -> list[int]:
     return devices or [0]
 
 
-def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
+def backend_parameters(config: ModelConfig, devices: Sequence[int], *, host_code: bool = False) -> dict[str, str]:
     """Return the configuration's parameters with those that the backend needs: largest batch and GPU numbers.
 
     A ragged batch has no dimension of rows in the model: its inputs have shapes of their own.
+
+    Args:
+        config: complete configuration.
+        devices: GPU number of each instance.
+        host_code: the stamp says that the engine is version compatible. A parameter of the configuration cannot set it.
     """
     added = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
+    added[HOST_CODE] = "1" if host_code else "0"
     if is_ragged(config):
         added |= {MAX_BATCH_SIZE: "0", JOINED: "1"}
     accelerator = cuda_accelerator(config.optimization)

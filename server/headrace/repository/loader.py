@@ -143,6 +143,8 @@ def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
         "engine.precision": stamp.precision,
         "engine.below_accuracy_bar": stamp.forced,
     }
+    if stamp.version_compatible:
+        parameters["engine.version_compatible"] = True
     if stamp.forced:
         parameters["engine.refusal"] = "; ".join(stamp.refusal)
     for name in (*_ACCURACY_LABELS, "cosine"):
@@ -484,7 +486,9 @@ class Loader:
         )
 
         devices = devices_of(config)
-        backend, parameters = self._create_backend(plan.runtime, config), backend_parameters(config, devices)
+        host_code = plan.stamp is not None and plan.stamp.version_compatible
+        backend = self._create_backend(plan.runtime, config)
+        parameters = backend_parameters(config, devices, host_code=host_code)
         if not _books_memory(backend):
             return devices, backend.load(plan.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpus.count())):  # the backend reports missing GPUs

@@ -75,8 +75,8 @@ def test_a_stamp_round_trips(folder: Path) -> None:
     document = json.loads((folder / STAMP_FILE).read_text())
     assert document["format"] == 1
     # Fields that earlier versions do not have are left out at their defaults.
-    written = {one.name for one in fields(Stamp)} - {"requested", "sparse_weights"} | {"asked"}
-    assert set(document["builds"][0]) == written
+    absent = {"requested", "sparse_weights", "version_compatible"}
+    assert set(document["builds"][0]) == {one.name for one in fields(Stamp)} - absent | {"asked"}
     assert Stamp.from_json(stamp.to_json()) == stamp
 
 
@@ -312,6 +312,50 @@ def test_mismatched_artefacts_are_reported(folder: Path, change: dict[str, Any],
     choice = choose([replace(_stamp(folder), **change)], folder, ONNX, CONFIG, CPU)
     assert (choice.stamp, choice.path) == (None, None)
     assert re.search(reason, choice.reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "serves"),
+    [
+        ({}, True),
+        ({"version": "10.9.0"}, True),
+        ({"version": "10.6.1"}, True),
+        ({"version": "10.14.0"}, True),
+        # Only later versions have the code of earlier ones.
+        ({"version": "10.5.0"}, False),
+        ({"version": "9.9.0"}, False),
+        ({"version": "11.0.0"}, False),
+        ({"version": "unknown"}, False),
+        ({"version": "10.9.0", "driver": 580}, False),
+        ({"version": "10.9.0", "capability": "8.9"}, False),
+        ({"version": "10.9.0", "device": "NVIDIA H100"}, False),
+    ],
+    ids=str,
+)
+def test_version_compatible_engines_serve_with_later_versions(
+    folder: Path, change: dict[str, Any], serves: bool
+) -> None:
+    here = replace(GPU, **change)
+    stamp = replace(_stamp(folder, GPU), version_compatible=True)
+    assert (choose([stamp], folder, ONNX, CONFIG, here).stamp == stamp) is serves
+    # Other engines need the very version.
+    assert (choose([_stamp(folder, GPU)], folder, ONNX, CONFIG, here).stamp is not None) is (here == GPU)
+
+
+def test_the_engine_of_the_very_version_goes_before_a_compatible_one(folder: Path) -> None:
+    here = replace(GPU, version="10.9.0")
+    old = replace(_stamp(folder, replace(GPU, version="10.4.0"), key="a" * 64), version_compatible=True)
+    compatible = replace(_stamp(folder, GPU, key="b" * 64), version_compatible=True)
+    own = _stamp(folder, here, key="c" * 64)
+    assert choose([old, compatible], folder, ONNX, CONFIG, here).stamp == compatible
+    assert choose([old, compatible, own], folder, ONNX, CONFIG, here).stamp == own
+
+
+def test_version_compatible_engines_say_so_in_the_stamp(folder: Path) -> None:
+    stamp = replace(_stamp(folder, GPU), version_compatible=True)
+    write_stamp(folder, stamp)
+    assert json.loads((folder / STAMP_FILE).read_text())["builds"][0]["version_compatible"] is True
+    assert read_stamps(folder) == [stamp]
 
 
 def test_missing_builds_are_reported(folder: Path) -> None:

@@ -89,7 +89,7 @@ class _Picky(OnnxRuntimeTarget):
         self.rows = range(least, most + 1)
         self.batch_sizes: list[int] = []
 
-    def open(self, path: Path, source: onnx.ModelProto | None = None) -> Any:
+    def open(self, path: Path, source: onnx.ModelProto | None = None, *, host_code: bool = False) -> Any:
         engine, picky = super().open(path, source), self
         run = engine.run
 

@@ -17,6 +17,7 @@ from headrace.repository.registry import Registry
 
 from tests.support.control_thread import Check, index, infer_values, put, run, same, until
 from tests.support.fake_builder import command, publish
+from tests.support.fake_tensorrt_runtime import MAGIC
 from tests.support.models import affine
 from tests.unit.repository.test_gpu_backend import plan_of
 
@@ -370,3 +371,39 @@ def test_engines_of_a_read_only_folder_are_loaded_from_the_state_folder(trt: Any
         run(workshop.repository, check, ControlPolicy("none"), None, workshop.command, state=tmp_path / "state")
     assert workshop.calls() == ["started m 1 tensorrt"], "a restart builds nothing"
     assert sorted(path.name for path in (workshop.repository / "m" / "1").iterdir()) == before
+
+
+def earlier(workshop: GpuWorkshop, version: str) -> None:
+    """Turn the engine of a workshop into a version-compatible one of an earlier TensorRT."""
+    file = workshop.orders / "engine.plan"
+    document = json.loads(file.read_bytes().removeprefix(MAGIC)) | {"version": version, "host_code": True}
+    file.write_bytes(MAGIC + json.dumps(document).encode())
+    workshop.stamp["machine"] |= {"version": version}
+
+
+@pytest.mark.parametrize("is_stamped", [True, False])
+def test_version_compatible_engines_of_an_earlier_tensorrt_serve(trt: Any, tmp_path: Path, is_stamped: bool) -> None:
+    workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + "build_on_load: false\n")
+    earlier(workshop, "10.2.0")
+    workshop.publish(**({"version_compatible": True} if is_stamped else {}))
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await infer_values(registry), 2 if is_stamped else 1)
+        assert (facts(registry) == ON_GPU) is is_stamped
+
+    workshop.run(check)
+
+
+def test_a_plan_runs_no_code_unless_its_stamp_says_that_it_holds_some(trt: Any, tmp_path: Path) -> None:
+    version = trt.__version__
+    workshop = GpuWorkshop(
+        tmp_path, BATCHES + FP16 + "build_on_load: false\nparameters: {headrace.engine_host_code: 1}\n"
+    )
+    earlier(workshop, version)
+    workshop.publish()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await infer_values(registry), 1)
+        assert "cannot be loaded" in index(registry)["m", "1"][1]
+
+    workshop.run(check)

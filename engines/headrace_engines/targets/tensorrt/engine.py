@@ -454,13 +454,17 @@ class TensorRtEngine:
         path: file of the plan.
         source: ONNX model that it was built from; limits `layers` to the names of its nodes.
         device: number of the GPU.
+        host_code: TensorRT may run code in the plan, which a version-compatible one has.
 
     Raises:
         BuildError: the file is missing or for another TensorRT or GPU, or memory ran out.
     """
 
-    def __init__(self, api: TensorRtApi, path: Path, source: onnx.ModelProto | None, device: int) -> None:
+    def __init__(
+        self, api: TensorRtApi, path: Path, source: onnx.ModelProto | None, device: int, *, host_code: bool = False
+    ) -> None:
         self._api = api
+        self._host_code = host_code
         self._name = path.name
         self._device = device
         self._nodes = _node_names(source)
@@ -628,6 +632,8 @@ class TensorRtEngine:
     def _load(self, path: Path, plan: bytes, errors: Any) -> None:
         self._api.load_plugins()
         self._runtime = self._api.runtime(errors)
+        if self._host_code:
+            self._runtime.engine_host_code_allowed = True
         self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
             raise BuildError(f"{path} {explain_open(errors, self._api.version, describe(self._device).name)}")

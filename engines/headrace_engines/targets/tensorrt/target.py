@@ -281,6 +281,8 @@ def _configure(
     shapes = {tensor.name: (tuple(tensor.shape), int(tensor.dtype.itemsize)) for tensor in tensors}
     check_profiles(shapes, order.profiles, gpu.memory_bytes)
     config = builder.create_builder_config()
+    if order.version_compatible:
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if order.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
@@ -394,15 +396,15 @@ class TensorRtTarget:
         with as_build_error(path.name), current(self._device):
             build_plan(load(), model, order, path, report, self._options, gpus.describe(self._device))
 
-    def open(self, path: Path, source: onnx.ModelProto | None = None) -> TensorRtEngine:
-        """Load a plan; with its ONNX model, `source`, `layers` returns the names of ONNX nodes.
+    def open(self, path: Path, source: onnx.ModelProto | None = None, *, host_code: bool = False) -> TensorRtEngine:
+        """Load a plan; with its ONNX model, `source`, `layers` returns the names of ONNX nodes. See `Target.open`.
 
         Raises:
             BuildError: the file is missing or for another TensorRT or GPU, or memory ran out.
         """
         self._demand()
         with as_build_error(path.name):
-            return TensorRtEngine(load(), path, source, self._device)
+            return TensorRtEngine(load(), path, source, self._device, host_code=host_code)
 
     def observe(
         self, model: onnx.ModelProto, order: TargetSpec, names: Sequence[str], folder: Path, report: Report
@@ -418,7 +420,7 @@ class TensorRtTarget:
             options = replace(self._options, debug_tensors=marked)
             with as_build_error(path.name), current(self._device):
                 build_plan(load(), model, order, path, share, options, gpus.describe(self._device))
-            return self.open(path, model)
+            return self.open(path, model, host_code=order.version_compatible)
 
         return observe_plan(model, names, folder, build, report)
 

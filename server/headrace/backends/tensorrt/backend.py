@@ -60,6 +60,7 @@ from headrace.cuda.memory import Allocator, booked
 MAX_BATCH_SIZE = "headrace.max_batch_size"
 GPUS = "headrace.gpus"
 JOINED = "headrace.joined"
+HOST_CODE = "headrace.engine_host_code"
 
 # One batch is copied in while one computes and one is copied out.
 _DEPTH = 3
@@ -96,7 +97,8 @@ class TensorRtBackend:
         Args:
             file: the plan.
             instances: number of executions.
-            parameters: of the model's configuration (docs/configuration.md), with `MAX_BATCH_SIZE` and `GPUS`.
+            parameters: of the model's configuration (docs/configuration.md), with `MAX_BATCH_SIZE` and `GPUS`, and with
+                `HOST_CODE` for a version-compatible plan, whose code TensorRT may run.
             account: account for the memory; None: not booked.
         """
         gpu_list = parameters.get(GPUS, "")
@@ -108,7 +110,7 @@ class TensorRtBackend:
             raise plan_error(
                 file.name, f"cannot be read: {error.strerror}", "build it with `headrace build`"
             ) from error
-        return TensorRtModel(file.name, content, placements, account)
+        return TensorRtModel(file.name, content, placements, account, parameters.get(HOST_CODE) == "1")
 
 
 def _placement(file: str, device: int, parameters: dict[str, str]) -> InstancePlacement:
@@ -147,6 +149,7 @@ class TensorRtModel:
         content: of the plan's file.
         placements: of the instances.
         account: account for the memory; None: not booked. The weights are booked at the size of the file.
+        host_code: TensorRT may run code in the plan, which a version-compatible one has.
 
     Raises:
         NoRoom: the account has no room.
@@ -154,7 +157,12 @@ class TensorRtModel:
     """
 
     def __init__(
-        self, name: str, content: bytes, placements: list[InstancePlacement], account: MemoryAccount | None = None
+        self,
+        name: str,
+        content: bytes,
+        placements: list[InstancePlacement],
+        account: MemoryAccount | None = None,
+        host_code: bool = False,
     ) -> None:
         self._name = name
         self._placements = placements
@@ -170,7 +178,7 @@ class TensorRtModel:
                 allocator = Allocator(device, account)
                 weights = allocator.reservation(Kind.WEIGHTS)
                 with booked(weights, len(content)):
-                    self._plans[device] = _deserialised(name, content, digest, allocator)
+                    self._plans[device] = _deserialised(name, content, digest, allocator, host_code)
                 self._weights.append(weights)
             self._open_gathers()
         except BaseException:
@@ -283,12 +291,12 @@ class TensorRtModel:
             logger.warning("%s runs without CUDA graphs, it cannot be captured: %s", self._name, reason)
 
 
-def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator) -> TensorRtPlan:
+def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator, host_code: bool) -> TensorRtPlan:
     device = allocator.gpu
     try:
         machine = installed(device)
         with current(device):
-            return TensorRtPlan(load(), content, digest, name, machine, allocator)
+            return TensorRtPlan(load(), content, digest, name, machine, allocator, host_code)
     except ConfigError:
         raise
     except HeadraceError as error:

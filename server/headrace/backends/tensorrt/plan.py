@@ -249,6 +249,7 @@ class TensorRtPlan:
         name: of the file, for messages.
         machine: the machine.
         allocator: for the memory that its instances need on this GPU.
+        host_code: TensorRT may run code in the plan, which a version-compatible one has.
 
     Attributes:
         name: of the file.
@@ -272,6 +273,7 @@ class TensorRtPlan:
         name: str,
         machine: InstalledTensorRt,
         allocator: Allocator,
+        host_code: bool = False,
     ) -> None:
         self._trt = api.trt
         self._api = api
@@ -285,6 +287,8 @@ class TensorRtPlan:
         self.tuning_result: TuningResult | None = None
         with api.collect_errors() as errors:
             self._runtime = api.runtime()
+            if self._runtime is not None and host_code:
+                self._runtime.engine_host_code_allowed = True
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
             if self._engine is None:
                 raise (

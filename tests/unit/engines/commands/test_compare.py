@@ -239,7 +239,9 @@ class ClockedTarget(OnnxRuntimeTarget):
         self.closed: list[str] = []
         self._fails_at = fails_at
 
-    def open(self, path: Path, source: onnx.ModelProto | None = None) -> Engine:  # type: ignore[override]
+    def open(  # type: ignore[override]
+        self, path: Path, source: onnx.ModelProto | None = None, *, host_code: bool = False
+    ) -> Engine:
         if self._fails_at.get(path.stem) == -1:
             raise BuildError("cannot be opened")
         return Clocked(path.stem, self.calls, self._fails_at.get(path.stem, 0), self.closed)

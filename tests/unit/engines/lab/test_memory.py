@@ -143,5 +143,5 @@ def test_the_advice_names_costs_knee_and_lowered_clocks() -> None:
     ]
     text = "\n".join(memory_advice(results))
     assert "1 instance: allocation costs 60.0 us more a request and reaches 50% of the requests of slots." in text
-    assert "8 instances reach 98% of the best throughput" in text
+    assert "8 instances reach 98% of the best throughput with slots" in text
     assert "The clocks were lowered (power limit)" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_tensorrt import affine
-from tests.support.tensorrt_case import X, Y, batches, build
+from tests.support.tensorrt_case import ORDER, X, Y, batches, build
 
 
 def test_a_plan_runs_any_batch_of_its_profile(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
@@ -197,3 +198,18 @@ def test_an_engine_that_cannot_be_opened_leaks_no_memory(
     with pytest.raises(BuildError, match="not NumPy's"):
         TensorRtTarget().open(path)
     assert not cuda.live
+
+
+def test_version_compatible_plans_need_leave_to_run_their_code(trt: Any, tmp_path: Path) -> None:
+    path = build(tmp_path, order=replace(ORDER, version_compatible=True))
+    assert "VERSION_COMPATIBLE" in trt.state.config.flags
+    with pytest.raises(BuildError, match="host code is not allowed"):
+        TensorRtTarget().open(path)
+    engine = TensorRtTarget().open(path, host_code=True)
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    engine.close()
+
+
+def test_other_plans_are_built_without_the_flag(trt: Any, tmp_path: Path) -> None:
+    build(tmp_path)
+    assert trt.state.config.flags == []
