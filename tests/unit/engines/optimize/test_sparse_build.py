@@ -44,7 +44,7 @@ class SparseTarget(OnnxRuntimeTarget):
         self.orders.append(order)
         self.is_sparse[path.stat().st_ino] = order.sparse_weights
 
-    def open(self, path: Path, source: onnx.ModelProto | None = None) -> Any:
+    def open(self, path: Path, source: onnx.ModelProto | None = None, **_options: Any) -> Any:
         time_us = self._times[self.is_sparse[path.stat().st_ino]]
 
         class Timed(OnnxRuntimeEngine):
