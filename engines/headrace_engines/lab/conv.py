@@ -22,7 +22,7 @@ from headrace_engines.lab.compare import ResultComparison, read_pixels
 from headrace_engines.lab.cudnn import Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
 from headrace_engines.lab.layers import PLAIN, ConvLayer
-from headrace_engines.lab.measure import Candidate, Timing, time_rounds
+from headrace_engines.lab.measure import Candidate, Timing, time_rounds, trial_us
 from headrace_engines.lab.own import OwnAlgorithms, families
 from headrace_engines.lab.results import DTYPES, CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import measure_roofline
@@ -252,12 +252,14 @@ class ConvLab:
         comparison = ResultComparison(self._options.device, host.dtype, self._stream)
         results: list[CandidateResult] = []
         timed: list[tuple[Candidate, Errors]] = []
+        estimates_us: list[float] = []
         try:
             has_saved = False
             # The cuDNN result first: the others are compared with all of it.
             for candidate in sorted(candidates, key=lambda one: not one.name.startswith("cudnn")):
                 try:
                     errors, has_saved = self._errors(candidate, host, reference, comparison, has_saved)
+                    estimates_us.append(trial_us(self._stream, candidate))
                 except HeadraceError as error:
                     results.append(CandidateResult(candidate.name, candidate.variant, reason=str(error)))
                     if not is_context_usable():
@@ -266,7 +268,7 @@ class ConvLab:
                 timed.append((candidate, errors))
         finally:
             comparison.close()
-        timings = time_rounds(self._stream, [candidate for candidate, _ in timed], self._options.rounds)
+        timings = time_rounds(self._stream, [candidate for candidate, _ in timed], estimates_us, self._options.rounds)
         return [*(_result(*pair, timing, tried) for pair, timing in zip(timed, timings, strict=True)), *results]
 
     def _errors(

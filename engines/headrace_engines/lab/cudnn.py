@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from headrace.cuda.driver import CudaStream
+from headrace.cuda.driver import CudaStream, DeviceError
 
 from headrace_engines.lab.check import SEPARATE
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
@@ -50,9 +50,16 @@ class Torch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run PyTorch's work on the lab's stream."""
-        with self.module.no_grad(), self.module.cuda.stream(self.stream):
-            yield
+        """Run PyTorch's work on the lab's stream.
+
+        Raises:
+            DeviceError: PyTorch or cuDNN refuses.
+        """
+        try:
+            with self.module.no_grad(), self.module.cuda.stream(self.stream):
+                yield
+        except RuntimeError as error:
+            raise DeviceError(str(error).splitlines()[0]) from error
 
     def view(self, address: int, shape: Sequence[int], itemsize: int) -> Any:
         """Return a tensor on memory of the GPU."""
@@ -94,7 +101,7 @@ class CudnnCandidate:
         layout: "NHWC" or "NCHW"; values in the lab's buffers are as random in either.
 
     Raises:
-        RuntimeError: PyTorch or cuDNN cannot run it.
+        DeviceError: PyTorch or cuDNN cannot run it.
     """
 
     def __init__(
@@ -214,8 +221,8 @@ def cudnn_candidates(
                 candidate = CudnnCandidate(torch, host, operands, fused=fused, layout=layout)
                 candidate.run()
                 found.append((trial_us(stream, candidate), number, candidate))
-            except RuntimeError as refusal:
-                error = f"{name}: {str(refusal).splitlines()[0]}"
+            except DeviceError as refusal:
+                error = f"{name}: {refusal}"
         found.sort()
         for _, _, slower in found[1:]:
             slower.close()

@@ -104,18 +104,20 @@ def trial_us(stream: CudaStream, candidate: Candidate) -> float:
         replay.close()
 
 
-def time_rounds(stream: CudaStream, candidates: Sequence[Candidate], rounds: int) -> list[Timing]:
+def time_rounds(
+    stream: CudaStream, candidates: Sequence[Candidate], estimates_us: Sequence[float], rounds: int
+) -> list[Timing]:
     """Time candidates that have run before, in interleaved rounds.
 
     Args:
         stream: stream of all candidates; the device must be current.
         candidates: what is compared.
+        estimates_us: estimate of each by `trial_us`.
         rounds: samples of each.
     """
     counts, replays = [], []
     try:
-        for candidate in candidates:
-            estimate_us = trial_us(stream, candidate)
+        for candidate, estimate_us in zip(candidates, estimates_us, strict=True):
             count = math.ceil(ROUND_US / estimate_us) if estimate_us > 0 else _MAX_LAUNCHES
             counts.append(min(max(count, 1), _MAX_LAUNCHES))
             replays.append(candidate.capture(counts[-1]))

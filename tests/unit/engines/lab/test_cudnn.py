@@ -14,7 +14,7 @@ from headrace_engines.lab.check import SampledReference, sample
 from headrace_engines.lab.compare import read_pixels
 from headrace_engines.lab.cudnn import CudnnCandidate, Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands
-from headrace_engines.lab.measure import time_rounds
+from headrace_engines.lab.measure import time_rounds, trial_us
 from headrace_engines.lab.roofline import measure_roofline
 
 from tests.support.fake_gpu import cuda
@@ -100,7 +100,7 @@ def test_separate_operations_are_all_timed(torch: FakeTorch, cuda: LateCuda, str
     operands = DeviceOperands(host, 4096, stream)
     try:
         candidates = [c for c in cudnn_candidates(loaded(stream), host, operands, stream) if not isinstance(c, str)]
-        unfused, fused = time_rounds(stream, candidates, 3)
+        unfused, fused = time_rounds(stream, candidates, [trial_us(stream, c) for c in candidates], 3)
         # Convolution with bias, residual, ReLU.
         assert unfused.median_us == pytest.approx(3 * cuda.work_us)
         assert fused.median_us == pytest.approx(cuda.work_us)
