@@ -65,12 +65,16 @@ def show_list(console: Console, algorithms: Iterable[Algorithm]) -> None:
             (variant, shape, dtype) for variant in variants for shape in _EXAMPLES.values() for dtype in DTYPES.values()
         )
         reasons = {variant.refusal(shape, dtype, _CAPABILITY) for variant, shape, dtype in every}
-        # A missing library is a reason of this machine, not of the algorithm.
-        notes += [f"{name}: {reason}" for reason in sorted(reasons) if "install" in reason]
+        notes += [f"{name}: {reason}" for reason in sorted(reasons) if _is_missing_library(reason)]
     title = "Convolution algorithms, and the types of example shapes that they support on compute capability 9.0"
     console.print(narrow_table(title, headings, rows, console.width))
     for note in notes:
         print_text(console, note)
+
+
+def _is_missing_library(reason: str) -> bool:
+    """True for a reason of this machine, which is not one of the algorithm."""
+    return "install" in reason
 
 
 def _count(variants: Sequence[Algorithm]) -> str:
@@ -138,7 +142,9 @@ def _work(epilogue: Epilogue) -> str:
 def _reference(host: HostOperands, variants: Sequence[Algorithm]) -> tuple[list[str], bool]:
     """Cells of one row, and True if the result is wrong."""
     shape, epilogue = host.shape, host.epilogue
-    usable = [v for v in variants_for(variants, shape) if not v.refusal(shape, host.dtype, _CAPABILITY)]
+    refusals = [(v, v.refusal(shape, host.dtype, _CAPABILITY)) for v in variants_for(variants, shape)]
+    # A reference needs no library of the GPU.
+    usable = [variant for variant, reason in refusals if not reason or _is_missing_library(reason)]
     if not usable:
         return ["", "", "", f"not supported: {variants[0].refusal(shape, host.dtype, _CAPABILITY)}"], False
     bias = host.bias if epilogue.bias else None
