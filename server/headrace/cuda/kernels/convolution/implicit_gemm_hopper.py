@@ -55,6 +55,8 @@ HOPPER = f"{FOLDER}/hopper.cuh"
 _KERNEL = "implicit_gemm_hopper"
 _CAPABILITY = (9, 0)
 _MULTIPROCESSORS = 132
+# Outputs of a tile that blocks share; larger ones leave too few blocks.
+_MAX_SHARED_TILE = 64 * 128
 # Corners of the window are numbers of 8 bits in im2col mode.
 _MAX_PAD = 127
 _MAX_STRIDE = 8
@@ -193,8 +195,10 @@ def _steps(shape: ConvShape) -> int:
 
 
 def _can_split(shape: ConvShape, tile: HopperTile, splits: int) -> bool:
-    """Return whether each part has two steps and the blocks are at most four for each multiprocessor."""
-    return splits <= _steps(shape) // 2 and tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * _MULTIPROCESSORS
+    """Return whether the tile is small, each part has two steps and the blocks are at most four for each multiprocessor."""
+    if tile.bm * tile.bn > _MAX_SHARED_TILE or splits > _steps(shape) // 2:
+        return False
+    return tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * _MULTIPROCESSORS
 
 
 def _cost(shape: ConvShape, candidate: ImplicitGemmHopper) -> float:
@@ -240,7 +244,6 @@ class _HopperConvolution:
             "CONSUMERS": tile.warpgroups,
             "STAGES": tile.stages,
             "BLOCKS": tile.blocks,
-            "POINTWISE": int(self._pointwise),
             "SPLITS": splits,
         }
         headers = (ELEMENTS, EPILOGUE, HOPPER)
@@ -274,7 +277,7 @@ class _HopperConvolution:
             stream,
             *(x_map, self._weights_map, residual_map, y_map),
             *map(ctypes.c_void_p, (self._bias, residual, y)),
-            *map(ctypes.c_int, sizes),
+            *map(ctypes.c_int, (*sizes, int(self._pointwise))),
         )
 
     def _maps_of(self, shape: ConvShape, x: int, residual: int, y: int) -> tuple[TensorMap, TensorMap, TensorMap]:
