@@ -55,9 +55,15 @@ def test_epilogues(library: HostFft, epilogue: Epilogue) -> None:
 @pytest.mark.parametrize("rows", [5, 3])
 def test_chunks_of_images(library: HostFft, rows: int) -> None:
     shape = ConvShape(5, 4, 12, 11, 4, 7, 7, 1, 3)
-    planes = fitting_planes(shape)
-    assert planes is not None
+    planes = fitting_planes(shape)[0]
     check(FftAlgorithm(chunk_bytes=2 * planes.image_bytes(shape)), shape, "float32", FUSED, 1e-6, rows)
+
+
+def test_variants_are_sizes_of_planes(library: HostFft) -> None:
+    variants = FftAlgorithm().variants(SHAPES[0])
+    assert {variant.variant for variant in variants} == {"32x32", "48x48", "24x24", "16x16"}
+    for variant in variants:
+        assert not variant.refusal(SHAPES[0], "float32", (9, 0))
 
 
 def test_refusals(library: HostFft, monkeypatch: pytest.MonkeyPatch) -> None:

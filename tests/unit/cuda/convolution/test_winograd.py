@@ -67,6 +67,26 @@ def test_tiles_of_half_products(host_gpu: FakeCuda, monkeypatch: pytest.MonkeyPa
     check(WinogradAlgorithm(2), ConvShape(1, 16, 26, 26, 136, 3, 3, 1, 1), "float16", FUSED, HALF_BOUNDS[2])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_variants_divide_the_products(host_gpu: FakeCuda, dtype: str) -> None:
+    few, many = ConvShape(1, 128, 7, 6, 72, 3, 3, 1, 1), ConvShape(2, 16, 66, 67, 136, 3, 3, 1, 1)
+    assert {str(blocks) for blocks in winograd.proposals(winograd.Tiling.of(few, 4), few)} == {
+        "16x64",
+        "16x64 2 splits",
+    }
+    assert [variant.variant for variant in WinogradAlgorithm(4).variants(many)] == ["128x128", "128x64", "64x64"]
+    for shape in (few, many):
+        for variant in WinogradAlgorithm(4).variants(shape):
+            check(variant, shape, dtype, FUSED, 4e-6 if dtype == "float32" else 5e-3)
+
+
+def test_every_shape_has_a_variant() -> None:
+    for n in (1, 8, 64):
+        for channels in (1, 32, 64, 512):
+            for size in (1, 7, 56):
+                assert WinogradAlgorithm(4).variants(ConvShape(n, channels, size, size, channels, 3, 3, 1, 1))
+
+
 @pytest.mark.parametrize("size", HALF_BOUNDS)
 def test_large_values_of_float16(size: int) -> None:
     shape = ConvShape(1, 8, 8, 8, 8, 3, 3, 1, 1)

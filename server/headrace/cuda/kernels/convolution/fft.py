@@ -39,6 +39,7 @@ _THREADS = 256
 _WARPS = _THREADS // 32
 # Sums of a thread in the products, rows and columns, and channels that it reads ahead.
 _SUMS = (4, 4, 2)
+_VARIANTS = 4
 # Planes and spectra of a chunk of images, and the spectrum of a kernel, in bytes at most.
 _CHUNK_BYTES = 1 << 30
 _KERNEL_BYTES = 4 << 30
@@ -102,12 +103,12 @@ class Planes:
         return operations / _OPERATIONS_PER_S + moved / _BYTES_PER_S
 
 
-def fitting_planes(shape: ConvShape) -> Planes | None:
-    """Return the planes with the least estimated time; None if the kernel is too large for all of them."""
+def fitting_planes(shape: ConvShape) -> list[Planes]:
+    """Return the planes that a shape fits into, the one with the least estimated time first; none for very large kernels."""
     sizes = [size for size in _SIZES if size >= max(shape.r, shape.s)]
     planes = [Planes.of(shape, size) for size in sizes]
     planes = [one for one in planes if max(one.kernel_bytes(shape), one.image_bytes(shape)) <= _KERNEL_BYTES]
-    return min(planes, key=lambda one: one.seconds(shape), default=None)
+    return sorted(planes, key=lambda one: one.seconds(shape))
 
 
 def kernel_spectrum(shape: ConvShape, planes: Planes, weights: Array) -> Spectrum:
@@ -218,11 +219,15 @@ class FftAlgorithm:
     def __init__(self, size: int | None = None, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._size = size
         self._chunk_bytes = chunk_bytes
-        self.variant = f"{size}x{size}" if size else ""
+        self.variant = f"{size}x{size}" if size else "auto"
+
+    def variants(self, shape: ConvShape) -> list[FftAlgorithm]:
+        """Return the sizes of planes that are worth measuring for a shape."""
+        return [FftAlgorithm(planes.size, self._chunk_bytes) for planes in fitting_planes(shape)[:_VARIANTS]]
 
     def _planes(self, shape: ConvShape) -> Planes | None:
         if self._size is None:
-            return fitting_planes(shape)
+            return next(iter(fitting_planes(shape)), None)
         return Planes.of(shape, self._size) if self._size >= max(shape.r, shape.s) else None
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:

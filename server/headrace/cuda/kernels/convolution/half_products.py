@@ -72,11 +72,14 @@ class HalfProducts:
         tile: of a block.
         factors: float16 (batch, columns, depth); depth is a multiple of 8, columns are even.
         splits: parts of a sum, which the reader of the products adds up.
+
+    Attributes:
+        splits: parts of a sum.
     """
 
     def __init__(self, resources: GpuResources, tile: HalfTile, factors: Halves, splits: int = 1) -> None:
         self._batch, self._columns, depth = factors.shape
-        self._tile, self._splits = tile, splits
+        self._tile, self.splits = tile, splits
         stages = min(3 if tile.m > 32 else 4, max(2, -(-depth // _DEPTH)))
         options = {
             "DEPTH": depth,
@@ -102,6 +105,6 @@ class HalfProducts:
             y: address of float32 (splits, batch, rows, columns).
             rows: of each product.
         """
-        grid = self._tile.blocks(rows, self._columns), self._batch * self._splits
+        grid = self._tile.blocks(rows, self._columns), self._batch * self.splits
         threads = self._tile.warps_m * self._tile.warps_n * 32
         self._kernels.launch(_KERNEL, grid, threads, stream, x, self._factors, y, rows)

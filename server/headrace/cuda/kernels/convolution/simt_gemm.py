@@ -92,7 +92,7 @@ class Tile:
 
 TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 # Products of few rows are limited by reading the factors: more stages keep more copies in flight.
-_PRODUCT_TILES = (*TILES, Tile(32, 64, 16, 4, 4), Tile(16, 64, 16, 4, 2))
+PRODUCT_TILES = (*TILES, Tile(32, 64, 16, 4, 4), Tile(16, 64, 16, 4, 2))
 
 
 def multiprocessors(device: int) -> int:
@@ -107,9 +107,7 @@ def fitting_tile(rows: int, columns: int, batch: int, count: int) -> Tile:
     Tiles with twice as many rows as the product are left out.
     """
     fitting = [
-        tile
-        for tile in _PRODUCT_TILES
-        if (tile.n == 64 or tile.n < 2 * columns) and (tile.m == 16 or tile.m < 2 * rows)
+        tile for tile in PRODUCT_TILES if (tile.n == 64 or tile.n < 2 * columns) and (tile.m == 16 or tile.m < 2 * rows)
     ]
     for tile in fitting:
         if tile.blocks(rows, columns) * batch * tile.threads >= count * 256:
@@ -138,11 +136,14 @@ class MatrixProducts:
         tile: of a block.
         factors: (batch, depth, columns).
         splits: parts of a sum, which the reader of the products adds up.
+
+    Attributes:
+        splits: parts of a sum.
     """
 
     def __init__(self, resources: GpuResources, tile: Tile, factors: Floats, splits: int = 1) -> None:
         self._batch, depth, self._columns = factors.shape
-        self._tile, self._splits = tile, splits
+        self._tile, self.splits = tile, splits
         options = {
             **tile.options(),
             **element_options(np.float32, Epilogue()),
@@ -163,7 +164,7 @@ class MatrixProducts:
             y: address of (splits, batch, rows, columns).
             rows: of each product.
         """
-        grid = self._tile.blocks(rows, self._columns), self._batch * self._splits
+        grid = self._tile.blocks(rows, self._columns), self._batch * self.splits
         self._kernels.launch("multiply_tiles", grid, self._tile.threads, stream, x, self._factors, 0, 0, y, rows)
 
 

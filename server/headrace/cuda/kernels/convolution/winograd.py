@@ -31,6 +31,7 @@ import numpy.typing as npt
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.half_products import TILES as HALF_TILES
 from headrace.cuda.kernels.convolution.half_products import HalfProducts, Halves, fitting_half_tile
 from headrace.cuda.kernels.convolution.resources import (
     Floats,
@@ -43,7 +44,13 @@ from headrace.cuda.kernels.convolution.resources import (
     shape_options,
     widest,
 )
-from headrace.cuda.kernels.convolution.simt_gemm import MatrixProducts, fitting_tile, multiprocessors, split_count
+from headrace.cuda.kernels.convolution.simt_gemm import (
+    PRODUCT_TILES,
+    MatrixProducts,
+    fitting_tile,
+    multiprocessors,
+    split_count,
+)
 from headrace.cuda.kernels.loading import is_half
 
 _THREADS = 64
@@ -119,8 +126,9 @@ class Tiling:
 def transformed_weights(weights: Array, size: int) -> Floats:
     """Transform kernels (k, 3, 3, c) to (positions, c, k), computed in float64."""
     matrix = np.array(_KERNEL[size])
-    result = np.einsum("ir,krsc,js->ijck", matrix, weights.astype(np.float64), matrix, optimize=True)
-    transformed: Floats = result.reshape(-1, weights.shape[3], weights.shape[0]).astype(np.float32)
+    outputs, _, _, inputs = weights.shape
+    taps = weights.astype(np.float64).transpose(1, 2, 3, 0).reshape(9, -1)
+    transformed: Floats = (np.kron(matrix, matrix) @ taps).astype(np.float32).reshape(-1, inputs, outputs)
     return transformed
 
 
@@ -160,6 +168,73 @@ def transformed_output(shape: ConvShape, products: Floats, size: int) -> Floats:
     return y[:, : shape.out_h, : shape.out_w]
 
 
+@dataclass(frozen=True, slots=True)
+class ProductBlocks:
+    """Division of the products over blocks.
+
+    Attributes:
+        m: tiles of a block, 16 to 128.
+        n: output channels of a block, 64 or 128.
+        splits: parts of a sum.
+    """
+
+    m: int
+    n: int
+    splits: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}" + (f" {self.splits} splits" if self.splits > 1 else "")
+
+
+_LARGE_BLOCKS = (ProductBlocks(128, 128), ProductBlocks(128, 64), ProductBlocks(64, 64))
+_SMALL_BLOCKS = tuple(ProductBlocks(m, 64, splits) for m in (64, 32, 16) for splits in (1, 2, 4))
+# Tiles of a batch from which on small blocks are not proposed.
+_LARGE_TILES = 512
+# Blocks with which a GPU is filled; the best proposals are near it.
+_FILLING_BLOCKS = 400
+
+
+def proposals(tiling: Tiling, shape: ConvShape) -> list[ProductBlocks]:
+    """Return the divisions that are worth measuring for a shape, the most promising first."""
+    rows = shape.n * tiling.per_image
+    if rows >= _LARGE_TILES:
+        return [blocks for blocks in _LARGE_BLOCKS if blocks.n == 64 or blocks.n < 2 * shape.k]
+
+    def distance(blocks: ProductBlocks) -> float:
+        count = -(-rows // blocks.m) * -(-shape.k // blocks.n) * blocks.splits * tiling.positions
+        return abs(math.log(count / _FILLING_BLOCKS))
+
+    possible = [
+        blocks for blocks in _SMALL_BLOCKS if (blocks.m == 16 or blocks.m < 2 * rows) and blocks.splits * 64 <= shape.c
+    ]
+    return sorted(possible or _SMALL_BLOCKS[-3:-2], key=distance)
+
+
+def _float_products(
+    resources: GpuResources, factors: Floats, rows: int, count: int, blocks: ProductBlocks | None
+) -> MatrixProducts:
+    """Open the products of float32 for the tiles of a chunk, on a GPU with `count` multiprocessors."""
+    batch, depth, columns = factors.shape
+    if blocks is not None:
+        tile = next(tile for tile in PRODUCT_TILES if (tile.m, tile.n) == (blocks.m, blocks.n))
+        return MatrixProducts(resources, tile, factors, blocks.splits)
+    tile = fitting_tile(rows, columns, batch, count)
+    splits = min(split_count(tile, rows, columns, depth, batch, count), _MAX_SPLITS)
+    return MatrixProducts(resources, tile, factors, splits)
+
+
+def _half_products(
+    resources: GpuResources, factors: Halves, rows: int, count: int, blocks: ProductBlocks | None
+) -> HalfProducts:
+    """Open the products of float16; as `_float_products`."""
+    batch, columns, depth = factors.shape
+    if blocks is not None:
+        tile = next(tile for tile in HALF_TILES if (tile.m, tile.n) == (blocks.m, blocks.n))
+        return HalfProducts(resources, tile, factors, blocks.splits)
+    tile = fitting_half_tile(rows, columns, batch, count)
+    return HalfProducts(resources, tile, factors, tile.splits(rows, columns, batch, depth, count))
+
+
 class _WinogradConvolution:
     """`Convolution` by Winograd's algorithm."""
 
@@ -174,6 +249,7 @@ class _WinogradConvolution:
         epilogue: Epilogue,
         weights: Array,
         bias: Array | None,
+        blocks: ProductBlocks | None,
     ) -> None:
         self._resources, self._shape, self._tiling = resources, shape, tiling
         half = is_half(dtype)
@@ -182,21 +258,18 @@ class _WinogradConvolution:
         chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // per_image)))
         self._chunk = -(-shape.n // chunks)
         tiles = self._chunk * tiling.per_image
-        transformed, sizes = transformed_weights(weights, tiling.size), (tiles, shape.k, tiling.positions)
         count = multiprocessors(device)
-        self._products: MatrixProducts | HalfProducts
         options = {**shape_options(shape), **element_options(dtype, epilogue), "HALF_PRODUCTS": half}
+        transformed = transformed_weights(weights, tiling.size)
+        self._products: MatrixProducts | HalfProducts
         if half:
             factors, shift = half_weights(transformed)
             options["INPUT_SHIFT"] = _INPUT_SHIFT[tiling.size]
             options["OUTPUT_EXPONENT"] = _INPUT_SHIFT[tiling.size] - shift
-            half_tile = fitting_half_tile(*sizes, count)
-            splits = half_tile.splits(*sizes, shape.c, count)
-            self._products = HalfProducts(resources, half_tile, factors, splits)
+            self._products = _half_products(resources, factors, tiles, count, blocks)
         else:
-            tile = fitting_tile(*sizes, count)
-            splits = min(split_count(tile, tiles, shape.k, shape.c, tiling.positions, count), _MAX_SPLITS)
-            self._products = MatrixProducts(resources, tile, transformed, splits)
+            self._products = _float_products(resources, transformed, tiles, count, blocks)
+        splits = self._products.splits
         self._kernels, self._threads = [], []
         for name, types, channels in (("transform_input", "PPi", shape.c), ("transform_output", "PPPPi", shape.k)):
             # Few tiles are spread over more threads.
@@ -241,14 +314,20 @@ class WinogradAlgorithm:
     Args:
         size: outputs of a tile in each direction, 2 or 4.
         chunk_bytes: scratch memory of a chunk of images.
+        blocks: division of the products; None to select it for each shape.
     """
 
-    variant = ""
-
-    def __init__(self, size: int, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, size: int, chunk_bytes: int = _CHUNK_BYTES, blocks: ProductBlocks | None = None) -> None:
         self._size = size
         self._chunk_bytes = chunk_bytes
+        self._blocks = blocks
         self.name = f"winograd-f{size}"
+        self.variant = "auto" if blocks is None else str(blocks)
+
+    def variants(self, shape: ConvShape) -> list[WinogradAlgorithm]:
+        """Return the divisions of the products that are worth measuring for a shape."""
+        tiling = Tiling.of(shape, self._size)
+        return [WinogradAlgorithm(self._size, self._chunk_bytes, blocks) for blocks in proposals(tiling, shape)]
 
     def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
         """Supports 3x3 kernels with stride 1 and one group."""
@@ -275,7 +354,7 @@ class WinogradAlgorithm:
         with prepare(self, device, shape, dtype) as resources:
             tiling = Tiling.of(shape, self._size)
             return _WinogradConvolution(
-                resources, device, tiling, self._chunk_bytes, shape, dtype, epilogue, weights, bias
+                resources, device, tiling, self._chunk_bytes, shape, dtype, epilogue, weights, bias, self._blocks
             )
 
     def reference(
