@@ -407,6 +407,8 @@ class _Attempt:
         if with_rows.rows is None or with_rows.shape is None or with_rows.shape[with_rows.rows.axis] != ROWS:
             return [node]
         from_end = len(with_rows.shape) - with_rows.rows.axis
+        if node.op_type == "MatMul" and from_end < 3:
+            return [node]  # the last two axes of the other matrix are no batch
         changed = _copy(node)
         for index, name in enumerate(node.input):
             tensor = self._tensor(name)

@@ -117,6 +117,12 @@ def four_rows() -> onnx.ModelProto:
     return net.model(reshape(net, picked, [4, 21]))
 
 
+def as_wide_as_the_batch() -> onnx.ModelProto:
+    """A matrix of 4 rows behind a batch of 4: its rows are no rows of the batch."""
+    net = Network()
+    return net.model(net.node("MatMul", net.input("x", [4, 4]), net.weight(4, 3)))
+
+
 def shape_attribute() -> onnx.ModelProto:
     """Reshape of opset 1, whose target is an attribute."""
     nodes = [
@@ -135,7 +141,7 @@ def shape_attribute() -> onnx.ModelProto:
 
 SAFE: list[Callable[[], onnx.ModelProto]] = [
     heads_in_front, positions_first, class_token, squeezed_look_up, whole_slices, flattened_to_one_row, resized, lstm,
-    tokens, four_rows,
+    tokens, four_rows, as_wide_as_the_batch,
 ]  # fmt: skip
 
 
