@@ -12,8 +12,9 @@ Epilogue: the sums go through shared memory, so that bias, residual and ReLU wor
 Split: with few tiles, several blocks share a tile. Each stores its part in float32; the last to arrive adds the parts in
 order, so that the result does not depend on the order of the blocks.
 
-Budget of a block, e.g. 128x128x64 with 4 warps and 3 stages: 96 KiB of shared memory, 226 registers a thread, two blocks on a
-multiprocessor of an H100. `GemmTile.shared_bytes` has the formula.
+Budget of a block, e.g. 128x128x32 with 4 warps and 4 stages: 68 KiB of shared memory for the sums, which take the place of the
+64 KiB of stages, and 219 registers a thread; two blocks on a multiprocessor of an H100. `GemmTile.shared_bytes` has the
+formula.
 
 Sources: Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014 (implicit GEMM); PTX ISA, "mma.m16n8k16" and
 "ldmatrix" (layout of the fragments); CUTLASS documentation, "Efficient GEMM in CUDA" (tiling and split K).

@@ -16,9 +16,9 @@ after the other, so that the copies of the next tile start meanwhile.
 Split: with few tiles, the blocks of a cluster share a tile. Each sums a part of the steps, then all read each other's shared
 memory and finish a part of the rows. The parts are added in order.
 
-Budget of a block, e.g. 128x256 with 2 warpgroups and 4 stages: 192 KiB of shared memory, 288 threads of at most 224 registers,
-128 of them sums; one block on a multiprocessor. `HopperTile.blocks` has the number for each tile. A warp that copies and has as
-many registers as the others leaves enough for two blocks of 128x128, so the kernel does without `setmaxnreg`.
+Budget of a block, e.g. 128x256 with 2 warpgroups and 4 stages: 192 KiB of shared memory, 288 threads of 168 registers, 128 of
+them sums; one block on a multiprocessor. `HopperTile.blocks` has the number for each tile. One warp copies, in place of a
+warpgroup, so that all threads can have as many registers as they need: the kernel does without `setmaxnreg`.
 
 Sources: PTX ISA, "wgmma.mma_async", "Matrix descriptor format", "im2col mode"; CUTLASS documentation, "Efficient GEMM in CUDA"
 (warp specialization).
