@@ -52,7 +52,7 @@ class InputForm:
     def random(self, random: np.random.Generator, dims: Sequence[int]) -> Array:
         """Return random values in the range of the example.
 
-        Floats are normal with the example's mean and standard deviation, within its range. Integers fill the example's range;
+        Floats have the example's mean, standard deviation and range. Integers fill the example's range;
         without an example they are 0 or 1, which is valid as an index and as a mask. Text is "0" or "1".
         """
         if self.dtype.kind == "O":
@@ -63,12 +63,25 @@ class InputForm:
             low, high = (0, 1) if self.low is None or self.high is None else (int(self.low), int(self.high))
             # An example of zeros says nothing of the range.
             return random.integers(low, max(high, low + 1) + 1, dims).astype(self.dtype)
-        values = random.normal(self.mean, self.std, dims)
+        values = self.mean + self.std * _varied_noise(random, dims)
         if self.low is not None and self.high is not None:
             # Not cut to the bounds: equal values would make ranks ambiguous.
             outside = (values < self.low) | (values > self.high)
             values[outside] = random.uniform(self.low, self.high, int(outside.sum()))
         return values.astype(self.dtype)
+
+
+def _varied_noise(random: np.random.Generator, dims: Sequence[int]) -> Array:
+    """Return standard normal noise; with three dimensions and more, each row and each channel, first or last, has its own mean.
+
+    Means over many independent values are nearly equal in all rows: behind a global pooling rows would hardly differ.
+    """
+    noise = random.standard_normal(dims)
+    if len(dims) < 3:
+        return noise
+    first = random.standard_normal([*dims[:2], *(1 for _ in dims[2:])])
+    last = random.standard_normal([dims[0], *(1 for _ in dims[1:-1]), dims[-1]])
+    return np.asarray((noise + first + last) / np.sqrt(3.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,10 @@ def _judge(check: ImportCheck) -> None:
             check.faults.append(
                 f"output {output.name} is NaN or infinite in the framework for all inputs: nothing was compared"
             )
+    if check.outputs and not check.faults and not any(output.variation for output in check.outputs.values()):
+        check.faults.append(
+            "no output depends on these inputs, so nothing was compared: name inputs of the real kind with --samples"
+        )
     if not check.cases:
         check.faults.append("no case was compared")
 

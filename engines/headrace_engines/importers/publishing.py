@@ -176,6 +176,8 @@ def _replace(staged: Path, target: Path) -> None:
         (staged / name).replace(target / name)
     for name in set(CONFIG_FILES) - {CONFIG}:
         (target / name).unlink(missing_ok=True)
+    if f"{MODEL}.data" not in data:
+        (target / VERSION / f"{MODEL}.data").unlink(missing_ok=True)
 
 
 def read_label_names(path: Path) -> tuple[str, ...]:

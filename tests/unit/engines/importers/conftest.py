@@ -45,6 +45,9 @@ class Framework(Source):
     def export(self, path, report):
         report(0.5, "exports")
         shutil.copy(self.request["path"], path)
+        data = os.path.join(os.path.dirname(self.request["path"]), "model.onnx.data")
+        if os.path.exists(data):
+            shutil.copy(data, os.path.dirname(path))
         extra = json.loads(self.request["function"] or "{}")
         sizes = {i.name: [d if isinstance(d, int) else 4 for d in i.shape] for i in self.session.get_inputs()}
         inputs = [{"name": name, "dims": dims} for name, dims in sizes.items()]

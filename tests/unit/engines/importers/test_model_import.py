@@ -183,6 +183,7 @@ def test_tensors_are_renamed_in_the_whole_graph(importer: Importer, save_model: 
 def test_an_existing_model_is_replaced_only_on_request(importer: Importer, save_model: Save) -> None:
     importer(save_model(), facts={"labels": ["a", "b", "c"]})
     (importer.folder / "notes.md").write_text("mine")
+    (importer.folder / "1" / "model.onnx.data").write_text("weights of an earlier import")
     shutil.copytree(importer.folder / "1", importer.folder / "2")
     before = (importer.folder / "1" / "model.onnx").read_bytes()
     path = save_model([helper.make_node("Relu", ["x"], ["y"])], out=4)
@@ -193,7 +194,20 @@ def test_an_existing_model_is_replaced_only_on_request(importer: Importer, save_
     assert (importer.folder / "1" / "model.onnx").read_bytes() != before
     assert (importer.folder / "2" / "model.onnx").read_bytes() == before
     assert "notes.md" in contents(importer.folder)
-    assert "config.pbtxt" not in contents(importer.folder)
+    assert not {"config.pbtxt", "1/model.onnx.data"} & set(contents(importer.folder))
+
+
+def test_external_data_are_published_with_the_model(importer: Importer, save_model: Save) -> None:
+    path = save_model()
+    model = onnx.load_model(path)
+    onnx.save_model(model, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    outcome = importer(path)
+    assert outcome.check.has_passed
+    assert "1/model.onnx.data" in contents(importer.folder)
+    assert outcome.size_bytes > (importer.folder / "1" / "model.onnx.data").stat().st_size
+    x = np.ones((1, 4), np.float32)
+    session = ort.InferenceSession(importer.folder / "1" / "model.onnx")
+    np.testing.assert_array_equal(session.run(["y"], {"x": x})[0], ort.InferenceSession(path).run(["y"], {"x": x})[0])
 
 
 def test_a_failed_check_leaves_an_existing_model(importer: Importer, save_model: Save) -> None:
