@@ -28,9 +28,10 @@ from headrace_engines.optimize.sparse_build import choose_sparse
 from headrace_engines.optimize.sparsity import sparse_nodes
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.precision.methods import EXPLICIT, STRIPPED, precisions_without_samples, with_method
-from headrace_engines.progress import Report, part
+from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildData, BuildSpec, Project, open_data
 from headrace_engines.quantization.explicit import refused_by_tensorrt, without_qdq
+from headrace_engines.quantization.refinement import PatternTimes, Refinement
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store, StoreEntry
 from headrace_engines.targets.base import BatchTiming, Engine, ModelRunner, Target, TargetSpec
@@ -48,7 +49,7 @@ _TRIES = 6
 _WORTH = 1.05
 _SOURCES = ("onnx", "onnxruntime", "numpy")
 # Facts of the store that stamps do not have.
-_NOT_IN_STAMPS = ("model", "version", "baseline", "sparsity_report")
+_NOT_IN_STAMPS = ("model", "version", "baseline", "sparsity_report", "refinement_report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class BuildResult:
         baseline: timing of `model.onnx` on ONNX Runtime's CPU at one batch size; None if it does not run there.
         sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
         sparsity: measurements of the choice of sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
+        refinement: measurements of layers in floating point, as in `PatternResult.to_json`; empty without `--refine`.
     """
 
     path: Path
@@ -86,6 +88,7 @@ class BuildResult:
     baseline: BatchTiming | None = None
     sparse_weights: bool = False
     sparsity: Mapping[str, Any] | None = None
+    refinement: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def rows_per_s(self) -> float:
@@ -210,7 +213,8 @@ class _Builder:
         )
         with self.store.scratch() as scratch:
             artefact = scratch / f"model{self.target.suffix}"
-            lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.7))
+            lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.6))
+            lowered, refinement = self._refine(lowered, artefact, part(report, 0.6, 0.7))
             sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))
             with closing(self._open(artefact, lowered)) as engine:
                 accuracy = self._compare(OnnxRunner(reference), engine, part(report, 0.8, 0.95))
@@ -220,6 +224,7 @@ class _Builder:
                 **self._facts(lowered, accuracy, timings, seconds),
                 "baseline": self._baseline(timings),
                 **sparsity,
+                **refinement,
             }
             return self.store.add(self.key, artefact, facts)
 
@@ -275,6 +280,24 @@ class _Builder:
         choice = choose_sparse(self.target, lowered.model, order, artefact, batch, report)
         logger.info("%s: %d layers with 2:4 sparse weights: %s", self.project.name, len(nodes), choice)
         return {"sparse_weights": choice.is_faster, "sparsity_report": choice.to_json(nodes)}
+
+    def _refine(
+        self, lowered: LoweredModel, artefact: Path, report: Report
+    ) -> tuple[LoweredModel, Mapping[str, object]]:
+        """Replace the artefact by one without Q/DQ where that is faster; return its model, and facts."""
+        if not self.spec.refined or lowered.without is None:
+            return lowered, {}
+        rows = self.spec.profiles[0].rows[1] if self.project.batched else 1
+        times = PatternTimes(
+            self.store.timing_cache(self.machine).with_suffix(".patterns.json"), f"{self.spec.precision}/{rows}"
+        )
+
+        def build(model: LoweredModel, path: Path) -> None:
+            self.target.build(model.model, self._order(), path, silent)
+
+        refinement = Refinement(build, self._open, sample_batch(self.data, rows, self.project), times)
+        refined = refinement.run(lowered, artefact, report)
+        return refined, {"refinement_report": [result.to_json() for result in refinement.results]}
 
     def _open(self, artefact: Path, lowered: LoweredModel) -> Engine:
         return self.target.open(artefact, lowered.model, host_code=self.spec.version_compatible)
@@ -421,6 +444,7 @@ def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, cac
         baseline=BatchTiming(**facts["baseline"]) if facts.get("baseline") else None,
         sparse_weights=bool(facts.get("sparse_weights")),
         sparsity=facts.get("sparsity_report"),
+        refinement=tuple(facts.get("refinement_report", ())),
     )
 
 

@@ -170,6 +170,7 @@ class BuildSpec:
         keep_fp32: names of nodes, `*` allowed, that stay FP32 among FP16 or BF16.
         method: way to the precision, see `headrace_engines.precision.methods`; "" for the usual one.
         version_compatible: the TensorRT engine runs with later versions of TensorRT too.
+        refined: layers that are slower in 8 bits in the built engine are built in floating point.
     """
 
     precision: str
@@ -180,6 +181,7 @@ class BuildSpec:
     keep_fp32: tuple[str, ...] = ()
     method: str = ""
     version_compatible: bool = False
+    refined: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -226,6 +228,8 @@ class BuildSpec:
             document |= {"method": self.method, "keep": list(self.calibration.keep)}
         if self.version_compatible:
             document["version_compatible"] = True
+        if self.refined and self.quantized:
+            document["refined"] = True
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="publish engines that miss the required accuracy, with a mark"
     )
     parser.add_argument(
+        "--refine",
+        action="store_true",
+        help="INT8, FP8: measure the ten longest layers in the built engine; those that are faster in floating point stay there",
+    )
+    parser.add_argument(
         "--version-compatible",
         action="store_true",
         help="build a TensorRT engine that later TensorRT versions of the same major version load too; it holds code that runs",
@@ -175,7 +180,7 @@ def build_model(
         requested = spec.precision
         if not options.precision and (stored := stored_precision(project)):
             spec = spec.at(stored)
-        spec = replace(spec, version_compatible=options.version_compatible)
+        spec = replace(spec, version_compatible=options.version_compatible, refined=options.refine)
         target, advice = targets.of(project)
         engines = engine_folder(options.state_dir.expanduser(), project.folder.path, project.version)
         expected = forecast(project, target, targets.gpu, engines)
@@ -524,6 +529,10 @@ def speed_text(outcome: BuildOutcome) -> str:
         parts.append(
             f"sparse kernels {result}: {speed_up:.2f} times as fast at {plural(built.sparsity['rows'], 'row')}"
         )
+    if built.refinement:
+        layers = [name for result in built.refinement if result["in_float"] for name in result["nodes"]]
+        measured = plural(len(built.refinement), "pattern")
+        parts.append(f"of {measured} of long layers, faster in floating point: {', '.join(layers) or 'none'}")
     return "; ".join(parts)
 
 
