@@ -21,10 +21,10 @@ from rich.console import Console
 from headrace_engines.accuracy import Accuracy, measure
 from headrace_engines.commands import add_cache, add_repository_and_target, add_version
 from headrace_engines.errors import BuildError, CallError
-from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.onnx_graph import OnnxRunner, write_onnx
 from headrace_engines.optimize.channel_search import LADDER, Trial, best_trial, search_strength
 from headrace_engines.optimize.figures import MeasuredModel, ModelFigures, measure_models
-from headrace_engines.optimize.loss import loss_measure, missed_target, points_lost
+from headrace_engines.optimize.loss import loss_measure, loss_text, missed_target, points_lost
 from headrace_engines.optimize.originals import (
     Original,
     PyTorchCode,
@@ -45,6 +45,7 @@ from headrace_engines.precision.lowering import ROWS
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import open_project, read_spec
 from headrace_engines.report import BuildDisplay, finite, make_folder, print_text
+from headrace_engines.simplify import simplify
 from headrace_engines.store import Store
 from headrace_engines.targets import choose_target
 
@@ -320,6 +321,10 @@ def _pruned(original: Original, options: argparse.Namespace, report: Report, pyt
     write_training(original.train, training)
     inputs = torch_inputs(original, training)
     path = original.project.source if original.code is None else original.code.path
+    if original.code is None and not any(node.op_type == "BatchNormalization" for node in original.model.graph.node):
+        # Folded constants leave fewer forms of a graph; batch norms stay for the training, which simplify would fuse.
+        path = folder / "source.onnx"
+        write_onnx(simplify(original.model), path)
     (input_name,), (output_name,) = _tensor_names(original.model)
     job = Job(
         "prune",
@@ -384,9 +389,12 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 def _trial_text(trial: Trial) -> str:
     network = trial.result.network
     result = "misses the target" if trial.refusal else "holds the target"
-    share, lost = network.macs / max(network.source_macs, 1), points_lost(trial.accuracy)
+    share, lost = (
+        network.macs / max(network.source_macs, 1),
+        loss_text(points_lost(trial.accuracy), loss_measure(trial.accuracy)),
+    )
     trained = f"trained {network.seconds:.0f} s on {network.device}, {network.precision}"
-    return f"{share:.1%} of the FLOPs: {lost:.2f} points of {loss_measure(trial.accuracy)} lost, {result} ({trained})"
+    return f"{share:.1%} of the FLOPs: {lost}, {result} ({trained})"
 
 
 def _document(

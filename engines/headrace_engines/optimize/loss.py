@@ -7,7 +7,7 @@ import math
 from headrace_engines.accuracy import Accuracy, judge
 from headrace_engines.project import AccuracyLimits
 
-_CURE = "raise --target-loss, train for more --epochs, or give more samples with --data"
+_CURE = "raise --target-loss, give more samples with --data, or train channels for more --epochs"
 
 
 def points_lost(accuracy: Accuracy) -> float:
@@ -22,6 +22,16 @@ def points_lost(accuracy: Accuracy) -> float:
 def loss_measure(accuracy: Accuracy) -> str:
     """Return "accuracy" or "agreement", the quantity that `points_lost` counts."""
     return "agreement" if accuracy.drop is None else "accuracy"
+
+
+def loss_text(points: float, measure: str) -> str:
+    """Return e.g. "0.22 points of accuracy lost", or "gained" for a negative loss.
+
+    Args:
+        points: result of `points_lost`.
+        measure: result of `loss_measure`.
+    """
+    return f"{abs(points):.2f} points of {measure} {'gained' if points < 0 else 'lost'}"
 
 
 def missed_target(accuracy: Accuracy, target_points: float) -> list[str]:

@@ -12,6 +12,7 @@ from headrace.core.command_line import printable
 from rich.console import Console
 from rich.text import Text
 
+from headrace_engines.optimize.loss import loss_text
 from headrace_engines.report import Heading, milliseconds, narrow_table, page, print_text, rate, save, size, table
 
 REPORT_FILE = "optimize.json"
@@ -56,11 +57,12 @@ def show_result(console: Console, document: Mapping[str, Any]) -> None:
     headings = [Heading("", wraps=True), Heading("before", number=True), Heading("after", number=True)]
     rows = [[Text(cell) for cell in row] for row in result_rows(document)]
     console.print(narrow_table(printable(title), headings, rows, console.width))
-    lost = document["points_lost"]
-    print_text(
-        console,
-        f"{lost:.2f} points of {document['loss']} lost, {document['target_loss']:g} allowed, on {printable(document['data'])}.",
-    )
+    print_text(console, printable(_loss_line(document)))
+
+
+def _loss_line(document: Mapping[str, Any]) -> str:
+    lost = loss_text(document["points_lost"], document["loss"])
+    return f"{lost}, a loss of {document['target_loss']:g} is allowed, on {document['data']}."
 
 
 def write_page(document: Mapping[str, Any], folder: Path) -> None:
@@ -74,8 +76,7 @@ def write_page(document: Mapping[str, Any], folder: Path) -> None:
     body = [
         f"<h1>{escape(document['model'])} <small>pruned: {escape(document['prune'])}</small></h1>",
         f"<p>{escape(document['machine'])}</p>",
-        f"<p>{document['points_lost']:.2f} points of {document['loss']} lost, {document['target_loss']:g} allowed, on "
-        f"{escape(document['data'])}.</p>",
+        f"<p>{escape(_loss_line(document))}</p>",
         table(["", "before", "after"], rows),
     ]
     save(folder / PAGE_FILE, page(f"{document['model']}: before and after", "\n".join(body)))
