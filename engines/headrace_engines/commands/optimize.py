@@ -42,7 +42,7 @@ from headrace_engines.optimize.sparsity_search import choose_layers, rank_layers
 from headrace_engines.optimize.torch_job import TorchResult, run_torch_job
 from headrace_engines.optimize.torch_program.jobs import Job
 from headrace_engines.precision.lowering import ROWS
-from headrace_engines.progress import Report, part, silent
+from headrace_engines.progress import Report, part, silent, with_progress_lines
 from headrace_engines.project import open_project, read_spec
 from headrace_engines.report import BuildDisplay, finite, make_folder, print_text
 from headrace_engines.simplify import simplify
@@ -99,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=1.0, metavar="S", help="timing of each engine at each batch size (1)"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write optimize.json and optimize.html here")
+    parser.add_argument("--progress", action="store_true", help="print lines of `progress SHARE PHASE`, for programs")
     _add_training(parser)
     add_repository_and_target(parser)
     add_cache(parser)
@@ -168,6 +169,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         BuildDisplay(console, [options.model]) as display,
     ):
         report = display.report(options.model)
+        report = with_progress_lines(report) if options.progress else report
         folder = Path(name)
         python = _python(options, report) if options.prune == "channels" else None
         original = _open(options, code, python, folder, report)

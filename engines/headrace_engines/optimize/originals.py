@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import onnx
@@ -168,15 +169,29 @@ def read_input(data: Path) -> tuple[str, Array]:
     """
     form = "an .npz with one FP32 array [N, ...], named like the input, and labels (integers [N]) if there are any"
     try:
-        with np.load(data) as archive:
-            names = [name for name in archive.files if name != "labels"]
-            array = archive[names[0]] if len(names) == 1 else None
-    except (OSError, ValueError) as error:
+        with zipfile.ZipFile(data) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist() if name != "labels.npy"]
+            if len(names) != 1:
+                raise BuildError(f"{data} has {', '.join(names) or 'no array'}: write {form}")
+            with archive.open(f"{names[0]}.npy") as stream:
+                shape, dtype, rows = _first_rows(stream)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise BuildError(f"{data} cannot be read ({error}): write {form}") from error
-    if array is None or array.dtype != np.float32 or array.ndim < 2 or not len(array):
-        found = ", ".join(names) if array is None else f"{array.dtype} {list(array.shape)}"
-        raise BuildError(f"{data} has {found}: write {form}")
-    return names[0], array[:CHECK_ROWS]
+    if dtype != np.float32 or len(shape) < 2 or not len(rows):
+        raise BuildError(f"{data} has {dtype} {list(shape)}: write {form}")
+    return names[0], rows
+
+
+def _first_rows(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any], Array]:
+    """Return shape, type and first rows of a .npy stream; the rest of a large file is not read."""
+    version = np.lib.format.read_magic(stream)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read_header(stream)
+    if fortran or dtype.hasobject or not shape:
+        raise ValueError("its array is not in C order")
+    rows = (min(shape[0], CHECK_ROWS), *shape[1:])
+    content = stream.read(int(np.prod(rows)) * dtype.itemsize)
+    return shape, dtype, np.frombuffer(content, dtype).reshape(rows)
 
 
 def write_config(folder: Path, document: Mapping[str, Any]) -> None:
