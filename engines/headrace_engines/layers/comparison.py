@@ -20,8 +20,10 @@ from headrace_engines.layers.differences import DifferenceSums, TensorDifference
 from headrace_engines.layers.tensors import SourceLayer, source_layers
 from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model, read_onnx
 from headrace_engines.precision.lowering import lower_model
+from headrace_engines.precision.methods import EXPLICIT
 from headrace_engines.progress import Report, part
 from headrace_engines.project import BuildData, Project
+from headrace_engines.quantization.explicit import explicit_precision, without_qdq
 from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store
@@ -100,7 +102,8 @@ def compare_layers(
     Raises:
         BuildError: the FP32 model does not run on the samples.
     """
-    model = simplify(read_onnx(project.source))
+    source = read_onnx(project.source)
+    model = simplify(without_qdq(source) if explicit_precision(source) else source)
     graph = OnnxGraph(copy_model(model))
     graph.sort()
     layers = source_layers(graph)
@@ -136,7 +139,8 @@ def _differences(
     report: Report,
 ) -> tuple[dict[str, TensorDifference], str]:
     """Return the differences of one engine by tensor, and its remark."""
-    lowered = lowered_again(built, model, target, store, data, part(report, 0.0, 0.2))
+    source = read_onnx(project.source) if built.spec.method == EXPLICIT else model
+    lowered = lowered_again(built, source, target, store, data, part(report, 0.0, 0.2))
     with store.scratch() as scratch:
         observed = target.observe(lowered, target_spec(built, store), names, Path(scratch), part(report, 0.2, 0.6))
         with closing(observed):

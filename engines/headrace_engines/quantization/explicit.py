@@ -85,7 +85,7 @@ def without_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
     graph.sort()
     renamed: dict[str, str] = {}
     integers: set[str] = set()
-    dropped: set[int] = set()
+    dropped: set[str] = set()
     added: list[onnx.NodeProto] = []
     for node in graph.nodes:
         if node.op_type == _Q and not _ends_as_output(graph, node.output[0]):
@@ -93,16 +93,16 @@ def without_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
             added += bounded
             integers.add(node.output[0])
             renamed[node.output[0]] = bounded[-1].output[0] if bounded else node.input[0]
-            dropped.add(id(node))
+            dropped.add(node.output[0])
         elif node.op_type == _DQ:
             source = node.input[0]
             if source in integers:
                 renamed[node.output[0]] = source
-                dropped.add(id(node))
+                dropped.add(node.output[0])
             elif graph.is_constant(source):
                 values = evaluate_constant(graph.model, node.output[0])[0]
                 graph.model.graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
-                dropped.add(id(node))
+                dropped.add(node.output[0])
         elif any(name in integers for name in node.input):
             if node.op_type not in _MOVERS:
                 raise BuildError(
@@ -125,16 +125,24 @@ def _bounded(graph: OnnxGraph, node: onnx.NodeProto) -> list[onnx.NodeProto]:
     limits = np.iinfo(zero.dtype)
     if (zero != limits.min).any():
         return []
-    name = graph.fresh(f"{node.output[0]}/relu")
-    relu = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
+    source, name = node.input[0], graph.fresh(f"{node.output[0]}/relu")
+    producer = graph.producer(source)
+    linear, bounded = source, name
+    readers = graph.consumers(source)
+    computed = producer is not None and producer.op_type not in (_Q, _DQ) and producer.output[0] == source
+    if producer is not None and computed and len(readers) == 1 and source not in graph.outputs:
+        # The tensor keeps its name behind the Relu, where engines have it.
+        linear, bounded = graph.fresh(f"{source}/linear"), source
+        graph.rename_output(producer, linear)
+    relu = onnx.helper.make_node("Relu", [linear], [bounded], name=name)
     if np.abs((limits.max - limits.min) * scale - _RELU6).max() > _RELU6_TOLERANCE:
         return [relu]
     six = graph.add_constant(f"{name}/six", np.array(_RELU6, scale.dtype))
-    return [relu, onnx.helper.make_node("Min", [name, six], [f"{name}6"], name=f"{name}6")]
+    return [relu, onnx.helper.make_node("Min", [bounded, six], [f"{name}6"], name=f"{name}6")]
 
 
 def _written(
-    graph: OnnxGraph, renamed: dict[str, str], dropped: set[int], added: list[onnx.NodeProto]
+    graph: OnnxGraph, renamed: dict[str, str], dropped: set[str], added: list[onnx.NodeProto]
 ) -> onnx.ModelProto:
     def original(name: str) -> str:
         while name in renamed:
@@ -144,7 +152,7 @@ def _written(
     outputs = set(graph.outputs)
     nodes = []
     for node in (*graph.nodes, *added):
-        if id(node) in dropped:
+        if node.output[0] in dropped:
             # An output of the model keeps its name.
             ends = outputs.intersection(node.output) & renamed.keys()
             nodes += [onnx.helper.make_node("Identity", [original(name)], [name], name=node.name) for name in ends]

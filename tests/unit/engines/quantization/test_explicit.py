@@ -127,3 +127,14 @@ def test_what_tensorrt_does_not_take() -> None:
     model = net.model(pair(net, net.input("x", ["N", 4]), 0.1, 3, np.int8))
     assert "QuantizeLinear node 'QuantizeLinear0' has a zero point" in refused_by_tensorrt(model)
     assert numpy_helper.to_array(model.graph.initializer[1]) == 3
+
+
+def test_a_tensor_keeps_its_name_behind_the_relu_that_was_left_out() -> None:
+    """Engines have the tensor there; layers are compared by name."""
+    net = Network()
+    x = net.input("x", ["N", 4])
+    negative = net.node("Neg", x, name="negative")
+    plain = without_qdq(net.model(net.node("Neg", pair(net, negative, 1.0, 0))))
+    values = np.array([[-2, -1, 1, 2]], np.float32)
+    outputs = OnnxRunner(plain, [negative], optimize=False).run({"x": values})
+    np.testing.assert_array_equal(outputs[negative], [[2, 1, 0, 0]])
