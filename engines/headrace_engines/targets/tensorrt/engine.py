@@ -216,14 +216,22 @@ class DebugValues:
         self._values: dict[str, Array] = {}
         self._raised: BaseException | None = None
 
-    def take(self, name: str, address: int, dtype: Any, shape: tuple[int, ...], on_host: bool) -> bool:
-        """Copy a tensor; return False to stop the execution."""
+    def take(self, name: str, address: Any, dtype: Any, shape: Any, on_host: bool) -> bool:
+        """Copy a tensor; return False to stop the execution.
+
+        Args:
+            name: name of the tensor.
+            address: its address, as a number or as the capsule that the bindings of TensorRT 10 pass.
+            dtype: its `tensorrt.DataType`.
+            shape: its sizes.
+            on_host: True if it is in host memory.
+        """
         try:
-            values = np.empty(shape, numpy_type(dtype))
+            values = np.empty(tuple(int(size) for size in shape), numpy_type(dtype))
             if on_host:
-                ctypes.memmove(values.ctypes.data, address, values.nbytes)
+                ctypes.memmove(values.ctypes.data, pointer_of(address), values.nbytes)
             else:
-                read_now(values, address)
+                read_now(values, pointer_of(address))
             self._values[name] = values
         except BaseException as error:
             self._raised = error
@@ -236,6 +244,16 @@ class DebugValues:
         return self._values
 
 
+def pointer_of(address: Any) -> int:
+    """Return the address in a Python capsule, or a number as it is."""
+    if isinstance(address, int):
+        return address
+    name, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(pointer(address, name(address)) or 0)
+
+
 def debug_listener(trt: Any, values: DebugValues) -> Any:
     """Return an IDebugListener that adds to `values`."""
 
@@ -244,10 +262,10 @@ def debug_listener(trt: Any, values: DebugValues) -> Any:
             trt.IDebugListener.__init__(self)
 
         def process_debug_tensor(
-            self, addr: int, location: Any, datatype: Any, shape: Any, name: str, stream: int
+            self, addr: Any, location: Any, datatype: Any, shape: Any, name: str, stream: int
         ) -> bool:
             on_host = location == trt.TensorLocation.HOST
-            return values.take(name, int(addr), datatype, tuple(int(size) for size in shape), on_host)
+            return values.take(name, addr, datatype, shape, on_host)
 
     return Listener()
 
