@@ -24,6 +24,9 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support import networks
 from tests.support.deviating_models import deviating_model
 from tests.support.engine_projects import write_project
+from tests.support.gpu_marks import gpu_marks
+
+pytestmark = gpu_marks(180)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
