@@ -149,6 +149,6 @@ def test_the_matrix_product_of_hopper_compiles() -> None:
     for number, tile in enumerate(implicit_gemm_hopper.TILES):
         options = ["-DHALF=1", "-DBIAS=1", "-DRESIDUAL=1", "-DRELU=1", f"-DBM={tile.bm}", f"-DBN={tile.bn}"]
         options += [f"-DCONSUMERS={tile.warpgroups}", f"-DSTAGES={tile.stages}", f"-DBLOCKS={tile.blocks}"]
-        options += [f"-DSPLITS={1 << number % 4}"]
+        options += [f"-DSPLITS={1 << number % 4}", f"-DPOINTWISE={number % 2}"]
         code = loading.compile_cuda(source, "implicit_gemm_hopper.cu", (9, 0), options, own_instructions=True)
         assert code.startswith(b"\x7fELF")

@@ -1,7 +1,8 @@
 // Convolution as an implicit matrix product with `wgmma`. implicit_gemm_hopper.py describes layout and budget.
 //
 // Follows elements.cuh, gemm_epilogue.cuh and hopper.cuh. Macros: BM, BN (tile), CONSUMERS (warpgroups that multiply), STAGES,
-// BLOCKS (blocks on a multiprocessor), SPLITS (blocks of a cluster, which share a tile). One dimension of blocks, whose threads are the warpgroups that multiply, then one warp that copies. Without
+// POINTWISE (1: the input is a matrix of pixels and channels), BLOCKS (blocks on a multiprocessor), SPLITS (blocks of a cluster,
+// which share a tile). One dimension of blocks, whose threads are the warpgroups that multiply, then one warp that copies. Without
 // clusters there may be fewer blocks than tiles: a block takes one tile after the other.
 
 #define BK 64
@@ -33,7 +34,7 @@ struct Ring {
 
 // Sizes of the convolution and addresses of the ring in shared memory.
 struct Work {
-    int pixels, c, k, out_h, out_w, r, s, stride, pad, is_matrix; // 1: the input is copied as a matrix of pixels and channels
+    int pixels, c, k, out_h, out_w, r, s, stride, pad;
     unsigned tiles, full, empty;
 
     __device__ inline int n_tiles() const { return (k + BN - 1) / BN; }
@@ -56,7 +57,7 @@ __device__ inline void copy_tile(
         wait(work.empty + ring.stage * 8, ring.parity);
         const unsigned to = work.tiles + ring.stage * STAGE_BYTES, barrier = work.full + ring.stage * 8;
         arrive_and_expect(barrier, STAGE_BYTES);
-        if (work.is_matrix)
+        if (POINTWISE)
             copy_box(to, x, barrier, channel, first_pixel);
         else
             copy_pixels(to, x, barrier, channel, left, top, image, column, row);
@@ -245,12 +246,12 @@ extern "C"
     __launch_bounds__(CONSUMER_THREADS + 32, BLOCKS) __global__ void implicit_gemm_hopper(
         const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weights_map,
         const __grid_constant__ TensorMap residual_map, const __grid_constant__ TensorMap y_map, const float *bias,
-        const Element *residual, Element *y, int pixels, int c, int k, int out_h, int out_w, int r, int s, int stride, int pad, int is_matrix)
+        const Element *residual, Element *y, int pixels, int c, int k, int out_h, int out_w, int r, int s, int stride, int pad)
 {
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
     const unsigned full = shared_address(barriers);
     const Work work = {
-        pixels, c, k, out_h, out_w, r, s, stride, pad, is_matrix, shared_address(dynamic_shared), full, full + STAGES * 8};
+        pixels, c, k, out_h, out_w, r, s, stride, pad, shared_address(dynamic_shared), full, full + STAGES * 8};
     const int split = SPLITS > 1 ? cluster_rank() : 0;
     const int first_step = work.steps() * split / SPLITS, end_step = work.steps() * (split + 1) / SPLITS;
     const int t = threadIdx.x % 128, consumer = threadIdx.x / 128;

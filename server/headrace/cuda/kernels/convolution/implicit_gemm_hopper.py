@@ -244,6 +244,7 @@ class _HopperConvolution:
             "CONSUMERS": tile.warpgroups,
             "STAGES": tile.stages,
             "BLOCKS": tile.blocks,
+            "POINTWISE": int(self._pointwise),
             "SPLITS": splits,
         }
         headers = (ELEMENTS, EPILOGUE, HOPPER)
@@ -277,7 +278,7 @@ class _HopperConvolution:
             stream,
             *(x_map, self._weights_map, residual_map, y_map),
             *map(ctypes.c_void_p, (self._bias, residual, y)),
-            *map(ctypes.c_int, (*sizes, int(self._pointwise))),
+            *map(ctypes.c_int, sizes),
         )
 
     def _maps_of(self, shape: ConvShape, x: int, residual: int, y: int) -> tuple[TensorMap, TensorMap, TensorMap]:
