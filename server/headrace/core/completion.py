@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import Cancelled
-from headrace.core.request import InferResponse, Probe
+from headrace.core.request import GroupMembers, InferResponse, Probe
 
 Outcome = InferResponse | Exception
 
@@ -62,7 +62,7 @@ class Mailbox:
 
 
 class Completion:
-    """Base class of completions; see `LoopCompletion`, `ThreadCompletion` and `PartCompletion`.
+    """Base class of completions; see `LoopCompletion`, `GroupCompletion`, `ThreadCompletion` and `PartCompletion`.
 
     Attributes:
         outcome: response or error; None until settled.
@@ -190,6 +190,46 @@ class LoopCompletion(Completion):
             if self.woken:
                 self._resolve(future)
         return future.__await__()
+
+
+class GroupCompletion(LoopCompletion):
+    """Completion of a group: requests of equal shape that are queued as one entry and answered together, or in parts.
+
+    A group is split where a batch has room for some of its members only, and where a batch has failed as a whole. Each part has
+    a completion of its own. The parts of a group are disjoint.
+
+    Args:
+        mailbox: of the event loop.
+        members: the requests.
+        on_settled: called on the loop with this completion once it is settled; must not raise.
+        first: place of the first member in the group.
+
+    Attributes:
+        members: the requests of this part.
+        first: place of the first of them in the group.
+    """
+
+    __slots__ = ("_on_settled", "first", "members")
+
+    def __init__(
+        self, mailbox: Mailbox, members: GroupMembers, on_settled: Callable[[GroupCompletion], object], first: int = 0
+    ) -> None:
+        super().__init__(mailbox)
+        self.members = members
+        self.first = first
+        self._on_settled = on_settled
+
+    def split(self, count: int) -> GroupCompletion:
+        """Return the completion of the first `count` members, which are no longer part of this one."""
+        (received_ns, rows), first = self.members, self.first
+        front = GroupCompletion(self._mailbox, GroupMembers(received_ns[:count], rows[:count]), self._on_settled, first)
+        self.members, self.first = GroupMembers(received_ns[count:], rows[count:]), first + count
+        return front
+
+    def wake(self) -> None:
+        """Call `on_settled`."""
+        super().wake()
+        self._on_settled(self)
 
 
 class ThreadCompletion(Completion):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +13,18 @@ from headrace.core.tensor import Array
 ParameterValue = str | int | float | bool
 
 NO_PARAMETERS: Mapping[str, ParameterValue] = MappingProxyType({})
+
+
+class GroupMembers(NamedTuple):
+    """Requests that are queued as one, in the order of their rows.
+
+    Attributes:
+        received_ns: monotonic arrival of each.
+        rows: rows of each.
+    """
+
+    received_ns: Sequence[int]
+    rows: Sequence[int]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,6 +49,7 @@ class InferRequest:
         due_ns: monotonic time at which the later steps of a pipeline need the result; 0 for the deadline.
         call: call of a Python model that sent the request; None for any other.
         resident_outputs: outputs that may be `ResidentRows` in the response, since every reader takes them.
+        members: requests that this one stands for; None for a single request. See `headrace.core.completion.GroupCompletion`.
     """
 
     inputs: dict[str, Array]
@@ -54,6 +67,7 @@ class InferRequest:
     due_ns: int = 0
     call: object = None
     resident_outputs: frozenset[str] = frozenset()
+    members: GroupMembers | None = None
 
 
 class BatchTimes(NamedTuple):

@@ -173,7 +173,7 @@ class AdmissionController:
             entries: the batch's entries.
             done_ns: monotonic completion time.
         """
-        late = sum([done_ns > entry.due_ns for entry in entries])
+        late = sum([entry.requests for entry in entries if done_ns > entry.due_ns])
         # Only requests predicted to use more than half of their time: for the others an error has no consequence.
         near = [
             e for e in entries if e.predicted_ns and 2 * (e.predicted_ns - e.enqueued_ns) > e.due_ns - e.enqueued_ns

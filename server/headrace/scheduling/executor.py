@@ -278,7 +278,10 @@ class BatchResults:
         taken_ns, assembled_ns, computed_ns, split_ns = times
         queue_ns, total_ns = [], []
         for entry in answered:
-            if entry.counts_as_request:
+            if entry.members is not None:
+                queue_ns += [taken_ns - entry.enqueued_ns] * entry.requests
+                total_ns += [split_ns - received_ns for received_ns in entry.members.received_ns]
+            elif entry.counts_as_request:
                 queue_ns.append(taken_ns - entry.enqueued_ns)
                 total_ns.append(split_ns - entry.received_ns)
         shape_key = entries[0].shape_key
@@ -295,16 +298,16 @@ class BatchResults:
             admission.learn([entry for entry in answered if entry.counts_as_request], split_ns)
 
     def failed(self, batch: Batch, error: Exception) -> list[Batch]:
-        """Settle the only member of a failed batch with the error; of several members, one may have failed all.
+        """Settle the only request of a failed batch with the error; of several requests, one may have failed all.
 
         Returns:
-            The members to run again one by one.
+            The requests to run again one by one.
         """
         self.recorder.failed_batch(batch.reason.value)
         self.admission.changed = True
         if isinstance(error, OutputMismatch):
             self.on_mismatch(error)
-        entries = batch.entries
+        entries = [part for entry in batch.entries for part in entry.apart()]
         if len(entries) > 1:
             logger.debug("a batch of %d requests failed: running them one by one", len(entries))
             return [

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pipelined
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
-from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
+from headrace.core.completion import Completion, GroupCompletion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.core.limits import BodyMemory
-from headrace.core.request import InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
+from headrace.core.request import GroupMembers, InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
 from headrace.core.tensor import BYTES, ModelSpec
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, Quotas
@@ -163,6 +163,70 @@ class ModelHandle(VersionHandle):
         if (timed or self._timeouts.has_queue_timeouts) and not completion.is_settled:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
+
+    @property
+    def max_group_rows(self) -> int:
+        """Most rows of a group for `infer_group`; 1 while the queue orders requests one by one, or they run alone."""
+        policy = self.policy
+        is_ordered = policy.levels > 1 or policy.sharing is not None or policy.preserve_ordering or policy.by_member
+        if is_ordered or self._cache is not None or self._quotas is not None or policy.batch.preferred_rows:
+            return 1
+        if self.layout is not None or self.spec.max_batch_size < 2 or not self._scheduler.merges:
+            return 1
+        return policy.batch.max_rows
+
+    def infer_group(
+        self, request: InferRequest, on_settled: Callable[[GroupCompletion], object]
+    ) -> list[GroupCompletion]:
+        """Queue requests of equal shape as one entry; each member counts in all limits and metrics.
+
+        A group that is rejected is divided, until the members that are admitted are queued. Never raises for a rejected request:
+        its completion has the error.
+
+        Args:
+            request: inputs of all members, at most `max_group_rows`, without options of single requests: client, priority,
+                deadline and parameters.
+            on_settled: called on the event loop for each part of the group that is answered or fails, after this returns.
+
+        Returns:
+            Completions with all members. A later split of one leaves members to completions that only `on_settled` gets.
+        """
+        parts = [(request, 0)]
+        completions: list[GroupCompletion] = []
+        while parts:
+            part, first = parts.pop()
+            completion = self._group_completion(part, on_settled, first)
+            try:
+                self._start_group(part, completion)
+            except Unavailable as error:
+                halves = _halves(part, first)
+                parts += halves
+                if halves:
+                    continue
+                completion = self._group_completion(part, on_settled, first)
+                completion.settle(error)
+            completions.append(completion)
+        return completions
+
+    def _group_completion(
+        self, request: InferRequest, on_settled: Callable[[GroupCompletion], object], first: int
+    ) -> GroupCompletion:
+        assert request.members is not None, "a group has members"
+        return GroupCompletion(self._mailbox, request.members, on_settled, first)
+
+    def _start_group(self, request: InferRequest, completion: GroupCompletion) -> None:
+        """Queue a group; raises Unavailable if it is rejected, and its completion is withdrawn."""
+        now_ns = self._clock()
+        entries = self._admit(request, completion, now_ns)
+        try:
+            self._scheduler.enqueue(entries)
+        except Unavailable:
+            _withdraw(completion, entries)
+            raise
+        if self._instance_group.evicted:  # after `enqueue`, as in `compute`
+            self._request_restore()
+        if self._timeouts.has_queue_timeouts and not completion.is_settled:
+            self._timeouts.set(request, completion, entries, now_ns)
 
     def charge(self, client: str, now_ns: int) -> None:
         """Charge a request that the response cache serves to the client's quota; raises QuotaExceeded."""
@@ -410,6 +474,29 @@ def _withdraw(completion: Completion, entries: list[Entry]) -> None:
     completion.withdraw()
     for entry in entries:
         entry.completion.withdraw()
+
+
+def _halves(request: InferRequest, first: int) -> list[tuple[InferRequest, int]]:
+    """Divide a group into two, the first half last, each with the place of its first member; [] for a group of one member."""
+    assert request.members is not None
+    received_ns, rows = request.members
+    count = len(rows) // 2
+    if not count:
+        return []
+    front_rows = sum(rows[:count])
+    halves = []
+    for members, part in ((slice(count, None), slice(front_rows, None)), (slice(count), slice(front_rows))):
+        own = GroupMembers(received_ns[members], rows[members])
+        half = replace(
+            request,
+            inputs={name: array[part] for name, array in request.inputs.items()},
+            rows=sum(own.rows),
+            members=own,
+            size_bytes=request.size_bytes * sum(own.rows) // request.rows,
+            received_ns=min(own.received_ns),
+        )
+        halves.append((half, first + (members.start or 0)))
+    return halves
 
 
 # uvloop and asyncio accept delays as floats of seconds; a deadline beyond a day counts as a day.

@@ -14,26 +14,23 @@ client's weight. A client with few requests starts at the present virtual time, 
 client with many requests waits behind them. An empty queue keeps the virtual time: with an objective of about two batch
 durations each batch takes all queued requests, and the first request after it would otherwise be served before all others. The
 handicap of a level is counted in rows, `ROW_NS` each, since virtual time has no seconds.
-
-`SortedEntries` holds tens of thousands of entries in runs of some thousands, each a list. Finding a position is a search among
-the runs and one within a run. An insertion moves at most the rest of that run; in one list or deque both would cost as much as
-the queue is long. `sortedcontainers` was measured and is slower (docs/decisions/0002-sorted-runs-of-our-own.md).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
+from itertools import chain
 from operator import attrgetter
 
 from headrace.backends.base import BatchMember
 from headrace.core.clock import NS_PER_MS, NS_PER_S
-from headrace.core.completion import Completion
+from headrace.core.completion import Completion, GroupCompletion
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.scheduling.policy import Sharing
+from headrace.scheduling.sorted_entries import SortedEntries
 
 
 class Entry:
@@ -67,6 +64,7 @@ class Entry:
         queued: True while it counts as queued.
         member: the request as a member of its batch; None unless the execution runs requests as a list.
         counts_as_request: True for the one entry that counts as the request in metrics (the last part of a split one).
+        members: requests of a group, for which the entry stands; None for a single request.
         remove: removes a settled entry from the queue.
         resident_outputs: outputs whose readers take `ResidentRows`.
     """
@@ -85,6 +83,7 @@ class Entry:
         "last",
         "level",
         "member",
+        "members",
         "of_pipeline",
         "predicted_ns",
         "queued",
@@ -124,6 +123,52 @@ class Entry:
         self.counts_as_request = True
         self.remove: Callable[[Entry], None] | None = None
         self.member: BatchMember | None = None
+        self.members = request.members
+
+    @property
+    def requests(self) -> int:
+        """Number of requests for which the entry stands."""
+        return 1 if self.members is None else len(self.members.rows)
+
+    def fitting(self, max_rows: int) -> int:
+        """Return the number of members of a group, from the first, whose rows fit in `max_rows`; 0 for a single request."""
+        if self.members is None:
+            return 0
+        count = 0
+        for rows in self.members.rows:
+            max_rows -= rows
+            if max_rows < 0:
+                break
+            count += 1
+        return count
+
+    def split(self, count: int) -> Entry:
+        """Return an entry of the first `count` members of a group, which are no longer part of this one.
+
+        The new entry is not queued, and inherits order and due time. The caller adjusts the totals of a queue with this one.
+        """
+        members, completion = self.members, self.completion
+        assert members is not None
+        assert type(completion) is GroupCompletion
+        rows = sum(members.rows[:count])
+        front = copy(self)
+        front.queued = False
+        front.completion = completion.split(count)
+        front.completion.after = front.on_settled
+        front.members, self.members = front.completion.members, completion.members
+        front.size_bytes = self.size_bytes * rows // self.rows
+        front.inputs = {name: array[:rows] for name, array in self.inputs.items()}
+        self.inputs = {name: array[rows:] for name, array in self.inputs.items()}
+        self.size_bytes -= front.size_bytes
+        front.rows = rows
+        self.rows -= rows
+        front.received_ns, self.received_ns = min(front.members.received_ns), min(self.members.received_ns)
+        return front
+
+    def apart(self) -> list[Entry]:
+        """Return an entry for each member of a group that is not queued; a single request as it is."""
+        parts = [self.split(1) for _ in range(self.requests - 1)]
+        return [*parts, self]
 
     def on_settled(self) -> None:
         """Remove a settled entry that is still queued; set as `Completion.after`."""
@@ -267,123 +312,7 @@ class FairShares:
         return int(rows * ROW_NS / self._weights.get(client, self._default_weight))
 
 
-MAX_RUN = 2048
-"""Entries of a run from which another run is started."""
-
 _KEY, _ROWS, _SIZE_BYTES = attrgetter("key"), attrgetter("rows"), attrgetter("size_bytes")
-
-
-def _last_key(run: list[Entry]) -> int:
-    return run[-1].key
-
-
-class SortedEntries:
-    """Entries sorted by `Entry.key`; entries with equal keys are in the order of insertion.
-
-    Attributes:
-        runs: the entries, in order. Only a single run may be empty.
-    """
-
-    __slots__ = ("runs",)
-
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.runs: list[list[Entry]] = []
-        self.refill(entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return chain.from_iterable(self.runs)
-
-    def __reversed__(self) -> Iterator[Entry]:
-        return chain.from_iterable(map(reversed, reversed(self.runs)))
-
-    def __bool__(self) -> bool:
-        return bool(self.runs[0])
-
-    def __len__(self) -> int:
-        return sum(map(len, self.runs))
-
-    @property
-    def first(self) -> Entry:
-        """The entry with the smallest key; requires an entry."""
-        return self.runs[0][0]
-
-    def head(self, count: int) -> Iterable[Entry]:
-        """Return the first `count` entries, or all if there are fewer."""
-        run = self.runs[0]
-        return run[:count] if len(run) >= count else islice(self, count)
-
-    def add(self, entry: Entry) -> bool:
-        """Insert an entry; True if it is not the last."""
-        runs, key = self.runs, entry.key
-        run = runs[-1]
-        if not run or key >= run[-1].key:
-            if len(run) < MAX_RUN:
-                run.append(entry)
-            else:
-                runs.append([entry])
-            return False
-        index = 0
-        if len(runs) > 1:
-            index = bisect_right(runs, key, key=_last_key)
-            run = runs[index]
-        insort_right(run, entry, key=_KEY)
-        if len(run) >= 2 * MAX_RUN:
-            runs.insert(index + 1, run[MAX_RUN:])
-            del run[MAX_RUN:]
-        return True
-
-    def is_at_end(self, key: int) -> bool:
-        """Return True if an entry of this key would be added at the end."""
-        run = self.runs[-1]
-        return not run or key >= run[-1].key
-
-    def before(self, key: int) -> int:
-        """Return the number of entries before an entry of this key; requires that `is_at_end` is False."""
-        runs, count = self.runs, 0
-        index = bisect_right(runs, key, key=_last_key) if len(runs) > 1 else 0
-        for run in runs[:index]:
-            count += len(run)
-        return count + bisect_right(runs[index], key, key=_KEY)
-
-    def take(self, count: int) -> list[Entry]:
-        """Remove and return the first `count` entries, or all if there are fewer."""
-        runs = self.runs
-        run = runs[0]
-        removed = run[:count]
-        del run[:count]
-        while not run and len(runs) > 1:
-            del runs[0]
-            run = runs[0]
-            missing = count - len(removed)
-            removed += run[:missing]
-            del run[:missing]
-        return removed
-
-    def put_back(self, entries: list[Entry]) -> None:
-        """Insert entries at the front; no other entry may have a smaller key."""
-        self.runs[0][:0] = entries
-
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry; it must be present."""
-        runs, key = self.runs, entry.key
-        number = bisect_left(runs, key, key=_last_key)
-        run = runs[number]
-        index = bisect_left(run, key, key=_KEY)
-        # Few keys are equal, except of requests that arrive together.
-        while index == len(run) or run[index] is not entry:
-            index += 1
-            if index >= len(run):
-                number, index = number + 1, 0
-                run = runs[number]
-        del run[index]
-        if not run and len(runs) > 1:
-            del runs[number]
-
-    def refill(self, entries: Iterable[Entry]) -> None:
-        """Replace all entries by these, which are sorted by key."""
-        each = list(entries)
-        self.runs = [each[first : first + MAX_RUN] for first in range(0, len(each), MAX_RUN)] or [[]]
-
 
 # A shape queue is compacted when it holds this many more removed entries than live ones.
 _DEAD_SLACK = 64
@@ -408,7 +337,7 @@ class ShapeQueue:
 
     def __init__(self, timed: bool = False) -> None:
         self._timed = timed
-        self._entries = SortedEntries()
+        self._entries: SortedEntries[Entry] = SortedEntries()
         self._last: deque[Entry] = deque()
         self._dead = 0
         self._out_of_order = False  # True if an entry was queued later than one behind it
@@ -515,6 +444,19 @@ class ShapeQueue:
             self._trim()
         return removed
 
+    def split_front(self, count: int) -> Entry:
+        """Remove and return the first `count` members of the front entry, a group that keeps the others.
+
+        Args:
+            count: of members, less than all.
+        """
+        front = self.front
+        part = front.split(count)
+        self.total_rows -= part.rows
+        if front.last:
+            self.last_rows -= part.rows
+        return part
+
     def remove_at(self, positions: Sequence[int]) -> list[Entry]:
         """Remove and return the live entries at these positions in the order of serving; none of them may be last."""
         front = self.take(positions[-1] + 1)
@@ -600,20 +542,26 @@ class Queue:
     Attributes:
         shape_queues: view of all shape queues, in the order of first use; one may be empty.
         count: number of live entries.
+        joined: requests of the live entries beyond one for each: those of groups.
         total_rows: rows of the live entries.
         size_bytes: memory of the live entries.
     """
 
-    __slots__ = ("_levels", "_shape_queues", "count", "order", "shape_queues", "size_bytes", "total_rows")
+    __slots__ = ("_levels", "_shape_queues", "count", "joined", "order", "shape_queues", "size_bytes", "total_rows")
 
     def __init__(self, levels: int = 1, order: QueueOrder | None = None) -> None:
         self.order = order or QueueOrder()
         self._levels = [[0, 0] for _ in range(levels)] if levels > 1 else []  # live entries of each, and rows
         self._shape_queues: dict[object, ShapeQueue] = {}
         self.shape_queues: Collection[ShapeQueue] = self._shape_queues.values()
-        self.count = 0
+        self.count = self.joined = 0
         self.total_rows = 0
         self.size_bytes = 0
+
+    @property
+    def requests(self) -> int:
+        """Number of queued requests."""
+        return self.count + self.joined
 
     @property
     def only(self) -> Entry | None:
@@ -625,9 +573,9 @@ class Queue:
         return None
 
     def level(self, level: int) -> tuple[int, int]:
-        """Return the number of live entries of a level, and their rows."""
+        """Return the number of requests of a level, and their rows; a model with several levels has no groups."""
         if not self._levels:
-            return self.count, self.total_rows
+            return self.requests, self.total_rows
         count, rows = self._levels[level]
         return count, rows
 
@@ -669,6 +617,8 @@ class Queue:
         self.count += 1
         self.total_rows += entry.rows
         self.size_bytes += entry.size_bytes
+        if entry.members is not None:
+            self.joined += entry.requests - 1
         if self._levels:
             level = self._levels[entry.level]
             level[0] += 1
@@ -684,6 +634,18 @@ class Queue:
         if len(self.shape_queues) > 1:
             self._close_if_empty(shape_queue, removed[0].shape_key)
         return removed
+
+    def take_part(self, shape_queue: ShapeQueue, max_rows: int) -> Entry | None:
+        """Remove and return the members of the front entry that fit in `max_rows`; None if they are none, or all."""
+        front = shape_queue.front
+        count = front.fitting(max_rows)
+        if not 0 < count < front.requests:
+            return None
+        part = shape_queue.split_front(count)
+        self.joined -= count
+        self.total_rows -= part.rows
+        self.size_bytes -= part.size_bytes
+        return part
 
     def skip(self, shape_queue: ShapeQueue, positions: Sequence[int]) -> list[Entry]:
         """Remove and return entries at these positions in the order of serving, to be demoted or rejected."""
@@ -745,6 +707,8 @@ class Queue:
         self.count -= len(entries)
         self.total_rows -= sum(map(_ROWS, entries))
         self.size_bytes -= sum(map(_SIZE_BYTES, entries))
+        if self.joined:
+            self.joined -= sum([entry.requests for entry in entries]) - len(entries)
         if self._levels:
             for entry in entries:
                 level = self._levels[entry.level]

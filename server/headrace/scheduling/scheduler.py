@@ -103,12 +103,13 @@ class BatchSelector:
         queue, limits = self.queue, self.limits
         if limits.level_counts:
             self._check_level(entries)
-        full = queue.count + len(entries) > limits.max_count or (
+        added = len(entries) if entries[0].members is None else entries[0].requests
+        full = queue.count + queue.joined + added > limits.max_count or (
             queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
         )
         if full and not self._make_room(entries, size_bytes):
             raise Overloaded(
-                f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait, "
+                f"the queue is full: {queue.requests} requests of {queue.size_bytes} bytes wait, "
                 f"{limits.max_count} requests of {limits.max_size_bytes} bytes are allowed: retry later",
                 self._retry_s(),
             )
@@ -138,6 +139,8 @@ class BatchSelector:
                 queued_rows = self.queue.total_rows
                 entries = self.queue.take(shape_queue, answer.count)
                 rows = queued_rows - self.queue.total_rows
+                if self.queue.joined or entries[0].members is not None:
+                    rows = self._divide_groups(shape_queue, entries, answer.reason, queued_rows)
                 if shape_queue.due_count and shape_queue.last_rows:
                     self._refuse_overdue(shape_queue, now_ns)
                 return Batch(entries, answer.reason, now_ns, rows)
@@ -146,6 +149,37 @@ class BatchSelector:
             elif type(answer) is WaitUntil:
                 return answer
         return IDLE
+
+    def _divide_groups(
+        self, shape_queue: ShapeQueue, entries: list[Entry], reason: CloseReason, queued_rows: int
+    ) -> int:
+        """Leave members of a group in the queue for which a batch is too small, or fill a batch with members of the next group.
+
+        Args:
+            shape_queue: queue of the batch.
+            entries: of the batch; changed in place.
+            reason: why the batch closed.
+            queued_rows: rows in the queue before the batch was taken.
+
+        Returns:
+            Rows of the batch.
+        """
+        rows: int = sum(map(_ROWS, entries))
+        target = self.policy.max_rows if self.policy.merge else 1
+        costs = None if self.cost_model is None or not self.policy.merge else self.cost_model.current
+        first = entries[0]
+        if costs is not None and first.due_ns != FAR_NS:
+            target = costs.best[min(queued_rows, target)]
+        if len(entries) == 1 and first.requests > 1 and rows > target:
+            entries[0] = first.split(max(first.fitting(target), 1))
+            self.queue.push(first)
+            return entries[0].rows
+        if rows < target and reason is CloseReason.FULL and shape_queue.count and not shape_queue.front.last:
+            part = self.queue.take_part(shape_queue, target - rows)
+            if part is not None:
+                entries.append(part)
+                rows += part.rows
+        return rows
 
     def batch_of_one(self, entry: Entry) -> Batch | None:
         """Return the batch that `poll` would return if this entry were queued; None if that depends on more than the entry."""
@@ -197,7 +231,10 @@ class BatchSelector:
     def _skip(self, shape_queue: ShapeQueue, positions: Sequence[int]) -> None:
         """Serve entries of a shape queue last, or reject them if their deadline will have passed."""
         for entry in self.queue.skip(shape_queue, positions):
-            if entry.deadline_ns > entry.due_ns:
+            if entry.requests > 1:  # some of a group may still be in time
+                for part in entry.apart():
+                    self.queue.push(part)
+            elif entry.deadline_ns > entry.due_ns:
                 entry.last = True
                 self.queue.push(entry)
             else:
@@ -513,7 +550,7 @@ class Scheduler:
     @property
     def depth(self) -> int:
         """Number of queued requests."""
-        return self._queue.count
+        return self._queue.requests
 
     # Called by instances
 
@@ -626,6 +663,11 @@ class Scheduler:
     def set_cost_model(self, cost_model: CostModel) -> None:
         """Decide by due times and measured latencies from now on."""
         self._selector.cost_model = cost_model
+
+    @property
+    def merges(self) -> bool:
+        """True while requests may share a batch."""
+        return self._selector.policy.merge
 
     def stop_merging(self) -> None:
         """Run every request alone from now on; batches that are closed already are not affected."""

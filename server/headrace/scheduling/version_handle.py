@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from headrace.backends.base import LoadedModel, ProcessStatus
 from headrace.core.clock import Clock, monotonic_ns
-from headrace.core.completion import LoopCompletion
+from headrace.core.completion import GroupCompletion, LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import ModelSpec
@@ -102,18 +102,18 @@ class VersionHandle(ABC):
         """True if `infer` looks into a response cache, which keeps the outputs of a response."""
         return self._cache is not None
 
-    def lease(self) -> bool:
-        """Take a lease; False if the version is being closed. The registry calls this."""
+    def lease(self, count: int = 1) -> bool:
+        """Take a lease for each of `count` requests; False if the version is being closed. The registry calls this."""
         with self._lock:
             if self.closing:
                 return False
-            self._leases += 1
+            self._leases += count
         return True
 
-    def release(self) -> None:
-        """Give a lease back."""
+    def release(self, count: int = 1) -> None:
+        """Give `count` leases back."""
         with self._lock:
-            self._leases -= 1
+            self._leases -= count
             if self.closing and self._leases == 0:
                 self._idle.set()
 
@@ -170,6 +170,17 @@ class VersionHandle(ABC):
     @abstractmethod
     def compute(self, request: InferRequest) -> LoopCompletion:
         """Start a request, without the cache; raises HeadraceError if it is rejected."""
+
+    @property
+    def max_group_rows(self) -> int:
+        """Most rows of a group for `infer_group`; 1 if the version takes no groups."""
+        return 1
+
+    def infer_group(
+        self, request: InferRequest, on_settled: Callable[[GroupCompletion], object]
+    ) -> list[GroupCompletion]:
+        """Start a group of requests; see `ModelHandle.infer_group`."""
+        raise ValueError(f"'{self.spec.name}' takes no groups, {request.rows} rows came: start each request by itself")
 
     @abstractmethod
     def infer_blocking(self, request: InferRequest) -> InferResponse:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from headrace.scheduling import queue as runs
-from headrace.scheduling.queue import Entry, SortedEntries
+from headrace.scheduling import sorted_entries as runs
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.sorted_entries import SortedEntries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
