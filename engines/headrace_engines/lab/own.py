@@ -16,7 +16,7 @@ from headrace_engines.lab.inputs import DeviceOperands, HostOperands
 from headrace_engines.lab.measure import Candidate, RecordedLaunches, capture_launches, trial_us
 
 # Proposals of an algorithm that has a cost model; more take more time than they win.
-_MAX_PROPOSALS = 10
+_MAX_PROPOSALS = 24
 
 
 class OwnCandidate:
