@@ -31,6 +31,7 @@ _BASELINES = ("cudnn", "tensorrt")
 _EPILOGUE = ("bias", "residual", "relu")
 _ROUNDS = 7
 _BATCHES = (1, 8, 64)
+_WORK = ("conv", "layer")
 
 
 def _list_of(choices: Callable[[], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
@@ -96,6 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="cudnn, tensorrt, or none (default: both)",
     )
+    parser.add_argument(
+        "--work",
+        type=_list_of(lambda: _WORK),
+        default=_WORK,
+        metavar="NAME,...",
+        help="conv: the convolution alone, layer: with its epilogue (default: both)",
+    )
     parser.add_argument("--kernel-sizes", type=_numbers, metavar="R,...", help="sweep of kernel sizes of one --shape")
     parser.add_argument("--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"default: {_ROUNDS}")
     seconds = number_parser(float, lambda number: number > 0, "is not a number of seconds above 0")
@@ -130,6 +138,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         precisions=options.precision,
         algorithms=algorithms,
         baselines=options.baselines,
+        work=options.work or _WORK,
         rounds=options.rounds,
         budget_s=options.budget,
         threads=len(os.sched_getaffinity(0)),

@@ -14,7 +14,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.telemetry import GpuReading
 from headrace.cuda.devices import Nvml, describe, driver_version
 from headrace.cuda.driver import CudaStream, is_context_usable
-from headrace.cuda.kernels.convolution.base import Algorithm
+from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
 
 from headrace_engines.errors import BuildError
 from headrace_engines.lab.check import Errors, ExactSums, SampledReference, sample
@@ -40,6 +40,7 @@ class MapOptions:
         precisions: "fp16", "fp32".
         algorithms: our algorithms.
         baselines: "cudnn", "tensorrt".
+        work: "conv" for the convolution alone, "layer" for that with its epilogue.
         rounds: samples of each candidate.
         budget_s: duration after which no other cell is measured; None without a limit.
         threads: threads that compile kernels.
@@ -50,6 +51,7 @@ class MapOptions:
     precisions: tuple[str, ...]
     algorithms: tuple[Algorithm, ...]
     baselines: tuple[str, ...]
+    work: tuple[str, ...]
     rounds: int
     budget_s: float | None
     threads: int
@@ -137,16 +139,20 @@ class ConvLab:
 
     def _compile(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> None:
         started_s = time.monotonic()
-        batches = {min(self._options.batches), max(self._options.batches)}
+        # Kernels do not depend on the batch size.
+        n = max(self._options.batches)
         operands = [
             host_operands(layer.at(n), DTYPES[precision], epilogue, _SEED)
             for layer in layers
             for precision in self._options.precisions
-            for epilogue in dict.fromkeys((PLAIN, layer.epilogue))
-            for n in sorted(batches)
+            for epilogue in self._epilogues(layer)
         ]
         own.compile_ahead(self._groups, operands)
         self._report(f"compiled kernels for {len(layers)} layers in {time.monotonic() - started_s:.1f} s")
+
+    def _epilogues(self, layer: ConvLayer) -> list[Epilogue]:
+        epilogues = {"conv": PLAIN, "layer": layer.epilogue}
+        return list(dict.fromkeys(epilogues[work] for work in self._options.work))
 
     def _order(self, layers: Sequence[ConvLayer]) -> Iterator[tuple[str, int, ConvLayer]]:
         for precision in self._options.precisions:
@@ -170,7 +176,7 @@ class ConvLab:
             try:
                 cells += [
                     self._cell(own, layer, replace(host, epilogue=epilogue), precision, samples)
-                    for epilogue in dict.fromkeys((PLAIN, layer.epilogue))
+                    for epilogue in self._epilogues(layer)
                 ]
             except HeadraceError as error:
                 self._notes.append(f"{layer.name} n {n} {precision} is not measured: {error}")

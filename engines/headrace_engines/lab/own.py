@@ -16,7 +16,7 @@ from headrace_engines.lab.inputs import DeviceOperands, HostOperands
 from headrace_engines.lab.measure import Candidate, RecordedLaunches, capture_launches, trial_us
 
 # Proposals of an algorithm that has a cost model; more take more time than they win.
-_MAX_PROPOSALS = 24
+_MAX_PROPOSALS = 12
 
 
 class OwnCandidate:
@@ -107,14 +107,20 @@ class OwnAlgorithms:
         return [variant.refusal(shape, dtype, self._capability) for variant in variants]
 
     def compile_ahead(self, groups: dict[str, list[Algorithm]], layers: Sequence[HostOperands]) -> None:
-        """Open and close all variants of all layers once, in parallel: the compiler's results stay in its cache."""
-        jobs = [
-            self._threads.submit(self._compile, variant, operands)
-            for operands in layers
-            for variants in groups.values()
-            for variant in variants_for(variants, operands.shape)
-            if not variant.refusal(operands.shape, operands.dtype, self._capability)
-        ]
+        """Open and close the variants for all layers once, in parallel: the compiler's results stay in its cache.
+
+        Kernels of an algorithm with a cost model depend on the tile alone: they are compiled for the first layer of each dtype.
+        """
+        jobs = []
+        for variants in groups.values():
+            is_proposing = any(hasattr(variant, "variants") for variant in variants)
+            chosen = list({operands.dtype: operands for operands in layers}.values()) if is_proposing else layers
+            jobs += [
+                self._threads.submit(self._compile, variant, operands)
+                for operands in chosen
+                for variant in variants_for(variants, operands.shape)
+                if not variant.refusal(operands.shape, operands.dtype, self._capability)
+            ]
         for job in jobs:
             job.result()
 

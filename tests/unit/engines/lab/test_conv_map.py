@@ -124,3 +124,27 @@ def test_tensorrt_is_checked_and_timed_on_the_whole_layer(
     assert engine["variant"] == "fake_conv + fake_add + fake_relu (LINEAR to LINEAR)"
     assert "not TF32" in trt.state.config.flags
     assert document["versions"]["TensorRT"].startswith("TensorRT 10.6.0")
+
+
+@pytest.mark.parametrize("work", ["conv", "layer"])
+def test_one_kind_of_work_can_be_selected(work: str, algorithms: list[Any], cuda: LateCuda, tmp_path: Path) -> None:
+    algorithms.append(NumpyAlgorithm(cuda, "right"))
+    _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp32", "--work", work)
+    assert [cell["epilogue"]["relu"] for cell in document["cells"]] == [work == "layer"]
+
+
+def test_nothing_is_measured_after_the_budget(
+    algorithms: list[Any], cuda: LateCuda, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algorithms.append(NumpyAlgorithm(cuda, "right"))
+    assert main(["lab", "conv", "--shape", SHAPE, "--baselines", "none", "--budget", "1e-9"]) == 1
+    assert "2 of 2 layers and batch sizes are not measured: the budget of 1e-09 s is spent" in capsys.readouterr().err
+
+
+def test_proposals_of_a_cost_model_are_timed(algorithms: list[Any], cuda: LateCuda, tmp_path: Path) -> None:
+    tiles = [NumpyAlgorithm(cuda, "gemm", f"tile {pieces}", pieces=pieces) for pieces in (4, 2, 3)]
+    model = NumpyAlgorithm(cuda, "gemm", "auto")
+    model.variants = lambda shape: tiles  # type: ignore[attr-defined]
+    algorithms.append(model)
+    _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp16")
+    assert {result["variant"] for result in results_of(document)} == {"tile 2"}
