@@ -79,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="operations after the convolutions of --shape: bias, residual, relu, or none (default: bias,relu)",
     )
     parser.add_argument("--layers", choices=("resnet50",), help="the 22 distinct 3x3 and 1x1 layers of ResNet-50")
+    _add_extent(parser)
+
+
+def _add_extent(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what is measured on each layer."""
     parser.add_argument("--batch", type=_numbers, default=None, metavar="N,...", help="batch sizes (default: 1,8,64)")
     parser.add_argument(
         "--precision",

@@ -290,7 +290,9 @@ class ConvLab:
         shape, device = host.shape, self._options.device
         elements = math.prod(shape.y_shape)
         errors = reference.errors(
-            candidate.name, lambda pixels: read_pixels(device, address, shape.y_shape, host.dtype, pixels)
+            candidate.name,
+            lambda pixels: read_pixels(device, address, shape.y_shape, host.dtype, pixels),
+            half_sums=candidate.half_sums,
         )
         if not has_saved:
             # Compared with itself, only elements that are not finite are wrong.
@@ -299,7 +301,7 @@ class ConvLab:
                 comparison.save(address, elements * host.dtype.itemsize)
                 has_saved = True
         else:
-            wrong = comparison.wrong(address, elements, reference.limit(candidate.name))
+            wrong = comparison.wrong(address, elements, reference.limit(candidate.name, candidate.half_sums))
         return replace(errors, wrong=wrong), has_saved
 
 
@@ -307,7 +309,7 @@ def _result(candidate: Candidate, errors: Errors, timing: Timing, tried: dict[st
     return CandidateResult(
         candidate.name,
         candidate.variant,
-        "" if errors.is_right else f"wrong: {errors.worst_share:.3g} times the bound, {errors.wrong} elements",
+        errors.verdict if not errors.is_right or errors.needs_half_bound else "",
         timing,
         errors,
         candidate.workspace_bytes,

@@ -104,6 +104,9 @@ class CudnnCandidate:
         DeviceError: PyTorch or cuDNN cannot run it.
     """
 
+    # PyTorch requests float32 as the type of cuDNN's sums.
+    half_sums = False
+
     def __init__(
         self, torch: Torch, host: HostOperands, operands: DeviceOperands, *, fused: bool, layout: str = "NHWC"
     ) -> None:

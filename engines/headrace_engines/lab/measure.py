@@ -38,11 +38,13 @@ class Candidate(Protocol):
         name: name of the algorithm, or "cudnn", "tensorrt".
         variant: tile sizes, kernel or another description.
         workspace_bytes: scratch memory on the GPU; None if unknown.
+        half_sums: the kernel accumulates in float16.
     """
 
     name: str
     variant: str
     workspace_bytes: int | None
+    half_sums: bool
 
     def run(self) -> int:
         """Run once on the first set of activations, wait, and return the address of the output (n, out_h, out_w, k)."""

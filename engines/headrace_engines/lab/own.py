@@ -22,6 +22,8 @@ _MAX_PROPOSALS = 12
 class OwnCandidate:
     """A convolution of one algorithm on a layer's operands."""
 
+    half_sums = False
+
     def __init__(
         self, algorithm: Algorithm, convolution: Convolution, operands: DeviceOperands, stream: CudaStream
     ) -> None:

@@ -10,6 +10,7 @@ from headrace.core.telemetry import GpuReading
 from rich.console import Console
 from rich.text import Text
 
+from headrace_engines.lab.check import Errors
 from headrace_engines.lab.results import BASELINES, CandidateResult, Cell, ConvMap
 from headrace_engines.report import Heading, narrow_table, page, table
 
@@ -25,7 +26,7 @@ _HEADINGS = (
     Heading("roofline", number=True, rank=2),
     Heading("cuDNN us", number=True),
     Heading("TensorRT us", number=True),
-    Heading("wrong", rank=1),
+    Heading("check", rank=1),
 )
 _CSS = """
 details{margin:.4rem 0;border-bottom:1px solid var(--line)}summary{cursor:pointer;padding:.2rem 0}
@@ -50,7 +51,6 @@ def show(console: Console, result: ConvMap) -> None:
 def _row(cell: Cell) -> list[Text]:
     best = _fastest(r for r in cell.results if r.is_own)
     timing = best.timing if best is not None else None
-    wrong = [r.name for r in cell.results if r.errors is not None and not r.errors.is_right]
     texts = [
         cell.layer,
         str(cell.shape.n),
@@ -62,9 +62,17 @@ def _row(cell: Cell) -> list[Text]:
         f"{cell.shape.flops / timing.median_us / 1e6:.3g}" if timing and timing.median_us else "",
         f"{cell.floor_us / timing.median_us:.0%}" if timing and timing.median_us else "",
         *(f"{us:.2f}" if (us := cell.time_us(*names)) is not None else "" for names in (_CUDNN, ("tensorrt",))),
-        ", ".join(wrong),
+        _checks(cell),
     ]
     return [Text(text) for text in texts]
+
+
+def _checks(cell: Cell) -> str:
+    """Candidates whose results are wrong, or right by the bound of FP16 accumulation."""
+    checked = [(r.name, r.errors) for r in cell.results if r.errors is not None]
+    wrong = ", ".join(name for name, errors in checked if not errors.is_right)
+    half = ", ".join(name for name, errors in checked if errors.is_right and errors.needs_half_bound)
+    return "; ".join([*([f"WRONG: {wrong}"] if wrong else []), *([f"FP16 sums: {half}"] if half else [])])
 
 
 def _fastest(results: Iterable[CandidateResult]) -> CandidateResult | None:
@@ -88,7 +96,8 @@ def map_page(result: ConvMap) -> str:
         '<p class="soft">Time of one launch in us: median, quartiles and extremes over the rounds; the bar shows extremes '
         "(line), quartiles (box) and median. Roofline: the least time that bytes and operations of a direct convolution "
         "need, over the measured one; algorithms with fewer operations, and weights or activations that the L2 cache "
-        "holds, can exceed 100%. Bound: the largest error over its bound.</p>",
+        "holds, can exceed 100%. Bound: the largest error over its bound; of a kernel that accumulates in FP16, "
+        "over that of FP32 accumulation and, after it, over its own.</p>",
         *_details(result.cells),
     ]
     return page(f"Convolutions: {result.title}", "\n".join(body), _CSS)
@@ -243,12 +252,13 @@ def _measurement(cell: Cell, result: CandidateResult, longest_us: float) -> list
             f"{cell.shape.flops / timing.median_us / 1e6:.3g}",
             f"{cell.floor_us / timing.median_us:.0%}",
         ]
-    row += (
-        [f"{errors.worst_share:.3g}", f"max {errors.max_error:.2g}, mean {errors.mean_error:.2g}"]
-        if errors
-        else ["", ""]
-    )
+    row += [_shares(errors), f"max {errors.max_error:.2g}, mean {errors.mean_error:.2g}"] if errors else ["", ""]
     return row
+
+
+def _shares(errors: Errors) -> str:
+    half = f"; FP16 accumulation: {errors.half_share:.3g}" if errors.half_share is not None else ""
+    return f"{errors.worst_share:.3g}{half}"
 
 
 def _whisker(result: CandidateResult, longest_us: float) -> str:

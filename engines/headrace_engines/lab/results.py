@@ -28,7 +28,7 @@ class CandidateResult:
     Attributes:
         name: name of the algorithm or baseline.
         variant: tile sizes or kernel.
-        reason: reason why there is no time; "" if there is one.
+        reason: reason why there is no time, or the verdict of a check that is wrong or has the bound of FP16 accumulation.
         timing: times; None without a measurement.
         errors: errors against float64; None without a check.
         workspace_bytes: scratch memory; None if unknown.
@@ -105,6 +105,7 @@ class Cell:
                 document["roofline_share"] = self.floor_us / result.timing.median_us
             if result.errors is not None:
                 document["right"] = result.errors.is_right
+                document["check"] = result.errors.verdict
             results.append(document)
         return {
             "layer": self.layer,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
-from headrace_engines.lab.results import BASELINES, Cell
+from headrace_engines.lab.check import HALF_VERDICT
+from headrace_engines.lab.results import BASELINES, CandidateResult, Cell
 
 # Implicit GEMM on Tensor Cores, with mma.sync and with wgmma; in float32 without Tensor Cores.
 _GEMMS = ("implicit-gemm", "implicit-gemm-hopper", "simt-gemm")
@@ -35,7 +36,26 @@ def _correctness(cells: Sequence[Cell]) -> list[str]:
         if r.errors is not None and not r.errors.is_right
     ]
     lines = [f"{len(checked) - len(wrong)} of {len(checked)} results are within their bounds"]
-    return lines + [f"wrong: {text}" for text in wrong[:20]]
+    lines += [f"wrong: {text}" for text in wrong[:20]]
+    return lines + _half_sums([(cell, r) for cell, r in checked if r.errors and r.errors.is_right])
+
+
+def _half_sums(results: Sequence[tuple[Cell, CandidateResult]]) -> list[str]:
+    """Right results that have the second bound, by candidate; the ratios count them, so they are named."""
+    lines = []
+    for name in dict.fromkeys(r.name for _, r in results):
+        shares = [
+            (r.errors.half_share or 0.0, r.errors.worst_share, _where(cell))
+            for cell, r in results
+            if r.name == name and r.errors and r.errors.needs_half_bound
+        ]
+        if shares:
+            lines.append(
+                f"{HALF_VERDICT}: {len(shares)} of {sum(r.name == name for _, r in results)} results of {name}, largest error "
+                f"{max(shares)[0]:.2g} of that bound and {max(share for _, share, _ in shares):.3g} times the bound of FP32 "
+                f"accumulation ({max(shares)[2]}); its kernels round sums to FP16, ours do not"
+            )
+    return lines
 
 
 def _names(cells: Iterable[Cell]) -> list[str]:

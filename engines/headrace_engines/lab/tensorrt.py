@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from headrace_engines.targets.tensorrt.target import BuilderOptions, available, 
 # Layouts by the size of an element; with channels in multiples of the blocks, HWC and HWC8 are (n, h, w, c) without padding.
 _FORMATS = {2: ("LINEAR", "HWC8"), 4: ("LINEAR", "HWC", "CHW32")}
 _BLOCKS = {"LINEAR": 1, "CHW32": 32}
+# Names of TensorRT's kernels have the types of operands, results and sums: f16f16_f16f32_f32 has float32 sums.
+_HALF_SUMS = re.compile("f16f16_f16f16_f16(?![0-9])")
 _CHANNELS = 32
 _GRID = 4096
 _THREADS = 256
@@ -154,6 +157,7 @@ class TensorRtCandidate:
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         self._formats = {name: str(self._engine.get_tensor_format(name).name) for name in names}
         self.variant = _tactic(self._engine, api.trt, self._formats)
+        self.half_sums = has_half_sums(self.variant)
         shape = host.shape
         self._context.set_input_shape("x", (shape.n, shape.c, shape.h, shape.w))
         if host.epilogue.residual:
@@ -220,6 +224,11 @@ class TensorRtCandidate:
         self._context = self._engine = self._runtime = None
         self._scratch.free()
         self._free_converted()
+
+
+def has_half_sums(tactics: str) -> bool:
+    """Return whether a kernel of these accumulates in float16, by its name."""
+    return _HALF_SUMS.search(tactics) is not None
 
 
 def _tactic(engine: Any, trt: Any, formats: Mapping[str, str]) -> str:

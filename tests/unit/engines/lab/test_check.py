@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
-from headrace_engines.lab.check import SEPARATE, Errors, SampledReference, sample, transform_gain
+from headrace_engines.lab.check import HALF_VERDICT, SEPARATE, Errors, SampledReference, sample, transform_gain
 from headrace_engines.lab.inputs import HostOperands, host_operands
 
 ALL = Epilogue(bias=True, residual=True, relu=True)
@@ -31,9 +31,13 @@ def exact(host: HostOperands) -> np.ndarray:
     return convolve(host.shape, host.epilogue, x, host.weights, host.bias, residual)
 
 
-def errors_of(host: HostOperands, result: np.ndarray, algorithm: str = "") -> Errors:
+def errors_of(host: HostOperands, result: np.ndarray, algorithm: str = "", half_sums: bool = False) -> Errors:
     reference = SampledReference(host, sample(host, 3))
-    return reference.errors(algorithm, lambda pixels: result[pixels[:, 0], pixels[:, 1], pixels[:, 2]])
+
+    def read(pixels: np.ndarray) -> np.ndarray:
+        return result[pixels[:, 0], pixels[:, 1], pixels[:, 2]]
+
+    return reference.errors(algorithm, read, half_sums=half_sums)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -105,3 +109,55 @@ def test_separate_operations_may_round_each_partial_sum() -> None:
     result = (result + host.bias.astype(np.float16)).astype(np.float16) + residual.astype(np.float16)
     assert not errors_of(host, result).is_right
     assert errors_of(host, result, SEPARATE).is_right
+
+
+def accumulated_in_half(host: HostOperands, products: int, lost_step: int = -1) -> np.ndarray:
+    """TensorRT's arithmetic: sums rounded to float16 after some products, then with the residual, then with the bias.
+
+    Args:
+        host: operands of a layer with all epilogues, one group and no padding.
+        products: of a step.
+        lost_step: number of a step that is left out.
+    """
+    shape = host.shape
+    x, residual = tensors(host)
+    windows = np.lib.stride_tricks.sliding_window_view(x, (shape.r, shape.s), (1, 2))
+    patches = windows.transpose(0, 1, 2, 4, 5, 3).reshape(*shape.y_shape[:3], -1)
+    weights = host.weights.astype(np.float64).reshape(shape.k, -1)
+    result = np.zeros(shape.y_shape, np.float16)
+    for number, start in enumerate(range(0, weights.shape[1], products)):
+        step = patches[..., start : start + products] @ weights[:, start : start + products].T
+        if number != lost_step:
+            result = (result + step).astype(np.float16)
+    result = (result + residual).astype(np.float16)
+    return np.maximum((result + host.bias).astype(np.float16), 0)
+
+
+@pytest.mark.parametrize("products", [8, 16])
+@pytest.mark.parametrize("shape", [ConvShape(1, 64, 12, 12, 64, 1, 1), ConvShape(1, 256, 10, 10, 64, 3, 3)], ids=str)
+def test_accumulation_in_float16_has_a_bound_of_its_own(shape: ConvShape, products: int) -> None:
+    host = host_operands(shape, "float16", ALL, 5)
+    result = accumulated_in_half(host, products)
+    assert not errors_of(host, result).is_right
+    found = errors_of(host, result, half_sums=True)
+    assert found.is_right
+    assert found.verdict == HALF_VERDICT
+    assert found.worst_share > 5
+    assert found.half_share is not None
+    assert 0.1 < found.half_share < 1
+
+
+@pytest.mark.parametrize("shape", [ConvShape(1, 64, 12, 12, 64, 1, 1), ConvShape(1, 256, 10, 10, 64, 3, 3)], ids=str)
+def test_a_lost_step_is_wrong_with_accumulation_in_float16_too(shape: ConvShape) -> None:
+    host = host_operands(shape, "float16", ALL, 5)
+    found = errors_of(host, accumulated_in_half(host, 16, lost_step=2), half_sums=True)
+    assert not found.is_right
+    assert found.verdict.startswith("wrong")
+    assert "times that of FP16 accumulation" in found.verdict
+
+
+def test_a_result_within_the_first_bound_has_no_other_verdict() -> None:
+    host = host_operands(SHAPES[0], "float16", ALL, 5)
+    found = errors_of(host, exact(host).astype(np.float16), half_sums=True)
+    assert found.verdict == "within its bound"
+    assert not found.needs_half_bound

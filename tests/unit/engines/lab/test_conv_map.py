@@ -11,6 +11,7 @@ import pytest
 from headrace.cuda.kernels import loading
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
+from headrace_engines.lab.tensorrt import has_half_sums
 
 from tests.support.convolutions import NumpyAlgorithm
 from tests.support.fake_gpu import cuda, trt, trt_version
@@ -124,6 +125,20 @@ def test_tensorrt_is_checked_and_timed_on_the_whole_layer(
     assert engine["variant"] == "fake_conv + fake_add + fake_relu (LINEAR to LINEAR)"
     assert "not TF32" in trt.state.config.flags
     assert document["versions"]["TensorRT"].startswith("TensorRT 10.6.0")
+
+
+@pytest.mark.parametrize(
+    ("tactics", "expected"),
+    [
+        ("sm90_xmma_fprop_implicit_gemm_f16f16_f16f16_f16_nhwckrsc_nhwc_tilesize256x64x64 (HWC8 to HWC8)", True),
+        ("Reformat + sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize128x64x64 (LINEAR to HWC8)", True),
+        ("sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc (HWC8 to HWC8)", False),
+        ("sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc (HWC to HWC)", False),
+        ("CaskConvolution (LINEAR to LINEAR)", False),
+    ],
+)
+def test_the_type_of_tensorrts_sums_is_in_its_kernels_name(tactics: str, expected: bool) -> None:
+    assert has_half_sums(tactics) is expected
 
 
 @pytest.mark.parametrize("work", ["conv", "layer"])

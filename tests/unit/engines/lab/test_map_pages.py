@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -12,14 +13,16 @@ from headrace_engines.commands import lab
 from headrace_engines.lab.check import Errors
 from headrace_engines.lab.layers import PLAIN
 from headrace_engines.lab.measure import summarize
-from headrace_engines.lab.page import conditions, map_page
+from headrace_engines.lab.page import conditions, map_page, show
 from headrace_engines.lab.results import CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import Roofline
 from headrace_engines.lab.summary import summarize_map
+from rich.console import Console
 
 from tests.support.convolutions import NumpyAlgorithm
 from tests.support.fake_cuda import FakeCuda
 
+HALF = Errors(0.2, 0.02, 0.002, 17.0, 100, half_share=0.4)
 RIGHT, WRONG = Errors(0.1, 0.01, 0.001, 0.5, 100), Errors(9, 1, 1, 7.0, 100)
 ALL = Epilogue(bias=True, residual=True, relu=True)
 
@@ -82,6 +85,21 @@ def test_wrong_results_are_named_and_do_not_win() -> None:
     assert lines[0] == "2 of 3 results are within their bounds"
     assert lines[1].startswith("wrong: implicit-gemm")
     assert not any("time(implicit-gemm)" in line for line in lines)
+
+
+def test_results_by_the_bound_of_float16_accumulation_are_named_everywhere() -> None:
+    one = cell("layer", 1, result("tensorrt", 10, HALF), result("implicit-gemm", 12), epilogue=ALL)
+    lines = summarize_map([one])
+    assert lines[0] == "2 of 2 results are within their bounds"
+    assert lines[1].startswith("FP16 accumulation: within its bound: 1 of 1 results of tensorrt, largest error 0.4 of")
+    assert "17 times the bound of FP32 accumulation" in lines[1]
+    document = one.to_json()["results"][0]
+    assert (document["right"], document["check"]) == (True, "FP16 accumulation: within its bound")
+    assert document["errors"]["half_share"] == 0.4
+    assert "17; FP16 accumulation: 0.4" in map_page(example(one))
+    console = Console(width=300, record=True, file=io.StringIO())
+    show(console, example(one))
+    assert "FP16 sums: tensorrt" in console.export_text()
 
 
 def test_fused_kernels_are_compared_over_layers_with_a_residual() -> None:
