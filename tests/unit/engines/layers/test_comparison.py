@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from headrace_engines.layers.report import cosine_text, layers_section, show_lay
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.progress import silent
 from headrace_engines.project import Project, open_data, read_spec
+from headrace_engines.quantization.placement import tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantize
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store
 from headrace_engines.targets.base import ObservedEngine
@@ -71,6 +74,20 @@ def test_only_tensors_of_an_engine_have_its_figures(project: Project, store: Sto
     # ONNX Runtime has no fused kernel of a Conv and a Relu in FP16.
     assert list(rows["loud"]) == ["fp16"]
     assert list(rows["c"]) == ["int8", "fp16"]
+
+
+def test_a_model_that_carries_pairs_is_compared_with_itself_without_them(tmp_path: Path, store: Store) -> None:
+    model = simplify(networks.residual())
+    ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
+    carried = quantize(model, ranges, "onnxruntime")
+    project = write_project(tmp_path / "models", carried, networks.inputs_of(model, 16))
+    spec = read_spec(project.config).at("int8")
+    engine = build_engine(project, spec, OnnxRuntimeTarget(), store, silent)
+    comparison = compare_layers(project, [engine], OnnxRuntimeTarget(), store, open_data(project, spec), silent)
+    by_tensor = {row.layer.tensor: row.differences["int8"] for row in comparison.rows}
+    # With pairs on both sides the difference would be none.
+    assert 0.9 < by_tensor["y"].cosine < 1
+    assert by_tensor["y"].relative > 1e-3
 
 
 class _Unreadable(OnnxRuntimeTarget):
