@@ -23,8 +23,9 @@ from headrace_engines.onnx_graph import Array, OnnxRunner, captured, copy_model,
 _CARRIERS = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _CHANNEL_AXES = {"Conv": 1, "ConvTranspose": 1, "BatchNormalization": 1}
-# Larger values stand for "never": masks of attention, limits.
+# Larger values in these stand for "never": masks of attention, limits. A variance of a BatchNormalization may be as large.
 _LARGEST = 1e4
+_MASKING = frozenset({"Add", "Concat", "Div", "Gather", "Mul", "Sub", "Sum"})
 
 # Operator, index of its input -> distribution of a weight.
 _ROLES: dict[tuple[str, int], str] = {
@@ -72,8 +73,8 @@ def weights_of(model: onnx.ModelProto) -> dict[str, Array]:
 def random_weights(model: onnx.ModelProto, inputs: Mapping[str, Array], seed: int) -> dict[str, Array]:
     """Draw random values for the weights of a graph.
 
-    Scalars, values above 10,000 (masks), exponents, bounds, scales of resizing and of quantisation are settings, not weights:
-    they stay.
+    Scalars, values above 10,000 outside layers (masks), exponents, bounds, scales of resizing and of quantisation are
+    settings, not weights: they stay.
 
     Args:
         model: the graph with a free batch dimension.
@@ -87,8 +88,10 @@ def random_weights(model: onnx.ModelProto, inputs: Mapping[str, Array], seed: in
     drawn = {}
     for name, values in weights_of(model).items():
         use = _use(model, name)
-        large = values.size and not np.abs(np.where(np.isfinite(values), values, np.inf)).max() < _LARGEST
-        if use is not None and values.size > 1 and not large:
+        if use is None or values.size < 2:
+            continue
+        large = not np.abs(np.where(np.isfinite(values), values, np.inf)).max() < _LARGEST
+        if not (large and use[1].op_type in _MASKING):
             drawn[name] = _draw(random, values.shape, *use).astype(values.dtype)
     _scale_layers(model, inputs, drawn)
     return drawn

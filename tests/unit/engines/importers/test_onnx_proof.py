@@ -161,3 +161,14 @@ def test_layers_have_deviation_one_and_settings_stay() -> None:
     last = OnnxRunner(changed).run({"x": rows})["c4_out"]
     assert last.std() == pytest.approx(1.0, abs=0.05)
     assert np.abs(last.mean(axis=(0, 2, 3))).max() < 0.05
+
+
+def test_a_large_variance_is_a_weight_and_a_mask_is_not() -> None:
+    net = Network()
+    x = net.input("x", ["batch", 2, 4, 4])
+    variance, mask = net.constant(np.array([20_000.0, 3.0])), net.constant(np.array([[[0.0]], [[-30_000.0]]]))
+    ones, zeros = net.constant(np.ones(2)), net.constant(np.zeros(2))
+    normed = net.node("BatchNormalization", x, ones, zeros, zeros, variance)
+    weights = random_weights(net.model(net.node("Add", normed, mask)), {"x": np.ones((2, 2, 4, 4), np.float32)}, 0)
+    assert variance in weights
+    assert mask not in weights
