@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headrace.backends.tensorrt.backend import HOST_CODE
 from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import GpuRuntime, ServingPlan, serving_plan
 from headrace.core.errors import ConfigError, Unavailable, Unsupported
@@ -18,7 +19,7 @@ from headrace.repository.registry import Registry
 from tests.support.control_thread import Check, index, infer_values, put, run, same, until
 from tests.support.fake_builder import command, publish
 from tests.support.fake_tensorrt_runtime import MAGIC
-from tests.support.models import affine
+from tests.support.models import affine, read_config_text
 from tests.unit.repository.test_gpu_backend import plan_of
 
 # Each of these starts processes of its own; together they take most of a minute.
@@ -396,11 +397,12 @@ def test_version_compatible_engines_of_an_earlier_tensorrt_serve(trt: Any, tmp_p
 
 def test_a_plan_runs_no_code_unless_its_stamp_says_that_it_holds_some(trt: Any, tmp_path: Path) -> None:
     version = trt.__version__
-    workshop = GpuWorkshop(
-        tmp_path, BATCHES + FP16 + "build_on_load: false\nparameters: {headrace.engine_host_code: 1}\n"
-    )
+    workshop = GpuWorkshop(tmp_path, BATCHES + FP16 + "build_on_load: false\n")
     earlier(workshop, version)
     workshop.publish()
+    # No configuration gives the permission.
+    _, findings = read_config_text(f"parameters: {{{HOST_CODE}: 1}}", "m/config.yaml")
+    assert any(f'unknown parameter "{HOST_CODE}"' in str(finding) for finding in findings)
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert same(await infer_values(registry), 1)
