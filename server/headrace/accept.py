@@ -122,7 +122,7 @@ class TlsListener:
 
     def _begin(self, sock: socket.socket) -> None:
         limits = self._limits
-        over = (limits.connections or 0) + len(self._handshakes) + 1 - limits.limits.max_connections
+        over = limits.all_connections + len(self._handshakes) + 1 - limits.limits.max_connections
         if over > 0:
             limits.hit("max_connections")
             if not self._abort_oldest() and over > self._reserved:

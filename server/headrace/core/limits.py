@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from heapq import nsmallest
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
@@ -90,8 +90,20 @@ class Limits:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
+LIMIT_NAMES = tuple(each.name for each in fields(Limits))
+"""Names of all limits, in the order of their counters."""
 LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits) if each.metadata}
 """Help texts of the limits that are options, by name."""
+
+
+class Cells(Protocol):
+    """Numbers by index: a list in the memory of this process, or a view of memory that other processes read."""
+
+    def __getitem__(self, index: int, /) -> int:
+        """Return a number."""
+
+    def __setitem__(self, index: int, value: int, /) -> None:
+        """Store a number."""
 
 
 class TransferRate:
@@ -139,28 +151,73 @@ class BodyMemory:
     A request that does not fit is refused. Before that, the slowest clients give way: bodies that have stopped arriving, and
     connections that have stopped reading.
 
+    A server of several processes has one body memory in each. Their sum obeys the limits: a process adds the bytes of the
+    others before it reserves more than `unchecked_bytes`.
+
     Ownership: the event loop writes; the thread of a metrics scrape reads.
 
     Args:
         limits: the server's limits. `max_total_body_bytes` counts as at least `max_body_bytes`, so that any single allowed body
             fits.
+        cells: `CELLS` zeros that hold the figures; None for a list.
+        others: returns the reserved and the unread bytes of the server's other processes; None for a single process.
+        processes: processes that reserve bodies. Each may hold an equal share of one part in SMALL_BODY_RESERVE of the limit
+            without a look at the others.
 
     Attributes:
-        reserved_bytes: bytes reserved now for bodies.
-        unread_bytes: response bytes that clients have not read.
-        requests: requests with at least one byte of a body reserved now.
-        max_bytes: largest allowed sum of `reserved_bytes` and `unread_bytes`.
+        cells: reserved bytes, unread bytes and requests of this process, at the indexes `RESERVED`, `UNREAD` and `REQUESTS`.
+        max_bytes: largest allowed sum of the reserved and the unread bytes of all processes.
         max_large_bytes: largest sum that a body or a response above `SMALL_BODY_BYTES` may reach; the rest is for small ones.
+        unchecked_bytes: sum of this process up to which every body fits.
         rates: transfers that a protocol observes now, by their reservation.
     """
 
-    __slots__ = ("max_bytes", "max_large_bytes", "rates", "requests", "reserved_bytes", "unread_bytes")
+    __slots__ = ("_others", "cells", "max_bytes", "max_large_bytes", "rates", "unchecked_bytes")
 
-    def __init__(self, limits: Limits) -> None:
-        self.reserved_bytes = self.unread_bytes = self.requests = 0
+    CELLS: ClassVar[int] = 3
+    RESERVED: ClassVar[int] = 0
+    UNREAD: ClassVar[int] = 1
+    REQUESTS: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        limits: Limits,
+        cells: Cells | None = None,
+        others: Callable[[], tuple[int, int]] | None = None,
+        processes: int = 1,
+    ) -> None:
+        self.cells: Cells = [0] * self.CELLS if cells is None else cells
+        self._others = others
         self.max_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
         self.max_large_bytes = max(self.max_bytes - self.max_bytes // SMALL_BODY_RESERVE, limits.max_body_bytes)
+        self.unchecked_bytes = self.max_large_bytes
+        if others is not None:
+            self.unchecked_bytes = self.max_bytes // SMALL_BODY_RESERVE // max(processes, 1)
         self.rates: dict[BodyReservation | UnreadResponses, TransferRate] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that this process has reserved now for bodies."""
+        return self.cells[0]
+
+    @reserved_bytes.setter
+    def reserved_bytes(self, size_bytes: int) -> None:
+        self.cells[0] = size_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """Response bytes of this process that clients have not read."""
+        return self.cells[1]
+
+    @property
+    def requests(self) -> int:
+        """Requests of this process with at least one byte of a body reserved now."""
+        return self.cells[2]
+
+    def totals(self) -> tuple[int, int]:
+        """Return the reserved and the unread bytes of all processes."""
+        cells, (reserved_bytes, unread_bytes) = self.cells, (0, 0) if self._others is None else self._others()
+        return cells[0] + reserved_bytes, cells[1] + unread_bytes
 
     def make_room(self, size_bytes: int, now_ns: int, beneficiary: BodyReservation | UnreadResponses) -> bool:
         """Let the slowest clients give way until `size_bytes` are released; False, without effect, if they hold fewer.
@@ -223,7 +280,7 @@ class BodyReservation:
         bodies = self._bodies
         is_small = self.held_bytes + size_bytes <= SMALL_BODY_BYTES
         limit_bytes = bodies.max_bytes if is_small else bodies.max_large_bytes
-        excess_bytes = bodies.reserved_bytes + bodies.unread_bytes + size_bytes - limit_bytes
+        excess_bytes = sum(bodies.totals()) + size_bytes - limit_bytes
         if excess_bytes > 0 and not bodies.make_room(excess_bytes, monotonic_ns(), self):
             self._client_limits.hit("max_total_body_bytes")
             raise Overloaded(
@@ -240,20 +297,22 @@ class BodyReservation:
         bodies = self._bodies
         if self._ended:
             return
-        if bodies.reserved_bytes + bodies.unread_bytes + size_bytes > bodies.max_large_bytes:
+        cells = bodies.cells
+        if cells[0] + cells[1] + size_bytes > bodies.unchecked_bytes:
             self.check(size_bytes)
-        bodies.reserved_bytes += size_bytes
+        cells[0] += size_bytes
         if not self.held_bytes and size_bytes:
-            bodies.requests += 1
+            cells[2] += 1
         self.held_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
         """Release `size_bytes` of the reserved bytes."""
         if not self._ended:
-            self._bodies.reserved_bytes -= size_bytes
+            cells = self._bodies.cells
+            cells[0] -= size_bytes
             self.held_bytes -= size_bytes
             if not self.held_bytes and size_bytes:
-                self._bodies.requests -= 1
+                cells[2] -= 1
 
     def observe(self, received_bytes: int, now_ns: int, give_way: Callable[[], bool]) -> bool:
         """Observe an incomplete body.
@@ -286,8 +345,9 @@ class BodyReservation:
         if bodies.rates:
             bodies.rates.pop(self, None)
         if self.held_bytes:
-            bodies.requests -= 1
-            bodies.reserved_bytes -= self.held_bytes
+            cells = bodies.cells
+            cells[2] -= 1
+            cells[0] -= self.held_bytes
             self.held_bytes = 0
 
 
@@ -323,7 +383,7 @@ class UnreadResponses:
     def update(self, size_bytes: int) -> None:
         """Set the number of unread bytes."""
         bodies, change = self._bodies, size_bytes - self.held_bytes
-        bodies.unread_bytes += change
+        bodies.cells[1] += change
         self.held_bytes = size_bytes
         if change < 0:
             self._read_bytes -= change
@@ -337,8 +397,9 @@ class UnreadResponses:
         larger than the limit of all.
         """
         bodies = self._bodies
-        excess_bytes = bodies.unread_bytes + size_bytes - bodies.max_large_bytes
-        if excess_bytes <= 0 or not bodies.unread_bytes or bodies.make_room(excess_bytes, monotonic_ns(), self):
+        unread_bytes = bodies.totals()[1]
+        excess_bytes = unread_bytes + size_bytes - bodies.max_large_bytes
+        if excess_bytes <= 0 or not unread_bytes or bodies.make_room(excess_bytes, monotonic_ns(), self):
             return True
         self._client_limits.hit("max_total_body_bytes")
         return False
@@ -368,25 +429,54 @@ class ClientLimits:
         limits: the server's limits; the defaults if None.
         protocol: "http" or "grpc".
         bodies: body memory of all protocols; None creates one for this protocol.
+        cells: `CELLS` zeros that hold the counters; None for a list.
+        others: returns the connections of the protocol in the server's other processes; None for a single process.
 
     Attributes:
         bodies: body memory.
-        hits: number of hits by limit.
-        connections: open connections; None if the protocol's engine does not report them.
     """
 
-    __slots__ = ("bodies", "connections", "hits", "limits", "protocol")
+    __slots__ = ("_cells", "_others", "bodies", "limits", "protocol")
 
-    def __init__(self, limits: Limits | None = None, protocol: str = "http", bodies: BodyMemory | None = None) -> None:
+    # Whether the protocol's engine reports its connections, their number, and the hits of each limit.
+    CELLS: ClassVar[int] = 2 + len(LIMIT_NAMES)
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        protocol: str = "http",
+        bodies: BodyMemory | None = None,
+        cells: Cells | None = None,
+        others: Callable[[], int] | None = None,
+    ) -> None:
         self.limits = limits or Limits()
         self.bodies = bodies or BodyMemory(self.limits)
         self.protocol = protocol
-        self.hits = dict.fromkeys(self.limits.table(), 0)
-        self.connections: int | None = None
+        self._cells: Cells = [0] * self.CELLS if cells is None else cells
+        self._others = others
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Number of hits by limit, in this process."""
+        return {limit: self._cells[index] for limit, index in _HITS.items()}
+
+    @property
+    def connections(self) -> int | None:
+        """Open connections of this process; None if the protocol's engine does not report them."""
+        return self._cells[1] if self._cells[0] else None
+
+    @connections.setter
+    def connections(self, connections: int | None) -> None:
+        self._cells[0], self._cells[1] = connections is not None, connections or 0
+
+    @property
+    def all_connections(self) -> int:
+        """Open connections of all processes of the server."""
+        return self._cells[1] + (0 if self._others is None else self._others())
 
     def hit(self, limit: str) -> None:
         """Count a hit of a limit."""
-        self.hits[limit] += 1
+        self._cells[_HITS[limit]] += 1
 
     def too_large(self, limit: str, text: str) -> TooLarge:
         """Count a hit, and return the error for the client (413, RESOURCE_EXHAUSTED)."""
@@ -409,15 +499,19 @@ class ClientLimits:
 
     def enter(self) -> bool:
         """Count a new connection; False (and a hit) if it is over the limit. Call `leave` in either case."""
-        self.connections = (self.connections or 0) + 1
-        if self.connections <= self.limits.max_connections:
+        self._cells[0] = 1
+        self._cells[1] += 1
+        if self.all_connections <= self.limits.max_connections:
             return True
         self.hit("max_connections")
         return False
 
     def leave(self) -> None:
         """Count the end of a connection."""
-        self.connections = (self.connections or 1) - 1
+        self._cells[1] = max(self._cells[1] - 1, 0)
+
+
+_HITS = {limit: 2 + index for index, limit in enumerate(LIMIT_NAMES)}
 
 
 class LimitedConnection(Protocol):
@@ -470,7 +564,7 @@ class ConnectionReserve:
             oldest = next(iter(self._over))
             del self._over[oldest]
             # A refused connection stays open until its client has read the response: that must be bounded too.
-            over = (self._limits.connections or 0) - self._limits.limits.max_connections
+            over = self._limits.all_connections - self._limits.limits.max_connections
             oldest.refuse_connection(with_response=over <= 2 * self._limits.reserved_connections)
 
     def discard(self, connection: LimitedConnection) -> None:
@@ -482,7 +576,7 @@ class ConnectionReserve:
 
     def admit(self, connection: LimitedConnection) -> bool:
         """Give a connection over the limit a place; returns False if there is none."""
-        if (self._limits.connections or 0) > self._limits.limits.max_connections and not self._close_idle():
+        if self._limits.all_connections > self._limits.limits.max_connections and not self._close_idle():
             return False
         self._over.pop(connection, None)
         self._connections[connection] = None

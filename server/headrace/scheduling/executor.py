@@ -403,7 +403,7 @@ class InlineGate:
             self._supported
             and now_ns >= self._quiet_ns
             and now_ns >= self._enabled_ns
-            and (bodies is None or bodies.requests <= 1)
+            and (bodies is None or bodies.cells[BodyMemory.REQUESTS] <= 1)
             and entry.deadline_ns - now_ns > self.bound_ns
             and self.latency_table.is_fast(entry.rows)
         )
