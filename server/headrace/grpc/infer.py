@@ -30,7 +30,7 @@ from headrace.inference.request_template import may_have_shared_inputs
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
 from headrace.inference.services import Services
 from headrace.inference.status import grpc_code, retry_after_ms
-from headrace.observability.counters import ERRORS
+from headrace.observability.labelled_counter import ERRORS
 
 WIRE = Wire("grpc", "OK", grpc_code, load_in_parameters=True)
 

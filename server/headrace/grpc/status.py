@@ -10,7 +10,7 @@ from headrace.core.errors import HeadraceError, QuotaExceeded
 from headrace.grpc.large_contents import varint
 from headrace.inference.service import internal_error
 from headrace.inference.status import grpc_code, retry_after_s, retry_delay_s
-from headrace.observability.counters import ERRORS
+from headrace.observability.labelled_counter import ERRORS
 
 logger = logging.getLogger("headrace.grpc")
 

@@ -37,7 +37,7 @@ from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.services import Handle, Services
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
 from headrace.inference.tensor_codec import BodyBytes
-from headrace.observability.counters import ERRORS
+from headrace.observability.labelled_counter import ERRORS
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

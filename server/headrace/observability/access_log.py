@@ -14,7 +14,7 @@ from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.request import BatchTimes, PipelineStepTimes
 from headrace.core.telemetry import PHASES, RequestLogMode, TraceContext
 from headrace.observability.background import CAPACITY, BackgroundWorker
-from headrace.observability.counters import DROPPED
+from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.logs import escape, iso8601, redact
 from headrace.observability.output import standard_error_writer
 

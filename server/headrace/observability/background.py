@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from headrace.core.threads import start_thread
-from headrace.observability.counters import DROPPED
+from headrace.observability.labelled_counter import DROPPED
 
 logger = logging.getLogger("headrace.background")
 

@@ -1,4 +1,4 @@
-"""Counters and latency histograms of one model version, and counters of the whole server.
+"""Counters and latency histograms of one model version.
 
 A batch costs the data plane one lock and a few additions. Latencies are kept as raw nanoseconds. NumPy sorts them into
 histogram buckets, many at a time: when a few thousand are pending, or when Prometheus scrapes.
@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -41,6 +41,8 @@ _CLASSIC_NS = np.rint(np.array(BUCKETS_S) * NS_PER_S)
 _NATIVE_NS = 2.0 ** (np.arange(FIRST_NATIVE - 1, _LAST_NATIVE) / _PER_DOUBLING) * NS_PER_S
 _BOUNDS_NS = np.union1d(_CLASSIC_NS, _NATIVE_NS)
 _FINE = len(_BOUNDS_NS) + 1
+FINE_BUCKETS = _FINE
+"""Number of fine buckets of a `Histogram`."""
 _LOWER_NS = np.insert(_BOUNDS_NS, 0, 0.0)
 _UPPER_NS = np.append(_BOUNDS_NS, np.inf)
 # Index of the classic and of the native bucket that contain each fine bucket.
@@ -70,6 +72,9 @@ class Histogram:
 
     Not thread-safe: its owner's lock guards it.
 
+    Args:
+        fine: int64[FINE_BUCKETS] that holds the counts by fine bucket; None for zeros.
+
     Attributes:
         fine: number of durations in each fine bucket.
         sum_ns: sum of all durations.
@@ -78,8 +83,8 @@ class Histogram:
 
     __slots__ = ("exemplars", "fine", "sum_ns")
 
-    def __init__(self) -> None:
-        self.fine: Counts = np.zeros(_FINE, dtype=np.int64)
+    def __init__(self, fine: Counts | None = None) -> None:
+        self.fine: Counts = np.zeros(_FINE, dtype=np.int64) if fine is None else fine
         self.sum_ns = 0
         self.exemplars: dict[int, Exemplar] = {}
 
@@ -449,10 +454,15 @@ class Recorder:
     Args:
         histograms: keep latency histograms in addition to the totals.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        collect_failures: returns reason, number and time in nanoseconds of the failures that other processes have counted since
+            its last call; called under the lock. None in a server of one process.
     """
 
     def __init__(self, histograms: bool = True, clock: Clock = monotonic_ns) -> None:
         self._clock = clock
+        self.collect_failures: Callable[[], Iterable[tuple[str, int, int]]] | None = None
         self._lock = threading.Lock()
         self._snapshots = TotalsSnapshots()
         self._shape: object = None  # of the last batch
@@ -674,6 +684,7 @@ class Recorder:
     def request_counts(self) -> tuple[int, int]:
         """Return the numbers of successful and of failed requests."""
         with self._lock:
+            self._collect_failures()
             return self._totals.successes, sum(self._totals.failures.values())
 
     def recent(self) -> RecentTotals:
@@ -684,8 +695,15 @@ class Recorder:
 
     def _copy(self) -> Totals:
         """Copy the totals; pending durations are sorted into the histograms first."""
+        self._collect_failures()
         self._fold()
         return self._totals.copy()
+
+    def _collect_failures(self) -> None:
+        if self.collect_failures is not None:
+            for reason, count, time_ns in self.collect_failures():
+                self._totals.failures[reason] += count
+                self._totals.failure_ns += time_ns
 
     def _fold(self) -> None:
         """Sort pending durations into the histograms."""
@@ -744,49 +762,3 @@ def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
 
 def _duration(count: int, time_ns: int) -> dict[str, int]:
     return {"count": count, "ns": time_ns}
-
-
-class LabelledCounter:
-    """Counter with labels. Thread-safe.
-
-    Label values come from the code or the operator, never from a client, because every combination is kept for ever.
-
-    Args:
-        labels: names of the labels, in the order of the values of `count`.
-    """
-
-    def __init__(self, *labels: str) -> None:
-        self.labels = labels
-        self._lock = threading.Lock()
-        self._counts: dict[tuple[str, ...], int] = {}
-
-    def declare(self, *values: str) -> None:
-        """Export a combination as 0 before it is first counted, so that `rate()` sees its first increase."""
-        self.declare_each([values])
-
-    def declare_each(self, combinations: Iterable[tuple[str, ...]]) -> None:
-        """Declare several combinations at once."""
-        with self._lock:
-            for values in combinations:
-                self._counts.setdefault(values, 0)
-
-    def count(self, *values: str, by: int = 1) -> None:
-        """Add `by` to the counter of a combination."""
-        with self._lock:
-            self._counts[values] = self._counts.get(values, 0) + by
-
-    def items(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the label values and count of every combination, sorted."""
-        with self._lock:
-            return sorted(self._counts.items())
-
-
-# Global counters: one process is one server, and the code that counts is far from where a counter could be passed in.
-ERRORS = LabelledCounter("protocol", "reason")
-"""Error responses by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
-LOADS = LabelledCounter("model", "result")
-"""Loads of models by result: loaded, reloaded, unloaded, failed: headrace_model_loads_total."""
-BUILDS = LabelledCounter("model", "result")
-"""Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""
-DROPPED = LabelledCounter("kind")
-"""Dropped traces, spans, and lines of the request log and the log, by kind: headrace_telemetry_dropped_total."""

@@ -21,7 +21,15 @@ from headrace.core.request import ModelLoad
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import TIMES, Counts, Histogram, Recorder, StepTotal, Totals, quantiles_ns
+from headrace.observability.counters import (
+    TIMES,
+    Counts,
+    Histogram,
+    Recorder,
+    StepTotal,
+    Totals,
+    quantiles_ns,
+)
 
 # Upper bounds in milliseconds, Triton's defaults.
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)

@@ -10,8 +10,9 @@ import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import numpy as np
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -19,7 +20,8 @@ from headrace.core.ledger import HOST, Ledger
 from headrace.core.limits import ClientLimits
 from headrace.core.telemetry import GpuReading, LoadCounts
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import BUILDS, DROPPED, ERRORS, LOADS, Histogram, LabelledCounter
+from headrace.observability.counters import FINE_BUCKETS, Counts, Histogram
+from headrace.observability.labelled_counter import BUILDS, DROPPED, ERRORS, LOADS, LabelledCounter
 
 _INTERVAL_S = 0.25
 
@@ -34,16 +36,32 @@ class States(Protocol):
         """Return True if every model that should be served is ready."""
 
 
+class LagSource(Protocol):
+    """Delays of event loops; see `LoopLag`."""
+
+    def histogram(self) -> Histogram:
+        """Return a copy of the delays so far."""
+
+
 class LoopLag:
     """Measures the delay of a timer on the event loop, four times a second. Its cost is too small to measure.
 
     `start` and `stop` are called on the event loop, `histogram` on any thread.
+
+    Args:
+        clock: returns monotonic nanoseconds.
+        cells: int64[CELLS], the sum of the delays in nanoseconds and their number in each fine bucket; None for zeros. Delays
+            are added to what is there.
     """
 
-    def __init__(self, clock: Clock = monotonic_ns) -> None:
+    CELLS: ClassVar[int] = 1 + FINE_BUCKETS
+
+    def __init__(self, clock: Clock = monotonic_ns, cells: Counts | None = None) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._histogram = Histogram()
+        self._cells = np.zeros(self.CELLS, np.int64) if cells is None else cells
+        self._histogram = Histogram(self._cells[1:])
+        self._histogram.sum_ns = int(self._cells[0])
         self._timer: asyncio.TimerHandle | None = None
         self._due_ns = 0
 
@@ -67,6 +85,7 @@ class LoopLag:
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             self._histogram.observe([max(self._clock() - self._due_ns, 0)])
+            self._cells[0] = self._histogram.sum_ns
         self.start(loop)
 
 
@@ -77,14 +96,14 @@ class ServerFacts:
     Attributes:
         states: of the models.
         version: of Headrace.
-        lag: of the event loop.
+        lag: delays of the event loop.
         client_limits: limits on clients and their counters, one for each protocol.
         certificate_expiry_s: returns seconds since 1970, None if they are unknown; None without TLS.
     """
 
     states: States
     version: str
-    lag: LoopLag
+    lag: LagSource
     client_limits: Sequence[ClientLimits] = ()
     certificate_expiry_s: Callable[[], float | None] | None = None
 

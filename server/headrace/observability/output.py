@@ -24,7 +24,7 @@ from itertools import count
 from typing import TextIO
 
 from headrace.core.threads import start_thread
-from headrace.observability.counters import DROPPED
+from headrace.observability.labelled_counter import DROPPED
 
 _KIND = "log"
 CAPACITY_BYTES = 1 << 20

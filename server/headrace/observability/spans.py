@@ -38,7 +38,7 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.observability.access_log import AccessRecord, phases
 from headrace.observability.background import CAPACITY, BackgroundWorker
-from headrace.observability.counters import DROPPED
+from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.logs import escape, redact
 
 logger = logging.getLogger("headrace.trace")

@@ -20,7 +20,8 @@ from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.telemetry import TraceContext
 from headrace.observability.access_log import OK, AccessRecord, RequestLog
 from headrace.observability.background import BackgroundWorker
-from headrace.observability.counters import DROPPED, Recorder
+from headrace.observability.counters import Recorder
+from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.logs import Pseudonyms, escape
 
 logger = logging.getLogger("headrace.trace")

@@ -22,7 +22,7 @@ from headrace.config.serving_plan import ServingPlan, requests_tensorrt, sample_
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
 from headrace.core.ledger import NoRoom
-from headrace.observability.counters import BUILDS, LOADS
+from headrace.observability.labelled_counter import BUILDS, LOADS
 from headrace.repository.builds import BuildOrder, EngineBuilds
 from headrace.repository.dependencies import DependencyGraph
 from headrace.repository.environments import EnvironmentPending

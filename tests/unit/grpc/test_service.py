@@ -27,7 +27,8 @@ from headrace.grpc.response_room import ResponseRoom
 from headrace.grpc.status import error_status
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.services import Services
-from headrace.observability.counters import ERRORS, Recorder
+from headrace.observability.counters import Recorder
+from headrace.observability.labelled_counter import ERRORS
 from tritonclient.grpc import service_pb2
 
 from tests.support.access_recorder import AccessRecorder

@@ -7,7 +7,7 @@ import threading
 import pytest
 from headrace.core.errors import Unavailable
 from headrace.observability.background import BackgroundWorker
-from headrace.observability.counters import DROPPED
+from headrace.observability.labelled_counter import DROPPED
 
 from tests.support.processes import eventually
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from headrace.observability.counters import LabelledCounter
+from headrace.observability.labelled_counter import LabelledCounter
 
 
 def test_counts_of_many_threads_are_exact() -> None:

@@ -7,7 +7,7 @@ import time
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.limits import ClientLimits, Limits
-from headrace.observability.counters import LOADS
+from headrace.observability.labelled_counter import LOADS
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from prometheus_client.parser import text_string_to_metric_families

@@ -10,7 +10,8 @@ import pytest
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import RequestLogMode, TraceContext
 from headrace.observability.access_log import AccessRecord, RequestLog
-from headrace.observability.counters import DROPPED, Recorder
+from headrace.observability.counters import Recorder
+from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.tracing import RequestObserver, Tracer
 
 from tests.unit.observability.test_spans import Sink

@@ -15,7 +15,7 @@ from headrace.core.request import BatchTimes, PipelineStepTimes
 from headrace.core.telemetry import TraceContext
 from headrace.observability import tracing
 from headrace.observability.access_log import AccessRecord, phases
-from headrace.observability.counters import DROPPED
+from headrace.observability.labelled_counter import DROPPED
 from headrace.observability.spans import SpanWriter, otlp_exporter
 from headrace.observability.tracing import Tracer, TraceSelection
 from opentelemetry.sdk.trace import ReadableSpan
