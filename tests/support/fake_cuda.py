@@ -7,6 +7,7 @@ launched takes `work_us` on the stream.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda import devices, driver, peers
 from headrace.cuda.kernels import loading
+
+from tests.support.fake_modules import DriverModules
 
 
 class FakeCuda:
@@ -321,11 +324,12 @@ def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
 _CONTEXTS = 4000  # handle of the context of GPU 0
 
 
-class _Library:
-    """libcuda, as far as graphs, pinned memory and copies between GPUs need it."""
+class _Library(DriverModules):
+    """libcuda, as far as modules, graphs, pinned memory and copies between GPUs need it."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
+        super().__init__(cuda)
+        self._numbers = itertools.count(1)
         self._work: dict[int, list[Callable[[], None]]] = {}
 
     def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:  # noqa: N802
@@ -337,7 +341,7 @@ class _Library:
         assert work is not None
         if self._cuda.refuse_capture:
             return 901
-        number = len(self._work) + 1
+        number = next(self._numbers)
         self._work[number] = work
         graph._obj.value = number
         self._cuda.graphs.add(number)
@@ -357,6 +361,7 @@ class _Library:
 
     def cuGraphExecDestroy(self, executable: Any) -> int:  # noqa: N802
         self._cuda.graphs.remove(executable.value)
+        del self._work[executable.value - 1000]
         return 0
 
     def cuGraphLaunch(self, executable: Any, stream: Any) -> int:  # noqa: N802
@@ -383,6 +388,10 @@ class _Library:
         pinned = any(start <= address.value < start + size for start, size in self._cuda.registered.items())
         actual._obj.value = address.value
         return 0 if pinned else 1
+
+    def cuCtxGetDevice(self, device: Any) -> int:  # noqa: N802
+        device._obj.value = self._cuda.pushed[-1]
+        return 0
 
     def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
         context._obj.value = _CONTEXTS + self._cuda.pushed[-1]

@@ -207,6 +207,8 @@ class HostKernels:
             handed = ", ".join(f"Any{{a{n}}}" for n in range(count))
             body = f"each(gx, gy, t, {together}, [&] {{ {kernel}({handed}); }});"
             text.append(f'extern "C" void run_{kernel}(unsigned gx, unsigned gy, unsigned t, {used}) {{ {body} }}\n')
+            types = "".join("P" if "*" in one else "Q" if "long" in one else "i" for one in declared.split(","))
+            text.append(f'extern "C" const char *types_{kernel}() {{ return "{types}"; }}\n')
         digest = hashlib.sha256("\0".join([*text, *options]).encode()).hexdigest()[:16]
         library = self._folder / f"{digest}.so"
         if not library.exists():

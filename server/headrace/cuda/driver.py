@@ -129,6 +129,17 @@ def pushed(context: Any) -> Iterator[None]:
         loaded().Context.pop()
 
 
+def current_device() -> int:
+    """Return the number of the GPU whose context is current on this thread.
+
+    Raises:
+        DeviceError: no context is current.
+    """
+    device = ctypes.c_int()
+    succeeded(library().cuCtxGetDevice(ctypes.byref(device)), "reading the current GPU")
+    return device.value
+
+
 class CudaStream:
     """Queue of work on the current device; does not synchronize with the default stream.
 
@@ -150,6 +161,28 @@ class CudaStream:
         """
         with check("waiting for a stream"):
             self.stream.synchronize()
+
+
+class BorrowedStream(CudaStream):
+    """Stream of another library, e.g. the one that TensorRT passes to a plug-in; never destroyed here.
+
+    PyCUDA cannot wrap it: only kernels that were loaded for borrowed streams run on it
+    (`headrace.cuda.kernels.loading.for_borrowed_streams`).
+
+    Args:
+        handle: CUstream as an integer.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def synchronize(self) -> None:
+        """Wait until all work queued so far is done.
+
+        Raises:
+            DeviceError: some of it failed.
+        """
+        succeeded(library().cuStreamSynchronize(ctypes.c_void_p(self.handle)), "waiting for a stream")
 
 
 class TimingEvent:

@@ -5,10 +5,12 @@ NVRTC is the run-time compiler of the CUDA toolkit (NVRTC documentation, "Basic 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy.typing as npt
 
 from headrace.core.errors import Unsupported
 from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream, DeviceError, check, loaded
+from headrace.cuda.driver import BorrowedStream, CudaStream, DeviceError, check, loaded, succeeded
 
 _NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
 # Library folders of the toolkit and of NVIDIA's wheels.
@@ -210,6 +212,9 @@ class Kernels:
                     if self._shared_bytes.get(name, 0) > _DEFAULT_SHARED_BYTES:
                         limit = loaded().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
                         kernel.set_attribute(limit, self._shared_bytes[name])
+            self._borrowed = (
+                _DriverModule(code, file, types, self._shared_bytes) if getattr(_loading, "borrowed", False) else None
+            )
 
     def launch(self, name: str, grid: tuple[int, ...], threads: int, stream: CudaStream, *arguments: int) -> None:
         """Queue a kernel; the device must be current.
@@ -218,12 +223,16 @@ class Kernels:
             name: of the kernel.
             grid: blocks in two or three dimensions.
             threads: of a block.
-            stream: stream to queue on.
+            stream: stream to queue on; a `BorrowedStream` only if the kernels were loaded in `for_borrowed_streams`.
             arguments: of the kernel.
 
         Raises:
             DeviceError: the driver refuses.
         """
+        if isinstance(stream, BorrowedStream):
+            assert self._borrowed is not None, "the kernels were loaded outside of for_borrowed_streams"
+            self._borrowed.launch(name, grid, threads, stream, arguments)
+            return
         with check(f"launching the kernel {name}"):
             shared = {"shared_size": self._shared_bytes[name]} if name in self._shared_bytes else {}
             self._kernels[name].prepared_async_call(grid, (threads, 1, 1), stream.stream, *arguments, **shared)
@@ -234,6 +243,76 @@ class Kernels:
         with driver.current(self._device):
             self._kernels.clear()
             self._module = None
+            if self._borrowed is not None:
+                self._borrowed.close()
+                self._borrowed = None
+
+
+_loading = threading.local()  # attribute `borrowed`: this thread is in `for_borrowed_streams`
+
+
+@contextlib.contextmanager
+def for_borrowed_streams() -> Iterator[None]:
+    """Load the kernels that this thread opens in the block a second time, for streams that PyCUDA did not create."""
+    outer = getattr(_loading, "borrowed", False)
+    _loading.borrowed = True
+    try:
+        yield
+    finally:
+        _loading.borrowed = outer
+
+
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE: the arguments are one block of memory.
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+
+
+class _DriverModule:
+    """Kernels loaded by the driver's library, which launches on any stream (CUDA driver API, `cuLaunchKernel`).
+
+    Args:
+        code: cubin or PTX.
+        file: name for messages.
+        types, shared_bytes: as for `Kernels`.
+    """
+
+    def __init__(self, code: bytes, file: str, types: Mapping[str, str], shared_bytes: Mapping[str, int]) -> None:
+        self._cuda = driver.library()
+        self._shared_bytes = shared_bytes
+        self._types = types
+        self._module = ctypes.c_void_p()
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        succeeded(self._cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {file}")
+        for name in types:
+            function = self._functions[name] = ctypes.c_void_p()
+            result = self._cuda.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+            succeeded(result, f"loading the kernel {name} of {file}")
+            if shared_bytes.get(name, 0) > _DEFAULT_SHARED_BYTES:
+                result = self._cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes[name])
+                succeeded(result, f"reserving shared memory for the kernel {name}")
+
+    def launch(
+        self, name: str, grid: tuple[int, ...], threads: int, stream: CudaStream, arguments: Sequence[Any]
+    ) -> None:
+        """Queue a kernel; arguments as for `Kernels.launch`."""
+        # As PyCUDA packs them: native sizes and alignment.
+        packed = struct.pack(self._types[name], *arguments)
+        buffer, size = ctypes.c_char_p(packed), ctypes.c_size_t(len(packed))
+        extra = (ctypes.c_void_p * 5)(
+            *(_BUFFER_POINTER, ctypes.cast(buffer, ctypes.c_void_p)),
+            *(_BUFFER_SIZE, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), None),
+        )
+        x, y, z = (*grid, 1, 1)[:3]
+        shared = self._shared_bytes.get(name, 0)
+        handle = ctypes.c_void_p(stream.handle)
+        result = self._cuda.cuLaunchKernel(self._functions[name], x, y, z, threads, 1, 1, shared, handle, None, extra)
+        if result:
+            succeeded(result, f"launching the kernel {name}")
+
+    def close(self) -> None:
+        """Unload the kernels; their device must be current."""
+        self._functions.clear()
+        self._cuda.cuModuleUnload(self._module)
 
 
 def is_half(dtype: npt.DTypeLike) -> int:
