@@ -19,6 +19,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_tensorrt_plugins import add_plugins, serialize_plugins
 from tests.support.fake_tensorrt_runtime import MAGIC, ONNX_TYPES, DataType, FakeRuntime
 
 
@@ -34,7 +35,7 @@ class State:
         network_flags: flags of created networks.
         config: the last builder configuration.
         broken: True if executions fail.
-        contexts, made: number of created execution contexts, and the contexts, which are never freed.
+        contexts, made: number of created execution contexts, and those without plug-ins, which are never freed.
         fused: tensors inside of fused layers, which the inspector lists only if they are debug tensors.
         late_shapes: True if the shapes of outputs depend on data.
         on_step, on_log: called in a callback of the builder's progress, of the logger; exceptions do not leave the callback.
@@ -88,6 +89,7 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler", "IDebugListener"):
         setattr(trt, base, type(base, (), {}))
     trt.init_libnvinfer_plugins = lambda logger, namespace: True
+    add_plugins(trt)
     if not old:
         trt.EngineStat = enum.Enum("EngineStat", "TOTAL_WEIGHTS_SIZE")
     trt.Builder = lambda logger: _Builder(trt, cuda, logger, old)
@@ -337,8 +339,12 @@ class _Builder:
             config.cache.content["kernels"] = sorted(result)
         monitor.step_complete("Building Engine", 1)
         monitor.phase_finish("Building Engine")
+        plugins = serialize_plugins(self._trt, model, self._logger)
+        if plugins is None:
+            return None
         document = {
             "version": self._trt.__version__,
+            "plugins": plugins,
             "onnx": base64.b64encode(model.SerializeToString()).decode(),
             "profiles": [profile.shapes for profile in config.profiles],
             "debug": network.debug,

@@ -15,6 +15,7 @@ from headrace_engines.onnx_graph import OnnxRunner
 from onnx import helper
 
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_tensorrt_plugins import PluginRunner, load_plugins
 
 MAGIC = b"PLAN"
 
@@ -57,23 +58,33 @@ class FakeRuntime:
         if document["host_code"] and not self.engine_host_code_allowed:
             self._logger.log(1, "Cannot deserialize engine with lean runtime, host code is not allowed.")
             return None
-        if document["host_code"] and built[0] == here[0] and built <= here:
-            return _Engine(self._trt, self._cuda, self._logger, document)
-        if document["version"] != self._trt.__version__:
+        fits = document["host_code"] and built[0] == here[0] and built <= here
+        if not fits and document["version"] != self._trt.__version__:
             text = "The engine plan file is not compatible with this version of TensorRT, expecting library version"
             self._logger.log(1, f"{text} {self._trt.__version__} got {document['version']}")
             return None
-        return _Engine(self._trt, self._cuda, self._logger, document)
+        model = onnx.ModelProto.FromString(base64.b64decode(document["onnx"]))
+        plugins = load_plugins(self._trt, document, model, self._logger)
+        return None if plugins is None else _Engine(self._trt, self._cuda, self._logger, document, model, plugins)
 
 
 class _Engine:
     device_memory_size_v2 = 4096
 
-    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, document: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        trt: Any,
+        cuda: FakeCuda,
+        logger: Any,
+        document: dict[str, Any],
+        model: onnx.ModelProto,
+        plugins: dict[str, Any],
+    ) -> None:
         self.trt, self.cuda, self.logger = trt, cuda, logger
-        self.model = onnx.ModelProto.FromString(base64.b64decode(document["onnx"]))
+        self.model = model
+        self.plugins = plugins
         self.debug: list[str] = document["debug"]
-        self.runner = OnnxRunner(self.model, self.debug, optimize=False)
+        self.runner: Any = None if plugins else OnnxRunner(self.model, self.debug, optimize=False)
         self.profiles = document["profiles"] or [{}]
         self.num_optimization_profiles = len(self.profiles)
         graph = self.model.graph
@@ -108,8 +119,11 @@ class _Engine:
     def create_execution_context(self, strategy: Any = None) -> _Context | None:
         self.trt.state.contexts += 1
         self.trt.state.log("creating a context")
-        created = _Context(self, owns_memory=strategy is None)
-        self.trt.state.made.append(created)
+        plugins = {name: plugin.attach_to_context(None) for name, plugin in self.plugins.items()}
+        runner = PluginRunner(self.cuda, self.model, plugins) if plugins else self.runner
+        created = _Context(self, runner, owns_memory=strategy is None)
+        if not plugins:  # they own memory of the GPU
+            self.trt.state.made.append(created)
         return created
 
     def create_engine_inspector(self) -> Any:
@@ -136,8 +150,10 @@ class _Engine:
 
 
 class _Context:
-    def __init__(self, engine: _Engine, owns_memory: bool) -> None:
+    def __init__(self, engine: _Engine, runner: Any, owns_memory: bool) -> None:
         self._engine = engine
+        self._runner = runner
+        self.enqueue_emits_profile = True
         self._scratch: int | None = 0 if owns_memory else None
         self.active_optimization_profile = 0
         self.profiler: Any = None
@@ -220,6 +236,11 @@ class _Context:
                 self._allocators[name].notify_shape(name, values.shape)
             assert address
             ctypes.memmove(address, values.ctypes.data, values.nbytes)
+        if self.profiler is not None and self.enqueue_emits_profile:
+            self.report_to_profiler()
+        return True
+
+    def report_to_profiler(self) -> bool:
         if self.profiler is not None:
             for number, node in enumerate(self._engine.model.graph.node):
                 self.profiler.report_layer_time(node.name, 0.01 * (number + 1))
@@ -236,7 +257,9 @@ class _Context:
         for name, shape in shapes.items():
             kind = self._engine.get_tensor_dtype(name)
             feeds[name] = np.zeros(shape, _NUMPY[kind]) if addresses is None else array_at(addresses[name], shape, kind)
-        return self._engine.runner.run(feeds)
+        if isinstance(self._runner, PluginRunner):
+            self._runner.zeros = addresses is None
+        return self._runner.run(feeds)
 
 
 def array_at(address: int, shape: Any, kind: DataType) -> Any:

@@ -371,6 +371,23 @@ class BatchTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class PluginUse:
+    """Plug-in of ours in a TensorRT engine; an engine is served only with the same one.
+
+    Attributes:
+        name: name of the plug-in.
+        version: its version.
+        digest: SHA-256, in hex, of the sources of its kernels and of the parameters in `layers`.
+        layers: by name of the ONNX node, algorithm, variant, shape and epilogue.
+    """
+
+    name: str
+    version: str
+    digest: Digest
+    layers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Stamp:
     """Description of an artefact. Digests are SHA-256 in hex.
 
@@ -396,6 +413,7 @@ class Stamp:
         sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
         version_compatible: the engine holds TensorRT's lean runtime and runs with later TensorRT versions of the same major
             version; loading it runs that code.
+        plugins: plug-ins of ours in a TensorRT engine.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -420,12 +438,13 @@ class Stamp:
     built_with: Mapping[str, str] = field(default_factory=dict)
     sparse_weights: bool = False
     version_compatible: bool = False
+    plugins: tuple[PluginUse, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; accuracy values that are not finite become None, as JSON cannot express them."""
         document = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
         document["accuracy"] = _finite(self.accuracy)
-        for name in ("sparse_weights", "version_compatible"):
+        for name in ("sparse_weights", "version_compatible", "plugins"):
             # Earlier versions refuse unknown fields.
             if not document[name]:
                 del document[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,8 @@ class GpuRuntime:
             the CUDA driver.
         is_visible: returns True if a GPU exists, whether or not TensorRT can use it; starts nothing.
         cuda_problem: returns the reason why the CUDA provider cannot run here, "" if it can; called only if a GPU exists.
+        plugin_problem: returns the reason why an engine with a plug-in of this name, version, digest and layers does not run
+            here, "" if it does.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class GpuRuntime:
         describe: Callable[[], Machine],
         is_visible: Callable[[], bool] = lambda: True,
         cuda_problem: Callable[[], str] = lambda: "the CUDA provider is not looked for",
+        plugin_problem: Callable[[str, str, str, Mapping[str, str]], str] = lambda *_: "plug-ins are not looked for",
     ) -> None:
         self._describe = describe
         self._is_visible = is_visible
         self._cuda_problem = cuda_problem
+        self._plugin_problem = plugin_problem
 
     @cached_property
     def visible(self) -> bool:
@@ -79,6 +83,11 @@ class GpuRuntime:
     def cuda_problem(self) -> str:
         """Reason why ONNX Runtime's CUDA provider cannot run here; "" if it can."""
         return self._cuda_problem() if self.visible else "this machine has no NVIDIA GPU"
+
+    def plugin_problem(self, stamp: Stamp) -> str:
+        """Return the reason why the plug-ins of an engine are not those of this Headrace; "" if they are."""
+        problems = (self._plugin_problem(use.name, use.version, use.digest, use.layers) for use in stamp.plugins)
+        return next(filter(None, problems), "")
 
     @cached_property
     def problem(self) -> str:
@@ -518,9 +527,10 @@ class _PlanChooser:
                 reasons.append(f"{error.findings[0].path} {error.findings[0].message}")
                 continue
             choice = choose_from_folder(folder, self._onnx_sha256(), self._config, machine)
-            if choice.stamp is not None:
+            problem = "" if choice.stamp is None else self._gpu.plugin_problem(choice.stamp)
+            if choice.stamp is not None and not problem:
                 return choice
-            reasons.append(choice.reason)
+            reasons.append(problem or choice.reason)
         return ArtefactMatch(None, None, reasons[0] if reasons else "")
 
     def _onnx_sha256(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.core.errors import Unsupported
+from headrace.cuda import convolution_plugin
 
 _MIN_MAJOR = 10
 
@@ -59,7 +60,12 @@ def make_logger(trt: Any, take: Callable[[int, str], None]) -> Any:
     return Logger()
 
 
-def load_plugins(trt: Any, logger: Any) -> None:
-    """Register TensorRT's own plug-ins; networks without plug-ins work without their library."""
+def load_plugins(trt: Any, logger: Any) -> convolution_plugin.Creator | None:
+    """Register TensorRT's own plug-ins and ours; networks without plug-ins work without TensorRT's library of them.
+
+    Returns:
+        The creator of our plug-in; None if this TensorRT has no `IPluginV3`.
+    """
     with contextlib.suppress(AttributeError, RuntimeError):
         trt.init_libnvinfer_plugins(logger, "")
+    return convolution_plugin.register(trt)

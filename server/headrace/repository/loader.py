@@ -262,7 +262,7 @@ class Loader:
         Raises:
             ConfigError: no runtime on this machine can run it, or its file cannot be read.
         """
-        gpu = GpuRuntime(self._tensorrt_machine, gpus.is_visible, self._cuda_problem)
+        gpu = GpuRuntime(self._tensorrt_machine, gpus.is_visible, self._cuda_problem, _plugin_problem)
         return serving_plan(folder, version, gpu, self.engines(folder.path, version))
 
     def check_interpreters(self, folder: ModelFolder, versions: Sequence[int]) -> None:
@@ -533,6 +533,13 @@ class Loader:
         from headrace.repository.gpu_backend import tensorrt_machine
 
         return tensorrt_machine()
+
+
+def _plugin_problem(name: str, version: str, digest: str, layers: Mapping[str, str]) -> str:
+    """Return the reason why an engine with a plug-in does not run with this Headrace; "" if it does."""
+    from headrace.backends.tensorrt.plan import plugin_problem
+
+    return plugin_problem(name, version, digest, layers)
 
 
 def _books_memory(backend: object) -> TypeGuard[AccountedBackend]:

@@ -23,9 +23,9 @@ import numpy as np
 
 from headrace.core.errors import ConfigError, Finding, ModelFailed
 from headrace.core.ledger import NoRoom
+from headrace.cuda import convolution_plugin, tensorrt
 from headrace.cuda import devices as gpus
-from headrace.cuda import tensorrt
-from headrace.cuda.driver import CudaStream
+from headrace.cuda.driver import CudaStream, OutOfDeviceMemory
 from headrace.cuda.memory import Allocator
 
 logger = logging.getLogger("headrace.tensorrt")
@@ -163,6 +163,15 @@ def installed(device: int = 0) -> InstalledTensorRt:
     return InstalledTensorRt(load().version, gpu)
 
 
+def plugin_problem(name: str, version: str, digest: str, layers: Mapping[str, str]) -> str:
+    """Return the reason why an engine with a plug-in does not run with this Headrace; "" if it does.
+
+    Args:
+        name, version, digest, layers: of the plug-in, from the engine's manifest.
+    """
+    return convolution_plugin.plugin_problem(name, version, digest, layers)
+
+
 def numpy_type(datatype: Any) -> np.dtype[Any] | None:
     """Return the NumPy type of a `tensorrt.DataType`; None without one."""
     notation = _DTYPES.get(datatype.name)
@@ -285,11 +294,14 @@ class TensorRtPlan:
         # Guards `tuning_result`, and keeps other instances from disturbing a measurement.
         self.tuning_lock = threading.Lock()
         self.tuning_result: TuningResult | None = None
-        with api.collect_errors() as errors:
+        with api.collect_errors() as errors, convolution_plugin.collect_refusals() as refusals:
             self._runtime = api.runtime()
             if self._runtime is not None and host_code:
                 self._runtime.engine_host_code_allowed = True
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
+            if refusals:
+                self._engine = None
+                raise plan_error(name, str(refusals[0]), convolution_plugin.CURE)
             if self._engine is None:
                 raise (
                     self._no_room(*load_failure(errors, machine))
@@ -315,9 +327,12 @@ class TensorRtPlan:
             ConfigError: there is no memory for it.
         """
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        with self._lock, self._api.collect_errors() as errors:
+        with self._lock, self._api.collect_errors() as errors, convolution_plugin.collect_refusals() as refusals:
             context = self._engine.create_execution_context(strategy)
-        if context is None:
+        if refusals and not isinstance(refusals[0], OutOfDeviceMemory):
+            reason = f"cannot open its plug-in {convolution_plugin.PLUGIN}: {refusals[0]}"
+            raise plan_error(self.name, reason, convolution_plugin.CURE)
+        if context is None or refusals:
             detail = f" ({errors[-1].strip()})" if errors else ""
             raise self._no_room(
                 f"finds no memory on the GPU for an instance{detail}", "serve fewer models or instances"
