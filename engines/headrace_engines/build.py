@@ -49,7 +49,7 @@ _TRIES = 6
 _WORTH = 1.05
 _SOURCES = ("onnx", "onnxruntime", "numpy")
 # Facts of the store that stamps do not have.
-_NOT_IN_STAMPS = ("model", "version", "baseline", "sparsity_report", "refinement_report")
+_NOT_IN_STAMPS = ("model", "version", "baseline", "sparsity_report", "refinement_report", "plugin_report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class BuildResult:
         sparse_weights: a TensorRT engine with kernels for 2:4 sparse weights.
         sparsity: measurements of the choice of sparse kernels, as in `SparseChoice.to_json`; None without sparse weights.
         refinement: measurements of layers in floating point, as in `PatternResult.to_json`; empty without `--refine`.
+        plugins: measurements of the choice of plug-in layers, as in `PluginReport`; None without `--plugins`.
     """
 
     path: Path
@@ -89,6 +90,7 @@ class BuildResult:
     sparse_weights: bool = False
     sparsity: Mapping[str, Any] | None = None
     refinement: tuple[Mapping[str, Any], ...] = ()
+    plugins: Mapping[str, Any] | None = None
 
     @property
     def rows_per_s(self) -> float:
@@ -121,6 +123,16 @@ def build_engine(
         cure = "build with --target tensorrt on a machine with a GPU, or leave it out"
         raise BuildError(
             f"{project.name}: --version-compatible is given for {target.name}, whose files fit any version: {cure}"
+        )
+    if spec.plugins != "off" and target.name != "tensorrt":
+        raise BuildError(
+            f"{project.name}: --plugins {spec.plugins} is given for {target.name}, plug-ins run in TensorRT engines only: build "
+            "with --target tensorrt on a machine with a GPU, or leave out --plugins"
+        )
+    if spec.plugins != "off" and spec.version_compatible:
+        raise BuildError(
+            f"{project.name}: both --plugins {spec.plugins} and --version-compatible are given, an engine has one of them: leave "
+            "one of them out"
         )
     machine = target.describe()
     spec = with_method(project, spec, target.name)
@@ -168,7 +180,7 @@ def build_best_engine(
 
 def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: Store) -> BuildResult | None:
     """Return the stored FP32 engine of the same target, model and shapes; None if there is none."""
-    plain = replace(with_method(project, spec.at("fp32"), target.name), version_compatible=False)
+    plain = replace(with_method(project, spec.at("fp32"), target.name), version_compatible=False, plugins="off")
     machine = target.describe()
     entry = store.find(_key(project, plain, open_data(project, plain), machine, store))
     return None if entry is None else _result_from_entry(entry, plain, machine, cached=True)
@@ -216,8 +228,10 @@ class _Builder:
             lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.6))
             lowered, refinement = self._refine(lowered, artefact, part(report, 0.6, 0.7))
             sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))
-            with closing(self._open(artefact, lowered)) as engine:
-                accuracy = self._compare(OnnxRunner(reference), engine, part(report, 0.8, 0.95))
+            sparse = bool(sparsity.get("sparse_weights"))
+            model, plugins = self._choose_plugins(lowered, artefact, reference, part(report, 0.8, 0.9), sparse)
+            with closing(self._open(artefact, model)) as engine:
+                accuracy = self._compare(OnnxRunner(reference), engine, part(report, 0.9, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
             seconds = time.monotonic() - started_s
             facts = {
@@ -225,6 +239,7 @@ class _Builder:
                 "baseline": self._baseline(timings),
                 **sparsity,
                 **refinement,
+                **plugins,
             }
             return self.store.add(self.key, artefact, facts)
 
@@ -295,12 +310,46 @@ class _Builder:
         def build(model: LoweredModel, path: Path) -> None:
             self.target.build(model.model, self._order(), path, silent)
 
-        refinement = Refinement(build, self._open, sample_batch(self.data, rows, self.project), times)
+        def open_engine(path: Path, model: LoweredModel) -> Engine:
+            return self._open(path, model.model)
+
+        refinement = Refinement(build, open_engine, sample_batch(self.data, rows, self.project), times)
         refined = refinement.run(lowered, artefact, report)
         return refined, {"refinement_report": [result.to_json() for result in refinement.results]}
 
-    def _open(self, artefact: Path, lowered: LoweredModel) -> Engine:
-        return self.target.open(artefact, lowered.model, host_code=self.spec.version_compatible)
+    def _open(self, artefact: Path, model: onnx.ModelProto) -> Engine:
+        return self.target.open(artefact, model, host_code=self.spec.version_compatible)
+
+    def _choose_plugins(
+        self, lowered: LoweredModel, artefact: Path, reference: onnx.ModelProto, report: Report, sparse_weights: bool
+    ) -> tuple[onnx.ModelProto, Mapping[str, object]]:
+        """Replace the artefact by one with plug-in layers if the specification requests it.
+
+        Returns:
+            The model of the artefact, and facts for the store.
+        """
+        if self.spec.plugins == "off":
+            return lowered.model, {}
+        from headrace_engines.targets.tensorrt.plugin_choice import PluginChooser
+        from headrace_engines.targets.tensorrt.target import TensorRtTarget
+
+        assert isinstance(self.target, TensorRtTarget), "build_engine has checked the target"
+        sizes = self.spec.profiles[0].rows if self.project.batched else (1, 1, 1)
+        max_rows = max((profile.rows[2] for profile in self.spec.profiles), default=1) if self.project.batched else 1
+
+        def refusal(engine: Engine) -> list[str]:
+            return judge(
+                self._compare(OnnxRunner(reference), engine, silent), self.spec.bar, quantized=self.spec.quantized
+            )
+
+        batch = sample_batch(self.data, sizes[1], self.project)
+        order = replace(self._order(), sparse_weights=sparse_weights)
+        budget_s = self.spec.plugins_budget_s
+        chooser = PluginChooser(
+            self.target, lowered.model, order, artefact, max_rows, batch, refusal, report, budget_s=budget_s
+        )
+        choice = chooser.choose(self.spec.plugins)
+        return choice.model, {"plugins": choice.uses(), "plugin_report": asdict(choice.report)}
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
         """Compare on batches that fit the profile with the fewest rows."""
@@ -445,6 +494,7 @@ def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, cac
         sparse_weights=bool(facts.get("sparse_weights")),
         sparsity=facts.get("sparsity_report"),
         refinement=tuple(facts.get("refinement_report", ())),
+        plugins=facts.get("plugin_report"),
     )
 
 

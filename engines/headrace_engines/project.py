@@ -27,6 +27,7 @@ from headrace.core.optimization_config import (
     requested_precision,
     tensorrt_accelerator,
 )
+from headrace.cuda.convolution_plugin import sources_digest
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import file_digest
@@ -157,6 +158,10 @@ class AccuracyLimits:
     max_drop: float | None
 
 
+PLUGINS_BUDGET_S = 120.0
+"""Budget of `headrace build --plugins auto`, in seconds, without an option."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
     """Specification of one artefact.
@@ -171,6 +176,8 @@ class BuildSpec:
         method: way to the precision, see `headrace_engines.precision.methods`; "" for the usual one.
         version_compatible: the TensorRT engine runs with later versions of TensorRT too.
         refined: layers that are slower in 8 bits in the built engine are built in floating point.
+        plugins: "off", "auto", or names of ONNX nodes, separated by commas, that our plug-in runs in a TensorRT engine.
+        plugins_budget_s: "auto": seconds after which no further kernel is timed and no further engine is built.
     """
 
     precision: str
@@ -182,6 +189,8 @@ class BuildSpec:
     method: str = ""
     version_compatible: bool = False
     refined: bool = False
+    plugins: str = "off"
+    plugins_budget_s: float = PLUGINS_BUDGET_S
 
     @property
     def quantized(self) -> bool:
@@ -230,6 +239,9 @@ class BuildSpec:
             document["version_compatible"] = True
         if self.refined and self.quantized:
             document["refined"] = True
+        if self.plugins != "off":
+            # Engines without plug-ins keep their digests. Other kernels may be chosen with other sources.
+            document["plugins"] = [self.plugins, sources_digest(), self.plugins_budget_s]
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headrace.config.files import read_config_file
@@ -23,16 +25,18 @@ from headrace.core.command_line import open_console, pickup_text, plural, printa
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS, cuda_accelerator
 from headrace.cuda import devices as gpus
+from headrace.cuda.convolution_plugin import plugin_problem
 from rich.console import Console
 from rich.text import Text
 
 from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
 from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
 from headrace_engines.errors import BuildError, CallError
+from headrace_engines.plugin_table import show_plugins
 from headrace_engines.precision.methods import REMARKS, stored_precision
-from headrace_engines.progress import Report, with_progress_lines
-from headrace_engines.project import Project, all_projects, open_project, read_spec
-from headrace_engines.report import BuildDisplay, Heading, narrow_table, print_text, rate, size
+from headrace_engines.progress import PLUGIN_PHASES, Report, with_lines, with_progress_lines
+from headrace_engines.project import PLUGINS_BUDGET_S, Project, all_projects, open_project, read_spec
+from headrace_engines.report import BuildDisplay, Heading, finite, narrow_table, print_text, rate, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
@@ -56,6 +60,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--version-compatible",
         action="store_true",
         help="build a TensorRT engine that later TensorRT versions of the same major version load too; it holds code that runs",
+    )
+    parser.add_argument(
+        "--plugins",
+        default="off",
+        metavar="off|auto|NODE,...",
+        help="run convolutions of a TensorRT engine on our kernels: auto where the engine is measured to be faster, or the named "
+        "ONNX nodes (default: off)",
+    )
+    parser.add_argument(
+        "--plugins-budget",
+        type=_seconds,
+        default=PLUGINS_BUDGET_S,
+        metavar="SECONDS",
+        help="--plugins auto: time after which no further kernel is timed and no further engine is built (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results and the measurements of --plugins as JSON"
     )
     parser.add_argument("--rebuild", action="store_true", help="build again even if the engine is in the store")
     # The server starts builders with it and reads lines "progress SHARE PHASE" from standard output.
@@ -132,11 +153,61 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 continue
             report = display.report(project.name)
             report = with_progress_lines(report) if options.progress else report
+            if options.plugins != "off" and not options.progress:
+                report = with_lines(report, PLUGIN_PHASES, _line_writer(console, project.name))
             outcome = build_model(project, options, targets, store, report)
             outcomes.append(outcome)
             display.finish(outcome.name, _last_phase(outcome))
     show_outcomes(console, open_console(stderr=True), outcomes)
+    if options.json is not None:
+        write_outcomes(options.json, outcomes)
     return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+def _seconds(text: str) -> float:
+    """Read a number of seconds above 0 from the command line."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0: write e.g. 120")
+    return seconds
+
+
+def _line_writer(console: Console, name: str) -> Callable[[str], None]:
+    """Return a callback that prints a phase at once, also into a pipe."""
+
+    def write(phase: str) -> None:
+        print_text(console, f"{printable(name)}: {printable(phase)}")
+        console.file.flush()
+
+    return write
+
+
+def write_outcomes(path: Path, outcomes: Sequence[BuildOutcome]) -> None:
+    """Write the outcomes as JSON.
+
+    Raises:
+        BuildError: the file cannot be written.
+    """
+    models = [
+        {
+            "model": outcome.name,
+            "error": outcome.error,
+            "published": outcome.published,
+            "seconds": round(outcome.seconds, 2),
+            "precision": outcome.built.spec.precision if outcome.built else None,
+            "machine": str(outcome.built.machine) if outcome.built else None,
+            "timings": [asdict(timing) for timing in outcome.built.timings] if outcome.built else [],
+            "plugins": outcome.built.plugins if outcome.built else None,
+        }
+        for outcome in outcomes
+    ]
+    try:
+        path.write_text(json.dumps(finite({"models": models}), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BuildError(f"{path} cannot be written ({error.strerror}): make room, or check the permissions") from error
 
 
 def _last_phase(outcome: BuildOutcome) -> str:
@@ -180,7 +251,13 @@ def build_model(
         requested = spec.precision
         if not options.precision and (stored := stored_precision(project)):
             spec = spec.at(stored)
-        spec = replace(spec, version_compatible=options.version_compatible, refined=options.refine)
+        spec = replace(
+            spec,
+            version_compatible=options.version_compatible,
+            refined=options.refine,
+            plugins=options.plugins,
+            plugins_budget_s=options.plugins_budget,
+        )
         target, advice = targets.of(project)
         engines = engine_folder(options.state_dir.expanduser(), project.folder.path, project.version)
         expected = forecast(project, target, targets.gpu, engines)
@@ -294,7 +371,7 @@ def gpu_runtime() -> GpuRuntime:
 
         return onnxruntime_cuda.provider_problem()
 
-    return GpuRuntime(describe, gpus.is_visible, cuda_problem)
+    return GpuRuntime(describe, gpus.is_visible, cuda_problem, plugin_problem)
 
 
 def gpu_config_change(project: Project) -> str:
@@ -462,6 +539,9 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOut
     for machine in dict.fromkeys(outcome.built.machine for outcome in built if outcome.built is not None):
         rows = [_row(outcome) for outcome in built if outcome.built is not None and outcome.built.machine == machine]
         console.print(narrow_table(f"Engines for {machine}", _HEADINGS, rows, console.width))
+    for outcome in built:
+        if outcome.built is not None and outcome.built.plugins is not None:
+            show_plugins(console, outcome.name, outcome.built.plugins)
     _print_served(console, outcomes)
     for outcome in outcomes:
         if outcome.without_engine:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import onnx
 from headrace.config.manifest import BatchTiming, Machine, MeasuredLayer
+from headrace.cuda.convolution_plugin import PluginLayer
 
 from headrace_engines.progress import Report
 
@@ -60,6 +61,7 @@ class TargetSpec:
         timing_cache: file of measured kernels, read and updated; None for no file.
         sparse_weights: allow kernels for 2:4 sparse weights; only TensorRT has them.
         version_compatible: the artefact runs with later TensorRT versions too; see `Stamp.version_compatible`.
+        plugin_layers: layers of our plug-in, by the attribute `layer` of the model's nodes.
     """
 
     precision: str
@@ -68,6 +70,7 @@ class TargetSpec:
     timing_cache: Path | None = None
     sparse_weights: bool = False
     version_compatible: bool = False
+    plugin_layers: tuple[PluginLayer, ...] = ()
 
 
 class ModelRunner(Protocol):

@@ -28,6 +28,7 @@ import onnx
 from headrace.config.files import write_durably
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.cuda import tensorrt
+from headrace.cuda.convolution_plugin import Creator
 
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.progress import Report
@@ -307,9 +308,9 @@ class TensorRtApi:
             return None
         return int(engine.get_engine_stat(self.trt.EngineStat.TOTAL_WEIGHTS_SIZE))
 
-    def load_plugins(self) -> None:
-        """Register TensorRT's own plug-ins."""
-        tensorrt.load_plugins(self.trt, self.logger)
+    def load_plugins(self) -> Creator | None:
+        """Register TensorRT's own plug-ins and ours; return the creator of ours, None if this TensorRT is too old for it."""
+        return tensorrt.load_plugins(self.trt, self.logger)
 
 
 def load() -> TensorRtApi:

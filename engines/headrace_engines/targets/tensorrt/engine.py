@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+from headrace.cuda.convolution_plugin import CURE, collect_refusals
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, read_now, upload
@@ -549,10 +550,14 @@ class TensorRtEngine:
                 if graph is not None:
                     graph.close()
 
-    def layers(self, inputs: Mapping[str, Array]) -> list[MeasuredLayer]:
+    def layers(self, inputs: Mapping[str, Array], *, graph: bool = False) -> list[MeasuredLayer]:
         """Return the engine's layers in order, timed on this batch.
 
         Times are those of TensorRT's profiler, which serialises layers: their sum exceeds the time of one execution.
+
+        Args:
+            inputs: the batch.
+            graph: profile a CUDA graph, so that layers of a plug-in do not wait for Python.
 
         Raises:
             BuildError: as for `run`.
@@ -570,9 +575,12 @@ class TensorRtEngine:
                 memory.apply_shape()
             profiler = layer_profiler(self._api.trt, times)
             context.profiler = profiler
-            for _ in range(_PROFILED_RUNS):
-                self._enqueue(context, errors)
-                self._stream.synchronize()
+            if graph:
+                self._profile_graph(context, errors)
+            else:
+                for _ in range(_PROFILED_RUNS):
+                    self._enqueue(context, errors)
+                    self._stream.synchronize()
             inspector = self._engine.create_engine_inspector()
             inspector.execution_context = context
             information = inspector.get_engine_information(self._api.trt.LayerInformationFormat.JSON)
@@ -606,6 +614,18 @@ class TensorRtEngine:
                 memory.apply_shape()
             del context
             return values.result()
+
+    def _profile_graph(self, context: Any, errors: Any) -> None:
+        """Profile runs of a graph (IExecutionContext.report_to_profiler)."""
+        context.enqueue_emits_profile = False
+        captured = CudaGraph(self._stream, lambda: self._enqueue(context, errors))
+        try:
+            for _ in range(_PROFILED_RUNS):
+                captured.launch()
+                self._stream.synchronize()
+                context.report_to_profiler()
+        finally:
+            captured.close()
 
     @property
     def memory_bytes(self) -> int:
@@ -652,7 +672,11 @@ class TensorRtEngine:
         self._runtime = self._api.runtime(errors)
         if self._host_code:
             self._runtime.engine_host_code_allowed = True
-        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        with collect_refusals() as refusals:
+            self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if refusals:
+            self._engine = None
+            raise BuildError(f"{path} {refusals[0]}: {CURE}")
         if self._engine is None:
             raise BuildError(f"{path} {explain_open(errors, self._api.version, describe(self._device).name)}")
         self._plan_bytes = len(plan)
@@ -671,7 +695,10 @@ class TensorRtEngine:
         reason = ""
         try:
             self._scratch.reserve(size_bytes)
-            context = self._api.context(self._engine, self._scratch.address, size_bytes)
+            with collect_refusals() as refusals:
+                context = self._api.context(self._engine, self._scratch.address, size_bytes)
+            if refusals:
+                raise BuildError(f"{self._name} cannot open its plug-in: {refusals[0]}: {CURE}")
         except OutOfDeviceMemory as error:
             context, reason = None, f" ({error})"
         if context is None:

@@ -21,6 +21,7 @@ import onnx
 from headrace.config.manifest import Machine
 from headrace.core.errors import HeadraceError
 from headrace.cuda import devices as gpus
+from headrace.cuda.convolution_plugin import PluginLayer, collect_refusals
 from headrace.cuda.devices import Gpu
 from headrace.cuda.driver import current
 
@@ -173,8 +174,7 @@ def build_plan(
     progress = BuildProgress(part(report, _PARSED, 0.99))
     api.log.raised = None
     with api.log.collect() as errors:
-        with signals_deferred(progress):
-            api.load_plugins()
+        with signals_deferred(progress), _plugin_layers(api, order.plugin_layers) as refusals:
             builder = api.builder(errors)
             network = _parse(api, builder, model, path.parent)
             _mark_debug(network, options.debug_tensors)
@@ -184,11 +184,31 @@ def build_plan(
             progress.check()
             report(_PARSED, "building")
             plan = _build(api, builder, network, config, progress)
+            if plan is None and refusals:
+                raise BuildError(f"TensorRT {api.version} cannot build the engine with the plug-in: {refusals[0]}")
             if plan is None:
                 raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
             cache.save(config)
         write_atomically(path, memoryview(plan))
     report(1.0, "done")
+
+
+@contextlib.contextmanager
+def _plugin_layers(api: TensorRtApi, layers: Sequence[PluginLayer]) -> Iterator[list[Exception]]:
+    """Register the plug-ins and create ours from these layers in the block; yields the errors of our plug-in.
+
+    Raises:
+        BuildError: this TensorRT has no such plug-ins.
+    """
+    creator = api.load_plugins()
+    with contextlib.ExitStack() as stack:
+        if layers and creator is None:
+            raise BuildError(
+                f"TensorRT {api.version} has no plug-ins in Python (IPluginV3): update it, or leave out --plugins"
+            )
+        if creator is not None:
+            stack.enter_context(creator.building(layers))
+        yield stack.enter_context(collect_refusals())
 
 
 def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, folder: Path) -> Any:

@@ -1,0 +1,107 @@
+"""Our convolution kernels in TensorRT engines on a real GPU; ONNX Runtime has the right answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.core.errors import ConfigError
+from headrace.core.tensor import Array
+from headrace.cuda import convolution_plugin
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import ShapeRange, TargetSpec
+from headrace_engines.targets.tensorrt.plugin_choice import PluginChoice, PluginChooser
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
+
+from tests.support.gpu_marks import gpu_marks
+from tests.support.plugin_case import images, residual_block
+
+pytestmark = gpu_marks(300)
+
+SIZE = (64, 28, 28)
+ORDER = TargetSpec("fp16", (ShapeRange({"x": ((1, *SIZE), (8, *SIZE), (16, *SIZE))}),))
+# float16 rounds values of up to 8 by 0.004; TensorRT itself differs by as much.
+TOLERANCE = 0.02
+
+
+def expected(x: Array) -> Array:
+    return OnnxRunner(residual_block(size=SIZE)).run({"x": x})["y"].astype(np.float32)
+
+
+def chosen(folder: Path, mode: str) -> tuple[Path, PluginChoice]:
+    """Build the network and choose plug-in layers."""
+    target, model, path = TensorRtTarget(), residual_block(size=SIZE), folder / "model.plan"
+    target.build(model, ORDER, path, silent)
+    batch = {"x": images(8, size=SIZE)}
+    return path, PluginChooser(target, model, ORDER, path, 16, batch, lambda engine: [], silent).choose(mode)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine whose three convolutions are plug-in layers."""
+    path, choice = chosen(tmp_path_factory.mktemp("plan"), "conv1,conv2,conv3")
+    assert list(choice.layers) == ["conv1", "conv2", "conv3"]
+    return path
+
+
+def test_every_batch_of_the_profile_is_right(plan: Path) -> None:
+    engine = TensorRtTarget().open(plan)
+    for rows in (1, 3, 8, 16, 2):
+        x = images(rows, size=SIZE)
+        np.testing.assert_allclose(engine.run({"x": x})["y"].astype(np.float32), expected(x), atol=TOLERANCE)
+    assert engine.time({"x": images(8, size=SIZE)}, 0.2).median_us > 0
+    engine.close()
+
+
+def test_another_process_runs_the_plan(plan: Path) -> None:
+    program = (
+        "import sys; import tests.gpu.test_tensorrt_plugins as t; from pathlib import Path; "
+        "t.test_every_batch_of_the_profile_is_right(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(plan)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("graphs", ["0", "1"])
+def test_instances_of_a_server_share_the_plugin(plan: Path, graphs: str) -> None:
+    model = TensorRtBackend().load(plan, 3, {MAX_BATCH_SIZE: "16", "cuda_graphs": graphs})
+    executions = [model.execution(index) for index in range(3)]
+    try:
+        for rows in (1, 5, 16):
+            batches = [images(rows + index, size=SIZE)[:rows] for index in range(3)]
+            begun = [each.begin({"x": x}, rows) for each, x in zip(executions, batches, strict=True)]
+            for execution, batch, x in zip(executions, begun, batches, strict=True):
+                np.copyto(batch.inputs["x"], x)
+                execution.launch(batch)
+            for execution, batch, x in zip(executions, begun, batches, strict=True):
+                y = execution.finish(batch)["y"].astype(np.float32)
+                np.testing.assert_allclose(y, expected(x), atol=TOLERANCE)
+    finally:
+        for execution in executions:
+            execution.close()
+        model.close()
+
+
+def test_other_kernels_are_refused(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution_plugin, "sources_digest", lambda: "0" * 64)
+    with pytest.raises(ConfigError) as raised:
+        TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "16"})
+    assert "was built with other kernels of the plug-in HeadraceConvolution" in raised.value.findings[0].message
+
+
+def test_the_choice_is_consistent(tmp_path: Path) -> None:
+    path, choice = chosen(tmp_path, "auto")
+    kept = [row.layer for row in choice.report.table if row.kept]
+    assert kept == list(choice.layers)
+    assert all(row.kept or row.reason for row in choice.report.table)
+    if kept:
+        assert choice.report.speedup - 2 * choice.report.error >= 1 / 0.97
+    engine: Any = TensorRtTarget().open(path, choice.model)
+    x = images(8, size=SIZE)
+    np.testing.assert_allclose(engine.run({"x": x})["y"].astype(np.float32), expected(x), atol=TOLERANCE)
+    engine.close()
