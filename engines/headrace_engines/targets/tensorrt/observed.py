@@ -22,7 +22,8 @@ from headrace_engines.layers.tensors import Counterpart, counterparts, dequantiz
 from headrace_engines.onnx_graph import OnnxGraph, copy_model
 from headrace_engines.progress import Report, part
 from headrace_engines.targets.base import Array
-from headrace_engines.targets.tensorrt.engine import TensorRtEngine, read_layers
+from headrace_engines.targets.tensorrt.engine import TensorRtEngine
+from headrace_engines.targets.tensorrt.engine_layers import read_layers
 
 Build = Callable[[Path, frozenset[str], Report], TensorRtEngine]
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.tensorrt.api import ParserFault, explain_parser, mentioned_nodes
-from headrace_engines.targets.tensorrt.engine import LayerTimer, read_layers
+from headrace_engines.targets.tensorrt.engine_layers import LayerTimer, read_layers
 
 
 def tensor(kind: str) -> dict[str, object]:
