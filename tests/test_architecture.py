@@ -62,6 +62,12 @@ ROOMS: dict[str, dict[str, str]] = {
         "headrace.config.triton_messages",
         "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
+    # The data path between front-end processes and the engine process: both ends of it.
+    "server/headrace/front_ends": {
+        "ours": "headrace.core headrace.inference headrace.observability headrace.repository.registry "
+        "headrace.scheduling.handle headrace.scheduling.version_handle",
+        "third": "msgspec numpy",
+    },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
     "server/headrace/pipelines/handle.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
     "server/headrace/pipelines/run.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},

@@ -588,17 +588,22 @@ class Recorder:
             self._totals.cache_misses += 1
             self._totals.cache_miss_ns += cache_ns
 
-    def record_codec_times(self, decode_ns: int, encode_ns: int) -> None:
+    def record_codec_times(self, *times_ns: int) -> None:
         """Count the time to decode a request and to encode its response; `record_batch` counts the request itself.
 
-        Called on the event loop, once for each successful request over HTTP or gRPC.
+        Called on the event loop, for each successful request over HTTP or gRPC.
 
         Args:
-            decode_ns: from the request's arrival until it was queued.
-            encode_ns: from the end of its batch's split to the bytes of its response.
+            times_ns: from the request's arrival until it was queued, and from the end of its batch's split to the bytes of its
+                response; both of each request.
         """
         if self._histograms:
-            self._codecs_ns.extend((decode_ns, encode_ns))
+            self._codecs_ns.extend(times_ns)
+
+    @property
+    def has_histograms(self) -> bool:
+        """True if latency histograms are kept."""
+        return self._histograms
 
     def record_inline_run(self, disables: bool) -> None:
         """Count a request that ran on the event loop, and whether it `disables` such runs for a while."""

@@ -225,6 +225,15 @@ class Registry:
         serving = self._serving.get(name)
         return serving.by_name.get(version) if serving is not None else None
 
+    def selections(self) -> Sequence[tuple[str, VersionHandle]]:
+        """Return each number and label ("" for the latest) of each model, with the version that it selects."""
+        return [
+            (version, handle)
+            for serving in self._serving.values()
+            for version, handle in serving.by_name.items()
+            if handle is not None
+        ]
+
     def versions(self, name: str) -> Sequence[str]:
         """Return the serving versions, ascending."""
         serving = self._serving.get(name)

@@ -56,7 +56,8 @@ class VersionHandle(ABC):
     """A served version. A leased version is not closed.
 
     Ownership: `lease`, `admit`, `infer`, `record_failure` and `release` are called on the event loop, `infer_blocking` and
-    `release` on any other thread that holds a lease; the rest by the control thread. `_lock` guards `_leases` and `closing`.
+    `release` on any other thread that holds a lease; the rest by the control thread. `_lock` guards `_leases`, `_holds` and
+    `closing`.
 
     Args:
         spec: tensor specs of the version.
@@ -94,8 +95,8 @@ class VersionHandle(ABC):
         self._cache: RequestCache | None = None
         self._clock = clock
         self._lock = threading.Lock()
-        self._leases, self.closing = 0, False
-        self._idle = threading.Event()  # set once the version is closing and has no leases
+        self._leases, self._holds, self.closing = 0, 0, False
+        self._idle = threading.Event()  # set once the version is closing and has no leases and no holds
 
     @property
     def has_cache(self) -> bool:
@@ -103,26 +104,44 @@ class VersionHandle(ABC):
         return self._cache is not None
 
     def lease(self, count: int = 1) -> bool:
-        """Take a lease for each of `count` requests; False if the version is being closed. The registry calls this."""
+        """Take leases, one for each request; False if the version is being closed. The registry calls this."""
         with self._lock:
-            if self.closing:
+            if self.closing and not self._holds:
                 return False
             self._leases += count
         return True
 
     def release(self, count: int = 1) -> None:
-        """Give `count` leases back."""
+        """Give leases back."""
         with self._lock:
             self._leases -= count
-            if self.closing and self._leases == 0:
-                self._idle.set()
+            if self.closing:
+                self._set_idle()
+
+    def hold(self) -> bool:
+        """Keep the version open for requests of another process that are on their way; False if it is being closed."""
+        with self._lock:
+            if self.closing:
+                return False
+            self._holds += 1
+        return True
+
+    def end_hold(self) -> None:
+        """End a `hold`."""
+        with self._lock:
+            self._holds -= 1
+            if self.closing:
+                self._set_idle()
+
+    def _set_idle(self) -> None:
+        if self._leases == 0 and self._holds == 0:
+            self._idle.set()
 
     def _end_leases(self) -> None:
-        """Accept no more leases; `_idle` is set once all are released."""
+        """Accept no more leases but under a `hold`; `_idle` is set once all leases and holds have ended."""
         with self._lock:
             self.closing = True
-            if self._leases == 0:
-                self._idle.set()
+            self._set_idle()
 
     def _close_cache(self) -> None:
         """Remove the entries of the response cache, once no request is in flight."""

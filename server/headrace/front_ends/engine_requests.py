@@ -1,0 +1,345 @@
+"""Requests of the front ends in the engine process: groups from their streams become requests of a version, and its responses
+answers.
+
+`EngineRequests` also makes the table of versions. A version in a front end's table is held for it: it is not closed before the
+front end has stopped using it, so that requests that arrive during a reload are served.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from headrace.core.completion import LoopCompletion, Outcome
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
+from headrace.core.request import NO_PARAMETERS, InferRequest, InferResponse
+from headrace.core.shapes import CheckedShapes
+from headrace.front_ends import frames
+from headrace.front_ends.errors import describe_error
+from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame
+from headrace.front_ends.stream import FrameStream
+from headrace.front_ends.table import VersionRow, encode_table, version_row
+from headrace.front_ends.tensors import InlineLayout, TensorReader, TensorWriter
+from headrace.repository.registry import Registry
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.version_handle import VersionHandle
+
+logger = logging.getLogger("headrace.engine")
+
+_REPLACED = "the model was replaced while the request arrived: retry"
+_GONE = "the front-end process of the request has ended"
+
+
+# Tensor blocks with checked shapes, for each version.
+_MAX_BLOCKS = 512
+_MAX_BLOCK_BYTES = 1024
+
+
+class ServedVersion:
+    """A version that front ends send requests to. Ownership: the event loop.
+
+    Args:
+        handle: of the version.
+
+    Attributes:
+        handle: see Args.
+        reader, writer: of its inputs and outputs.
+    """
+
+    def __init__(self, handle: VersionHandle) -> None:
+        self.handle = handle
+        self.reader = TensorReader(handle.spec.inputs)
+        self.writer = TensorWriter(handle.spec.outputs)
+        self._shapes = CheckedShapes(handle.spec)
+        self._checked: dict[bytes, tuple[InlineLayout, int, object]] = {}
+
+    def request(self, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> InferRequest:
+        """Make the request of a frame, for all its members; its inputs are views of the buffer.
+
+        Raises:
+            FrameError: the frame does not follow the layout.
+            BadRequest: names or shapes do not fit the model.
+        """
+        block = frame.block
+        checked = self._checked.get(block)
+        layout = self.reader.layout(block) if checked is None else checked[0]
+        inputs = self.reader.read(layout, buffer, frame.data_start, frame.data_end)
+        if checked is None:
+            checked = (layout, *self._shapes.rows(inputs))
+            if len(block) <= _MAX_BLOCK_BYTES:
+                if len(self._checked) >= _MAX_BLOCKS:
+                    self._checked.clear()
+                self._checked[block] = checked
+        _, rows, shape_key = checked
+        if rows != frame.rows:
+            raise BadRequest(f"the inputs have {rows} rows, their frame says {frame.rows}")
+        request = InferRequest(
+            inputs=inputs,
+            rows=rows,
+            shape_key=shape_key,
+            received_ns=frame.received_ns[0] if len(frame.received_ns) == 1 else min(frame.received_ns),
+            size_bytes=size_bytes,
+        )
+        extras = frame.extras
+        if extras is not None:
+            request.id, request.priority, request.deadline_ns = extras.id, extras.priority, extras.deadline_ns
+            request.queue_timeout_ns, request.client = extras.queue_timeout_ns, extras.client
+            request.outputs, request.parameters = extras.outputs, extras.parameters or NO_PARAMETERS
+        return request
+
+
+class EngineRequests:
+    """Runs the requests of all front ends. Ownership: the event loop.
+
+    Args:
+        registry: its versions.
+
+    Attributes:
+        versions: by number, those of the last table, and those that a front end still holds.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self.versions: dict[int, ServedVersion] = {}
+        self._registry = registry
+        self._listed: frozenset[int] = frozenset()
+        self._links: dict[int, FrontEndLink] = {}
+
+    def table_bytes(self) -> bytes:
+        """Return the table of the versions that serve now, for `RemoteModels.apply_table`.
+
+        Every attached front end holds the versions of the table until it no longer uses them.
+        """
+        names: dict[VersionHandle, list[str]] = {}
+        for version, handle in self._registry.selections():
+            if not handle.closing:
+                names.setdefault(handle, []).append(version)
+        self._listed = frozenset(handle.serial for handle in names)
+        for handle in names:
+            if handle.serial not in self.versions:
+                self.versions[handle.serial] = ServedVersion(handle)
+        for link in self._links.values():
+            link.hold(names)
+        self._forget_versions()
+        return encode_table(_row(handle, versions) for handle, versions in names.items())
+
+    async def attach(self, number: int, incarnation: int, sock: socket.socket, arena: int | None = None) -> None:
+        """Serve the data stream of a front end.
+
+        Args:
+            number: of the front end; an earlier process with this number is detached.
+            incarnation: of its process.
+            sock: connected socket; owned by the stream from now on.
+            arena: descriptor of its arena, owned from now on; None for none.
+        """
+        self.detach(number)
+        link = self._links[number] = FrontEndLink(self, number, incarnation, arena)
+        link.hold(version.handle for serial, version in self.versions.items() if serial in self._listed)
+        await link.stream.open(sock)
+
+    def detach(self, number: int) -> None:
+        """End the data stream of a front end: its queued requests are cancelled, its versions and its arena released."""
+        link = self._links.get(number)
+        if link is not None:
+            link.stream.close()
+
+    def end_link(self, link: FrontEndLink) -> None:
+        """Forget a front end whose stream has ended."""
+        if self._links.get(link.number) is link:
+            del self._links[link.number]
+        self._forget_versions()
+
+    def _forget_versions(self) -> None:
+        held = self._listed.union(*(link.held for link in self._links.values()))
+        for number in [number for number in self.versions if number not in held]:
+            del self.versions[number]
+
+
+def _row(handle: VersionHandle, versions: Sequence[str]) -> VersionRow:
+    is_model = isinstance(handle, ModelHandle)
+    return version_row(
+        handle.spec,
+        handle.serial,
+        versions,
+        has_cache=handle.has_cache,
+        has_details=not is_model or handle.policy.by_member,
+        max_group_rows=1,
+        histograms=handle.recorder.has_histograms,
+    )
+
+
+class _Group:
+    """A group of requests between its arrival and its last answer.
+
+    Attributes:
+        number: given by the front end.
+        version: of its requests.
+        received_ns: monotonic arrival of each member.
+        unanswered: members without an answer.
+        completions: of its parts, to cancel them.
+    """
+
+    __slots__ = ("completions", "number", "received_ns", "unanswered", "version")
+
+    def __init__(self, number: int, version: ServedVersion, received_ns: Sequence[int]) -> None:
+        self.number, self.version, self.received_ns = number, version, received_ns
+        self.unanswered = len(received_ns)
+        self.completions: list[LoopCompletion] = []
+
+
+class FrontEndLink:
+    """The engine's end of one front end. Ownership: the event loop.
+
+    Args:
+        requests: versions, and all links.
+        number, incarnation: of the front end's process.
+        arena: descriptor of its arena, None for none.
+
+    Attributes:
+        number, incarnation: see Args.
+        stream: the data stream.
+        held: versions that the front end may use, by number.
+    """
+
+    def __init__(self, requests: EngineRequests, number: int, incarnation: int, arena: int | None) -> None:
+        self.number, self.incarnation = number, incarnation
+        self.stream = FrameStream(self._on_frame, self._on_lost)
+        self.held: dict[int, VersionHandle] = {}
+        self._requests = requests
+        self._groups: dict[int, _Group] = {}
+        self._arena = arena
+
+    def hold(self, handles: Iterable[VersionHandle]) -> None:
+        """Keep versions open that are in the table of the front end from now on."""
+        for handle in handles:
+            if handle.serial not in self.held and handle.hold():
+                self.held[handle.serial] = handle
+
+    def _release_version(self, number: int) -> None:
+        handle = self.held.pop(number, None)
+        if handle is not None:
+            handle.end_hold()
+
+    def _on_frame(self, buffer: bytes, start: int, end: int) -> None:
+        kind = buffer[start + 4]
+        if kind == frames.REQUESTS:
+            self._on_requests(frames.parse_requests(buffer, start, end), buffer, end - start)
+        elif kind == frames.CANCEL:
+            group = self._groups.get(frames.HEADER.unpack_from(buffer, start)[4])
+            for completion in () if group is None else tuple(group.completions):
+                completion.abandon()
+        elif kind == frames.COUNTS:
+            number, times_ns = frames.parse_counts(buffer, start, end)
+            version = self._requests.versions.get(number)
+            if version is not None:
+                version.handle.recorder.record_codec_times(*times_ns)
+        elif kind == frames.EVENTS:
+            for event in frames.parse_events(buffer, start, end):
+                self._count(event)
+        elif kind == frames.RETIRED:
+            self._release_version(frames.parse_retired(buffer, start, end))
+        else:
+            raise FrameError(f"front end {self.number} sent a frame of kind {kind}")
+
+    def _count(self, event: CountEvent) -> None:
+        version = self._requests.versions.get(event.version)
+        if version is None:
+            return
+        recorder = version.handle.recorder
+        if event.kind == "failure":
+            recorder.failure(event.text, event.time_ns, None if event.answered_ns < 0 else event.answered_ns)
+        elif event.kind == "undelivered":
+            recorder.record_undelivered(1, event.time_ns)
+        elif event.kind == "exemplar":
+            recorder.add_exemplar(event.time_ns, event.text)
+
+    def _on_requests(self, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> None:
+        members, number = len(frame.member_rows), frame.group
+        version = self._requests.versions.get(frame.version) if frame.version in self.held else None
+        if number in self._groups:
+            raise FrameError(f"front end {self.number} sent group {number} twice")
+        if version is None or not version.handle.lease(members):
+            self._write_error(number, 0, members, Unavailable(_REPLACED))
+            return
+        group = self._groups[number] = _Group(number, version, frame.received_ns)
+        try:
+            request = version.request(frame, buffer, size_bytes)
+            version.handle.admit()
+        except HeadraceError as error:
+            self._settle(group, 0, members, error)
+            return
+        if members == 1:
+            self._start(group, 0, request)
+            return
+        row = 0
+        for index, rows in enumerate(frame.member_rows):
+            part = {name: array[row : row + rows] for name, array in request.inputs.items()}
+            row += rows
+            received_ns, part_bytes = frame.received_ns[index], size_bytes // members
+            self._start(
+                group, index, replace(request, inputs=part, rows=rows, received_ns=received_ns, size_bytes=part_bytes)
+            )
+
+    def _start(self, group: _Group, index: int, request: InferRequest) -> None:
+        """Queue one member."""
+        try:
+            completion = group.version.handle.infer(request)
+        except Exception as error:  # any: the front end waits for an answer
+            self._settle(group, index, 1, error)
+            return
+        group.completions.append(completion)
+        if completion.woken:  # the request ran on the event loop
+            self._settle(group, index, 1, completion.outcome)
+        else:
+            completion.then(partial(self._on_settled, group, index, completion))
+
+    def _on_settled(self, group: _Group, index: int, completion: LoopCompletion) -> None:
+        self._settle(group, index, 1, completion.outcome)
+
+    def _settle(self, group: _Group, first: int, members: int, outcome: Outcome | None) -> None:
+        """Answer members of a group, and release their leases; never raises."""
+        group.unanswered -= members
+        if not group.unanswered:
+            self._groups.pop(group.number, None)
+            group.completions.clear()
+        handle = group.version.handle
+        try:
+            if self.stream.is_lost:
+                self._count_lost(group, first, members, outcome)
+            elif isinstance(outcome, InferResponse):
+                self._write_answer(group, first, members, outcome)
+            else:
+                self._write_error(group.number, first, members, outcome or Unavailable(_GONE))
+        except Exception as error:
+            self._write_error(group.number, first, members, error)
+        finally:
+            handle.release(members)
+
+    def _write_answer(self, group: _Group, first: int, members: int, response: InferResponse) -> None:
+        block, data, data_bytes = group.version.writer.write((response.outputs,), 0, response.closed)
+        self.stream.write(frames.answers_frame(group.number, first, members, response, block, data, data_bytes))
+
+    def _write_error(self, group: int, first: int, members: int, error: BaseException) -> None:
+        self.stream.write((frames.error_frame(group, first, members, describe_error(error)),))
+
+    def _count_lost(self, group: _Group, first: int, members: int, outcome: Outcome | None) -> None:
+        """Count requests whose front end has ended, as cancelled: it cannot count them any more."""
+        response = outcome if isinstance(outcome, InferResponse) else None
+        for received_ns in group.received_ns[first : first + members]:
+            group.version.handle.record_failure(Cancelled(_GONE), received_ns, response)
+
+    def _on_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.warning("the stream of front end %d has ended: %s", self.number, error)
+        for group in list(self._groups.values()):
+            for completion in tuple(group.completions):
+                completion.abandon()
+        for number in tuple(self.held):
+            self._release_version(number)
+        if self._arena is not None:
+            os.close(self._arena)
+            self._arena = None
+        self._requests.end_link(self)

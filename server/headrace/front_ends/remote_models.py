@@ -1,0 +1,553 @@
+"""Models of the engine process, as a front end sees them: `RemoteModels` and its handles implement the interfaces of
+`headrace.inference.services`.
+
+Requests of one version that were decoded in one turn of the event loop are sent as one group, if they may share a batch. Each has
+a completion of its own, which the answer of the engine settles on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from headrace.core.clock import monotonic_ns
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import HeadraceError, NotFound, Unavailable
+from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.tensor import Array, ModelSpec
+from headrace.front_ends import frames
+from headrace.front_ends.errors import restore_error
+from headrace.front_ends.frames import CountEvent, FrameError
+from headrace.front_ends.stream import FrameStream
+from headrace.front_ends.table import VersionRow, decode_table, model_spec
+from headrace.front_ends.tensors import TensorReader, TensorWriter
+from headrace.inference.services import Models
+from headrace.observability.counters import Recorder
+
+logger = logging.getLogger("headrace.front_ends")
+
+ENGINE_LOST = "the engine process of this server is restarting: retry"
+# Codec times and events wait at most this long for a frame that carries them along.
+_COUNTS_DELAY_S = 0.02
+_MAX_CODEC_TIMES = 1024
+
+_NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
+
+
+class EngineState(Protocol):
+    """Shared page of the engine: state of each version by its number."""
+
+    def load(self, version: int) -> ModelLoad:
+        """Return the load of a version."""
+
+    def admit(self, version: int) -> None:
+        """Raise the error with which the engine would reject any request of a version now."""
+
+
+class NoState:
+    """An engine without a shared page: no load figures, and every request is sent."""
+
+    def load(self, version: int) -> ModelLoad:
+        """Return zeros."""
+        return _NO_LOAD
+
+    def admit(self, version: int) -> None:
+        """Accept."""
+
+
+class RemoteCompletion(LoopCompletion):
+    """Completion of a request that the engine runs.
+
+    Attributes:
+        group: group of the request, None before it is sent and after the answer.
+        received_ns: monotonic arrival of the request.
+    """
+
+    __slots__ = ("group", "received_ns")
+
+    def __init__(self, mailbox: Mailbox, received_ns: int) -> None:
+        super().__init__(mailbox)
+        self.received_ns = received_ns
+        self.group: Group | None = None
+
+    def finish(self) -> None:
+        """Remove a request that was not answered from its group: it was cancelled."""
+        super().finish()
+        group, self.group = self.group, None
+        if group is not None:
+            group.lose_member()
+
+
+class Group:
+    """Requests that were sent as one.
+
+    Args:
+        handle: of their version.
+        number: of the group.
+        completions: of the members.
+        rows: of the members.
+    """
+
+    __slots__ = ("completions", "handle", "number", "rows", "unanswered", "waiting")
+
+    def __init__(
+        self, handle: RemoteHandle, number: int, completions: Sequence[RemoteCompletion], rows: Sequence[int]
+    ) -> None:
+        self.handle, self.number = handle, number
+        self.completions, self.rows = completions, rows
+        self.waiting = self.unanswered = len(completions)  # `waiting`: members that are not cancelled
+        for completion in completions:
+            completion.group = self
+
+    def lose_member(self) -> None:
+        """Count a cancelled member; without members that wait the engine stops the group."""
+        self.waiting -= 1
+        if not self.waiting:
+            self.handle.models.cancel(self.number)
+
+
+class RemoteRecorder(Recorder):
+    """Passes the counts of a version that arise in the front end to the engine.
+
+    Args:
+        models: sends them.
+        version: number of the version.
+        histograms: the engine keeps histograms.
+    """
+
+    def __init__(self, models: RemoteModels, version: int, histograms: bool) -> None:
+        super().__init__(histograms)
+        self._models, self._version, self._has_histograms = models, version, histograms
+        self.times_ns: list[int] = []
+
+    def record_codec_times(self, *times_ns: int) -> None:
+        """See `Recorder.record_codec_times`."""
+        if self._has_histograms:
+            if not self.times_ns:
+                self._models.expect_counts(self)
+            self.times_ns += times_ns
+            if len(self.times_ns) >= _MAX_CODEC_TIMES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Send the codec times."""
+        if self.times_ns:
+            self._models.send(frames.counts_frame(self._version, self.times_ns))
+            self.times_ns.clear()
+
+    def failure(self, reason: str, time_ns: int, answered_ns: int | None = None) -> None:
+        """See `Recorder.failure`."""
+        answered_ns = -1 if answered_ns is None else answered_ns
+        self._models.add_event(CountEvent(self._version, "failure", reason, time_ns, answered_ns))
+
+    def record_undelivered(self, requests: int, time_ns: int) -> None:
+        """See `Recorder.record_undelivered`; one request at a time."""
+        for _ in range(requests):
+            self._models.add_event(CountEvent(self._version, "undelivered", "", time_ns // requests))
+
+    def add_exemplar(self, total_ns: int, trace_id: str) -> None:
+        """See `Recorder.add_exemplar`."""
+        self._models.add_event(CountEvent(self._version, "exemplar", trace_id, total_ns))
+
+
+class RemoteHandle:
+    """A version that the engine serves; implements `headrace.inference.services.Handle`. Ownership: the event loop.
+
+    Args:
+        models: sends its requests.
+        row: of the version in the engine's table.
+
+    Attributes:
+        spec, recorder, has_cache: see `Handle`.
+        number: of the version.
+        pending: requests of this turn of the loop, with their completions.
+    """
+
+    def __init__(self, models: RemoteModels, row: VersionRow) -> None:
+        self.models, self.row, self.number = models, row, row.number
+        self.spec: ModelSpec = model_spec(row)
+        self.recorder: Recorder = RemoteRecorder(models, row.number, row.histograms)
+        self.has_cache = row.has_cache
+        self.pending: list[tuple[InferRequest, RemoteCompletion]] = []
+        self._mailbox = models.mailbox
+        self._leases, self._is_retired = 0, False
+        self.writer = TensorWriter(self.spec.inputs)
+        self.reader = TensorReader(self.spec.outputs)
+
+    @property
+    def latency_table(self) -> _NoTimes:
+        """Empty: routes that show it are served by the engine."""
+        return _NO_TIMES
+
+    def lease(self) -> None:
+        """Take a lease."""
+        self._leases += 1
+
+    def release(self) -> None:
+        """End a lease; the engine may close a retired version after the last one."""
+        self._leases -= 1
+        if self._is_retired and not self._leases:
+            self.models.end_version(self)
+
+    def retire(self) -> None:
+        """Serve no further requests: the version is not in the table any more."""
+        self._is_retired = True
+        if not self._leases:
+            self.models.end_version(self)
+
+    def admit(self) -> None:
+        """Check by the engine's page that the version accepts requests; raises HeadraceError before a request is decoded."""
+        self.models.admit(self.number)
+
+    def probes(self) -> Sequence[Probe]:
+        """Return nothing: readiness is a route of the engine."""
+        return ()
+
+    def load(self, by_level: bool = True) -> ModelLoad:
+        """Return the load of the version by the engine's page, without levels."""
+        return self.models.state.load(self.number)
+
+    def infer(self, request: InferRequest) -> LoopCompletion:
+        """Send a request with the others of this turn of the loop; raises Unavailable while the engine restarts."""
+        models = self.models
+        if not models.is_attached:
+            raise Unavailable(ENGINE_LOST)
+        completion = RemoteCompletion(self._mailbox, request.received_ns)
+        pending = self.pending
+        if not pending:
+            models.expect_requests(self)
+        pending.append((request, completion))
+        return completion
+
+    def record_failure(self, error: HeadraceError, received_ns: int, answered: InferResponse | None = None) -> None:
+        """Count a failed request; see `VersionHandle.record_failure`."""
+        answered_ns = None if answered is None else answered.duration_ns(received_ns)
+        self.recorder.failure(error.reason, max(monotonic_ns() - received_ns, 0), answered_ns)
+
+    def groups(self) -> list[list[tuple[InferRequest, RemoteCompletion]]]:
+        """Return the pending requests, cancelled ones excepted, as groups to send; there are none afterwards."""
+        pending, self.pending = self.pending, []
+        alive = [pair for pair in pending if not pair[1].is_settled]
+        max_rows = self.row.max_group_rows
+        if max_rows < 2 or len(alive) < 2:
+            return [[pair] for pair in alive]
+        groups: list[list[tuple[InferRequest, RemoteCompletion]]] = []
+        open_groups: dict[object, tuple[list[tuple[InferRequest, RemoteCompletion]], int]] = {}
+        for pair in alive:
+            request = pair[0]
+            if request.rows >= max_rows or not _is_plain(request):
+                groups.append([pair])
+                continue
+            key = request.shape_key
+            group, rows = open_groups.get(key, ([], 0))
+            if not group or rows + request.rows > max_rows or len(group) >= frames.MAX_MEMBERS:
+                group, rows = [], 0
+                groups.append(group)
+            group.append(pair)
+            open_groups[key] = (group, rows + request.rows)
+        return groups
+
+
+def _is_plain(request: InferRequest) -> bool:
+    """Return True for a request without options, which may be a member of a group."""
+    return not (
+        request.deadline_ns or request.priority or request.queue_timeout_ns or request.client or request.parameters
+    )
+
+
+class _NoTimes:
+    def table(self) -> Sequence[Mapping[str, object]]:
+        """Return nothing."""
+        return ()
+
+
+_NO_TIMES = _NoTimes()
+
+
+class RemoteModels:
+    """The models of the engine. Ownership: the event loop.
+
+    Args:
+        loop: event loop of the front end.
+        state: shared page of the engine; None for none.
+        control: answers every other question about models, by the engine; None for none.
+
+    Attributes:
+        mailbox: of the loop.
+        is_attached: the engine is connected.
+        state: see Args.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, state: EngineState | None = None, control: Models | None = None
+    ) -> None:
+        self.mailbox = Mailbox(loop)
+        self.is_attached = False
+        self.state: EngineState = NoState() if state is None else state
+        self.admit = self.state.admit
+        self._loop = loop
+        self._control = control
+        self._stream: FrameStream | None = None
+        self._by_name: dict[tuple[str, str], RemoteHandle] = {}
+        self._handles: dict[int, RemoteHandle] = {}
+        self._groups: dict[int, Group] = {}
+        self._next_group = 1
+        self._dirty: list[RemoteHandle] = []
+        self._counting: list[RemoteRecorder] = []
+        self._events: list[CountEvent] = []
+        self._counts_timer: asyncio.TimerHandle | None = None
+
+    # Connection and table, called by the control stream
+
+    async def attached(self, sock: socket.socket) -> None:
+        """Use a connected data stream; requests are accepted from now on."""
+        stream = FrameStream(self._on_frame, self._on_lost, self._flush)
+        self._stream = stream
+        await stream.open(sock)
+        self.is_attached = True
+
+    def detached(self) -> None:
+        """End the data stream: requests in flight fail as Unavailable, and new ones are refused until `attached`."""
+        stream, self._stream = self._stream, None
+        self.is_attached = False
+        if stream is not None:
+            stream.close()
+        self._fail_all()
+
+    def apply_table(self, content: bytes) -> None:
+        """Replace the table; raises ValueError for invalid content, which changes nothing.
+
+        A version that is not in it any more serves the requests that have leased it.
+        """
+        by_name: dict[tuple[str, str], RemoteHandle] = {}
+        handles: dict[int, RemoteHandle] = {}
+        for row in decode_table(content):
+            handle = self._handles.get(row.number)
+            if handle is None:
+                handle = RemoteHandle(self, row)
+            handle.row = row  # names and limits may differ, tensor specs do not
+            handles[row.number] = handle
+            for version in row.requested_as:
+                by_name[row.name, version] = handle
+        retired = [handle for number, handle in self._handles.items() if number not in handles]
+        self._by_name, self._handles = by_name, handles
+        for handle in retired:
+            handle.retire()
+
+    def serves(self, model: str, version: str) -> bool:
+        """Return True if requests of this name and version are sent to the engine; it is passed whole otherwise."""
+        return (model, version) in self._by_name
+
+    @property
+    def in_flight(self) -> int:
+        """Number of groups that wait for answers of the engine."""
+        return len(self._groups)
+
+    # `headrace.inference.services.Models`
+
+    def lease(self, name: str, version: str) -> RemoteHandle:
+        """Lease a version; raises NotFound, which a caller of `serves` never gets."""
+        handle = self._by_name.get((name, version))
+        if handle is None:
+            raise NotFound(f"Request for unknown model: {name[:128]!r} is not in the table of this front end")
+        handle.lease()
+        return handle
+
+    def versions(self, name: str) -> Sequence[str]:
+        """See `Models.versions`."""
+        return self._all().versions(name)
+
+    def config(self, model: str, version: str = "") -> Mapping[str, object]:
+        """See `Models.config`."""
+        return self._all().config(model, version)
+
+    def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
+        """See `Models.statistics`."""
+        return self._all().statistics(name, version)
+
+    def index(self) -> Sequence[Mapping[str, object]]:
+        """See `Models.index`."""
+        return self._all().index()
+
+    def ready(self) -> bool:
+        """True while the engine is connected and ready."""
+        return self.is_attached and (self._control is None or self._control.ready())
+
+    def _all(self) -> Models:
+        if self._control is None:
+            raise Unavailable("this front end answers inference only: send the request to the engine")
+        return self._control
+
+    # Requests
+
+    def expect_requests(self, handle: RemoteHandle) -> None:
+        """Send the requests of a handle at the end of this turn of the loop."""
+        if not self._dirty:
+            self._loop.call_soon(self._flush)
+        self._dirty.append(handle)
+
+    def send(self, frame: frames.Buffer) -> None:
+        """Send a frame; dropped while the engine is away."""
+        if self._stream is not None:
+            self._stream.write((frame,))
+
+    def cancel(self, group: int) -> None:
+        """Stop a group none of whose members waits. The engine answers it nevertheless, by an error or by a response."""
+        self.send(frames.cancel_frame(group))
+
+    def end_version(self, handle: RemoteHandle) -> None:
+        """Release a retired version in the engine: it has no more requests here."""
+        assert isinstance(handle.recorder, RemoteRecorder)
+        handle.recorder.flush()
+        self._flush_events()
+        self.send(frames.retired_frame(handle.number))
+
+    def _flush(self) -> None:
+        """Send the requests of this turn; those of later turns too while the engine does not read."""
+        stream = self._stream
+        if stream is not None and stream.is_full:
+            return
+        dirty, self._dirty = self._dirty, []
+        for handle in dirty:
+            for pairs in handle.groups():
+                try:
+                    self._send_group(handle, pairs)
+                except Exception as error:  # of one group: a parameter that has no form on the stream
+                    logger.debug("a group of %d requests cannot be sent: %r", len(pairs), error)
+                    for _, completion in pairs:
+                        completion.settle(error)
+        if stream is not None:
+            stream.flush()
+
+    def _send_group(self, handle: RemoteHandle, pairs: Sequence[tuple[InferRequest, RemoteCompletion]]) -> None:
+        if self._stream is None:
+            raise Unavailable(ENGINE_LOST)
+        number = self._next_group
+        requests = [request for request, _ in pairs]
+        member_rows = [request.rows for request in requests]
+        extras = frames.extras_of(requests[0], handle.row.has_details) if len(requests) == 1 else None
+        inputs: list[Mapping[str, Array]] = [request.inputs for request in requests]
+        block, data, data_bytes = handle.writer.write(inputs, sum(member_rows))
+        received_ns = [request.received_ns for request in requests]
+        parts = frames.requests_frame(number, handle.number, received_ns, member_rows, block, data, data_bytes, extras)
+        self._next_group = number + 1
+        self._groups[number] = Group(handle, number, [completion for _, completion in pairs], member_rows)
+        self._stream.write(parts)
+
+    # Answers
+
+    def _on_frame(self, buffer: bytes, start: int, end: int) -> None:
+        _, kind, _, members, number = frames.HEADER.unpack_from(buffer, start)
+        if kind == frames.ANSWERS:
+            self._on_answers(frames.parse_answers(buffer, start, end), buffer)
+        elif kind == frames.ERROR:
+            first, record = frames.parse_error(buffer, start, end)
+            group = self._groups.get(number)
+            if group is None:
+                return
+            completions = group.completions[first : first + members]
+            self._end_members(group, completions)
+            for completion in completions:
+                completion.settle_now(restore_error(record))
+        else:
+            raise FrameError(f"the engine sent a frame of kind {kind}")
+
+    def _on_answers(self, frame: frames.AnswersFrame, buffer: bytes) -> None:
+        group = self._groups.get(frame.group)
+        if group is None:
+            raise FrameError(f"the engine answers group {frame.group}, which does not wait")
+        handle, first, count = group.handle, frame.first, frame.members
+        layout = handle.reader.layout(frame.block)
+        outputs = handle.reader.read(layout, buffer, frame.data_start, frame.data_end)
+        response = frame.response
+        response.closed = layout.text
+        completions = group.completions[first : first + count]
+        self._end_members(group, completions)
+        if len(completions) != count:
+            raise FrameError(f"an answer has {count} members from {first}, its group {len(group.completions)}")
+        if count == 1:
+            response.outputs = outputs
+            _settle(handle, completions[0], response)
+            return
+        row, times, batch_rows, closed = 0, response.times, response.batch_rows, response.closed
+        for completion, rows in zip(completions, group.rows[first : first + count], strict=True):
+            end = row + rows
+            part = {name: array[row:end] for name, array in outputs.items()}
+            row = end
+            _settle(
+                handle,
+                completion,
+                InferResponse(part, times, batch_rows, closed, (), response.cached, None, response.done_ns),
+            )
+
+    def _end_members(self, group: Group, completions: Sequence[RemoteCompletion]) -> None:
+        """Count members as answered; the group ends with its last one."""
+        for completion in completions:
+            completion.group = None
+        group.unanswered -= len(completions)
+        if group.unanswered <= 0:
+            self._groups.pop(group.number, None)
+
+    def _on_lost(self, error: Exception | None) -> None:
+        if self._stream is not None and self._stream.is_lost:
+            logger.warning("the engine process has closed its stream: %s", error or "it ended")
+            self._stream = None
+            self.is_attached = False
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        groups, self._groups = list(self._groups.values()), {}
+        waiting = [completion for group in groups for completion in group.completions]
+        dirty, self._dirty = self._dirty, []
+        for handle in dirty:
+            waiting += [completion for _, completion in handle.pending]
+            handle.pending.clear()
+        self._counting.clear()
+        self._events.clear()
+        for completion in waiting:
+            completion.group = None
+            completion.settle(Unavailable(ENGINE_LOST))
+
+    # Counts
+
+    def expect_counts(self, recorder: RemoteRecorder) -> None:
+        """Send the counts of a recorder soon."""
+        self._counting.append(recorder)
+        self._arm_counts()
+
+    def add_event(self, event: CountEvent) -> None:
+        """Send an event soon."""
+        self._events.append(event)
+        self._arm_counts()
+
+    def _arm_counts(self) -> None:
+        if self._counts_timer is None:
+            self._counts_timer = self._loop.call_later(_COUNTS_DELAY_S, self.flush_counts)
+
+    def flush_counts(self) -> None:
+        """Send all counts now, e.g. before the engine answers a scrape."""
+        if self._counts_timer is not None:
+            self._counts_timer.cancel()
+            self._counts_timer = None
+        counting, self._counting = self._counting, []
+        for recorder in counting:
+            recorder.flush()
+        self._flush_events()
+        if self._stream is not None:
+            self._stream.flush()
+
+    def _flush_events(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self.send(frames.events_frame(events))
+
+
+def _settle(handle: RemoteHandle, completion: RemoteCompletion, response: InferResponse) -> None:
+    """Settle a request on the loop; an answer after its end counts as undelivered, since the engine has counted it."""
+    if completion.claim(response):
+        completion.wake()
+    else:
+        handle.recorder.record_undelivered(1, response.duration_ns(completion.received_ns))

@@ -1,0 +1,150 @@
+"""A stream of frames over a Unix socket, on asyncio: one write for each turn of the event loop, many frames in one read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+
+from headrace.front_ends.frames import HEADER_BYTES, Buffer, FrameError, frame_bytes
+
+logger = logging.getLogger("headrace.front_ends")
+
+OnFrame = Callable[[bytes, int, int], None]
+"""Handles the frame in `buffer[start:end]`; raises FrameError, which closes the stream. The buffer does not change later."""
+
+# Parts up to this size are copied into one buffer, larger ones are written by reference.
+_MAX_JOINED_BYTES = 16 << 10
+# Above this size of unsent data a front end collects requests until the engine has read.
+HIGH_WATER_BYTES = 1 << 20
+
+
+class FrameStream(asyncio.Protocol):
+    """One end of a stream. Ownership: the event loop.
+
+    Args:
+        on_frame: handles each frame.
+        on_lost: called once when the stream ends, with the error, None for an orderly end.
+        on_room: called when the peer has read enough for further writes.
+
+    Attributes:
+        is_full: the peer does not read: more writes would only grow the buffer.
+        is_lost: the stream has ended.
+    """
+
+    def __init__(
+        self,
+        on_frame: OnFrame,
+        on_lost: Callable[[Exception | None], None],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_frame, self._on_lost, self._on_room = on_frame, on_lost, on_room
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport: asyncio.Transport | None = None
+        self._chunks: list[bytes] = []  # the beginning of a frame
+        self._size_bytes = self._needed_bytes = 0  # of the chunks, and of their frame
+        self._parts: list[Buffer] = []
+        self._has_large = self._is_scheduled = False
+        self.is_full = self.is_lost = False
+
+    async def open(self, sock: socket.socket) -> None:
+        """Start on a connected socket, which the stream owns from now on."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.create_unix_connection(lambda: self, sock=sock)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        if self._parts:
+            self._schedule()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the complete frames of what has arrived, and keep the rest."""
+        chunks = self._chunks
+        if chunks:
+            chunks.append(data)
+            self._size_bytes += len(data)
+            if self._size_bytes < self._needed_bytes:
+                return
+            data = b"".join(chunks)
+            chunks.clear()
+        size_bytes, offset = len(data), 0
+        try:
+            while size_bytes - offset >= HEADER_BYTES:
+                end = offset + frame_bytes(data, offset)
+                if end > size_bytes:
+                    break
+                self._on_frame(data, offset, end)
+                if self.is_lost:
+                    return
+                offset = end
+            if offset < size_bytes:
+                rest = data[offset:] if offset else data
+                has_size = len(rest) >= HEADER_BYTES
+                self._needed_bytes = frame_bytes(rest, 0) if has_size else HEADER_BYTES
+                self._size_bytes = len(rest)
+                chunks.append(rest)
+        except FrameError as error:
+            logger.error("the stream of a process of this server is closed: %s", error)
+            self._end(error)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Append parts of a frame to what this turn of the loop writes."""
+        self._parts += parts
+        for part in parts:
+            if len(part) > _MAX_JOINED_BYTES:
+                self._has_large = True
+        if not self._is_scheduled and self._transport is not None:
+            self._schedule()
+
+    def flush(self) -> None:
+        """Write what has been collected."""
+        self._is_scheduled = False
+        parts, transport = self._parts, self._transport
+        if not parts or transport is None or self.is_lost:
+            return
+        self._parts = []
+        if self._has_large:
+            self._has_large = False
+            transport.writelines([part for part in parts if part])
+        else:
+            transport.write(b"".join(parts))
+
+    def _schedule(self) -> None:
+        assert self._loop is not None
+        self._is_scheduled = True
+        self._loop.call_soon(self.flush)
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.is_full = False
+        self._on_room()
+
+    def eof_received(self) -> bool:
+        """See `asyncio.Protocol`; both directions end together."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._end(exc)
+
+    def close(self) -> None:
+        """Write what has been collected and end the stream; `on_lost` is called."""
+        self.flush()
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self.is_lost:
+            return
+        self.is_lost = True
+        self._parts, self._chunks = [], []
+        if self._transport is not None:
+            self._transport.close() if error is None else self._transport.abort()
+        self._on_lost(error)

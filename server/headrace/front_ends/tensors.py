@@ -1,0 +1,200 @@
+"""Tensors on the data stream: arrays to tensor blocks and data, and back to views of a received frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.core.errors import BadRequest
+from headrace.core.tensor import BYTES, Array, Datatype, TensorSpec
+from headrace.front_ends.frames import (
+    INLINE,
+    Buffer,
+    FrameError,
+    TensorBlock,
+    TensorPlace,
+    datatype_number,
+    padding,
+    parse_tensor_block,
+    tensor_block,
+)
+from headrace.inference import tensor_codec
+
+# Tensor blocks with a cached form, for each version and direction.
+_MAX_BLOCKS = 512
+# Blocks of many different shapes or of BYTES do not repeat.
+_MAX_BLOCK_BYTES = 1024
+
+
+class _View(NamedTuple):
+    """Arguments with which a tensor of a block is read: by NumPy's constructor, or element by element for BYTES."""
+
+    spec: TensorSpec
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+    elements: int
+
+
+class InlineLayout(NamedTuple):
+    """Parsed block whose tensors are all in the frame.
+
+    Attributes:
+        text: of the block.
+        views: one for each tensor.
+        data_bytes: size of the data.
+        blocks: the parsed block.
+    """
+
+    text: str
+    views: tuple[_View, ...]
+    data_bytes: int
+    block: TensorBlock
+
+
+class TensorReader:
+    """Reads the tensors of one version in one direction. Ownership: the event loop.
+
+    Args:
+        specs: inputs or outputs of the version, in order.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self._specs = tuple(specs.values())
+        self._layouts: dict[bytes, InlineLayout] = {}
+
+    def layout(self, block: bytes) -> InlineLayout:
+        """Parse a block, or return its cached form.
+
+        Raises:
+            FrameError: the block is invalid, or does not fit the specs.
+        """
+        layout = self._layouts.get(block)
+        if layout is None:
+            layout = self._parse(block)
+            if len(block) <= _MAX_BLOCK_BYTES:
+                if len(self._layouts) >= _MAX_BLOCKS:
+                    self._layouts.clear()
+                self._layouts[block] = layout
+        return layout
+
+    def read(self, layout: InlineLayout, buffer: bytes, start: int, end: int) -> dict[str, Array]:
+        """Return the INLINE tensors of a frame by name: views of its data, new arrays for BYTES.
+
+        Args:
+            layout: from `layout`.
+            buffer, start, end: the data are `buffer[start:end]`.
+
+        Raises:
+            FrameError: the data are too short, or elements of BYTES exceed them.
+        """
+        if layout.data_bytes > end - start:
+            raise FrameError(f"tensors of {layout.data_bytes} bytes exceed the {end - start} bytes of their frame")
+        arrays: dict[str, Array] = {}
+        for spec, dtype, shape, offset, size_bytes, elements in layout.views:
+            if spec.datatype is BYTES:
+                try:
+                    arrays[spec.name] = tensor_codec.from_binary(
+                        spec, shape, elements, buffer, start + offset, size_bytes
+                    )
+                except BadRequest as error:
+                    raise FrameError(f"the elements of tensor '{spec.name}' exceed their frame: {error}") from None
+            elif elements:
+                arrays[spec.name] = np.ndarray(shape, dtype, buffer, start + offset)
+            else:
+                arrays[spec.name] = np.empty(shape, dtype)
+        return arrays
+
+    def _parse(self, block: bytes) -> InlineLayout:
+        parsed = parse_tensor_block(block)
+        views: list[_View] = []
+        for tensor in parsed.tensors:
+            if tensor.number >= len(self._specs):
+                raise FrameError(f"a tensor has number {tensor.number}, the version has {len(self._specs)} tensors")
+            spec = self._specs[tensor.number]
+            if tensor.datatype != datatype_number(spec.datatype.name):
+                raise FrameError(f"tensor '{spec.name}' has datatype {tensor.datatype}, expected {spec.datatype}")
+            if tensor.place == INLINE:
+                elements = prod(tensor.shape)
+                views.append(_View(spec, spec.datatype.dtype, tensor.shape, tensor.offset, tensor.size_bytes, elements))
+        return InlineLayout(parsed.text, tuple(views), parsed.data_bytes, parsed)
+
+
+class TensorWriter:
+    """Writes tensors of one version in one direction. Ownership: the event loop.
+
+    Args:
+        specs: inputs or outputs of the version, in order.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self._places = {
+            name: (index, datatype_number(spec.datatype.name), spec.datatype)
+            for index, (name, spec) in enumerate(specs.items())
+        }
+        self._has_bytes = any(spec.datatype is BYTES for spec in specs.values())
+        self._blocks: dict[object, bytes] = {}
+
+    def write(
+        self, requests: Sequence[Mapping[str, Array]], rows: int, text: str = ""
+    ) -> tuple[bytes, list[Buffer], int]:
+        """Encode the tensors of requests with equal names and row shapes, or of one request.
+
+        Args:
+            requests: arrays by name of each member.
+            rows: of all members; ignored for one request, whose arrays may be of any shape.
+            text: of the block.
+
+        Returns:
+            Tensor block, parts of the data, and their size in bytes.
+        """
+        first = requests[0]
+        data: list[Buffer] = []
+        total_bytes = 0
+        sizes: list[int] = []
+        for name in first:
+            datatype = self._places[name][2]
+            size_bytes = 0
+            for arrays in requests:
+                part = _data(arrays[name], datatype)
+                data.append(part)
+                size_bytes += len(part)
+            sizes.append(size_bytes)
+            pad = -size_bytes & 7
+            if pad:
+                data.append(padding(size_bytes))
+            total_bytes += size_bytes + pad
+        if len(requests) == 1:
+            shapes = [array.shape for array in first.values()]
+        else:
+            shapes = [(rows, *array.shape[1:]) for array in first.values()]
+        if self._has_bytes:
+            return self._block(first, shapes, sizes, text), data, total_bytes
+        key = (text, *first, *shapes)
+        block = self._blocks.get(key)
+        if block is None:
+            if len(self._blocks) >= _MAX_BLOCKS:
+                self._blocks.clear()
+            block = self._blocks[key] = self._block(first, shapes, sizes, text)
+        return block, data, total_bytes
+
+    def _block(
+        self, names: Mapping[str, Array], shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], text: str
+    ) -> bytes:
+        return tensor_block(
+            [
+                TensorPlace(*self._places[name][:2], shape, size_bytes)
+                for name, shape, size_bytes in zip(names, shapes, sizes, strict=True)
+            ],
+            text,
+        )
+
+
+def _data(array: Array, datatype: Datatype) -> Buffer:
+    if datatype is not BYTES and array.dtype != datatype.dtype:
+        array = array.astype(datatype.dtype)
+    return tensor_codec.to_binary(np.asarray(array), datatype)

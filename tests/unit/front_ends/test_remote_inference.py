@@ -1,0 +1,366 @@
+"""Requests through a front end are answered as in one process: bodies, statuses, headers, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from headrace.core.cache_options import CacheOptions
+from headrace.core.clock import monotonic_ns
+from headrace.core.errors import Cancelled, Unavailable
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.shapes import CheckedShapes
+from onnx import TensorProto
+
+from tests.support import models
+from tests.support.front_end_pair import Pair, open_pair, over_grpc, over_http
+from tests.support.grpc_requests import message as grpc_message
+from tests.support.onnx_models import identity_model
+from tests.support.python_models import ADD_SUB, ADD_SUB_CONFIG, ERRORS, ERRORS_CONFIG, add_python_model
+
+BATCHES = "max_batch_size: 8"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    models.add_model(folder, "affine", models.affine(), config=BATCHES)
+    models.add_model(folder, "pair", models.sum_difference(), config=BATCHES)
+    models.add_model(folder, "unbatched", models.unbatched())
+    text = identity_model({"x": (TensorProto.STRING, ["batch", 2])}, {"y": (TensorProto.STRING, ["batch", 2])})
+    models.add_model(folder, "text", text, config=BATCHES)
+    wide = identity_model({"x": (TensorProto.FLOAT16, ["batch", "n"])}, {"y": (TensorProto.FLOAT16, ["batch", "n"])})
+    models.add_model(folder, "wide", wide, config=BATCHES)
+    models.add_model(folder, "bias", models.optional_bias(), config=BATCHES)
+    models.add_model(folder, "cached", models.affine(), config=BATCHES + "\nresponse_cache { enable: true }")
+    models.add_model(folder, "scores", models.scores(), config=BATCHES)
+    step = ("affine", {"x": "x"}, {"y": "y"})
+    spec = onnx.load_from_string(models.affine().SerializeToString())
+    (given,), (result,) = spec.graph.input, spec.graph.output
+    step = ("affine", {given.name: "IN"}, {result.name: "OUT"})
+    ensemble = models.ensemble_config([step], {"IN": ("TYPE_FP32", [16])}, {"OUT": ("TYPE_FP32", [4])})
+    models.add_pipeline(folder, "steps", ensemble)
+    add_python_model(folder, "code", ADD_SUB, ADD_SUB_CONFIG)
+    add_python_model(folder, "errors", ERRORS, ERRORS_CONFIG)
+    return folder
+
+
+@pytest.fixture
+def run(repository: Path) -> Callable[..., Any]:
+    """Runs a test with the data plane and its front ends."""
+
+    def runner(test: Callable[[Pair], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+        async def main() -> Any:
+            async with open_pair(repository, cache_config=CacheOptions(1 << 20), **options) as pair:
+                return await test(pair)
+
+        return asyncio.run(main())
+
+    return runner
+
+
+def tensor(name: str, array: np.ndarray[Any, Any], datatype: str) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": array.reshape(-1).tolist()}
+
+
+def body(*inputs: dict[str, Any], **more: Any) -> bytes:
+    return json.dumps({"inputs": list(inputs), **more}).encode()
+
+
+def binary(name: str, array: np.ndarray[Any, Any], datatype: str, **more: Any) -> tuple[bytes, dict[str, str]]:
+    parameters = {"binary_data_size": array.nbytes}
+    head = {"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": parameters}
+    header = json.dumps({"inputs": [head], "parameters": {"binary_data_output": True}, **more}).encode()
+    return header + array.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
+
+
+ROWS = np.arange(3 * 16, dtype=np.float32).reshape(3, 16) / 7
+MANY = np.arange(50 * 16, dtype=np.float32).reshape(50, 16) / 7
+STATUSES = {
+    "Python model with an error": 404,
+    "deadline in the past": 504,
+    "wrong shape": 400,
+    "unknown input": 400,
+    "no JSON": 400,
+    "wrong header": 400,
+    "unknown output": 400,
+}
+
+
+def requests(names: dict[str, str]) -> dict[str, tuple[str, bytes, dict[str, str]]]:
+    """Requests by what they show: model, body, headers; `names` has the first input of each model."""
+
+    def of(model: str, array: np.ndarray[Any, Any], datatype: str = "FP32", **more: Any) -> tuple[str, bytes]:
+        return model, body(tensor(names[model], array, datatype), **more)
+
+    four = np.array([[1, 2, 3, 4]], np.float32)
+    integers = four.astype(np.int32)
+    pair = body(tensor("A", integers, "INT32"), tensor("B", four * 2, "FP32"))
+    code = body(tensor("INPUT0", four[0], "FP32"), tensor("INPUT1", four[0] * 2, "FP32"))
+    text = {"name": names["text"], "datatype": "BYTES", "shape": [2, 2], "data": ["a", "", "ümlaut", "x" * 500]}
+    return {
+        "JSON": (*of("affine", ROWS), {}),
+        "request id": (*of("affine", ROWS, id="mine"), {}),
+        "binary": ("affine", *binary(names["affine"], ROWS, "FP32")),
+        "larger than a batch": ("affine", *binary(names["affine"], MANY, "FP32")),
+        "many parts of a batch": (*of("scores", np.zeros((2000, 5), np.float32)), {}),
+        "no batch dimension": (*of("unbatched", np.ones((2, 3), np.float32)), {}),
+        "two inputs and outputs": ("pair", pair, {}),
+        "BYTES": ("text", body(text), {}),
+        "dynamic shapes": ("wide", *binary(names["wide"], np.ones((2, 9), np.float16), "FP16")),
+        "no elements": ("wide", *binary(names["wide"], np.ones((2, 0), np.float16), "FP16")),
+        "pipeline": (*of("steps", ROWS), {}),
+        "pipeline with an option": (*of("steps", ROWS, parameters={"priority": 1}), {}),
+        "Python model": ("code", code, {}),
+        "Python model with an error": (*of("errors", np.array([[3]], np.int32), "INT32"), {}),
+        "Python model without an error": (*of("errors", np.array([[0]], np.int32), "INT32"), {}),
+        "parameters": (*of("affine", ROWS, parameters={"mine": 1, "other": "two", "third": True}), {}),
+        "priority": (*of("affine", ROWS, parameters={"priority": 2, "timeout": 10_000_000}), {}),
+        "deadline in the past": (*of("affine", ROWS, parameters={"headrace_deadline_us": 1}), {}),
+        "wrong shape": (*of("affine", np.zeros((1, 3), np.float32)), {}),
+        "unknown input": ("affine", body(tensor("nothing", ROWS, "FP32")), {}),
+        "no JSON": ("affine", b"{", {}),
+        "client": (*of("affine", ROWS), {"X-Client-Id": "one"}),
+        "wrong header": (*of("affine", ROWS), {"X-Request-Timeout-Ms": "soon"}),
+        "classification": (
+            *of(
+                "scores",
+                np.eye(5, dtype=np.float32)[:2],
+                outputs=[{"name": "SCORES", "parameters": {"classification": 2}}],
+            ),
+            {},
+        ),
+        "unknown output": (*of("affine", ROWS, outputs=[{"name": "nothing"}]), {}),
+    }
+
+
+def first_inputs(pair: Pair) -> dict[str, str]:
+    return {handle.spec.name: next(iter(handle.spec.inputs)) for _, handle in pair.plane.registry.selections()}
+
+
+def test_answers_equal_those_of_one_process(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        for subject, (model, content, headers) in requests(first_inputs(pair)).items():
+            local = await over_http(pair.plane.registry, model, content, headers)
+            remote = await over_http(pair.front_ends[0], model, content, headers)
+            assert local[0] == STATUSES.get(subject, 200), (subject, local)
+            if subject == "deadline in the past":  # the text has a time
+                assert remote[0] == 504
+                continue
+            assert remote == local, subject
+
+    run(test)
+
+
+def test_grpc_messages_of_one_turn_are_answered_as_in_one_process(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        name = first_inputs(pair)["affine"]
+        messages = [grpc_message("affine", str(row), ROWS[row % 3 : row % 3 + 1], name=name) for row in range(9)]
+        assert await over_grpc(pair.front_ends[0], messages) == await over_grpc(pair.plane.registry, messages)
+
+    run(test)
+
+
+def test_timing_headers_name_the_phases(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        content = body(tensor(first_inputs(pair)["affine"], ROWS, "FP32"))
+        local = await over_http(pair.plane.registry, "affine", content, {"Headrace-Timing": "1"})
+        remote = await over_http(pair.front_ends[0], "affine", content, {"Headrace-Timing": "1"})
+        assert remote[1].keys() == local[1].keys()
+        phases = [part.partition(";")[0] for part in remote[1]["server-timing"].split(", ")]
+        assert "compute" in phases
+
+    run(test)
+
+
+def test_every_request_and_failure_is_counted_once(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        name = first_inputs(pair)["affine"]
+        good, bad = body(tensor(name, ROWS, "FP32")), body(tensor(name, ROWS[:, :3], "FP32"))
+        late = body(tensor(name, ROWS, "FP32"), parameters={"headrace_deadline_us": 1})
+        handle = pair.plane.registry.serving("affine", "")
+        assert handle is not None
+        requests = [over_http(pair.front_ends[0], "affine", each) for each in (good, good, bad, good, late)]
+        await asyncio.gather(*requests)
+        pair.front_ends[0].flush_counts()
+        await until(lambda: sum(handle.recorder.totals().failures.values()) >= 2)
+        totals = handle.recorder.scraped_totals()
+        assert (totals.successes, totals.rows) == (3, 9)
+        assert dict(totals.failures) == {"bad_request": 1, "deadline": 1}
+        assert totals.phases["decode"].count == totals.phases["encode"].count == 3
+        assert handle.in_flight == 0
+
+    run(test)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that becomes true on another thread or in a later turn of the loop."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # no event: the condition is that of code under test
+            await asyncio.sleep(0.01)
+
+
+def infer_request(handle: Any, rows: np.ndarray[Any, Any]) -> InferRequest:
+    return InferRequest(
+        inputs={next(iter(handle.spec.inputs)): rows}, rows=len(rows), shape_key=None, received_ns=monotonic_ns()
+    )
+
+
+def test_a_response_cache_answers(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        handle = pair.front_ends[0].lease("cached", "")
+        first = await handle.infer(infer_request(handle, ROWS))
+        second = await handle.infer(infer_request(handle, ROWS))
+        handle.release()
+        assert (first.cached, second.cached) == (False, True)
+        for name, array in first.outputs.items():
+            np.testing.assert_array_equal(array, second.outputs[name])
+
+    run(test)
+
+
+def test_a_cancelled_request_is_counted_as_undelivered_or_never_runs(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end, local = pair.front_ends[0], pair.plane.registry.serving("affine", "")
+        assert local is not None
+        handle = front_end.lease("affine", "")
+        cancelled, answered = (handle.infer(infer_request(handle, ROWS)) for _ in range(2))
+        await asyncio.sleep(0)
+        assert cancelled.abandon()
+        await answered
+        with pytest.raises(Cancelled):
+            await cancelled
+        handle.record_failure(Cancelled("gone"), monotonic_ns())
+        handle.release()
+        front_end.flush_counts()
+        await until(lambda: bool(local.recorder.totals().failures))
+        totals = local.recorder.totals()
+        assert (totals.successes, dict(totals.failures)) == (1, {"cancelled": 1})
+        assert not front_end.in_flight
+
+    run(test)
+
+
+def test_requests_before_the_turn_ends_can_be_cancelled(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        handle = pair.front_ends[0].lease("affine", "")
+        cancelled = handle.infer(infer_request(handle, ROWS))
+        cancelled.abandon()
+        assert isinstance(await handle.infer(infer_request(handle, ROWS)), InferResponse)
+        handle.release()
+        assert not pair.front_ends[0].in_flight
+
+    run(test)
+
+
+def test_without_an_engine_requests_are_refused_and_served_again_later(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end = pair.front_ends[0]
+        handle = front_end.lease("affine", "")
+        waiting = handle.infer(infer_request(handle, ROWS))
+        await asyncio.sleep(0)
+        pair.engine.detach(0)
+        with pytest.raises(Unavailable) as lost:
+            await waiting
+        assert lost.value.retry_after_s > 0
+        with pytest.raises(Unavailable):
+            handle.infer(infer_request(handle, ROWS))
+        handle.release()
+        local = pair.plane.registry.serving("affine", "")
+        assert local is not None
+        await until(lambda: not local.in_flight)
+        pair.apply_table()
+        await pair.attach(0)
+        again = front_end.lease("affine", "")
+        assert isinstance(await again.infer(infer_request(again, ROWS)), InferResponse)
+        again.release()
+
+    run(test)
+
+
+def test_a_replaced_version_serves_the_requests_that_leased_it(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end, registry = pair.front_ends[0], pair.plane.registry
+        old = front_end.lease("affine", "")
+        local = registry.serving("affine", "")
+        assert local is not None
+        registry.publish("affine", None)
+        pair.apply_table()
+        assert not front_end.serves("affine", "")
+        closing = asyncio.create_task(asyncio.to_thread(local.close, 30.0))
+        await until(lambda: local.closing)
+        assert isinstance(await old.infer(infer_request(old, ROWS)), InferResponse)
+        assert not closing.done()
+        old.release()
+        assert await closing
+        with pytest.raises(Unavailable):
+            await old.infer(infer_request(old, ROWS))
+
+    run(test)
+
+
+def test_a_front_end_that_ends_frees_versions_and_cancels_requests(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        handle = pair.front_ends[0].lease("errors", "")
+        code = np.array([[0]], np.int32)
+        pending = [handle.infer(infer_request(handle, code)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        pair.front_ends[0].detached()
+        for each in pending:
+            with pytest.raises(Unavailable):
+                await each
+        local = pair.plane.registry.serving("errors", "")
+        assert local is not None
+        await until(lambda: not local.in_flight)
+        totals = local.recorder.totals()
+        assert totals.successes + sum(totals.failures.values()) == 3
+
+    run(test)
+
+
+def test_random_requests_over_two_front_ends(run: Callable[..., Any]) -> None:
+    """Random sizes and concurrency: each answer equals that of the request alone."""
+
+    async def test(pair: Pair) -> None:
+        random = np.random.default_rng(7)
+
+        async def one(number: int) -> None:
+            front_end = pair.front_ends[number % 2]
+            model = ("affine", "wide", "scores", "text", "pair")[random.integers(5)]
+            handle = front_end.lease(model, "")
+            rows, width = int(random.integers(1, 12)), int(random.integers(0, 40))
+            inputs: dict[str, Any] = {}
+            for name, spec in handle.spec.inputs.items():
+                shape = (rows, *(width if size < 0 else size for size in spec.shape[1:]))
+                values = random.integers(-99, 99, shape)
+                dtype = spec.datatype.dtype
+                inputs[name] = (
+                    np.array([str(value).encode() for value in values.flat], object).reshape(shape)
+                    if dtype.hasobject
+                    else values.astype(dtype)
+                )
+            rows, key = CheckedShapes(handle.spec).rows(inputs)
+            request = InferRequest(inputs=inputs, rows=rows, shape_key=key, received_ns=monotonic_ns())
+            response = await handle.infer(request)
+            handle.release()
+            local = pair.plane.registry.lease(model, "")
+            alone = await local.infer(request)
+            local.release()
+            for name, array in alone.outputs.items():
+                np.testing.assert_allclose(*map(_comparable, (response.outputs[name], array)), rtol=1e-6)
+
+        for _ in range(20):
+            await asyncio.gather(*(one(number) for number in range(int(random.integers(1, 30)))))
+        assert not any(front_end.in_flight for front_end in pair.front_ends)
+
+    run(test, front_ends=2)
+
+
+def _comparable(array: Any) -> Any:
+    return np.vectorize(lambda item: float(item), otypes=[float])(array) if array.dtype.hasobject else array
