@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +12,7 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any
 
-from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe
+from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe, printable
 from headrace.core.svg_plot import variables
 from rich import box
 from rich.cells import cell_len
@@ -22,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from headrace_engines.errors import BuildError
-from headrace_engines.progress import Report
+from headrace_engines.progress import Report, log_lines, silent
 
 
 def milliseconds(time_us: float) -> str:
@@ -131,14 +132,16 @@ _BAR_WIDTH = 16
 
 
 class BuildDisplay:
-    """One progress bar for each model with its phase; draws nothing without a terminal.
+    """One progress bar for each model with its phase; without a terminal, a line on standard error every 10 s.
 
     Args:
         console: console to draw on.
         names: names of the models, in order.
+        is_logged: print the lines; False where the caller prints its own.
     """
 
-    def __init__(self, console: Console, names: Sequence[str]) -> None:
+    def __init__(self, console: Console, names: Sequence[str], *, is_logged: bool = True) -> None:
+        self._is_logged = is_logged
         self._progress = Progress(
             TextColumn("{task.description}", table_column=Column(overflow="fold")),
             BarColumn(_BAR_WIDTH),
@@ -179,7 +182,13 @@ class BuildDisplay:
         for index, other in enumerate(self._names):
             self._progress.update(self._tasks[other], visible=first <= index < first + _MAX_BARS)
         self._progress.start_task(task)
-        return lambda done, note: self._progress.update(task, completed=done, note=escape_markup(note))
+        log = log_lines(printable(name), sys.stderr) if self._progress.disable and self._is_logged else silent
+
+        def report(done: float, note: str) -> None:
+            self._progress.update(task, completed=done, note=escape_markup(note))
+            log(done, note)
+
+        return report
 
     def finish(self, name: str, note: str) -> None:
         """Complete the bar of a model.

@@ -146,7 +146,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     store = Store(options.cache)
 
     outcomes = []
-    with BuildDisplay(console, [p.name for p in projects if isinstance(p, Project)]) as display:
+    names = [p.name for p in projects if isinstance(p, Project)]
+    with BuildDisplay(console, names, is_logged=not options.progress) as display:
         for project in projects:
             if isinstance(project, BuildError):
                 outcomes.append(BuildOutcome("", error=str(project)))

@@ -166,7 +166,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     target = choose_target(options.target)
     with (
         tempfile.TemporaryDirectory(prefix="headrace-optimize-") as name,
-        BuildDisplay(console, [options.model]) as display,
+        BuildDisplay(console, [options.model], is_logged=not options.progress) as display,
     ):
         report = display.report(options.model)
         report = with_progress_lines(report) if options.progress else report
