@@ -114,15 +114,10 @@ def build_engine(
     Raises:
         BuildError: the artefact cannot be built; the message has the reason.
     """
-    refused = target.refuses(spec.precision)
+    refused = target.refuses(spec.precision, version_compatible=spec.version_compatible)
     if refused:
         raise BuildError(
             f"{project.name}: {spec.precision} cannot be built for {target.name} on this machine: {refused}"
-        )
-    if spec.version_compatible and target.name != "tensorrt":
-        cure = "build with --target tensorrt on a machine with a GPU, or leave it out"
-        raise BuildError(
-            f"{project.name}: --version-compatible is given for {target.name}, whose files fit any version: {cure}"
         )
     if spec.plugins != "off" and target.name != "tensorrt":
         raise BuildError(

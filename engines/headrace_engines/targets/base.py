@@ -121,8 +121,13 @@ class Target(Protocol):
     def describe(self) -> Machine:
         """Describe this machine."""
 
-    def refuses(self, precision: str) -> str:
-        """Return the reason why this machine does not support a precision; "" if it does."""
+    def refuses(self, precision: str, *, version_compatible: bool = False) -> str:
+        """Return the reason why this machine does not support a precision; "" if it does.
+
+        Args:
+            precision: see `TargetSpec`.
+            version_compatible: for artefacts that later versions load, too.
+        """
 
     def refuses_fp8_convolutions(self) -> str:
         """Return the reason why convolutions stay FP16 in FP8 artefacts; "" if they run in FP8."""

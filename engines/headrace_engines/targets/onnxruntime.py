@@ -526,8 +526,11 @@ class OnnxRuntimeTarget:
         """Describe this machine."""
         return onnxruntime_machine()
 
-    def refuses(self, precision: str) -> str:
+    def refuses(self, precision: str, *, version_compatible: bool = False) -> str:
         """Return a reason for FP8, and for BF16 if ONNX Runtime has no kernels for it; "" for other precisions."""
+        if version_compatible:
+            cure = "build with --target tensorrt on a machine with a GPU, or leave --version-compatible out"
+            return f"files of ONNX Runtime fit any version: {cure}"
         if precision == "fp8":
             return "ONNX Runtime has no FP8 kernels for CPUs: use int8, or build on a GPU that has FP8"
         if precision == "bf16" and (missing := _missing_bf16()):

@@ -82,6 +82,15 @@ def test_calibration_samples_are_not_used_for_the_comparison(tmp_path: Path) -> 
     assert built(project, tmp_path, "fp16").key != one.key
 
 
+def test_artefacts_for_later_versions_are_refused_before_the_build(tmp_path: Path) -> None:
+    project = write_project(tmp_path, networks.residual(), {})
+    spec = replace(read_spec(project.config, "fp32"), version_compatible=True)
+    notes: list[str] = []
+    with pytest.raises(BuildError, match="files of ONNX Runtime fit any version: build with --target"):
+        build_engine(project, spec, OnnxRuntimeTarget(), Store(tmp_path / "store"), lambda _, note: notes.append(note))
+    assert notes == []
+
+
 class _Picky(OnnxRuntimeTarget):
     """Takes the rows of a profile and no others, as TensorRT does."""
 

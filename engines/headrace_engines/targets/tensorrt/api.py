@@ -12,8 +12,10 @@ Messages of TensorRT become errors with the ONNX node and the remedy.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
+import importlib.util
 import logging
 import re
 import signal
@@ -328,6 +330,37 @@ def load() -> TensorRtApi:
 @functools.cache
 def _loaded(trt: Any) -> TensorRtApi:
     return TensorRtApi(trt)
+
+
+def lean_library(version: str) -> str:
+    """Return the name of the library with TensorRT's lean runtime, which the builder copies into version-compatible plans."""
+    return f"libnvinfer_lean.so.{version.partition('.')[0]}"
+
+
+def load_lean_library(library: str) -> bool:
+    """Load the lean runtime, so that TensorRT's builder finds it by its name; return False if it is not installed.
+
+    It is searched in the paths of the dynamic linker, beside TensorRT's own library, and in NVIDIA's wheel.
+    """
+    folders = [path.parent for path in _mapped_files("libnvinfer.so")]
+    wheel = importlib.util.find_spec("tensorrt_lean_libs")
+    if wheel is not None:
+        folders += map(Path, wheel.submodule_search_locations or ())
+    for path in (library, *(str(folder / library) for folder in folders)):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return True
+    return False
+
+
+def _mapped_files(prefix: str) -> list[Path]:
+    """Return the files of this process's memory map whose names begin with `prefix`."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {Path(fields[5]) for line in lines if len(fields := line.split(None, 5)) == 6}
+    return sorted(path for path in paths if path.name.startswith(prefix))
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ class DebugValues:
 
         Args:
             name: name of the tensor.
-            address: its address, as a number or as the capsule that the bindings of TensorRT 10 pass.
+            address: its address, as a number, or as a capsule, which the signature in TensorRT 10.6 names.
             dtype: its `tensorrt.DataType`.
             shape: its sizes.
             on_host: True if it is in host memory.

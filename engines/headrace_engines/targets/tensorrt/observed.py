@@ -3,11 +3,16 @@
 A debug tensor is not fused away, so marking all tensors would measure another engine. The plan is built without marks first; only
 tensors that its layers write are marked in a second build, with the same timing cache. The remark counts layers of the first plan
 that the second one does not have. A tensor in 8 bits is reported as such and dequantised here.
+
+TensorRT 10.6 cannot mark every tensor: its optimiser may copy the layer that reports one, and the build fails with "slice of
+isDebug for NAME' is listed more than once". Such a tensor is built without its mark, and the remark names it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +30,10 @@ from headrace_engines.targets.base import Array
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine
 from headrace_engines.targets.tensorrt.engine_layers import read_layers
 
+logger = logging.getLogger("headrace.build")
 Build = Callable[[Path, frozenset[str], Report], TensorRtEngine]
+# Builds with fewer marks, each of which fails within seconds.
+_MAX_TRIES = 8
 
 
 class ObservedPlan:
@@ -105,13 +113,38 @@ def observe_plan(
         if source:
             sources[name] = source
     marked = frozenset(sources.values()) - set(graph.outputs)
-    engine = build(folder / "observed.plan", marked, part(report, 0.5, 1.0))
+    engine, refused = _build_marked(folder / "observed.plan", marked, build, part(report, 0.5, 1.0))
+    sources = {name: source for name, source in sources.items() if source not in refused}
     try:
-        remark = _change(before, engine.layer_information(), model)
+        changes = [_change(before, engine.layer_information(), model)]
     except BaseException:
         engine.close()
         raise
-    return ObservedPlan(engine, graph, matches, sources, remark)
+    if refused:
+        changes.append(f"TensorRT cannot report {', '.join(sorted(refused))}")
+    return ObservedPlan(engine, graph, matches, sources, "; ".join(filter(None, changes)))
+
+
+def _build_marked(
+    path: Path, marked: frozenset[str], build: Build, report: Report
+) -> tuple[TensorRtEngine, frozenset[str]]:
+    """Build a plan with debug tensors, without those that TensorRT refuses; return it and their names.
+
+    Raises:
+        BuildError: the plan cannot be built, and the message names no debug tensor.
+    """
+    refused: frozenset[str] = frozenset()
+    while True:
+        try:
+            return build(path, marked - refused, report), refused
+        except BuildError as error:
+            named = {
+                name for name in marked - refused if re.search(rf"isDebug for {re.escape(name)}(?![\w./])", str(error))
+            }
+            if not named or len(refused) >= _MAX_TRIES:
+                raise
+            logger.info("reading inner tensors without %s: %s", ", ".join(sorted(named)), error)
+            refused |= named
 
 
 def _written_tensors(information: str) -> set[str]:

@@ -38,7 +38,9 @@ from headrace_engines.targets.tensorrt.api import (
     as_build_error,
     build_failure,
     explain_parser,
+    lean_library,
     load,
+    load_lean_library,
     node_label,
     progress_monitor,
     signals_deferred,
@@ -352,6 +354,20 @@ def available(device: int = 0) -> str:
     return ""
 
 
+def lean_library_problem() -> str:
+    """Return why TensorRT's lean runtime, a part of version-compatible plans, cannot be loaded, and the remedy; "" if it can."""
+    version = load().version
+    library = lean_library(version)
+    if load_lean_library(library):
+        return ""
+    package = (
+        f"pip install 'tensorrt-lean=={version}.*', or the Debian package libnvinfer-lean{version.partition('.')[0]}"
+    )
+    return (
+        f"--version-compatible needs {library} of TensorRT {version}: install it ({package}), or leave the option out"
+    )
+
+
 class TensorRtTarget:
     """Builds and runs plans for one GPU of this machine.
 
@@ -377,8 +393,8 @@ class TensorRtTarget:
         gpu = gpus.describe(self._device)
         return Machine(self.name, load().version, gpu.name, gpu.capability, gpu.driver)
 
-    def refuses(self, precision: str) -> str:
-        """Return the reason why this machine does not support a precision; "" if it does."""
+    def refuses(self, precision: str, *, version_compatible: bool = False) -> str:
+        """Return the reason why this machine does not support a precision; "" if it does. See `Target.refuses`."""
         missing = available(self._device)
         if missing:
             return missing
@@ -391,7 +407,7 @@ class TensorRtTarget:
             needed = ".".join(map(str, min_capability))
             cure = "take fp16" if min_capability > (7, 5) else "build for ONNX Runtime"
             return f"{precision} needs compute capability {needed}, the {gpu.name} has {gpu.capability}: {cure}"
-        return ""
+        return lean_library_problem() if version_compatible else ""
 
     def refuses_fp8_convolutions(self) -> str:
         """Return the reason why convolutions stay FP16 in FP8 artefacts; "" if they run in FP8.

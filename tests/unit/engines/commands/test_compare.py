@@ -125,7 +125,7 @@ def test_failures_and_refusals_have_a_row(project: Project, tmp_path: Path) -> N
 
 
 class _NoFp8Convolutions(OnnxRuntimeTarget):
-    def refuses(self, precision: str) -> str:
+    def refuses(self, precision: str, *, version_compatible: bool = False) -> str:
         return ""
 
     def refuses_fp8_convolutions(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from headrace.cuda.driver import current
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import TargetSpec
-from headrace_engines.targets.tensorrt.engine import TensorRtEngine
+from headrace_engines.targets.tensorrt.engine import TensorRtEngine, pointer_of
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.fake_cuda import FakeCuda
@@ -213,3 +214,12 @@ def test_version_compatible_plans_need_leave_to_run_their_code(trt: Any, tmp_pat
 def test_other_plans_are_built_without_the_flag(trt: Any, tmp_path: Path) -> None:
     build(tmp_path)
     assert trt.state.config.flags == []
+
+
+def test_addresses_are_read_from_numbers_and_capsules() -> None:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    name = b"address"
+    assert pointer_of(4096) == 4096
+    assert pointer_of(new(4096, None, None)) == 4096
+    assert pointer_of(new(4096, name, None)) == 4096

@@ -16,6 +16,7 @@ from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
 from headrace_engines.simplify import simplify
 from headrace_engines.targets.base import ShapeRange, TargetSpec
+from headrace_engines.targets.tensorrt import target as target_module
 from headrace_engines.targets.tensorrt.observed import ObservedPlan
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
@@ -107,3 +108,41 @@ def test_a_failing_copy_of_a_tensor_is_raised(trt: Any, tmp_path: Path, cuda: An
         engine.run(networks.inputs_of(model))
     cuda.broken_ipc = False
     engine.close()
+
+
+DUPLICATE = "Assertion tensorListedOnce failed. slice of isDebug for {}' is listed more than once"
+
+
+def test_tensors_that_tensorrt_cannot_mark_are_left_out(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = simplify(networks.residual())
+    build_plan, marks = target_module.build_plan, []
+
+    def refuse(*arguments: Any) -> None:
+        marks.append(arguments[5].debug_tensors)
+        for name in ("cr", "ar"):
+            if name in marks[-1]:
+                raise BuildError(f"TensorRT 10.6.0 cannot build the engine: {DUPLICATE.format(name)}")
+        build_plan(*arguments)
+
+    monkeypatch.setattr(target_module, "build_plan", refuse)
+    engine = observed(model, tensors(model), tmp_path)
+    assert [len(marks[1] - mark) for mark in marks[1:]] == [0, 1, 2]
+    assert set(engine.names) == set(tensors(model)) - {"ar", "cr"}
+    assert engine.remark == "TensorRT cannot report ar, cr"
+    assert set(engine.run(networks.inputs_of(model))) == set(engine.names)
+    engine.close()
+
+
+def test_other_failures_with_marks_are_raised(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, build_plan = simplify(networks.residual()), target_module.build_plan
+
+    def refuse(*arguments: Any) -> None:
+        if arguments[5].debug_tensors:
+            raise BuildError(f"cannot build the engine: {DUPLICATE.format('c')}r")
+        build_plan(*arguments)
+
+    monkeypatch.setattr(target_module, "build_plan", refuse)
+    with pytest.raises(BuildError, match="listed more than once"):
+        observed(model, ["a1r"], tmp_path)

@@ -70,6 +70,51 @@ def test_convolutions_are_fp8_from_10_2_on(
     assert TensorRtTarget().refuses_fp8_convolutions() == reason
 
 
+def test_version_compatible_plans_need_the_lean_runtime(trt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace_engines.targets.tensorrt import target as module
+
+    loaded: list[str] = []
+    monkeypatch.setattr(module, "load_lean_library", lambda name: not loaded.append(name))
+    assert TensorRtTarget().refuses("fp16", version_compatible=True) == ""
+    library = f"libnvinfer_lean.so.{trt.__version__.partition('.')[0]}"
+    assert loaded == [library]
+    monkeypatch.setattr(module, "load_lean_library", lambda name: False)
+    reason = TensorRtTarget().refuses("fp16", version_compatible=True)
+    version = load().version
+    assert reason.startswith(f"--version-compatible needs {library} of TensorRT {version}: install it (")
+    assert f"tensorrt-lean=={version}.*" in reason
+    assert TensorRtTarget().refuses("fp16") == ""
+
+
+def test_the_lean_runtime_is_searched_beside_tensorrt_and_in_its_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_engines.targets.tensorrt import api
+
+    searched: list[str] = []
+
+    def missing(path: str, mode: int) -> None:
+        searched.append(path)
+        raise OSError
+
+    (tmp_path / "wheel" / "tensorrt_lean_libs").mkdir(parents=True)
+    (tmp_path / "wheel" / "tensorrt_lean_libs" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "wheel")
+    monkeypatch.setattr(api, "_mapped_files", lambda prefix: [Path("/opt/trt/libnvinfer.so.10")])
+    monkeypatch.setattr(api.ctypes, "CDLL", missing)
+    assert not api.load_lean_library("lean.so")
+    beside = str(tmp_path / "wheel" / "tensorrt_lean_libs" / "lean.so")
+    assert searched == ["lean.so", "/opt/trt/lean.so", beside]
+    monkeypatch.setattr(api.ctypes, "CDLL", lambda path, mode: searched.append(path))
+    assert api.load_lean_library("lean.so")
+
+
+def test_libraries_of_this_process_are_listed() -> None:
+    from headrace_engines.targets.tensorrt import api
+
+    assert [path.name.startswith("libc.so") for path in api._mapped_files("libc.so")] == [True]
+
+
 def test_networks_are_strongly_typed_without_a_flag_in_11(trt: Any, tmp_path: Path) -> None:
     build(tmp_path)
     strongly = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
