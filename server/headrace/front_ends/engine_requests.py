@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from headrace.core.completion import LoopCompletion, Outcome
+from headrace.core.completion import GroupCompletion, LoopCompletion, Outcome
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
-from headrace.core.request import NO_PARAMETERS, InferRequest, InferResponse
+from headrace.core.request import NO_PARAMETERS, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
 from headrace.front_ends import frames
 from headrace.front_ends.errors import describe_error
+from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame
-from headrace.front_ends.stream import FrameStream
 from headrace.front_ends.table import VersionRow, encode_table, version_row
 from headrace.front_ends.tensors import InlineLayout, TensorReader, TensorWriter
 from headrace.repository.registry import Registry
@@ -166,7 +166,7 @@ def _row(handle: VersionHandle, versions: Sequence[str]) -> VersionRow:
         versions,
         has_cache=handle.has_cache,
         has_details=not is_model or handle.policy.by_member,
-        max_group_rows=1,
+        max_group_rows=handle.max_group_rows if isinstance(handle, ModelHandle) else 1,
         histograms=handle.recorder.has_histograms,
     )
 
@@ -273,14 +273,21 @@ class FrontEndLink:
             return
         if members == 1:
             self._start(group, 0, request)
-            return
-        row = 0
+        elif isinstance(version.handle, ModelHandle) and request.rows <= version.handle.max_group_rows:
+            request.members = GroupMembers(frame.received_ns, frame.member_rows)
+            group.completions += version.handle.infer_group(request, partial(self._on_part_settled, group))
+        else:  # the model has stopped merging requests since the table was sent
+            self._start_each(group, frame, request)
+
+    def _start_each(self, group: _Group, frame: RequestsFrame, request: InferRequest) -> None:
+        """Queue the members of a group one by one."""
+        row, size_bytes = 0, request.size_bytes // len(frame.member_rows)
         for index, rows in enumerate(frame.member_rows):
             part = {name: array[row : row + rows] for name, array in request.inputs.items()}
             row += rows
-            received_ns, part_bytes = frame.received_ns[index], size_bytes // members
+            received_ns = frame.received_ns[index]
             self._start(
-                group, index, replace(request, inputs=part, rows=rows, received_ns=received_ns, size_bytes=part_bytes)
+                group, index, replace(request, inputs=part, rows=rows, received_ns=received_ns, size_bytes=size_bytes)
             )
 
     def _start(self, group: _Group, index: int, request: InferRequest) -> None:
@@ -298,6 +305,9 @@ class FrontEndLink:
 
     def _on_settled(self, group: _Group, index: int, completion: LoopCompletion) -> None:
         self._settle(group, index, 1, completion.outcome)
+
+    def _on_part_settled(self, group: _Group, completion: GroupCompletion) -> None:
+        self._settle(group, completion.first, len(completion.members.rows), completion.outcome)
 
     def _settle(self, group: _Group, first: int, members: int, outcome: Outcome | None) -> None:
         """Answer members of a group, and release their leases; never raises."""

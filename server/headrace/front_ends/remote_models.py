@@ -20,8 +20,8 @@ from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import Array, ModelSpec
 from headrace.front_ends import frames
 from headrace.front_ends.errors import restore_error
+from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError
-from headrace.front_ends.stream import FrameStream
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.inference.services import Models

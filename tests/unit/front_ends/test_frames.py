@@ -14,8 +14,8 @@ from headrace.core.request import BatchTimes, InferResponse, PipelineStepTimes
 from headrace.core.tensor import BY_NAME, DATATYPES, TensorSpec
 from headrace.front_ends import frames
 from headrace.front_ends.errors import describe_error, restore_error
+from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, ErrorRecord, FrameError, RequestExtras, TensorPlace
-from headrace.front_ends.stream import FrameStream
 from headrace.front_ends.tensors import TensorReader, TensorWriter
 from hypothesis import given
 from hypothesis import strategies as st

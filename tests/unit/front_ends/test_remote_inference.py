@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import uvloop
 from headrace.core.cache_options import CacheOptions
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, Unavailable
@@ -60,7 +61,8 @@ def run(repository: Path) -> Callable[..., Any]:
             async with open_pair(repository, cache_config=CacheOptions(1 << 20), **options) as pair:
                 return await test(pair)
 
-        return asyncio.run(main())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main())
 
     return runner
 
@@ -243,6 +245,27 @@ def test_a_cancelled_request_is_counted_as_undelivered_or_never_runs(run: Callab
         totals = local.recorder.totals()
         assert (totals.successes, dict(totals.failures)) == (1, {"cancelled": 1})
         assert not front_end.in_flight
+
+    run(test)
+
+
+def test_requests_of_one_turn_are_one_group_and_counted_one_by_one(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end, local = pair.front_ends[0], pair.plane.registry.serving("affine", "")
+        assert local is not None
+        handle = front_end.lease("affine", "")
+        requests = [infer_request(handle, ROWS[: 1 + number % 2] + number) for number in range(5)]
+        completions = [handle.infer(request) for request in requests]
+        await asyncio.sleep(0)
+        assert front_end.in_flight == 1
+        for request, completion in zip(requests, completions, strict=True):
+            alone = local.infer(request)
+            for name, array in (await alone).outputs.items():
+                np.testing.assert_allclose((await completion).outputs[name], array, rtol=1e-6)
+        handle.release()
+        totals = local.recorder.totals()
+        assert (totals.successes, totals.rows) == (10, 14)
+        await until(lambda: not local.in_flight)
 
     run(test)
 

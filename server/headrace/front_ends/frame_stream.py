@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from headrace.front_ends.frames import HEADER_BYTES, Buffer, FrameError, frame_bytes
 
@@ -55,9 +56,8 @@ class FrameStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's have no common base class
+        self._transport.set_write_buffer_limits(HIGH_WATER_BYTES)
         if self._parts:
             self._schedule()
 
