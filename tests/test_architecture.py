@@ -88,6 +88,12 @@ ROOMS: dict[str, dict[str, str]] = {
         "ours": "headrace.core headrace.pipelines",
         "third": "PIL grpc ml_dtypes numpy orjson rich tritonclient",
     },
+    # A client: frames and header compression are those of the server's HTTP/2.
+    "server/headrace/bench": {
+        "ours": "headrace.core headrace.http2.frames headrace.commands.connection headrace.commands.infer "
+        "headrace.commands.infer_client",
+        "third": "PIL google.protobuf numpy orjson rich tritonclient uvloop",
+    },
     "server/headrace/commands/environments.py": {
         "ours": "headrace.core headrace.repository.environments",
         "third": "rich",

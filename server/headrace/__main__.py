@@ -126,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     explain_command.add_arguments(explain, settings.api_key())
     explain.set_defaults(run=explain_command.main)
 
+    from headrace.bench import options as bench_options
+
+    bench = commands.add_parser("bench", help="put load on a running server and measure it")
+    bench_options.add_arguments(bench, settings.api_key())
+    bench.set_defaults(run=_bench)
+
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
     simulation.add_arguments(simulate)
     simulate.set_defaults(run=_simulate)
@@ -207,6 +213,12 @@ def _backends(args: argparse.Namespace) -> int:
     from headrace.commands import backends
 
     return backends.main(args.json)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from headrace.bench import command
+
+    return command.main(args)
 
 
 def _simulate(args: argparse.Namespace) -> int:

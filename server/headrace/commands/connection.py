@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -225,7 +226,49 @@ def get(
         OSError: no server listens, TLS fails, or no response comes in time.
         http.client.HTTPException: the peer does not speak HTTP, or closes the connection early.
     """
-    options = options or ConnectionOptions()
+    connection, prefix = _open(url, timeout_s, options or ConnectionOptions(), context)
+    try:
+        connection.request("GET", prefix + path, headers=(options or ConnectionOptions()).headers())
+        response = connection.getresponse()
+        return response.status, response.read(max_bytes)
+    finally:
+        connection.close()
+
+
+def send(
+    url: str,
+    method: str,
+    path: str,
+    timeout_s: float,
+    options: ConnectionOptions,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """Send a request of any method and return the response's status and body.
+
+    Args:
+        url, path, timeout_s, options: see `get`.
+        method: e.g. "POST".
+        body: JSON of the request; None for none.
+        headers: further headers.
+
+    Raises:
+        BadRequest, ValueError, OSError, http.client.HTTPException: see `get`.
+    """
+    connection, prefix = _open(url, timeout_s, options, None)
+    content = {} if body is None else {"content-type": "application/json"}
+    try:
+        connection.request(method, prefix + path, body, {**content, **options.headers(), **(headers or {})})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _open(
+    url: str, timeout_s: float, options: ConnectionOptions, context: ssl.SSLContext | None
+) -> tuple[http.client.HTTPConnection, str]:
+    """Return a connection that opens with its first request, and the path of the URL."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     host, is_tls = host_of(url)
     connection = (
@@ -233,12 +276,7 @@ def get(
         if is_tls
         else http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
     )
-    try:
-        connection.request("GET", parts.path.rstrip("/") + path, headers=options.headers())
-        response = connection.getresponse()
-        return response.status, response.read(max_bytes)
-    finally:
-        connection.close()
+    return connection, parts.path.rstrip("/")
 
 
 def connection_error_text(error: Exception, url: str, options: ConnectionOptions) -> str:

@@ -157,7 +157,7 @@ def classify(client: InferClient, task: PictureTask, files: Sequence[str], top: 
     results: list[Classified] = []
     for start in range(0, len(files), task.pictures_per_request):
         batch = files[start : start + task.pictures_per_request]
-        tensor = np.concatenate([_tensor(file, task) for file in batch])
+        tensor = np.concatenate([picture_tensor(file, task) for file in batch])
         if task.one_dimension_less:
             tensor = tensor[0]
         if task.ranked:
@@ -190,7 +190,12 @@ def server_time_ns(before: tuple[int, int] | None, after: tuple[int, int] | None
     return after[1] - before[1]
 
 
-def _tensor(file: str, task: PictureTask) -> AnyArray:
+def picture_tensor(file: str, task: PictureTask) -> AnyArray:
+    """Read a picture as the tensor of a request, with a batch dimension of 1.
+
+    Raises:
+        BadRequest: the file cannot be read or is no picture.
+    """
     # Imported here, so that commands without pictures do not load Pillow.
     from headrace.pipelines.image import decode, prepare, to_pixels
 

@@ -162,6 +162,7 @@ class InferClient:
         address: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS; the port may be missing.
         timeout_s: for every call.
         options: TLS files and key; None for neither.
+        headers: further metadata of every call, names in lower case.
 
     Attributes:
         warning: "", or a warning that the key travels without TLS to another machine.
@@ -172,7 +173,13 @@ class InferClient:
         HeadraceError: the server returns an error; from every method.
     """
 
-    def __init__(self, address: str, timeout_s: float = 60.0, options: ConnectionOptions | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float = 60.0,
+        options: ConnectionOptions | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         target, self._is_tls = parse_address(address)
         self._address, self._timeout_s = address, timeout_s
         self._is_connected = False
@@ -183,7 +190,7 @@ class InferClient:
         self._triton = triton.InferenceServerClient(
             target, ssl=self._is_tls, creds=credentials, channel_args=_CHANNEL_ARGUMENTS
         )
-        self._headers = self._options.headers()
+        self._headers = {**self._options.headers(), **(headers or {})}
 
     def __enter__(self) -> Self:
         self._call(self._triton.is_server_live)
@@ -212,6 +219,24 @@ class InferClient:
             return None
         success = statistics.inference_stats.success
         return success.count, success.ns
+
+    def server_metadata(self) -> dict[str, Any]:
+        """Name, version and extensions of the server, as protobuf's JSON."""
+        metadata: dict[str, Any] = self._call(self._triton.get_server_metadata, as_json=True)
+        return metadata
+
+    def statistics(self, model: str, version: str = "") -> dict[str, Any]:
+        """The model's statistics as protobuf's JSON, whose 64-bit numbers are text."""
+        statistics: dict[str, Any] = self._call(self._triton.get_inference_statistics, model, version, as_json=True)
+        return statistics
+
+    def register_system_memory(self, name: str, key: str, size_bytes: int) -> None:
+        """Register shared memory of the system, the file `key` in its folder."""
+        self._call(self._triton.register_system_shared_memory, name, key, size_bytes)
+
+    def unregister_system_memory(self, name: str) -> None:
+        """Release the server's mapping of shared memory."""
+        self._call(self._triton.unregister_system_shared_memory, name)
 
     def infer(
         self, model: str, inputs: Mapping[str, AnyArray], version: str = "", outputs: Mapping[str, int] | None = None
