@@ -62,10 +62,9 @@ ROOMS: dict[str, dict[str, str]] = {
         "headrace.config.triton_messages",
         "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
-    # The data path between front-end processes and the engine process: both ends of it.
+    # The front-end processes and the engine process: both ends of every stream between them.
     "server/headrace/front_ends": {
-        "ours": "headrace.core headrace.inference headrace.observability headrace.repository.registry "
-        "headrace.scheduling.handle headrace.scheduling.version_handle",
+        "ours": "headrace.core headrace.inference headrace.observability headrace.repository.registry headrace.scheduling",
         "third": "msgspec numpy",
     },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},

@@ -30,8 +30,10 @@ from math import sqrt
 from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S
+from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import QuotaExceeded, WouldMiss
 from headrace.core.quota import Quota, charge
+from headrace.core.request import InferRequest
 from headrace.scheduling.batching import BatchCosts, CostModel
 from headrace.scheduling.latency_table import WINDOW
 from headrace.scheduling.policy import BatchPolicy, RateLimits
@@ -57,6 +59,44 @@ class InFlightWork(NamedTuple):
 
     since_ns: int
     batches: Sequence[tuple[int, int]]
+
+
+LATE_TEXT = "predicted to complete in {0:.3g} ms, due in {1:.3g} ms; retry later, or allow a longer deadline"
+STANDING_TEXT = "requests arrive faster than the model serves them (predicted: {0:.3g} ms); retry later"
+
+
+def rejection(text: str, done_ns: int, due_ns: int, now_ns: int, retry_after_s: float) -> WouldMiss:
+    """Return the error of a rejected request.
+
+    Args:
+        text: `LATE_TEXT` or `STANDING_TEXT`.
+        done_ns: monotonic completion time that was predicted, with its margin.
+        due_ns: monotonic due time.
+        now_ns: monotonic.
+        retry_after_s: delay before a retry in seconds.
+    """
+    detail = text.format((done_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS)
+    return WouldMiss(f"request rejected by admission control: {detail}", retry_after_s)
+
+
+class AdmissionForecast(NamedTuple):
+    """Prediction for a request of one row, of the default level and without a deadline, that arrives now.
+
+    From it a front-end process rejects requests as `AdmissionController.admit` would. Times are monotonic nanoseconds.
+
+    Attributes:
+        start_ns: start of its batch.
+        done_ns: completion, with the safety margin.
+        margin_ns: the safety margin.
+        kind: urgency class of the margin.
+        max_wait_ns: largest allowed queue time.
+    """
+
+    start_ns: int
+    done_ns: int
+    margin_ns: int
+    kind: int
+    max_wait_ns: int
 
 
 @dataclass(eq=False, repr=False)
@@ -134,9 +174,9 @@ class AdmissionController:
         # The pipeline of a step has admitted the request as a whole: a refusal here would waste the steps before.
         margin_ns = 0 if last.of_pipeline else self._margins.ns(kind)
         if done_ns + margin_ns > due_ns:
-            refusal = "predicted to complete in {0:.3g} ms, due in {1:.3g} ms; retry later, or allow a longer deadline"
+            text = LATE_TEXT
         elif not last.of_pipeline and start_ns > now_ns + self._max_wait_ns(costs, len(free_ns), due_ns, now_ns):
-            refusal = "requests arrive faster than the model serves them (predicted: {0:.3g} ms); retry later"
+            text = STANDING_TEXT
         else:
             last.predicted_ns = done_ns
             self._arrivals.add(rank, last.rows, now_ns)
@@ -144,13 +184,50 @@ class AdmissionController:
         if self._should_probe(costs, free_ns, ahead, last, now_ns):
             last.predicted_ns = done_ns
         elif last.deadline_ns == due_ns or costs.estimates_ns[last.rows] < self.policy.objective_ns:
-            done_ms, due_ms = (done_ns + margin_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
             if done_ns <= due_ns:
                 self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)])
-            raise WouldMiss(
-                "request rejected by admission control: " + refusal.format(done_ms, due_ms), self.retry_after_s(now_ns)
-            )
+            raise rejection(text, done_ns + margin_ns, due_ns, now_ns, self.retry_after_s(now_ns))
         # Otherwise the objective is shorter than a single compute: rejecting every request would serve none.
+
+    def forecast(self, level: int, now_ns: int) -> AdmissionForecast | None:
+        """Predict the completion of a request of one row that arrives now, without admitting one.
+
+        Args:
+            level: its priority level, from 0.
+            now_ns: monotonic.
+
+        Returns:
+            None if `admit` may accept it whatever the prediction: there is no objective or no measurement, an instance is idle,
+            or clients share the model.
+        """
+        costs, objective_ns = self.cost_model.current, self.policy.objective_ns
+        if costs is None or not objective_ns or self.shared or costs.estimates_ns[1] >= objective_ns:
+            return None
+        free_ns = self._free_ns(costs, now_ns)
+        if not free_ns:
+            return None
+        request = InferRequest(inputs={}, rows=1, shape_key=None, received_ns=now_ns)
+        entry = Entry(request, ThreadCompletion(), level, now_ns, objective_ns)
+        ahead, _, lag_ns = self.queue.locate(entry)
+        if not ahead and not free_ns[0]:
+            return None
+        # Later arrivals that overtake are not counted: a front end must not reject more than `admit` does.
+        start = self._start(costs, free_ns, ahead, 1, now_ns)
+        margin_ns = self._margins.ns(kind := lag_ns.bit_length())
+        return AdmissionForecast(
+            start[0],
+            self._completion_ns(costs, start, entry, now_ns) + margin_ns,
+            margin_ns,
+            kind,
+            self._max_wait_ns(costs, len(free_ns), entry.due_ns, now_ns),
+        )
+
+    def learn_rejections(self, count: int, kind: int) -> None:
+        """Learn from requests of an urgency class that front-end processes have rejected because of the margin."""
+        costs = self.cost_model.current
+        if costs is not None:
+            with self._lock:
+                self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)] * count)
 
     def record_batch(self, rows: int, compute_ns: int, busy_ns: int) -> None:
         """Record the busy time of a batch; called only while `has_due_times`.

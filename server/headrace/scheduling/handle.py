@@ -32,7 +32,7 @@ from headrace.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.ragged import PaddedLayout, batch_layout
 from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.version_handle import Prediction, VersionHandle
+from headrace.scheduling.version_handle import OverloadFigures, Prediction, VersionHandle
 
 logger = logging.getLogger("headrace.model")
 
@@ -336,6 +336,24 @@ class ModelHandle(VersionHandle):
             late=admission.late,
             levels=levels,
         )
+
+    def overload(self, now_ns: int) -> OverloadFigures | None:
+        """Return figures for rejections in front-end processes; None where clients or levels have shares of the queue."""
+        policy, scheduler, limits = self.policy, self._scheduler, self.policy.queue_limits
+        if policy.sharing is not None or limits.level_counts or self._instance_group.evicted:
+            return None
+        return OverloadFigures(
+            self._admission.forecast(policy.default_level - 1, now_ns),
+            scheduler.depth,
+            scheduler.size_bytes,
+            limits.max_count,
+            limits.max_size_bytes,
+            policy.batch.objective_ns,
+        )
+
+    def learn_rejections(self, count: int, kind: int) -> None:
+        """See `AdmissionController.learn_rejections`."""
+        self._admission.learn_rejections(count, kind)
 
     def predict_ns(self, rows: int, level: int, now_ns: int) -> Prediction:
         """Predict queue and compute time of a request behind `announced_rows`; zeros while latencies are unmeasured."""

@@ -68,6 +68,21 @@ class Batch:
         return bool(self.entries)
 
 
+def queue_full(requests: int, size_bytes: int, max_count: int, max_size_bytes: int, retry_after_s: float) -> Overloaded:
+    """Return the error of a request for which the queue has no room.
+
+    Args:
+        requests, size_bytes: queued requests and their memory.
+        max_count, max_size_bytes: bounds of the queue.
+        retry_after_s: delay before a retry in seconds.
+    """
+    return Overloaded(
+        f"the queue is full: {requests} requests of {size_bytes} bytes wait, "
+        f"{max_count} requests of {max_size_bytes} bytes are allowed: retry later",
+        retry_after_s,
+    )
+
+
 class BatchSelector:
     """Selects the next batch from the queue of one model version.
 
@@ -108,11 +123,7 @@ class BatchSelector:
             queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
         )
         if full and not self._make_room(entries, size_bytes):
-            raise Overloaded(
-                f"the queue is full: {queue.requests} requests of {queue.size_bytes} bytes wait, "
-                f"{limits.max_count} requests of {limits.max_size_bytes} bytes are allowed: retry later",
-                self._retry_s(),
-            )
+            raise queue_full(queue.requests, queue.size_bytes, limits.max_count, limits.max_size_bytes, self._retry_s())
         if len(entries) == 1:
             queue.push(entries[0])
         else:
@@ -551,6 +562,11 @@ class Scheduler:
     def depth(self) -> int:
         """Number of queued requests."""
         return self._queue.requests
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the queued requests."""
+        return self._queue.size_bytes
 
     # Called by instances
 

@@ -20,6 +20,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
+from headrace.scheduling.admission import AdmissionForecast
 from headrace.scheduling.instance import WarmUp
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
@@ -37,6 +38,25 @@ class Prediction(NamedTuple):
 
     wait_ns: int
     compute_ns: int
+
+
+class OverloadFigures(NamedTuple):
+    """Figures from which a front-end process rejects requests under overload, before they are decoded.
+
+    Attributes:
+        forecast: prediction for a plain request; None if none is rejected for its completion time.
+        requests: queued requests.
+        size_bytes: memory of the queued requests.
+        max_count, max_size_bytes: bounds of the queue.
+        objective_ns: promised latency; 0 for none.
+    """
+
+    forecast: AdmissionForecast | None
+    requests: int
+    size_bytes: int
+    max_count: int
+    max_size_bytes: int
+    objective_ns: int
 
 
 class RequestCache(Protocol):
@@ -214,6 +234,13 @@ class VersionHandle(ABC):
             level: priority level of the request, from 1; 0 for the default.
             now_ns: monotonic.
         """
+
+    def overload(self, _now_ns: int) -> OverloadFigures | None:
+        """Return figures for rejections in front-end processes; None if only the version itself can decide."""
+        return None
+
+    def learn_rejections(self, count: int, kind: int) -> None:  # noqa: B027  # a version without admission control
+        """Learn from requests of an urgency class that front-end processes have rejected because of the safety margin."""
 
     @abstractmethod
     def load(self, by_level: bool = True) -> ModelLoad:

@@ -1,0 +1,365 @@
+"""Shared page: load and overload figures of every served version, in memory that the engine process writes and front ends read.
+
+Each version has a record. Its writer makes the sequence number odd, stores the figures, and makes it even (a seqlock: C. Lameter,
+Effective synchronization on Linux/NUMA systems, 2005). A reader retries until the number is even and the same before and after.
+Since Python has no memory barriers, a record ends with a checksum, which holds on machines that reorder stores too.
+
+A front end rejects a request by the page before it decodes it, with the same error as admission control and the full queue.
+It rejects only what the engine process would reject: a request with a deadline or a priority of its own passes, and so does
+every request if the figures are older than a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
+from headrace.core.errors import HeadraceError
+from headrace.core.request import ModelLoad
+from headrace.front_ends.counter_array import (
+    SLOTS,
+    CounterArray,
+    FailureTotals,
+    create_memory,
+    map_memory,
+    version_key,
+)
+from headrace.observability.counters import Recorder
+from headrace.scheduling.admission import LATE_TEXT, STANDING_TEXT, rejection
+from headrace.scheduling.queue import FAR_NS
+from headrace.scheduling.scheduler import queue_full
+from headrace.scheduling.version_handle import OverloadFigures
+
+# Cells of a record before its figures: key of the version, whether requests may be rejected, sequence number, checksum.
+_KEY, _REJECTS, _SEQUENCE, _CHECKSUM, _FIRST = range(5)
+_FIGURES = struct.Struct("<7qdq9q")
+_RECORD_CELLS = 32
+_LAST = _FIRST + _FIGURES.size // 8
+_HEADER_CELLS = _RECORD_CELLS
+_EPOCH = 0
+PAGE_BYTES = (_HEADER_CELLS + SLOTS * _RECORD_CELLS) * 8
+# A reader gives up after this many torn reads: the writer has ended in the middle of a record.
+_MAX_READS = 1000
+# Figures of a page that is no longer written reject nothing.
+_MAX_AGE_NS = NS_PER_S
+# Shortest time between two writes of a record, and between two while requests are in flight and nothing happens.
+_INTERVAL_S = 0.001
+_QUIET_INTERVAL_S = 0.005
+
+
+class VersionRecord(NamedTuple):
+    """Record of one version; times are monotonic nanoseconds.
+
+    Attributes:
+        depth, rows, in_flight, running_rows, instances, wait_ns, drain_ns, rows_hz, late: as in `ModelLoad`.
+        written_ns: time of the record.
+        start_ns, done_ns, max_wait_ns: as in `AdmissionForecast`; `start_ns` is 0 without a forecast.
+        size_bytes: memory of the queued requests.
+        max_count, max_size_bytes: bounds of the queue; `max_count` is 0 if the engine process decides.
+        objective_ns: promised latency.
+        retry_after_ns: delay before a retry.
+    """
+
+    depth: int
+    rows: int
+    in_flight: int
+    running_rows: int
+    instances: int
+    wait_ns: int
+    drain_ns: int
+    rows_hz: float
+    late: int
+    written_ns: int
+    start_ns: int
+    done_ns: int
+    max_wait_ns: int
+    size_bytes: int
+    max_count: int
+    max_size_bytes: int
+    objective_ns: int
+    retry_after_ns: int
+
+    @property
+    def load(self) -> ModelLoad:
+        """Load of the version, without that of its levels."""
+        return ModelLoad(*self[:9], ())
+
+    def rejection(self, now_ns: int) -> HeadraceError | None:
+        """Return the error of a plain request that arrives now; None if it is accepted, or the engine process decides."""
+        if now_ns - self.written_ns > _MAX_AGE_NS:
+            return None
+        retry_after_s = self.retry_after_ns / NS_PER_S
+        if self.start_ns:
+            due_ns = now_ns + self.objective_ns
+            if self.done_ns > due_ns:
+                return rejection(LATE_TEXT, self.done_ns, due_ns, now_ns, retry_after_s)
+            if self.max_wait_ns < FAR_NS and self.start_ns > now_ns + self.max_wait_ns:
+                return rejection(STANDING_TEXT, self.done_ns, due_ns, now_ns, retry_after_s)
+        if self.max_count and (self.depth >= self.max_count or (self.depth and self.size_bytes >= self.max_size_bytes)):
+            return queue_full(self.depth, self.size_bytes, self.max_count, self.max_size_bytes, retry_after_s)
+        return None
+
+
+class SharedPage:
+    """The page in one process.
+
+    Ownership: `write` and `clear` are for the engine process, under the lock of `PageWriter`. Front ends read.
+
+    Args:
+        fd: descriptor of the memory; it stays open as long as the page.
+
+    Attributes:
+        fd: see above.
+        epoch: number of the engine process, which differs after a restart.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._cells = map_memory(fd, PAGE_BYTES)
+        self._bytes = memoryview(self._cells).cast("B")
+        self._keys = np.frombuffer(self._cells, np.int64)[_HEADER_CELLS::_RECORD_CELLS]
+        self.epoch = self._cells[_EPOCH]
+
+    @classmethod
+    def create(cls, epoch: int) -> SharedPage:
+        """Create an empty page; raises OSError.
+
+        Args:
+            epoch: number of the engine process, from 1.
+        """
+        page = cls(create_memory("headrace-page", PAGE_BYTES))
+        page._cells[_EPOCH] = page.epoch = epoch
+        return page
+
+    # In front ends
+
+    def slot(self, serial: int) -> int:
+        """Return the slot of a version; -1 if it has none. Takes some microseconds: callers keep the result.
+
+        Args:
+            serial: number of the version.
+        """
+        matches = np.flatnonzero(self._keys == version_key(self.epoch, serial))
+        return int(matches[0]) if len(matches) else -1
+
+    def read(self, slot: int, serial: int) -> VersionRecord | None:
+        """Return the record of a version; None if it has ended or has no slot."""
+        if slot < 0:
+            return None
+        cells, base = self._cells, _HEADER_CELLS + slot * _RECORD_CELLS
+        key = version_key(self.epoch, serial)
+        for _ in range(_MAX_READS):
+            sequence = cells[base + _SEQUENCE]
+            if sequence & 1:
+                continue
+            content = bytes(self._bytes[(base + _FIRST) * 8 : (base + _LAST) * 8])
+            is_whole = cells[base + _CHECKSUM] == _checksum(content, sequence)
+            if cells[base + _KEY] != key:
+                return None
+            if is_whole and cells[base + _SEQUENCE] == sequence:
+                return VersionRecord._make(_FIGURES.unpack(content))
+        return None
+
+    def load(self, slot: int, serial: int) -> ModelLoad:
+        """Return the load of a version; zeros if it has ended or has no slot."""
+        record = self.read(slot, serial)
+        return _NO_LOAD if record is None else record.load
+
+    def rejection(self, slot: int, serial: int, now_ns: int) -> HeadraceError | None:
+        """Return the error of a request without a deadline and a priority that arrives now; None if it is accepted.
+
+        While nothing can be rejected this is one comparison.
+        """
+        if slot < 0 or not self._cells[_HEADER_CELLS + slot * _RECORD_CELLS + _REJECTS]:
+            return None
+        record = self.read(slot, serial)
+        return None if record is None else record.rejection(now_ns)
+
+    # In the engine process
+
+    def write(self, slot: int, key: int, record: VersionRecord, rejects: bool) -> None:
+        """Write the record of a version."""
+        cells, base = self._cells, _HEADER_CELLS + slot * _RECORD_CELLS
+        content = _FIGURES.pack(*record)
+        sequence = cells[base + _SEQUENCE] + 2
+        cells[base + _SEQUENCE] = sequence - 1
+        self._bytes[(base + _FIRST) * 8 : (base + _LAST) * 8] = content
+        cells[base + _CHECKSUM] = _checksum(content, sequence)
+        cells[base + _KEY] = key
+        cells[base + _SEQUENCE] = sequence
+        if bool(cells[base + _REJECTS]) != rejects:
+            cells[base + _REJECTS] = rejects
+
+    def clear(self, slot: int) -> None:
+        """End the record of a version."""
+        base = _HEADER_CELLS + slot * _RECORD_CELLS
+        self._cells[base + _REJECTS] = self._cells[base + _KEY] = 0
+
+
+_NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
+
+
+def _checksum(content: bytes, sequence: int) -> int:
+    return crc32(content, sequence & 0xFFFFFFFF)
+
+
+class PagedVersion(Protocol):
+    """A served version; see `headrace.scheduling.version_handle.VersionHandle`."""
+
+    serial: int
+    recorder: Recorder
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests between lease and release."""
+
+    def load(self, by_level: bool = True) -> ModelLoad:
+        """Return the load of the version."""
+
+    def overload(self, now_ns: int, /) -> OverloadFigures | None:
+        """Return figures for rejections in front ends; None if only the version itself can decide."""
+
+    def learn_rejections(self, count: int, kind: int) -> None:
+        """Learn from requests that front ends have rejected because of the safety margin."""
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    """A version with a slot."""
+
+    handle: PagedVersion
+    slot: int
+    totals: FailureTotals
+    margin_kind: int = -1  # urgency class whose margin causes rejections by the last record; -1 for none
+    rejected: int = field(default=0)
+
+
+class PageWriter:
+    """Writes the records of versions: at most once a millisecond, and not at all while nothing is in flight.
+
+    Ownership: `touch` is called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and all writes.
+
+    Args:
+        page: the page.
+        loop: the event loop of the engine process.
+        arrays: counters of all processes.
+        clock: returns monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        page: SharedPage,
+        loop: asyncio.AbstractEventLoop,
+        arrays: Iterable[CounterArray] = (),
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.page = page
+        self._loop = loop
+        self._arrays = tuple(arrays)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._served: dict[int, _Served] = {}
+        self._free: list[int] = []
+        self._used = 0
+        self._touched: dict[int, None] = {}
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._flushed_ns = 0
+
+    def add(self, handle: PagedVersion) -> None:
+        """Give a version a slot and write its record; call it before the version is published."""
+        with self._lock:
+            if handle.serial in self._served or (not self._free and self._used == SLOTS):
+                return
+            slot = self._free.pop() if self._free else self._used
+            self._used = max(self._used, slot + 1)
+            totals = FailureTotals(self._arrays, slot, version_key(self.page.epoch, handle.serial))
+            handle.recorder.collect_failures = totals.collect
+            served = self._served[handle.serial] = _Served(handle, slot, totals)
+            self._write(served)
+
+    def remove(self, handle: PagedVersion) -> None:
+        """Count the last failures of a version and free its slot; call it once no front end leases it."""
+        handle.recorder.request_counts()
+        with self._lock:
+            served = self._served.pop(handle.serial, None)
+            if served is not None:
+                handle.recorder.collect_failures = None
+                self.page.clear(served.slot)
+                self._free.append(served.slot)
+
+    def touch(self, handle: PagedVersion) -> None:
+        """Write the record of a version soon: requests have arrived, or were answered."""
+        self._touched[handle.serial] = None
+        if self._timer is None:
+            wait_s = _INTERVAL_S - (self._clock() - self._flushed_ns) / NS_PER_S
+            if wait_s > 0:
+                self._timer = self._loop.call_later(wait_s, self._flush)
+            else:
+                self._timer = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        self._flushed_ns = self._clock()
+        touched, self._touched = self._touched, {}
+        with self._lock:
+            for serial in touched:
+                served = self._served.get(serial)
+                if served is not None and self._write(served):
+                    self._touched[serial] = None
+        if self._touched:  # their predictions change with the time
+            self._timer = self._loop.call_later(_QUIET_INTERVAL_S, self._flush)
+
+    def close(self) -> None:
+        """Stop writing; on the event loop."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _write(self, served: _Served) -> bool:
+        """Write the record of a version; returns True if it changes without further requests."""
+        handle, now_ns = served.handle, self._clock()
+        rejected = served.totals.count("would_miss")
+        if rejected != served.rejected and served.margin_kind >= 0:
+            handle.learn_rejections(rejected - served.rejected, served.margin_kind)
+        served.rejected = rejected
+        load, figures = handle.load(by_level=False), handle.overload(now_ns)
+        record = version_record(load, figures, now_ns)
+        served.margin_kind = -1
+        error = record.rejection(now_ns)
+        if figures is not None and figures.forecast is not None and error is not None:
+            forecast = figures.forecast
+            if forecast.done_ns - forecast.margin_ns <= now_ns + figures.objective_ns < forecast.done_ns:
+                served.margin_kind = forecast.kind
+        self.page.write(served.slot, version_key(self.page.epoch, handle.serial), record, error is not None)
+        return bool(load.depth or load.in_flight or load.running_rows)
+
+
+def version_record(load: ModelLoad, figures: OverloadFigures | None, now_ns: int) -> VersionRecord:
+    """Return the record of a version from its figures.
+
+    Args:
+        load: of the version.
+        figures: for rejections; None for none.
+        now_ns: monotonic.
+    """
+    retry_after_ns = max(load.drain_ns, NS_PER_MS) if load.drain_ns else NS_PER_S
+    forecast = None if figures is None else figures.forecast
+    return VersionRecord(
+        *load[:9],
+        written_ns=now_ns,
+        start_ns=0 if forecast is None else forecast.start_ns,
+        done_ns=0 if forecast is None else forecast.done_ns,
+        max_wait_ns=0 if forecast is None else forecast.max_wait_ns,
+        size_bytes=0 if figures is None else figures.size_bytes,
+        max_count=0 if figures is None else figures.max_count,
+        max_size_bytes=0 if figures is None else figures.max_size_bytes,
+        objective_ns=0 if figures is None else figures.objective_ns,
+        retry_after_ns=retry_after_ns,
+    )
