@@ -135,6 +135,11 @@ class CounterArray:
         """Open connections, of all protocols but the metrics port."""
         return self.limits("http")[1] + self.limits("grpc")[1]
 
+    @property
+    def all_connections(self) -> int:
+        """Open connections, of all protocols."""
+        return sum([self.limits(protocol)[1] for protocol in PROTOCOLS])
+
     def limits(self, protocol: str) -> memoryview[int]:
         """Return the cells of a protocol's `ClientLimits`."""
         return self.cells[_LIMITS[protocol]]

@@ -44,7 +44,7 @@ _FIGURES = struct.Struct("<7qdq9q")
 _RECORD_CELLS = 32
 _LAST = _FIRST + _FIGURES.size // 8
 _HEADER_CELLS = _RECORD_CELLS
-_EPOCH = 0
+_EPOCH, _RECORD_NEEDS = range(2)
 PAGE_BYTES = (_HEADER_CELLS + SLOTS * _RECORD_CELLS) * 8
 # A reader gives up after this many torn reads: the writer has ended in the middle of a record.
 _MAX_READS = 1000
@@ -141,6 +141,11 @@ class SharedPage:
 
     # In front ends
 
+    @property
+    def record_needs(self) -> int:
+        """Access records that the engine process needs; see `headrace.front_ends.access_records`."""
+        return self._cells[_RECORD_NEEDS]
+
     def slot(self, serial: int) -> int:
         """Return the slot of a version; -1 if it has none. Takes some microseconds: callers keep the result.
 
@@ -184,6 +189,10 @@ class SharedPage:
         return None if record is None else record.rejection(now_ns)
 
     # In the engine process
+
+    def set_record_needs(self, needs: int) -> None:
+        """Set the access records that front ends send."""
+        self._cells[_RECORD_NEEDS] = needs
 
     def write(self, slot: int, key: int, record: VersionRecord, rejects: bool) -> None:
         """Write the record of a version."""

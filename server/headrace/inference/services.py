@@ -10,12 +10,14 @@ from headrace.core.access import AccessControl
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import ModelSpec, Region
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
+from headrace.observability.access_log import AccessRecord
 from headrace.observability.counters import Recorder
 from headrace.observability.logs import LogSettings
-from headrace.observability.tracing import RequestObserver, Tracer
+from headrace.observability.tracing import SamplingDecision, Tracer
 
 
 class ComputeTimes(Protocol):
@@ -159,6 +161,23 @@ class Regions(Protocol):
         """
 
 
+class Observer(Protocol):
+    """Receives records of requests; see `headrace.observability.tracing.RequestObserver`."""
+
+    @property
+    def active(self) -> bool:
+        """False if no request can be selected."""
+
+    def sample(self, model: str, context: TraceContext | None, /) -> SamplingDecision | None:
+        """Select a request for a trace and the log, while `active`."""
+
+    def record_success(self, sampling: SamplingDecision, access_record: AccessRecord, recorder: Recorder, /) -> None:
+        """Record a selected request that succeeded."""
+
+    def record_failure(self, sampling: SamplingDecision | None, access_record: AccessRecord, /) -> None:
+        """Record a request that failed, selected or not."""
+
+
 class Overview(Protocol):
     """Data of the server's web page; see `headrace.repository.overview.ServerOverview`."""
 
@@ -193,7 +212,7 @@ class Services:
     repository: Repository
     regions: Regions
     traces: Tracer
-    observer: RequestObserver
+    observer: Observer
     logs: LogSettings
     overview: Overview
     version: str

@@ -122,7 +122,8 @@ _MAX_TEXT = 512
 _MAX_NAME = 256
 _CLOSE_TIMEOUT_S = 5.0
 # Bounds the disk space and the CPU time that a client can use up with invalid requests.
-_MAX_ERRORS_HZ = 100
+MAX_ERRORS_HZ = 100
+"""Lines of failed requests in a second, unless all requests are logged."""
 # Reasons that are the client's fault, or no fault of the server: logged as warnings.
 _CLIENTS = frozenset(
     ("bad_request", "too_large", "conflict", "forbidden", "not_found", "quota", "cancelled", "unsupported")
@@ -196,7 +197,7 @@ class RequestLog:
         if second != self._second:
             self._second, self._in_second = second, 0
         self._in_second += 1
-        if self._in_second > _MAX_ERRORS_HZ:
+        if self._in_second > MAX_ERRORS_HZ:
             DROPPED.count("request_log")
             return False
         return True

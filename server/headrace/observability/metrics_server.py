@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.ledger import HOST, Ledger
 from headrace.core.limits import ClientLimits
-from headrace.core.telemetry import GpuReading, LoadCounts
+from headrace.core.telemetry import GpuReading, LoadCounts, ProcessFigures
 from headrace.observability import metrics_table as table
 from headrace.observability.counters import FINE_BUCKETS, Counts, Histogram
 from headrace.observability.labelled_counter import BUILDS, DROPPED, ERRORS, LOADS, LabelledCounter
@@ -99,6 +99,7 @@ class ServerFacts:
         lag: delays of the event loop.
         client_limits: limits on clients and their counters, one for each protocol.
         certificate_expiry_s: returns seconds since 1970, None if they are unknown; None without TLS.
+        processes: returns the figures of each process; None for a server of one process.
     """
 
     states: States
@@ -106,6 +107,7 @@ class ServerFacts:
     lag: LagSource
     client_limits: Sequence[ClientLimits] = ()
     certificate_expiry_s: Callable[[], float | None] | None = None
+    processes: Callable[[], Sequence[ProcessFigures]] | None = None
 
 
 class ServerCollector(table.ScrapeCollector):
@@ -131,6 +133,7 @@ class ServerCollector(table.ScrapeCollector):
         if expiry_s is not None:
             expiry.add_metric([], expiry_s)
         yield expiry
+        yield from _process_metrics([] if facts.processes is None else facts.processes())
         for family, labelled_counter in _LABELLED_COUNTERS:
             counter = family.counter()
             for values, count in labelled_counter.items():
@@ -152,6 +155,23 @@ def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
         for limit, value in each.limits.table().items():
             limits.add_metric([limit], value)
     yield from (hits, connections, bodies, unread, limits)
+
+
+def _process_metrics(processes: Sequence[ProcessFigures]) -> Iterator[Metric]:
+    up, memory, connections = (
+        table.SERVER_PROCESS_UP.gauge(),
+        table.SERVER_PROCESS_MEMORY.gauge(),
+        table.SERVER_PROCESS_CONNECTIONS.gauge(),
+    )
+    cpu, starts = table.SERVER_PROCESS_CPU.counter(), table.SERVER_PROCESS_STARTS.counter()
+    for each in processes:
+        up.add_metric([each.name], each.pid > 0)
+        cpu.add_metric([each.name], each.cpu_s)
+        memory.add_metric([each.name], each.memory_bytes)
+        starts.add_metric([each.name], each.starts)
+        if each.name.startswith("front_end"):
+            connections.add_metric([each.name], each.connections)
+    yield from (up, cpu, memory, starts, connections)
 
 
 def _states(states: States) -> Metric:

@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from typing import NamedTuple, Protocol
@@ -253,6 +253,7 @@ class Tracer:
 
     Attributes:
         active: False if no request can be traced.
+        on_change: callback for changes of `active`.
     """
 
     def __init__(
@@ -264,6 +265,7 @@ class Tracer:
         clock: Clock = monotonic_ns,
     ) -> None:
         self.active = False
+        self.on_change: Callable[[], None] | None = None
         self._path = path
         self._writer = TraceWriter(path, max_bytes)
         self._spans = spans
@@ -477,9 +479,12 @@ class Tracer:
         self._refresh()
 
     def _refresh(self) -> None:
+        was_active = self.active
         self.active = any(
             sampler.live and self._usable(sampler.mode) for sampler in (self._sampler, *self._samplers.values())
         )
+        if self.active != was_active and self.on_change is not None:
+            self.on_change()
 
 
 def _level(values: list[object]) -> int:
@@ -544,6 +549,20 @@ class RequestObserver:
     def active(self) -> bool:
         """False if no request can be selected; the only check for each request while nothing is traced or logged."""
         return self._tracer.active or self._log.active
+
+    @property
+    def traces(self) -> bool:
+        """True if requests may be traced."""
+        return self._tracer.active
+
+    @property
+    def logs_errors(self) -> bool:
+        """True if failed requests are logged."""
+        return self._log.errors
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Set a callback for changes of `traces`; called on the event loop."""
+        self._tracer.on_change = callback
 
     def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
         """Select a request for a trace and the log; call it once for each request before it is queued, while `active`.

@@ -1,0 +1,83 @@
+"""Number of front-end processes for `--front-ends auto`, from the processor cores that this process may use.
+
+Cores are those of the scheduler's affinity mask, or the CPU quota of the control group (cgroup v2, `cpu.max`) if that is less: a
+container with a limit of 2 CPUs sees all cores of its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+CORES_PER_FRONT_END = 4
+"""One front end for each of these: the engine process and the models compute on the others."""
+MAX_FRONT_ENDS = 8
+
+_CGROUP_ROOT = "/sys/fs/cgroup"
+
+
+class FrontEndChoice(NamedTuple):
+    """A number of front ends and its reason, for the startup message.
+
+    Attributes:
+        processes: front-end processes; 0 for one process that does everything.
+        reason: why, as part of a sentence.
+    """
+
+    processes: int
+    reason: str
+
+
+def choose_front_ends(cores: float, platform: str = sys.platform) -> FrontEndChoice:
+    """Return the number of front ends for a machine.
+
+    Args:
+        cores: processor cores that the server may use; a quota need not be a whole number.
+        platform: as `sys.platform`.
+    """
+    if platform != "linux":
+        return FrontEndChoice(0, f"front-end processes need Linux, this is {platform}")
+    shown = f"{cores:.3g} {'core' if cores == 1 else 'cores'}"
+    if cores < CORES_PER_FRONT_END:
+        return FrontEndChoice(0, f"{shown}: one process does everything below {CORES_PER_FRONT_END}")
+    count = min(int(cores / CORES_PER_FRONT_END), MAX_FRONT_ENDS)
+    rule = f"one for {CORES_PER_FRONT_END}, at most {MAX_FRONT_ENDS}"
+    return FrontEndChoice(count, f"{shown}: {rule}")
+
+
+def available_cores(read: Callable[[str], str] = lambda path: Path(path).read_text()) -> float:
+    """Return the processor cores that this process may use.
+
+    Args:
+        read: returns the text of a file; raises OSError.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = quota_cores(read)
+    return float(affinity) if quota is None else min(float(affinity), quota)
+
+
+def quota_cores(read: Callable[[str], str]) -> float | None:
+    """Return the smallest CPU quota of the process's control group (v2) and the groups above it, in cores; None for none.
+
+    Args:
+        read: returns the text of a file; raises OSError.
+    """
+    try:
+        groups = read("/proc/self/cgroup").splitlines()
+    except OSError:
+        return None
+    # In a container the group is usually "/": its namespace begins at the container's own group.
+    path = next((line[3:] for line in groups if line.startswith("0::/")), "/")
+    parts = [part for part in path.split("/") if part and part != ".."]
+    quotas = []
+    for depth in range(len(parts) + 1):
+        try:
+            quota, period = read("/".join([_CGROUP_ROOT, *parts[:depth], "cpu.max"])).split()
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):  # the root group has no such file
+            continue
+    return min(quotas, default=None)

@@ -1,0 +1,75 @@
+"""The number of front ends for a number of cores, and the cores of a container."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from headrace.front_ends.automatic import available_cores, choose_front_ends, quota_cores
+
+
+def reader(**files: str) -> Callable[[str], str]:
+    """Read files that are given by name: `root` and `group` are the `cpu.max` of the root and of group /a/b."""
+    paths = {
+        "/proc/self/cgroup": files.get("cgroup"),
+        "/sys/fs/cgroup/cpu.max": files.get("root"),
+        "/sys/fs/cgroup/a/cpu.max": files.get("above"),
+        "/sys/fs/cgroup/a/b/cpu.max": files.get("group"),
+    }
+
+    def read(path: str) -> str:
+        text = paths.get(path)
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("cores", "count"),
+    [(1, 0), (1.5, 0), (2, 0), (3, 0), (3.9, 0), (4, 1), (7.5, 1), (8, 2), (16, 4), (32, 8), (64, 8), (192, 8)],
+)
+def test_front_ends_by_cores(cores: float, count: int) -> None:
+    assert choose_front_ends(cores, "linux").processes == count
+
+
+def test_reasons_name_the_cores_and_the_rule() -> None:
+    assert choose_front_ends(16, "linux").reason == "16 cores: one for 4, at most 8"
+    assert choose_front_ends(1, "linux").reason == "1 core: one process does everything below 4"
+    assert choose_front_ends(2.5, "linux").reason == "2.5 cores: one process does everything below 4"
+    assert choose_front_ends(64, "darwin") == (0, "front-end processes need Linux, this is darwin")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, None),
+        ({"cgroup": "0::/\n", "root": "max 100000\n"}, None),
+        ({"cgroup": "0::/\n", "root": "250000 100000\n"}, 2.5),
+        ({"cgroup": "0::/a/b\n", "group": "400000 100000", "above": "200000 100000"}, 2),
+        ({"cgroup": "0::/a/b\n", "group": "max 100000", "above": "50000 100000"}, 0.5),
+        ({"cgroup": "12:cpu:/docker\n0::/a/b\n", "group": "300000 100000"}, 3),
+        ({"cgroup": "0::/../..\n", "root": "100000 100000"}, 1),
+        ({"cgroup": "1:name=systemd:/\n", "root": "100000 100000"}, 1),
+        ({"cgroup": "0::/\n", "root": "unreadable"}, None),
+        ({"cgroup": "0::/\n", "root": "100000 0"}, None),
+    ],
+)
+def test_quotas_of_control_groups(files: dict[str, str], cores: float | None) -> None:
+    assert quota_cores(reader(**files)) == cores
+
+
+def test_cores_are_the_smaller_of_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    assert available_cores(reader(cgroup="0::/\n", root="300000 100000")) == 3
+    assert available_cores(reader(cgroup="0::/\n", root="1600000 100000")) == 8
+    assert available_cores(reader()) == 8
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert available_cores(reader()) == 6
+
+
+def test_this_machine_has_cores() -> None:
+    assert available_cores() > 0
