@@ -5,8 +5,8 @@ Effective synchronization on Linux/NUMA systems, 2005). A reader retries until t
 Since Python has no memory barriers, a record ends with a checksum, which holds on machines that reorder stores too.
 
 A front end rejects a request by the page before it decodes it, with the same error as admission control and the full queue.
-It rejects only what the engine process would reject: a request with a deadline or a priority of its own passes, and so does
-every request if the figures are older than a second.
+It rejects only what the engine process would reject, whatever the options of the request. Versions with priority levels, quotas,
+shares of clients or a response cache have no figures for that. Figures older than a second reject nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headrace.front_ends.counter_array import (
     SLOTS,
     CounterArray,
     FailureTotals,
+    VersionFailures,
     create_memory,
     map_memory,
     version_key,
@@ -93,7 +94,7 @@ class VersionRecord(NamedTuple):
         return ModelLoad(*self[:9], ())
 
     def rejection(self, now_ns: int) -> HeadraceError | None:
-        """Return the error of a plain request that arrives now; None if it is accepted, or the engine process decides."""
+        """Return the error of a request that arrives now; None if it is accepted, or the engine process decides."""
         if now_ns - self.written_ns > _MAX_AGE_NS:
             return None
         retry_after_s = self.retry_after_ns / NS_PER_S
@@ -179,7 +180,7 @@ class SharedPage:
         return _NO_LOAD if record is None else record.load
 
     def rejection(self, slot: int, serial: int, now_ns: int) -> HeadraceError | None:
-        """Return the error of a request without a deadline and a priority that arrives now; None if it is accepted.
+        """Return the error of a request that arrives now; None if it is accepted, or the engine process decides.
 
         While nothing can be rejected this is one comparison.
         """
@@ -211,6 +212,45 @@ class SharedPage:
         """End the record of a version."""
         base = _HEADER_CELLS + slot * _RECORD_CELLS
         self._cells[base + _REJECTS] = self._cells[base + _KEY] = 0
+
+
+class PageState:
+    """The page of an engine process as `RemoteModels` reads it, with the failures that this front end counts by its slots.
+
+    Ownership: the event loop.
+
+    Args:
+        page: of the engine process.
+        array: counters of this front end.
+    """
+
+    def __init__(self, page: SharedPage, array: CounterArray) -> None:
+        self._page = page
+        self._failures = VersionFailures(array, page.epoch)
+        self._slots: dict[int, int] = {}
+
+    def load(self, version: int) -> ModelLoad:
+        """Return the load of a version by its number; zeros if it has no slot."""
+        return self._page.load(self._slot(version), version)
+
+    def admit(self, version: int) -> None:
+        """Raise the error with which the engine process would reject any request of a version now."""
+        slot = self._slots.get(version, -1)
+        error = self._page.rejection(self._slot(version) if slot < 0 else slot, version, monotonic_ns())
+        if error is not None:
+            raise error
+
+    def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
+        """Count a failed request of a version; False if it must be sent, since the version has no slot."""
+        return self._failures.count(self._slot(version), version, reason, time_ns)
+
+    def _slot(self, version: int) -> int:
+        slot = self._slots.get(version, -1)
+        if slot < 0:
+            slot = self._page.slot(version)
+            if slot >= 0:
+                self._slots[version] = slot
+        return slot
 
 
 _NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())

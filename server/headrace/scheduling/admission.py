@@ -80,7 +80,7 @@ def rejection(text: str, done_ns: int, due_ns: int, now_ns: int, retry_after_s: 
 
 
 class AdmissionForecast(NamedTuple):
-    """Prediction for a request of one row, of the default level and without a deadline, that arrives now.
+    """Prediction for a request of one row and without a deadline that arrives now.
 
     From it a front-end process rejects requests as `AdmissionController.admit` would. Times are monotonic nanoseconds.
 
@@ -189,12 +189,8 @@ class AdmissionController:
             raise rejection(text, done_ns + margin_ns, due_ns, now_ns, self.retry_after_s(now_ns))
         # Otherwise the objective is shorter than a single compute: rejecting every request would serve none.
 
-    def forecast(self, level: int, now_ns: int) -> AdmissionForecast | None:
-        """Predict the completion of a request of one row that arrives now, without admitting one.
-
-        Args:
-            level: its priority level, from 0.
-            now_ns: monotonic.
+    def forecast(self, now_ns: int) -> AdmissionForecast | None:
+        """Predict the completion of a request of one row and the only priority level that arrives now, without admitting one.
 
         Returns:
             None if `admit` may accept it whatever the prediction: there is no objective or no measurement, an instance is idle,
@@ -207,7 +203,7 @@ class AdmissionController:
         if not free_ns:
             return None
         request = InferRequest(inputs={}, rows=1, shape_key=None, received_ns=now_ns)
-        entry = Entry(request, ThreadCompletion(), level, now_ns, objective_ns)
+        entry = Entry(request, ThreadCompletion(), 0, now_ns, objective_ns)
         ahead, _, lag_ns = self.queue.locate(entry)
         if not ahead and not free_ns[0]:
             return None

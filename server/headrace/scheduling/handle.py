@@ -338,12 +338,17 @@ class ModelHandle(VersionHandle):
         )
 
     def overload(self, now_ns: int) -> OverloadFigures | None:
-        """Return figures for rejections in front-end processes; None where clients or levels have shares of the queue."""
-        policy, scheduler, limits = self.policy, self._scheduler, self.policy.queue_limits
-        if policy.sharing is not None or limits.level_counts or self._instance_group.evicted:
+        """Return figures for rejections in front-end processes.
+
+        None where a rejection depends on more than the time of arrival: on the client, the priority level, or a cached response.
+        """
+        policy, limits = self.policy, self.policy.queue_limits
+        has_shares = policy.sharing is not None or policy.rate_limits is not None or policy.levels > 1
+        if has_shares or self.has_cache or self._instance_group.evicted:
             return None
+        scheduler = self._scheduler
         return OverloadFigures(
-            self._admission.forecast(policy.default_level - 1, now_ns),
+            self._admission.forecast(now_ns),
             scheduler.depth,
             scheduler.size_bytes,
             limits.max_count,

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from headrace.core.clock import NS_PER_MS as MS
@@ -13,8 +14,8 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import Overloaded, WouldMiss
 from headrace.core.request import InferRequest, ModelLoad
-from headrace.front_ends.counter_array import CounterArray, VersionFailures, version_key
-from headrace.front_ends.shared_page import PageWriter, SharedPage, VersionRecord, version_record
+from headrace.front_ends.counter_array import CounterArray, FailureTotals, VersionFailures, version_key
+from headrace.front_ends.shared_page import PageState, PageWriter, SharedPage, VersionRecord, version_record
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, AdmissionForecast, InFlightWork
 from headrace.scheduling.batching import CostModel
@@ -126,7 +127,7 @@ class Model:
     def record(self) -> VersionRecord:
         scheduler, limits = self.scheduler, self.limits
         load = LOAD._replace(depth=scheduler.depth, drain_ns=self.admission.drain_ns(NOW))
-        forecast = self.admission.forecast(0, NOW)
+        forecast = self.admission.forecast(NOW)
         figures = OverloadFigures(
             forecast, scheduler.depth, scheduler.size_bytes, limits.max_count, limits.max_size_bytes, self.objective_ns
         )
@@ -293,3 +294,16 @@ def test_pages_that_reject_nothing_are_not_read(rejects: bool, monkeypatch: pyte
     error = page.rejection(0, 4, NOW)
     assert (error is not None, reads) == (rejects, [(0, 4)] * rejects)
     assert page.rejection(-1, 4, NOW) is None
+
+
+def test_a_front_end_reads_and_counts_by_version() -> None:
+    page, array = SharedPage.create(1), CounterArray.create()
+    state = PageState(SharedPage(page.fd), array)
+    state.admit(4)  # has no slot yet
+    assert (state.load(4).depth, state.count_failure(4, "overloaded", 5)) == (0, False)
+    page.write(3, version_key(1, 4), record(0, written_ns=time.monotonic_ns(), depth=4, max_count=4), True)
+    assert state.load(4).depth == 4
+    with pytest.raises(Overloaded, match="the queue is full: 4 requests"):
+        state.admit(4)
+    assert state.count_failure(4, "overloaded", 5)
+    assert FailureTotals([array], 3, version_key(1, 4)).collect() == [("overloaded", 1, 5)]
