@@ -142,6 +142,20 @@ def _creator(trt: Any, operator: str) -> Any:
     return next((c for (name, _), c in trt.get_plugin_registry().creators.items() if name == operator), None)
 
 
+_kept: list[Any] = []
+
+
+def destroy_with(owner: Any, plugins: Mapping[str, Any]) -> None:
+    """Destroy the plug-ins when their engine or context is deleted; like the binding, keep references to them for ever."""
+    _kept.extend(plugins.values())
+
+    def destroy(doomed: list[Any]) -> None:
+        for plugin in doomed:
+            plugin.destroy()
+
+    weakref.finalize(owner, destroy, list(plugins.values())).atexit = False
+
+
 class PluginRunner:
     """Runs a model with plug-ins on the host: ONNX's reference, and the plug-ins' kernels.
 

@@ -15,7 +15,7 @@ from headrace_engines.onnx_graph import OnnxRunner
 from onnx import helper
 
 from tests.support.fake_cuda import FakeCuda
-from tests.support.fake_tensorrt_plugins import PluginRunner, load_plugins
+from tests.support.fake_tensorrt_plugins import PluginRunner, destroy_with, load_plugins
 
 MAGIC = b"PLAN"
 
@@ -83,6 +83,7 @@ class _Engine:
         self.trt, self.cuda, self.logger = trt, cuda, logger
         self.model = model
         self.plugins = plugins
+        destroy_with(self, plugins)
         self.debug: list[str] = document["debug"]
         self.runner: Any = None if plugins else OnnxRunner(self.model, self.debug, optimize=False)
         self.profiles = document["profiles"] or [{}]
@@ -122,6 +123,7 @@ class _Engine:
         plugins = {name: plugin.attach_to_context(None) for name, plugin in self.plugins.items()}
         runner = PluginRunner(self.cuda, self.model, plugins) if plugins else self.runner
         created = _Context(self, runner, owns_memory=strategy is None)
+        destroy_with(created, plugins)
         if not plugins:  # they own memory of the GPU
             self.trt.state.made.append(created)
         return created

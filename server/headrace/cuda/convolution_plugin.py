@@ -7,8 +7,9 @@ compile the kernels from their own sources, so a plan runs only with the sources
     build    creator(index of the layer) -> plug-in -> fields in the plan
     serve    fields -> creator -> plug-in -> one clone for each execution context -> launches on TensorRT's stream
 
-Clones share the weights on the GPU if their algorithm needs no scratch memory; else each has its own. Nothing is allocated in
-`enqueue`, so that CUDA graphs capture it. Without a graph TensorRT calls `enqueue` with the interpreter's lock.
+Clones share the weights on the GPU if their algorithm needs no scratch memory; else each has its own. `destroy` frees them.
+Nothing is allocated in `enqueue`, so that CUDA graphs capture it. Without a graph TensorRT calls `enqueue` with the
+interpreter's lock.
 
 Nothing of TensorRT is imported here: callers pass the module `tensorrt`. Interfaces: TensorRT developer guide, "Adding Custom
 Layers using the Python API", `IPluginV3`.
@@ -429,6 +430,13 @@ class _ConvolutionPlugin:
         clone = type(self)(None if self.refused else self.layer, self.phase, self.content)
         clone.convolution = self.convolution
         return clone
+
+    def destroy(self) -> None:
+        # Before TensorRT deletes it. The binding of 10.6 keeps a reference for each call of `get_capability_interface`, so the
+        # object itself stays: only this frees weights on GPU and host.
+        self.convolution = None
+        self.refused, self.layer, self.content = True, _NO_LAYER, b""
+        self.values = self.fields = self.collection = None
 
     # Building
 

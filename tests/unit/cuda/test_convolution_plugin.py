@@ -235,6 +235,22 @@ def test_contexts_share_weights_unless_they_need_scratch_memory(gpu: FakeCuda, m
         del attached
 
 
+def test_a_destroyed_plugin_keeps_no_memory(gpu: FakeCuda) -> None:
+    with driver.current(0):
+        first = plugin()
+        attached = [first.attach_to_context(None) for _ in range(2)]
+        assert gpu.live
+        attached[0].destroy()
+        gc.collect()
+        assert gpu.live, "another context runs with the shared weights"
+        attached[1].destroy()
+        gc.collect()
+        assert not gpu.live
+    assert attached[0].content == b""
+    with pytest.raises(PluginRefused):
+        attached[0].open()
+
+
 def test_kernels_of_pycuda_streams_do_not_run_on_borrowed_ones(gpu: FakeCuda) -> None:
     opened = DirectAlgorithm().open(0, SHAPE, np.float16, Epilogue(), layer().weights.astype(np.float32))
     with driver.current(0), pytest.raises(AssertionError, match="loaded outside of for_borrowed_streams"):
