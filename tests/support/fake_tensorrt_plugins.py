@@ -91,9 +91,9 @@ def has_plugins(trt: Any, model: onnx.ModelProto) -> bool:
     return any(_creator(trt, node.op_type) is not None for node in model.graph.node)
 
 
-def serialize_plugins(trt: Any, model: onnx.ModelProto, logger: Any) -> dict[str, dict[str, str]] | None:
+def serialize_plugins(trt: Any, model: onnx.ModelProto, logger: Any) -> dict[str, dict[str, Any]] | None:
     """Create the plug-ins of a model's nodes as the builder does, and return their fields; None if one is refused."""
-    plugins: dict[str, dict[str, str]] = {}
+    plugins: dict[str, dict[str, Any]] = {}
     for node in model.graph.node:
         creator = _creator(trt, node.op_type)
         if creator is None:
@@ -112,9 +112,9 @@ def serialize_plugins(trt: Any, model: onnx.ModelProto, logger: Any) -> dict[str
                 supported = plugin.supports_format_combination(position, described, count)
                 assert supported == (form is trt.TensorFormat.HWC8)
         assert plugin.get_output_data_types([trt.DataType.HALF] * count) == [trt.DataType.HALF]
-        plugins[node.name] = {
-            field.name: base64.b64encode(field.content()).decode() for field in plugin.get_fields_to_serialize()
-        }
+        fields = plugin.get_fields_to_serialize()
+        values = {field.name: base64.b64encode(field.content()).decode() for field in fields}
+        plugins[node.name] = {"version": creator.plugin_version, "fields": values}
     return plugins
 
 
@@ -122,15 +122,17 @@ def load_plugins(trt: Any, document: Mapping[str, Any], model: onnx.ModelProto, 
     """Create the plug-ins of a plan as the runtime does; None if one is unknown or refused."""
     plugins = {}
     operators = {node.name: node.op_type for node in model.graph.node}
-    for name, values in document.get("plugins", {}).items():
-        creator = _creator(trt, operators[name])
+    for name, stored in document.get("plugins", {}).items():
+        key = operators[name], stored["version"]
+        creator = trt.get_plugin_registry().creators.get(key)
         if creator is None:
+            logger.log(1, f"Cannot find plugin: {key[0]}, version: {key[1]}, namespace:.")
             text = "Cannot deserialize plugin since corresponding IPluginCreator not found in Plugin Registry"
-            logger.log(1, f"{text} ({operators[name]})")
+            logger.log(1, text)
             return None
         fields = [
-            PluginField(key, np.frombuffer(base64.b64decode(value), np.int8), trt.PluginFieldType.INT8)
-            for key, value in values.items()
+            PluginField(name_, np.frombuffer(base64.b64decode(value), np.int8), trt.PluginFieldType.INT8)
+            for name_, value in stored["fields"].items()
         ]
         plugin = creator.create_plugin(name, fields, trt.TensorRTPhase.RUNTIME)
         assert plugin is not None, "the real one ends the process here"

@@ -22,9 +22,10 @@ import ctypes
 import functools
 import hashlib
 import json
+import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ INDEX_FIELD = "layer"
 CURE = "build it again with `headrace build`"
 """Cure of every refused plug-in."""
 
+_NOT_REGISTERED = re.compile(r"cannot find plugin|not found in plugin registry", re.IGNORECASE)
 _CONTENT_FIELD = "content"
 _FORMAT = 1
 _SEAL_BYTES = 32
@@ -58,6 +60,15 @@ class PluginRefused(HeadraceError):
     """An engine's plug-in layer cannot run here; the cure is `CURE`."""
 
     reason = "plugin"
+
+
+def missing_plugin(errors: Collection[str]) -> str:
+    """Return the error that names a plug-in, or a version of one, that is not registered; "" without one.
+
+    Args:
+        errors: logged by TensorRT while it read a plan.
+    """
+    return next((error.strip() for error in errors if _NOT_REGISTERED.search(error)), "")
 
 
 _refusals = threading.local()  # attribute `errors`: the list of this thread's `collect_refusals`
@@ -422,6 +433,9 @@ class _ConvolutionPlugin:
         self.phase = phase
         self.content = content or self.layer.to_bytes()
         self.convolution: _OpenConvolution | None = None
+        self.values: Any = None
+        self.fields: Any = None
+        self.collection: Any = None
 
     def get_capability_interface(self, type: Any) -> Any:  # noqa: A002  # the name of the interface
         return self

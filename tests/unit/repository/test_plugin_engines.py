@@ -24,8 +24,10 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines import build
 from headrace_engines.__main__ import main
+from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.targets.tensorrt import plugin_choice
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto
 
 from tests.support.control_thread import index, run
@@ -172,11 +174,18 @@ def test_a_plan_without_a_stamp_is_refused_by_the_plugin_itself(
     assert finding.cure == "build it again with `headrace build`"
 
 
-def test_an_unknown_plugin_of_a_plan(repository: Path, trt: Any) -> None:
+@pytest.mark.parametrize("registered", [{}, {("HeadraceConvolution", "2"): None}])
+def test_an_unknown_plugin_or_version_of_a_plan(repository: Path, trt: Any, registered: dict[Any, Any]) -> None:
     plan = next((repository / "m" / "1").glob("*.plan"))
-    trt.get_plugin_registry().creators.clear()
-    with pytest.raises(ConfigError, match="IPluginCreator not found in Plugin Registry"):
+    trt.get_plugin_registry().creators = registered
+    with pytest.raises(ConfigError) as raised:
         TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "4"})
+    (finding,) = raised.value.findings
+    assert "needs a plug-in, or a version of one, that this Headrace does not have" in finding.message
+    assert "Cannot find plugin: HeadraceConvolution, version: 1" in finding.message
+    assert "headrace build" in finding.cure
+    with pytest.raises(BuildError, match="that this Headrace does not have: build it again"):
+        TensorRtTarget().open(plan)
 
 
 def test_a_missing_compiler_is_the_reason(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ import onnx
 from headrace.config.files import write_durably
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.cuda import tensorrt
-from headrace.cuda.convolution_plugin import Creator
+from headrace.cuda.convolution_plugin import Creator, missing_plugin
 
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.progress import Report
@@ -154,6 +154,9 @@ def build_failure(
 
 def explain_open(errors: Collection[str], version: str, gpu: str) -> str:
     """Return the reason why a plan cannot be loaded, as the end of a sentence."""
+    missing = missing_plugin(errors)
+    if missing:
+        return f"needs a plug-in, or a version of one, that this Headrace does not have: build it again ({missing})"
     if any(_OTHER_DEVICE.search(error) for error in errors):
         return f"was not built by TensorRT {version} on {gpu}: build it again on this machine ({_last(errors)})"
     if any(_NO_MEMORY.search(error) for error in errors):

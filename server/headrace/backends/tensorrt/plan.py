@@ -196,6 +196,9 @@ def load_failure(errors: Collection[str], machine: InstalledTensorRt) -> tuple[s
     """
     last = list(errors)[-1].strip() if errors else "TensorRT logged no error"
     rebuild = "build it again on this machine with `headrace build`"
+    missing = convolution_plugin.missing_plugin(errors)
+    if missing:
+        return f"needs a plug-in, or a version of one, that this Headrace does not have ({missing})", rebuild
     if any(_OTHER_MACHINE.search(error) for error in errors):
         return f"was not built by TensorRT {machine.version} on {machine.gpu.name} ({last})", rebuild
     if is_out_of_memory(errors):
