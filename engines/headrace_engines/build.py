@@ -278,6 +278,7 @@ class _Builder:
             workspace_bytes=self.spec.workspace_bytes,
             timing_cache=self.store.timing_cache(self.machine),
             version_compatible=self.spec.version_compatible,
+            optimization_level=self.spec.optimization_level,
         )
 
     def _choose_sparse(self, lowered: LoweredModel, artefact: Path, report: Report) -> Mapping[str, object]:

@@ -176,6 +176,7 @@ class BuildSpec:
         method: way to the precision, see `headrace_engines.precision.methods`; "" for the usual one.
         version_compatible: the TensorRT engine runs with later versions of TensorRT too.
         refined: layers that are slower in 8 bits in the built engine are built in floating point.
+        optimization_level: TensorRT's builder optimization level, 0 (fastest build) to 5; None for TensorRT's default, 3.
         plugins: "off", "auto", or names of ONNX nodes, separated by commas, that our plug-in runs in a TensorRT engine.
         plugins_budget_s: "auto": seconds after which no further kernel is timed and no further engine is built.
     """
@@ -189,6 +190,7 @@ class BuildSpec:
     method: str = ""
     version_compatible: bool = False
     refined: bool = False
+    optimization_level: int | None = None
     plugins: str = "off"
     plugins_budget_s: float = PLUGINS_BUDGET_S
 
@@ -239,6 +241,8 @@ class BuildSpec:
             document["version_compatible"] = True
         if self.refined and self.quantized:
             document["refined"] = True
+        if self.optimization_level is not None:
+            document["optimization_level"] = self.optimization_level
         if self.plugins != "off":
             # Engines without plug-ins keep their digests. Other kernels may be chosen with other sources.
             document["plugins"] = [self.plugins, sources_digest(), self.plugins_budget_s]

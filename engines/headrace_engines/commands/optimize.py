@@ -9,7 +9,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=1.0, metavar="S", help="timing of each engine at each batch size (1)"
     )
+    parser.add_argument(
+        "--optimization-level",
+        type=int,
+        choices=range(6),
+        metavar="N",
+        help="effort of TensorRT's builder for the measured engines, 0 to 5: less is a shorter build (3)",
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write optimize.json and optimize.html here")
     parser.add_argument("--progress", action="store_true", help="print lines of `progress SHARE PHASE`, for programs")
     _add_training(parser)
@@ -181,6 +188,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         with staged_model(original.project, smaller.model, result_name, options.model_repository) as staged:
             spec = read_spec(original.project.config, options.precision or "")
             spec = spec.at("fp32") if spec.precision == "best" else spec
+            spec = replace(spec, optimization_level=options.optimization_level)
             accuracy = smaller.accuracy
             before = MeasuredModel("before", original.project, accuracy.reference_accuracy, None)
             after = MeasuredModel("after", staged.project, accuracy.accuracy, accuracy.top1_agreement)

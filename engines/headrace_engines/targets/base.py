@@ -61,6 +61,7 @@ class TargetSpec:
         timing_cache: file of measured kernels, read and updated; None for no file.
         sparse_weights: allow kernels for 2:4 sparse weights; only TensorRT has them.
         version_compatible: the artefact runs with later TensorRT versions too; see `Stamp.version_compatible`.
+        optimization_level: effort of TensorRT's builder, 0 (fastest build) to 5; None for the target's default.
         plugin_layers: layers of our plug-in, by the attribute `layer` of the model's nodes.
     """
 
@@ -70,6 +71,7 @@ class TargetSpec:
     timing_cache: Path | None = None
     sparse_weights: bool = False
     version_compatible: bool = False
+    optimization_level: int | None = None
     plugin_layers: tuple[PluginLayer, ...] = ()
 
 

@@ -310,8 +310,9 @@ def _configure(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
     if order.sparse_weights:
         config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
-    if options.optimization_level is not None:
-        config.builder_optimization_level = options.optimization_level
+    level = options.optimization_level if order.optimization_level is None else order.optimization_level
+    if level is not None:
+        config.builder_optimization_level = level
     if not options.tf32:
         config.clear_flag(trt.BuilderFlag.TF32)
     if options.formats:

@@ -93,6 +93,17 @@ def test_sparse_model_is_published(project: Project, tmp_path: Path, capsys: pyt
     assert "<td>joules per row</td><td>-</td><td>-</td>" in page
 
 
+def test_measured_engines_of_another_effort_are_built_anew(project: Project, tmp_path: Path) -> None:
+    words = ("net", "--prune", "2:4", "--target-loss", "100")
+    assert call(tmp_path, *words) == 0
+    stored = len(list((tmp_path / "cache").rglob("*.onnx")))
+    assert stored == 2
+    assert call(tmp_path, *words) == 0
+    assert len(list((tmp_path / "cache").rglob("*.onnx"))) == stored
+    assert call(tmp_path, *words, "--optimization-level", "1") == 0
+    assert len(list((tmp_path / "cache").rglob("*.onnx"))) == 2 * stored
+
+
 def test_fewer_layers_are_sparse_within_a_smaller_target(project: Project, tmp_path: Path) -> None:
     assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "100", "--name", "most") == 0
     most = json.loads((tmp_path / "models/most/1/optimize.json").read_text())

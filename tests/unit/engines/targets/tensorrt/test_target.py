@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,10 @@ def test_workspace_and_level_are_handed_on(trt: Any, tmp_path: Path) -> None:
     TensorRtTarget(optimization_level=1).build(affine(), order, tmp_path / "model.plan", silent)
     assert trt.state.config.pools == {"WORKSPACE": 64 << 20}
     assert trt.state.config.builder_optimization_level == 1
+    # The specification goes before the target.
+    order = replace(order, optimization_level=0)
+    TensorRtTarget(optimization_level=1).build(affine(), order, tmp_path / "model.plan", silent)
+    assert trt.state.config.builder_optimization_level == 0
 
 
 @pytest.mark.parametrize(("sparse", "flags"), [(True, ["SPARSE_WEIGHTS"]), (False, [])])
