@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,15 @@ def _default_precision(spec: BuildSpec) -> str:
     return "int8" if spec.calibration.data else "fp16"
 
 
+def higher_bound(cosine: float) -> str:
+    """Return a bound between a cosine and 1, as the option takes it; "" if there is none in FP32."""
+    distance = 1.0 - cosine
+    if not 1e-12 < distance <= 2.0:
+        return ""
+    digits = max(math.ceil(-math.log10(distance)) + 1, 2)
+    return f"{1.0 - distance / 2:.{digits}f}"
+
+
 def show(console: Console, result: Bisection, spec: BuildSpec) -> None:
     """Print the layer with its tensors, the effect of single layers, and the lines of a configuration that repair it."""
     cosine = cosine_text(result.outputs.cosine)
@@ -100,7 +110,8 @@ def show(console: Console, result: Bisection, spec: BuildSpec) -> None:
         bound = cosine_text(result.bound)
         text = f"Output {result.output} has cosine {cosine} with FP32, the bound is {bound}: no output deviates."
         print_text(console, printable(text))
-        print_text(console, f"A bound above {cosine} searches for the layer that costs most: --bound.")
+        if bound_option := higher_bound(result.outputs.cosine):
+            print_text(console, f"The layer that costs most is searched with a higher bound: --bound {bound_option}.")
         return
     layer = result.layer
     text = f"Output {result.output} has cosine {cosine} with FP32, below the bound of {cosine_text(result.bound)}."

@@ -7,6 +7,7 @@ import platform
 import re
 from pathlib import Path
 
+from headrace.core.command_line import pickup_text
 from rich.console import Console
 from rich.text import Text
 
@@ -126,6 +127,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         outcome = import_model(request, plan, display.report(plan.name))
         display.finish(plan.name, "imported" if outcome.check.has_passed else "refused")
     show_outcome(console, outcome)
+    if outcome.check.has_passed:
+        print_text(console, pickup_text(plan.name, str(options.model_repository)))
     return 0 if outcome.check.has_passed else 1
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from headrace_engines.commands.bisect import add_arguments, override_text, run
+from headrace_engines.commands.bisect import add_arguments, higher_bound, override_text, run
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.project import Project, open_project, read_spec
 from rich.console import Console
@@ -100,3 +100,13 @@ def test_a_model_without_layers_in_the_precision_is_an_error(tmp_path: Path) -> 
     project = write_project(tmp_path, model, networks.inputs_of(model, 8))
     with pytest.raises(BuildError, match="no convolution and no product"):
         called(project, "--precision", "int8")
+
+
+@pytest.mark.parametrize(
+    ("cosine", "bound"),
+    [(0.5, "0.75"), (0.96, "0.980"), (1 - 8.8e-7, "0.99999956"), (-1.0, "0.00"), (1.0, ""), (float("nan"), "")],
+)
+def test_a_bound_above_the_cosine_is_proposed(cosine: float, bound: str) -> None:
+    assert higher_bound(cosine) == bound
+    if bound:
+        assert cosine < float(bound) < 1
