@@ -6,14 +6,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any
 
 from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe, printable
-from headrace.core.svg_plot import variables
+from headrace.core.html_page import page as page
+from headrace.core.html_page import table as table
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -199,50 +199,6 @@ class BuildDisplay:
         """
         self._progress.update(self._tasks[name], completed=1.0, note=note)
         self._progress.stop_task(self._tasks[name])
-
-
-_CSS = """
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:76rem;padding:1rem;font:16px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
-h1{font-size:1.4rem;margin:.2rem 0}h2{font-size:1.1rem;margin:1.6rem 0 .5rem}
-p{margin:.3rem 0}.soft{color:var(--soft)}.soft,small{font-size:.85rem}
-svg{display:block;width:100%;height:auto}
-.plots{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,21rem),1fr))}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem}
-th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}
-.dot{display:inline-block;width:.8em;height:.8em;border-radius:50%;margin-right:.35em;vertical-align:-.05em}
-.legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.5rem 0;list-style:none}
-"""
-
-
-def page(title: str, body: str, css: str = "") -> str:
-    """Return an HTML document.
-
-    Args:
-        title: plain text.
-        body: HTML.
-        css: additional CSS of this page.
-    """
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        # No fetches and no scripts, whatever the names in a model contain.
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
-        f"<title>{escape(title)}</title><style>{variables()}{_CSS}{css}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table of numbers with text in the first column; it scrolls on narrow screens.
-
-    Args:
-        headings: plain text.
-        rows: cells as HTML; text must be escaped.
-    """
-    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
 def make_folder(path: Path) -> None:

@@ -42,7 +42,7 @@ class Bench:
     def measure(self, *words: str) -> dict[str, Any]:
         """The document of a run that must succeed."""
         file = self.folder / "result.json"
-        status, out, err = self.run(*words, *SHORT, "--json", str(file))
+        status, out, err = self.run(*SHORT, *words, "--json", str(file))
         assert status == 0, out + err
         document: dict[str, Any] = json.loads(file.read_text())
         return document
@@ -84,6 +84,17 @@ def test_an_open_loop_offers_every_request(bench: Bench, protocol: str) -> None:
     assert point["requests"] == 40
     assert point["errors"] == {}
     assert point["label"] == "constant 100/s"
+
+
+def test_the_processor_time_of_the_server_is_read(bench: Bench) -> None:
+    pid = str(bench.server.process.pid)
+    document = bench.measure(bench.url("http"), "net", "--server-pid", pid, "--duration", "2")
+    (point,) = document["points"]
+    assert point["server_cpu_us_per_request"] > 0
+    assert point["client_cpu_us_per_request"] > 0
+    status, _, err = bench.run(bench.url("http"), "net", "--server-pid", str(2**30))
+    assert status == 1
+    assert "shows no such process: name the server's process" in err
 
 
 def test_poisson_arrivals_and_traces(bench: Bench) -> None:

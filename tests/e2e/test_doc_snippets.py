@@ -64,6 +64,7 @@ NOT_RUN = (
 SHORTER = (
     (r"^(headrace simulate.*?) --seconds [\d.]+", r"\g<1>"),
     (r"^headrace simulate ", "headrace simulate --seconds 0.2 "),
+    (r"^headrace bench ((?:http|grpc)://)", r"headrace bench --duration 0.2 --warm-up 0 --processes 1 \g<1>"),
     (r"^headrace tune ", "headrace tune --seconds 0.02 --instances 1 --repeats 1 --max-batch-size 4 "),
     (r"^(headrace serve .*--model-repository )model_repository", r"\g<1>my_models"),
 )
@@ -165,6 +166,7 @@ class Shell:
             AssertionError: its exit status is not 0.
         """
         command = re.sub(r"(127\.0\.0\.1|localhost):8000", self.server.address, command)
+        command = re.sub(r"grpc://127\.0\.0\.1:8001", f"grpc://{self.server.grpc_address}", command)
         command = re.sub(r"\bcurl\b", "curl --fail-with-body -sS", command)
         if re.match(r"(\.venv/bin/)?headrace infer ", command):
             command += f" --url {self.server.grpc_address}"
@@ -238,6 +240,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     _add_pipeline(folder)
     np.savez(folder / "requests.npz", input=np.ones((4, 16), np.float32))
     np.zeros((1, 3, 224, 224), np.float32).tofile(folder / "image.f32")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "cat.jpg").symlink_to(folder / "cat.jpg")
     (folder / "model.onnx").symlink_to(folder / "model_repository" / "tiny" / "1" / "model.onnx")
     onnx.save(transformer(layers=1, width=64, heads=2, words=50), folder / "encoder.onnx")
     options = ["--model-control", "explicit", *(word for name in SERVED for word in ("--load-model", name))]

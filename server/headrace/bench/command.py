@@ -114,6 +114,7 @@ def read_options(args: argparse.Namespace) -> BenchOptions:
         parse_headers(args.header),
         args.timeout,
         ConnectionOptions.from_arguments(args),
+        args.server_pid or 0,
     )
 
 
@@ -121,7 +122,7 @@ def _points(args: argparse.Namespace) -> tuple[list[LoadPoint], Any]:
     if args.poisson and not args.rate:
         raise BadRequest("--poisson has no rate: give the mean rate with --rate HZ")
     if args.trace is not None:
-        times_s = read_arrivals(args.trace)
+        times_s = read_arrivals(args.trace, args.model)
         return [LoadPoint("trace", len(times_s) / max(float(times_s[-1]), 1e-3))], times_s
     if args.rate:
         return [LoadPoint("poisson" if args.poisson else "constant", rate) for rate in args.rate], None
@@ -220,9 +221,9 @@ def _write(args: argparse.Namespace, document: dict[str, Any]) -> None:
     if args.json is not None:
         _write_file(args.json, orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     if args.html is not None:
-        from headrace.bench.page import page
+        from headrace.bench.page import run_page
 
-        _write_file(args.html, page(document).encode())
+        _write_file(args.html, run_page(document).encode())
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
     add = group.add_argument
     add("--slo", type=_positive, metavar="MS", help="count answers within this time as goodput")
     add("--check", action="store_true", help="compare every answer with the first one to the same request")
+    text = "process of a server on this machine: report its processor time for each request (Linux)"
+    add("--server-pid", type=positive_count, metavar="PID", help=text)
     add("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with histogram and sweep")
     group = parser.add_argument_group("connection")

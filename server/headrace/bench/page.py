@@ -10,19 +10,21 @@ import numpy as np
 
 from headrace.bench.compare import change_text
 from headrace.bench.report import notes, server_cells, title
-from headrace.core.svg_plot import Panel, PlotCurve, curve_picture, short, variables
+from headrace.core.command_line import printable
+from headrace.core.html_page import page, table
+from headrace.core.svg_plot import Panel, PlotCurve, curve_picture, short
 
+# Batch sizes that are listed for a load.
+_SHOWN_SIZES = 12
 _CSS = """
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:72rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}th,td{padding:.25rem .7rem;text-align:right}
-th{border-bottom:2px solid var(--line)}td{border-bottom:1px solid var(--line)}th:first-child,td:first-child{text-align:left}
-.scroll{overflow-x:auto}svg{width:100%;max-width:62rem;height:auto}.red,.worse{color:#c62828}.yellow{color:#a06000}.dim{color:var(--soft)}
-.better{color:#2e7d32}h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
+.scroll{margin:.8rem 0}svg{max-width:62rem}.red,.worse{color:#c62828}
+.yellow{color:#a06000}.dim{color:var(--soft)}.better{color:#2e7d32}
+td:last-child{white-space:normal}
 """
 
 
-def page(document: Mapping[str, Any]) -> str:
-    """Return the page of a run: figures, latency histogram, sweep, server's batches and phases, conditions."""
+def run_page(document: Mapping[str, Any]) -> str:
+    """Return the HTML page of a run: figures, latency histogram, sweep, server's batches and phases, conditions."""
     points = document["points"]
     body = [
         f"<h1>{escape(title(document))}</h1>",
@@ -36,17 +38,17 @@ def page(document: Mapping[str, Any]) -> str:
     if any(point.get("server") for point in points):
         body += ["<h2>Server</h2>", _server(points)]
     body += ["<h2>Conditions</h2>", _conditions(document)]
-    return _document(title(document), body)
+    return page(title(document), "\n".join(body), _CSS)
 
 
 def comparison_page(comparison: Mapping[str, Any], first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Return the page of a comparison: the changes, and the histograms of both runs.
+    """Return the HTML page of a comparison: the changes, and the histograms of both runs.
 
     Args:
         comparison: result of `headrace.bench.compare.compare`.
         first, second: documents of the runs.
     """
-    names = comparison["names"]
+    names = [printable(name) for name in comparison["names"]]
     heading = f"{names[0]} and {names[1]}"
     rows = [
         [
@@ -66,11 +68,11 @@ def comparison_page(comparison: Mapping[str, Any], first: Mapping[str, Any], sec
     body = [
         f"<h1>{escape(heading)}</h1>",
         *(f'<p class="yellow">The runs differ in {escape(line)}.</p>' for line in comparison["differences"]),
-        _table(("load", "figure", *map(escape, names), "change (95 % interval)", "verdict"), rows),
+        table(("load", "figure", *names, "change (95 % interval)", "verdict"), rows),
         "<h2>Latencies</h2>",
         histogram_picture(curves),
     ]
-    return _document(heading, body)
+    return page(heading, "\n".join(body), _CSS)
 
 
 def histogram_picture(histograms: Sequence[tuple[str, Mapping[str, Sequence[float]]]]) -> str:
@@ -144,16 +146,23 @@ def _figures(document: Mapping[str, Any]) -> str:
         row.append(f"{sum(point['errors'].values()):,}")
         row += [f"{point['goodput_per_s']:,.1f}", f"{point['in_time']:.1%}"] if has_slo else []
         rows.append(row)
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def _server(points: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for point in points:
         server = point.get("server")
-        sizes = ", ".join(f"{size}: {count:,}" for size, count in ((server or {}).get("batch_sizes") or {}).items())
-        rows.append([escape(point["label"]), *server_cells(server), escape(sizes) or "-"])
-    return _table(("load", "mean batch", "queue ms", "compute ms", "executions by rows"), rows)
+        rows.append([escape(point["label"]), *server_cells(server), escape(_batch_sizes(server)) or "-"])
+    return table(("load", "mean batch", "queue ms", "compute ms", "executions by rows"), rows)
+
+
+def _batch_sizes(server: Mapping[str, Any] | None) -> str:
+    """Return the most frequent numbers of rows of an execution, in order, each with its count."""
+    counts: dict[str, int] = (server or {}).get("batch_sizes") or {}
+    shown = sorted(sorted(counts, key=lambda size: -counts[size])[:_SHOWN_SIZES], key=int)
+    more = ", ..." if len(counts) > len(shown) else ""
+    return ", ".join(f"{size}: {counts[size]:,}" for size in shown) + more
 
 
 def _conditions(document: Mapping[str, Any]) -> str:
@@ -174,20 +183,4 @@ def _conditions(document: Mapping[str, Any]) -> str:
         ),
         ("headrace", document["headrace"]),
     ]
-    return _table(("", ""), [[escape(name), escape(str(text))] for name, text in rows])
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of cells that are HTML already."""
-    head = "".join(f"<th>{heading}</th>" for heading in headings)
-    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-
-def _document(heading: str, body: Iterable[str]) -> str:
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        # No fetches and no scripts, whatever the names of models and inputs contain.
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
-        f"<title>{escape(heading)}</title><style>{variables()}{_CSS}</style></head><body>{''.join(body)}</body></html>\n"
-    )
+    return table(("", ""), [[escape(name), escape(str(text))] for name, text in rows])

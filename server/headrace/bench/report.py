@@ -21,7 +21,7 @@ def title(document: Mapping[str, Any]) -> str:
     """Return one line with the model, the server and the form of the requests."""
     server = " ".join(part for part in (document["server"]["name"], document["server"]["version"]) if part)
     rows = document["rows"]
-    return (
+    return printable(
         f"{document['model']} at {document['url']}" + (f" ({server})" if server else "") + ", "
         f"{rows} row{'s' if rows != 1 else ''} a request, {document['request_bytes']:,} bytes of inputs, {document['source']}"
     )
@@ -31,7 +31,7 @@ def show(console: Console, document: Mapping[str, Any]) -> None:
     """Print a row for each load, then errors and warnings."""
     points = document["points"]
     has_slo, has_server = document["slo_ms"] is not None, any(point.get("server") for point in points)
-    table = Table(title=printable(title(document)), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=title(document), title_justify="left", box=None, pad_edge=False, header_style="bold")
     headings = ["load", "requests/s", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "max ms", "errors"]
     headings += [f"in {document['slo_ms']:g} ms/s"] if has_slo else []
     headings += ["batch", "queue ms", "compute ms"] if has_server else []
@@ -80,6 +80,15 @@ def notes(document: Mapping[str, Any]) -> list[tuple[str, str]]:
             lines.append(("red", f"{label}: {count:,} x {status}" + (f": {text}" if text else "")))
         if not point["requests"]:
             lines.append(("yellow", f"{label}: no request was due in the measured time: raise --duration or the load"))
+        if "server_cpu_us_per_request" in point:
+            server, client = point["server_cpu_us_per_request"], point["client_cpu_us_per_request"]
+            lines.append(
+                (
+                    "dim",
+                    f"{label}: processor time of a request {server:.1f} us in the server ({point['server_cores']:.2f} cores), "
+                    f"{client:.1f} us in the client: {client / max(server, 1e-9):.2f} of it",
+                )
+            )
         busy = max(point["client_busy"], default=0.0)
         if busy > _BUSY:
             lines.append(

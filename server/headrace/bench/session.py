@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from headrace.bench.inputs import InputOptions, Request, make_requests
 from headrace.bench.loads import Floats, constant_times, poisson_times
 from headrace.bench.pool import NO_CONNECTION, TIMEOUT, Address, Answer, Pool
 from headrace.bench.processes import ClientProcesses, ClientSetup, Outcomes, PlannedLoad
+from headrace.bench.processor import tree_cpu_s
 from headrace.bench.regions import shared_inputs
 from headrace.bench.results import merge_repeats, statistics_between, summarize
 from headrace.bench.target import Control, GrpcControl, HttpControl, ServerUrl, tls_context
@@ -79,6 +80,7 @@ class BenchOptions:
         headers: further headers, without the key.
         timeout_s: time to wait for an answer.
         connection: TLS files and key.
+        server_pid: process of the server on this machine, whose processor time is measured; 0 for none.
     """
 
     url: ServerUrl
@@ -99,6 +101,7 @@ class BenchOptions:
     headers: dict[str, str]
     timeout_s: float
     connection: ConnectionOptions = field(repr=False)
+    server_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,20 @@ class Events:
     point: Callable[[dict[str, Any]], None] = lambda _point: None
 
 
-def read_arrivals(path: Path) -> Floats:
+class _ServerRead(NamedTuple):
+    """Statistics and processor time of the server at a time of the monotonic clock in seconds."""
+
+    at_s: float
+    statistics: dict[str, Any] | None
+    cpu_s: float
+
+
+def read_arrivals(path: Path, model: str) -> Floats:
     """Read arrival times, float64[n], ascending from 0: one number a line, or a .csv with the column `seconds`.
+
+    Args:
+        path: the file. Of a .csv with the column `model` only the lines of the model, and those without a name, are read.
+        model: name of the model.
 
     Raises:
         BadRequest: the file cannot be read, or holds something else; the message names the line.
@@ -126,16 +141,23 @@ def read_arrivals(path: Path) -> Floats:
     times = []
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            lines = csv.reader(file)
-            column = 0
-            for number, cells in enumerate(lines, 1):
+            columns: list[str] = ["seconds"]
+            for number, cells in enumerate(csv.reader(file), 1):
                 if number == 1 and "seconds" in cells:
-                    column = cells.index("seconds")
+                    columns = cells
                 elif cells:
+                    line = dict(zip(columns, cells, strict=False))
                     try:
-                        times.append(float(cells[column]))
-                    except (ValueError, IndexError):
+                        time_s = float(line["seconds"])
+                    except (ValueError, KeyError):
                         raise BadRequest(f"{path}:{number}: {','.join(cells)[:80]!r} is no time: {cure}") from None
+                    if line.get("rows", "1") not in ("", "1"):
+                        raise BadRequest(
+                            f"{path}:{number}: the request has {line['rows'][:20]} rows, and all requests of a run are alike: "
+                            "remove the column `rows`, and give the rows of all requests with --batch"
+                        )
+                    if line.get("model", model) in ("", model):
+                        times.append(time_s)
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read: {error.strerror or error}: {cure}") from None
     except UnicodeDecodeError:
@@ -183,6 +205,8 @@ class Bench:
             HeadraceError: the server cannot be reached, does not have the model, or refuses its inputs.
         """
         options = self._options
+        if options.server_pid:
+            tree_cpu_s(options.server_pid)
         self._control = control = await asyncio.to_thread(_open_control, options)
         metadata = await asyncio.to_thread(control.metadata)
         config = await asyncio.to_thread(control.config)
@@ -255,7 +279,7 @@ class Bench:
         load = _planned(options, point, times_s, warm_up_s + seconds)
         label = f"{point.label}, run {repeat + 1}" if options.repeats > 1 else point.label
         self._events.begin(label, warm_up_s + seconds)
-        reads: list[dict[str, Any] | None] = []
+        reads: list[_ServerRead] = []
         reader: asyncio.Task[None] | None = None
 
         def start(start_s: float) -> None:
@@ -273,9 +297,14 @@ class Bench:
         if reader is not None:
             if self._is_interrupted:
                 reader.cancel()
-                reads.append(await asyncio.to_thread(self._control.statistics))
+                reads.append(await self._read_server())
             await asyncio.gather(reader, return_exceptions=True)
-        figures["server"] = statistics_between(reads[0], reads[-1]) if len(reads) > 1 else None
+        figures["server"] = statistics_between(reads[0].statistics, reads[-1].statistics) if len(reads) > 1 else None
+        if options.server_pid and len(reads) > 1:
+            cpu_s = reads[-1].cpu_s - reads[0].cpu_s
+            is_between = (outcomes.done_s >= reads[0].at_s) & (outcomes.done_s < reads[-1].at_s)
+            figures["server_cpu_us_per_request"] = cpu_s / max(1, int(is_between.sum())) * 1e6
+            figures["server_cores"] = cpu_s / max(reads[-1].at_s - reads[0].at_s, 1e-9)
         figures["interrupted"] = self._is_interrupted
         return figures
 
@@ -285,11 +314,16 @@ class Bench:
         is_open = point.mode != "closed"
         return summarize(outcomes, first_s, last_s, is_open=is_open, slo_ms=self._options.slo_ms, rows=rows)
 
-    async def _read_statistics(self, reads: list[dict[str, Any] | None], first_s: float, last_s: float) -> None:
+    async def _read_server(self) -> _ServerRead:
+        statistics = await asyncio.to_thread(self._control.statistics)
+        pid = self._options.server_pid
+        return _ServerRead(time.monotonic(), statistics, tree_cpu_s(pid) if pid else 0.0)
+
+    async def _read_statistics(self, reads: list[_ServerRead], first_s: float, last_s: float) -> None:
         """Read the server's statistics at the begin and at the end of the measured time."""
         for at_s in (first_s, last_s):
             await asyncio.sleep(max(0.0, at_s - time.monotonic()))
-            reads.append(await asyncio.to_thread(self._control.statistics))
+            reads.append(await self._read_server())
 
     def _document(
         self, metadata: dict[str, Any], server: dict[str, Any], requests: Sequence[Request], rows: int, count: int
