@@ -12,8 +12,10 @@ from pathlib import Path
 from headrace.core.command_line import nearest, number_parser, positive_count
 from headrace.core.errors import HeadraceError
 from headrace.cuda.driver import current
+from headrace.cuda.kernels.code_files import CodeFiles
 from headrace.cuda.kernels.convolution.algorithms import ALGORITHMS
 from headrace.cuda.kernels.convolution.base import Algorithm, Epilogue
+from headrace.cuda.kernels.loading import keep_code
 from rich.console import Console
 
 from headrace_engines.errors import BuildError, CallError
@@ -21,7 +23,7 @@ from headrace_engines.lab.conv import ConvLab, MapOptions
 from headrace_engines.lab.layers import ConvLayer, kernel_size_layers, model_layers, resnet50_layers, shape_layer
 from headrace_engines.lab.page import conditions, map_page, show
 from headrace_engines.lab.references import show_list, show_references
-from headrace_engines.lab.results import DTYPES
+from headrace_engines.lab.results import DTYPES, ConvMap
 from headrace_engines.lab.summary import summarize_map
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import open_project
@@ -32,6 +34,8 @@ _EPILOGUE = ("bias", "residual", "relu")
 _ROUNDS = 7
 _BATCHES = (1, 8, 64)
 _WORK = ("conv", "layer")
+_PRUNE = 8.0
+_KERNELS = Path("~/.cache/headrace/kernels")
 
 
 def _list_of(choices: Callable[[], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
@@ -110,7 +114,24 @@ def _add_extent(parser: argparse.ArgumentParser) -> None:
         help="conv: the convolution alone, layer: with its epilogue (default: both)",
     )
     parser.add_argument("--kernel-sizes", type=_numbers, metavar="R,...", help="sweep of kernel sizes of one --shape")
-    parser.add_argument("--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"default: {_ROUNDS}")
+    parser.add_argument(
+        "--rounds", type=positive_count, default=_ROUNDS, metavar="N", help=f"samples at most (default: {_ROUNDS})"
+    )
+    factor = number_parser(float, lambda number: number >= 0, "is not a factor of 0 or more")
+    parser.add_argument(
+        "--prune",
+        type=factor,
+        metavar="F",
+        help="leave out algorithms whose cost model predicts more than F times the roofline's time; 0 measures all "
+        f"(default: {_PRUNE:g}; 0 with --algorithms or --kernel-sizes)",
+    )
+    parser.add_argument(
+        "--kernel-cache",
+        type=Path,
+        default=_KERNELS,
+        metavar="DIR",
+        help=f"folder of compiled kernels, or none (default: {_KERNELS})",
+    )
     seconds = number_parser(float, lambda number: number > 0, "is not a number of seconds above 0")
     parser.add_argument("--budget", type=seconds, metavar="S", help="start no layer after this many seconds")
     parser.add_argument(
@@ -147,25 +168,45 @@ def run(options: argparse.Namespace, console: Console) -> int:
         rounds=options.rounds,
         budget_s=options.budget,
         threads=len(os.sched_getaffinity(0)),
+        prune=_prune(options),
     )
     if options.output is not None:
         make_folder(options.output)
+
+    def complete(result: ConvMap) -> ConvMap:
+        """Add notes and summary, and write the files."""
+        result = replace(result, summary=tuple(summarize_map(result.cells)), notes=(*notes, *result.notes))
+        if options.output is not None:
+            save(options.output / "conv.json", json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+            save(options.output / "conv.html", map_page(result))
+        return result
+
     try:
-        with current(map_options.device):
-            result = ConvLab(map_options, lambda line: print_text(console, line)).measure(title, layers)
+        with current(map_options.device), keep_code(_kernel_files(options)):
+            lab = ConvLab(map_options, lambda line: print_text(console, line), complete)
+            result = complete(lab.measure(title, layers))
     except BuildError:
         raise
     except HeadraceError as error:
         raise BuildError(f"the map needs a GPU: {error}") from error
-    result = replace(result, summary=tuple(summarize_map(result.cells)), notes=(*notes, *result.notes))
     show(console, result)
     for line in (*conditions(result), *(f"note: {note}" for note in result.notes), *result.summary):
         print_text(console, line)
     if options.output is not None:
-        save(options.output / "conv.json", json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
-        save(options.output / "conv.html", map_page(result))
         print_text(console, f"The page is in {options.output / 'conv.html'}, all figures in conv.json beside it.")
     return int(any(r.errors is not None and not r.errors.is_right for cell in result.cells for r in cell.results))
+
+
+def _prune(options: argparse.Namespace) -> float:
+    """Limit of the cost models; what a caller names is measured."""
+    if options.prune is not None:
+        return float(options.prune)
+    return 0.0 if options.algorithms is not None or options.kernel_sizes else _PRUNE
+
+
+def _kernel_files(options: argparse.Namespace) -> CodeFiles | None:
+    folder: Path = options.kernel_cache
+    return None if str(folder) == "none" else CodeFiles(folder.expanduser())
 
 
 def _layers(options: argparse.Namespace) -> tuple[str, list[ConvLayer], list[str]]:

@@ -23,12 +23,13 @@ from headrace_engines.lab.cudnn import Torch, cudnn_candidates, load_torch
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands, host_operands, l2_bytes
 from headrace_engines.lab.layers import PLAIN, ConvLayer
 from headrace_engines.lab.measure import Candidate, Timing, time_rounds, trial_us
-from headrace_engines.lab.own import OwnAlgorithms, families
+from headrace_engines.lab.own import OwnAlgorithms, estimate_us, families
 from headrace_engines.lab.results import DTYPES, CandidateResult, Cell, ConvMap
 from headrace_engines.lab.roofline import measure_roofline
 from headrace_engines.lab.tensorrt import TensorRt, load_tensorrt
 
 _SEED = 2015
+_CHECKPOINT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class MapOptions:
         algorithms: our algorithms.
         baselines: "cudnn", "tensorrt".
         work: "conv" for the convolution alone, "layer" for that with its epilogue.
-        rounds: samples of each candidate.
+        rounds: samples of each candidate at most.
+        prune: algorithms with a predicted time above this many times the roofline's are not measured; 0 measures all.
         budget_s: duration after which no other cell is measured; None without a limit.
         threads: threads that compile kernels.
         device: number of the GPU.
@@ -56,6 +58,25 @@ class MapOptions:
     budget_s: float | None
     threads: int
     device: int = 0
+    prune: float = 0.0
+
+
+class _Phases:
+    """Durations of the parts of a cell, in seconds.
+
+    Attributes:
+        seconds: by name.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last_s = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """Add the time since the last call to a part."""
+        now_s = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._last_s = now_s
 
 
 class ConvLab:
@@ -64,16 +85,24 @@ class ConvLab:
     Args:
         options: extent of the map.
         report: is called with a line of text for each step.
+        checkpoint: is called with the map so far, at most every 10 s.
     """
 
-    def __init__(self, options: MapOptions, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: MapOptions,
+        report: Callable[[str], None],
+        checkpoint: Callable[[ConvMap], object] = lambda _: None,
+    ) -> None:
         self._options = options
         self._report = report
+        self._checkpoint = checkpoint
         self._groups = families(options.algorithms)
         self._notes: list[str] = []
         self._versions: dict[str, str] = {}
         self._nvml = Nvml()
         self._best: dict[tuple[str, int, str, str], str] = {}
+        self._host: dict[tuple[str, str], HostOperands] = {}
 
     def measure(self, title: str, layers: Sequence[ConvLayer]) -> ConvMap:
         """Measure the layers.
@@ -86,51 +115,61 @@ class ConvLab:
             BuildError: nothing could be measured.
             DeviceError: the GPU failed before the first cell.
         """
-        started_s = time.monotonic()
+        self._started_s = time.monotonic()
         options = self._options
-        gpu = describe(options.device)
+        self._title, self._gpu = title, describe(options.device)
         self._stream = CudaStream()
         self._cache_bytes = l2_bytes(options.device)
+        capability = tuple(map(int, self._gpu.capability.split(".")))
+        own = OwnAlgorithms(options.device, (capability[0], capability[1]), self._stream, options.threads)
+        with tempfile.TemporaryDirectory(prefix="headrace-lab.") as folder:
+            try:
+                self._load_baselines(Path(folder))
+                memory_bytes = self._gpu.memory_bytes // 16
+                self._roofline = measure_roofline(self._torch, options.precisions, self._stream, memory_bytes)
+                self._compile(own, layers)
+                self._before = self._reading()
+                cells = self._cells(own, layers)
+            finally:
+                own.close()
+        if not cells:
+            raise BuildError(f"no cell of the map was measured: {'; '.join(self._notes) or 'the list is empty'}")
+        return self._map(cells)
+
+    def _load_baselines(self, folder: Path) -> None:
+        """Load cuDNN and TensorRT, or note why they are not measured."""
+        options = self._options
         torch = load_torch(options.device, self._stream) if "cudnn" in options.baselines else ""
         self._torch = torch if isinstance(torch, Torch) else None
         if self._torch is not None:
             self._versions["cuDNN"] = self._torch.description
         elif torch:
             self._notes.append(f"cuDNN is not measured: {torch}")
-        folder = tempfile.TemporaryDirectory(prefix="headrace-lab.")
         tensorrt: TensorRt | str = ""
         if "tensorrt" in options.baselines:
-            tensorrt = load_tensorrt(gpu, options.device, self._stream, Path(folder.name))
+            tensorrt = load_tensorrt(self._gpu, options.device, self._stream, folder)
         self._tensorrt = tensorrt if isinstance(tensorrt, TensorRt) else None
         if self._tensorrt is not None:
             self._versions["TensorRT"] = self._tensorrt.description
         elif tensorrt:
             self._notes.append(f"TensorRT is not measured: {tensorrt}")
-        capability = tuple(map(int, gpu.capability.split(".")))
-        own = OwnAlgorithms(options.device, (capability[0], capability[1]), self._stream, options.threads)
-        try:
-            self._compile(own, layers)
-            before = self._reading()
-            self._roofline = measure_roofline(self._torch, options.precisions, self._stream, gpu.memory_bytes // 16)
-            cells = self._cells(own, layers, started_s)
-        finally:
-            own.close()
-            folder.cleanup()
-        if not cells:
-            raise BuildError(f"no cell of the map was measured: {'; '.join(self._notes) or 'the list is empty'}")
+
+    def _map(self, cells: Sequence[Cell]) -> ConvMap:
+        """Return the map of the cells so far."""
         return ConvMap(
-            title=title,
-            gpu=gpu.name,
-            capability=gpu.capability,
+            title=self._title,
+            gpu=self._gpu.name,
+            capability=self._gpu.capability,
             driver=driver_version(),
             versions=self._versions,
             notes=tuple(self._notes),
             roofline=self._roofline,
             cells=tuple(cells),
-            before=before,
+            before=self._before,
             after=self._reading(),
-            rounds=options.rounds,
-            seconds=time.monotonic() - started_s,
+            rounds=self._options.rounds,
+            seconds=time.monotonic() - self._started_s,
+            compile_seconds=self._compile_seconds,
         )
 
     def _reading(self) -> GpuReading | None:
@@ -138,17 +177,46 @@ class ConvLab:
         return next((reading for reading in readings if reading.gpu == self._options.device), None)
 
     def _compile(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> None:
+        """Compile what the cells of the map need, as far as cost models do not leave it out."""
         started_s = time.monotonic()
-        # Kernels do not depend on the batch size.
-        n = max(self._options.batches)
-        operands = [
-            host_operands(layer.at(n), DTYPES[precision], epilogue, _SEED)
-            for layer in layers
-            for precision in self._options.precisions
+        work = (
+            (variants, replace(host, epilogue=epilogue))
+            for precision, n, layer in self._order(layers)
+            for host in (self._operands(layer, n, precision),)
+            for variants in self._groups.values()
+            if not self._pruned(own, variants, host, precision)
             for epilogue in self._epilogues(layer)
+        )
+        count = own.compile_ahead(work)
+        self._compile_seconds = time.monotonic() - started_s
+        self._report(f"compiled {count} variants for {len(layers)} layers in {self._compile_seconds:.1f} s")
+
+    def _operands(self, layer: ConvLayer, n: int, precision: str) -> HostOperands:
+        """Operands of a layer in host memory, without an epilogue: one set of values for all batch sizes."""
+        key = layer.name, precision
+        if key not in self._host:
+            shape = layer.at(max(self._options.batches))
+            self._host[key] = host_operands(shape, DTYPES[precision], PLAIN, _SEED + len(self._host))
+        return replace(self._host[key], shape=layer.at(n))
+
+    def _pruned(self, own: OwnAlgorithms, variants: Sequence[Algorithm], host: HostOperands, precision: str) -> str:
+        """Return the reason why an algorithm is not worth measuring by its cost model; "" if it is."""
+        prune = self._options.prune
+        if not prune or precision not in self._roofline.flops_per_s:
+            return ""
+        usable = [
+            variant
+            for variant, reason in zip(variants, own.refusals(variants, host.shape, host.dtype), strict=True)
+            if not reason
         ]
-        own.compile_ahead(self._groups, operands)
-        self._report(f"compiled kernels for {len(layers)} layers in {time.monotonic() - started_s:.1f} s")
+        time_us = estimate_us(usable, host.shape) if usable else None
+        floor_us = self._roofline.floor_us(host.shape, precision, host.dtype.itemsize, False)
+        if time_us is None or time_us <= prune * floor_us:
+            return ""
+        return (
+            f"left out: its cost model predicts {time_us:.0f} us, more than {prune:g} times the {floor_us:.1f} us of the "
+            "roofline; --prune 0 measures it"
+        )
 
     def _epilogues(self, layer: ConvLayer) -> list[Epilogue]:
         epilogues = {"conv": PLAIN, "layer": layer.epilogue}
@@ -160,18 +228,19 @@ class ConvLab:
                 for layer in layers:
                     yield precision, n, layer
 
-    def _cells(self, own: OwnAlgorithms, layers: Sequence[ConvLayer], started_s: float) -> list[Cell]:
+    def _cells(self, own: OwnAlgorithms, layers: Sequence[ConvLayer]) -> list[Cell]:
         options = self._options
         cells: list[Cell] = []
+        saved_s = time.monotonic()
         total = len(layers) * len(options.batches) * len(options.precisions)
         for number, (precision, n, layer) in enumerate(self._order(layers), 1):
-            if options.budget_s is not None and time.monotonic() - started_s > options.budget_s:
+            if options.budget_s is not None and time.monotonic() - self._started_s > options.budget_s:
                 self._notes.append(
                     f"{total - number + 1} of {total} layers and batch sizes are not measured: the budget of "
                     f"{options.budget_s:g} s is spent"
                 )
                 break
-            host = host_operands(layer.at(n), DTYPES[precision], PLAIN, _SEED + number)
+            host = self._operands(layer, n, precision)
             samples = sample(host, _SEED + number)
             try:
                 cells += [
@@ -185,17 +254,21 @@ class ConvLab:
                     break
                 continue
             self._report(f"[{number}/{total}] {_progress(cells[-1])}")
+            if time.monotonic() - saved_s > _CHECKPOINT_S:
+                self._checkpoint(self._map(cells))
+                saved_s = time.monotonic()
         return cells
 
     def _cell(
         self, own: OwnAlgorithms, layer: ConvLayer, host: HostOperands, precision: str, samples: ExactSums
     ) -> Cell:
-        started_s = time.monotonic()
+        phases = _Phases()
         with ExitStack() as stack:
             operands = DeviceOperands(host, self._cache_bytes, self._stream)
             stack.callback(operands.close)
-            refused, candidates, tried = self._open(own, layer, host, operands, precision, stack)
-            results = self._check_and_time(host, samples, candidates, tried)
+            phases.end("operands")
+            refused, candidates, tried = self._open(own, layer, host, operands, precision, stack, phases)
+            results = self._check_and_time(host, samples, candidates, tried, phases)
         reading = self._reading()
         floor_us = self._roofline.floor_us(host.shape, precision, host.dtype.itemsize, host.epilogue.residual)
         return Cell(
@@ -205,9 +278,10 @@ class ConvLab:
             host.epilogue,
             floor_us,
             (*results, *refused),
-            time.monotonic() - started_s,
+            sum(phases.seconds.values()),
             reading.clocks_hz.get("sm") if reading else None,
             tuple(name for name, active in reading.slowed.items() if active) if reading else (),
+            phases.seconds,
         )
 
     def _open(
@@ -218,6 +292,7 @@ class ConvLab:
         operands: DeviceOperands,
         precision: str,
         stack: ExitStack,
+        phases: _Phases,
     ) -> tuple[list[CandidateResult], list[Candidate], dict[str, int]]:
         """Open all candidates; returns results without a time, candidates, and the number of tried variants by name."""
         refused: list[CandidateResult] = []
@@ -225,7 +300,12 @@ class ConvLab:
         tried: dict[str, int] = {}
         for name, variants in self._groups.items():
             key = layer.name, host.shape.n, precision, name
+            pruned = self._pruned(own, variants, host, precision)
+            if pruned:
+                refused.append(CandidateResult(name, reason=pruned))
+                continue
             opened = own.open(variants, host, operands, self._best.get(key))
+            phases.end(f"open {name}")
             if opened.candidate is None:
                 refused.append(CandidateResult(name, reason=opened.reason))
                 continue
@@ -241,6 +321,7 @@ class ConvLab:
                 else:
                     stack.callback(candidate.close)
                     candidates.append(candidate)
+            phases.end("open cudnn")
         # The convolution alone is no network of its own: TensorRT's work is compared with the whole layer's.
         if self._tensorrt is not None and (host.epilogue != PLAIN or layer.epilogue == PLAIN):
             try:
@@ -249,10 +330,16 @@ class ConvLab:
                 candidates.append(engine)
             except HeadraceError as error:
                 refused.append(CandidateResult("tensorrt", reason=str(error)))
+            phases.end("open tensorrt")
         return refused, candidates, tried
 
     def _check_and_time(
-        self, host: HostOperands, samples: ExactSums, candidates: Sequence[Candidate], tried: dict[str, int]
+        self,
+        host: HostOperands,
+        samples: ExactSums,
+        candidates: Sequence[Candidate],
+        tried: dict[str, int],
+        phases: _Phases,
     ) -> list[CandidateResult]:
         reference = SampledReference(host, samples)
         comparison = ResultComparison(self._options.device, host.dtype, self._stream)
@@ -274,7 +361,9 @@ class ConvLab:
                 timed.append((candidate, errors))
         finally:
             comparison.close()
+        phases.end("check")
         timings = time_rounds(self._stream, [candidate for candidate, _ in timed], estimates_us, self._options.rounds)
+        phases.end("rounds")
         return [*(_result(*pair, timing, tried) for pair, timing in zip(timed, timings, strict=True)), *results]
 
     def _errors(

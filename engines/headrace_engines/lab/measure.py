@@ -19,6 +19,13 @@ from headrace.cuda.driver import CudaGraph, CudaStream, TimingEvent
 ROUND_US = 1000.0
 _MAX_LAUNCHES = 256
 _TRIAL_LAUNCHES = 4
+# A first trial that takes longer than this needs no second one: its start is a small part of it.
+_LONG_TRIAL_US = 2000.0
+# Samples after which a candidate may leave the rounds: of one that could be the fastest, and of the others.
+_MIN_ROUNDS, _MIN_SLOW_ROUNDS = 5, 3
+_RIVAL = 1.1
+# Half the distance of the quartiles over the median with which a candidate leaves the rounds.
+_SMALL_SPREAD = 0.01
 
 
 class RecordedLaunches(Protocol):
@@ -95,15 +102,34 @@ def trial_us(stream: CudaStream, candidate: Candidate) -> float:
     """Return a first estimate of a launch's time; the candidate must have run before."""
     replay = candidate.capture(_TRIAL_LAUNCHES)
     try:
-        replay.launch()
-        first, last = TimingEvent(), TimingEvent()
-        first.record(stream)
-        replay.launch()
-        last.record(stream)
-        stream.synchronize()
-        return last.us_since(first) / _TRIAL_LAUNCHES
+        time_us = 0.0
+        for _ in range(2):
+            first, last = TimingEvent(), TimingEvent()
+            first.record(stream)
+            replay.launch()
+            last.record(stream)
+            stream.synchronize()
+            time_us = last.us_since(first)
+            if time_us > _LONG_TRIAL_US:
+                break
+        return time_us / _TRIAL_LAUNCHES
     finally:
         replay.close()
+
+
+def is_settled(samples_us: Sequence[float], fastest_us: float, rounds: int) -> bool:
+    """Return whether a candidate needs no other sample.
+
+    Args:
+        samples_us: its samples so far.
+        fastest_us: shortest median of all candidates so far.
+        rounds: samples of a candidate at most.
+    """
+    if len(samples_us) >= rounds:
+        return True
+    low, middle, high = np.percentile(np.array(samples_us), (25, 50, 75))
+    least = _MIN_ROUNDS if middle <= _RIVAL * fastest_us else _MIN_SLOW_ROUNDS
+    return bool(len(samples_us) >= least and high - low <= 2 * _SMALL_SPREAD * middle)
 
 
 def time_rounds(
@@ -111,11 +137,14 @@ def time_rounds(
 ) -> list[Timing]:
     """Time candidates that have run before, in interleaved rounds.
 
+    A candidate whose samples hardly differ leaves the rounds before the others: after three, or after five if it is among the
+    fastest. `Timing.rounds` has the number.
+
     Args:
         stream: stream of all candidates; the device must be current.
         candidates: what is compared.
         estimates_us: estimate of each by `trial_us`.
-        rounds: samples of each.
+        rounds: samples of each at most.
     """
     counts, replays = [], []
     try:
@@ -125,8 +154,10 @@ def time_rounds(
             replays.append(candidate.capture(counts[-1]))
         samples: list[list[float]] = [[] for _ in candidates]
         events = [TimingEvent() for _ in range(len(candidates) + 1)]
-        for number in range(rounds):
-            order = [(number + index) % len(replays) for index in range(len(replays))]
+        active = list(range(len(replays)))
+        number = 0
+        while active:
+            order = [active[(number + index) % len(active)] for index in range(len(active))]
             replays[order[0]].launch()
             events[0].record(stream)
             for position, index in enumerate(order):
@@ -135,6 +166,9 @@ def time_rounds(
             stream.synchronize()
             for position, index in enumerate(order):
                 samples[index].append(events[position + 1].us_since(events[position]) / counts[index])
+            fastest_us = min(float(np.median(sample)) for sample in samples)
+            active = [index for index in active if not is_settled(samples[index], fastest_us, rounds)]
+            number += 1
     finally:
         stream.synchronize()
         for replay in replays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,15 @@ import numpy.typing as npt
 from headrace.core.errors import HeadraceError
 from headrace.cuda.driver import CudaStream, current
 from headrace.cuda.kernels.convolution.base import Algorithm, Convolution, ConvShape
+from headrace.cuda.kernels.convolution.resources import compile_only
 
 from headrace_engines.lab.inputs import DeviceOperands, HostOperands
 from headrace_engines.lab.measure import Candidate, RecordedLaunches, capture_launches, trial_us
 
 # Proposals of an algorithm that has a cost model; more take more time than they win.
 _MAX_PROPOSALS = 12
+# Variants within this factor of the fastest are timed twice before one is selected.
+_NEAR = 1.25
 
 
 class OwnCandidate:
@@ -71,6 +74,16 @@ def variants_for(variants: Sequence[Algorithm], shape: ConvShape) -> list[Algori
     return result
 
 
+def estimate_us(variants: Sequence[Algorithm], shape: ConvShape) -> float | None:
+    """Return the least time that the cost models of the variants predict, in microseconds; None without a model.
+
+    The shape must be supported.
+    """
+    models = [getattr(variant, "estimate_us", None) for variant in variants_for(variants, shape)]
+    times = [float(model(shape)) for model in models if model is not None]
+    return min(times) if times and len(times) == len(models) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """Result of opening one algorithm.
@@ -108,29 +121,37 @@ class OwnAlgorithms:
         """Return the reasons of all variants; "" for one that supports the shape."""
         return [variant.refusal(shape, dtype, self._capability) for variant in variants]
 
-    def compile_ahead(self, groups: dict[str, list[Algorithm]], layers: Sequence[HostOperands]) -> None:
-        """Open and close the variants for all layers once, in parallel: the compiler's results stay in its cache.
+    def compile_ahead(self, work: Iterable[tuple[Sequence[Algorithm], HostOperands]]) -> int:
+        """Compile the kernels of algorithms for their layers, in parallel; the results stay in the compiler's cache.
 
-        Kernels of an algorithm with a cost model depend on the tile alone: they are compiled for the first layer of each dtype.
+        Nothing is loaded on the GPU. A variant that cannot be compiled fails when its layer is measured.
+
+        Args:
+            work: variants of an algorithm, and operands of a layer; weights of Winograd's algorithm are part of its kernels.
+
+        Returns:
+            Number of variants.
         """
-        jobs = []
-        for variants in groups.values():
-            is_proposing = any(hasattr(variant, "variants") for variant in variants)
-            chosen = list({operands.dtype: operands for operands in layers}.values()) if is_proposing else layers
-            jobs += [
-                self._threads.submit(self._compile, variant, operands)
-                for operands in chosen
-                for variant in variants_for(variants, operands.shape)
-                if not variant.refusal(operands.shape, operands.dtype, self._capability)
-            ]
-        for job in jobs:
+        jobs: dict[tuple[object, ...], Future[None]] = {}
+        for variants, operands in work:
+            shape, dtype = operands.shape, operands.dtype
+            for variant in variants_for(variants, shape):
+                if variant.refusal(shape, dtype, self._capability):
+                    continue
+                kernel_key = getattr(variant, "kernel_key", None)
+                depends_on = kernel_key(shape) if kernel_key is not None else (shape,)
+                key = variant.name, variant.variant, dtype, operands.epilogue, *depends_on
+                if key not in jobs:
+                    jobs[key] = self._threads.submit(self._compile, variant, operands)
+        for job in jobs.values():
             job.result()
+        return len(jobs)
 
     def _compile(self, variant: Algorithm, operands: HostOperands) -> None:
-        # The same error is reported when the layer is measured.
-        opened = self._open(variant, operands)
-        if not isinstance(opened, HeadraceError):
-            opened.close()
+        with compile_only():
+            opened = self._open(variant, operands)
+            if not isinstance(opened, HeadraceError):
+                opened.close()
 
     def _open(self, variant: Algorithm, operands: HostOperands) -> Convolution | HeadraceError:
         epilogue = operands.epilogue
@@ -178,14 +199,22 @@ class OwnAlgorithms:
     def _fastest(self, candidates: Sequence[OwnCandidate], errors: list[str]) -> OwnCandidate | None:
         if len(candidates) == 1:
             return candidates[0]
-        times: list[tuple[float, int]] = []
+        times: dict[int, float] = {}
         for number, candidate in enumerate(candidates):
             try:
                 candidate.run()
-                times.append((min(trial_us(self._stream, candidate) for _ in range(2)), number))
+                times[number] = trial_us(self._stream, candidate)
             except HeadraceError as error:
                 errors.append(str(error))
-        return candidates[min(times)[1]] if times else None
+        if not times:
+            return None
+        # A second trial of those that one disturbance could have made slower.
+        limit_us = _NEAR * min(times.values())
+        near = [number for number, time_us in times.items() if time_us <= limit_us]
+        if len(near) > 1:
+            for number in near:
+                times[number] = min(times[number], trial_us(self._stream, candidates[number]))
+        return candidates[min(near, key=lambda number: times[number])]
 
     def close(self) -> None:
         """End the threads."""

@@ -44,7 +44,9 @@ def work_name(cell: Cell) -> str:
 def show(console: Console, result: ConvMap) -> None:
     """Print one row for each cell with the fastest of our algorithms and the baselines."""
     rows = [_row(cell) for cell in result.cells]
-    title = f"{result.title} on {result.gpu}, driver {result.driver or 'unknown'}, median of {result.rounds} rounds"
+    title = (
+        f"{result.title} on {result.gpu}, driver {result.driver or 'unknown'}, median of up to {result.rounds} rounds"
+    )
     console.print(narrow_table(title, _HEADINGS, rows, console.width))
 
 
@@ -121,9 +123,9 @@ def conditions(result: ConvMap) -> list[str]:
         f"Baselines: {versions or 'none'}.",
         ceilings,
         f"{'; '.join(states)}.{spread} Clocks were lowered by: {', '.join(slowed) or 'nothing'}.",
-        f"CUDA graphs of up to 256 launches, {result.rounds} rounds interleaved over the candidates. Random activations rotate "
-        "over sets that exceed the L2 cache twice; weights are one set. Outputs are filled with NaN before each check. "
-        f"{len(result.cells)} cells in {result.seconds:.0f} s.",
+        f"CUDA graphs of up to 256 launches, up to {result.rounds} rounds interleaved over the candidates. Random activations "
+        "rotate over sets that exceed the L2 cache twice; weights are one set. Outputs are filled with NaN before each check. "
+        f"{len(result.cells)} cells in {result.seconds:.0f} s, {result.compile_seconds:.0f} s of them for compiling kernels.",
     ]
 
 
@@ -247,7 +249,7 @@ def _measurement(cell: Cell, result: CandidateResult, longest_us: float) -> list
         row += [
             f"{timing.median_us:.2f}",
             f"{timing.low_us:.2f} to {timing.high_us:.2f}",
-            f"{timing.min_us:.2f} to {timing.max_us:.2f}",
+            f"{timing.min_us:.2f} to {timing.max_us:.2f} of {timing.rounds}",
             _whisker(result, longest_us),
             f"{cell.shape.flops / timing.median_us / 1e6:.3g}",
             f"{cell.floor_us / timing.median_us:.0%}",

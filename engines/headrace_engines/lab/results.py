@@ -63,6 +63,7 @@ class Cell:
         seconds: duration of the measurement.
         sm_clock_hz: clock of the multiprocessors after it; None if unknown.
         slowed: reasons for which the clocks were lowered after it.
+        phases_s: duration of the parts of the measurement.
     """
 
     layer: str
@@ -74,6 +75,7 @@ class Cell:
     seconds: float = 0.0
     sm_clock_hz: float | None = None
     slowed: tuple[str, ...] = ()
+    phases_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -120,6 +122,7 @@ class Cell:
             "seconds": self.seconds,
             "sm_clock_hz": self.sm_clock_hz,
             "slowed": list(self.slowed),
+            "phases_s": dict(self.phases_s),
         }
 
 
@@ -140,6 +143,8 @@ class ConvMap:
         after: state of the GPU after it.
         rounds: rounds of each candidate.
         seconds: duration of everything.
+        summary: sentences of `summarize_map`.
+        compile_seconds: duration of the compilation of kernels.
     """
 
     title: str
@@ -155,6 +160,7 @@ class ConvMap:
     rounds: int = 0
     seconds: float = 0.0
     summary: Sequence[str] = field(default_factory=tuple)
+    compile_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; values that are not finite are None."""
@@ -171,6 +177,7 @@ class ConvMap:
             "after": asdict(self.after) if self.after is not None else None,
             "rounds": self.rounds,
             "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
             "summary": list(self.summary),
             "cells": [cell.to_json() for cell in self.cells],
         }

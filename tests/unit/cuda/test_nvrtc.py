@@ -10,6 +10,7 @@ import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import loading
+from headrace.cuda.kernels.code_files import CodeFiles
 from headrace.cuda.kernels.convolution import implicit_gemm, implicit_gemm_hopper
 
 
@@ -20,6 +21,7 @@ class FakeLibrary:
         self.compiled: list[bytes] = []
         self.programs: dict[int, bytes] = {}
         self.made: dict[str, bytes] = {}
+        self.version = 13, 0
 
     def nvrtcGetNumSupportedArchs(self, count: Any) -> int:  # noqa: N802
         count._obj.value = 3
@@ -27,6 +29,10 @@ class FakeLibrary:
 
     def nvrtcGetSupportedArchs(self, actual: Any) -> int:  # noqa: N802
         actual[:] = [80, 90, 100]
+        return 0
+
+    def nvrtcVersion(self, major: Any, minor: Any) -> int:  # noqa: N802
+        major._obj.value, minor._obj.value = self.version
         return 0
 
     def nvrtcCreateProgram(self, program: Any, source: bytes, name: bytes, *headers: Any) -> int:  # noqa: N802
@@ -79,6 +85,30 @@ def test_code_is_compiled_once_for_each_source_option_and_gpu(library: FakeLibra
         loading.compile_cuda(*other)  # type: ignore[arg-type]
     assert len(library.compiled) == 4
     assert not library.programs
+
+
+def test_code_of_an_earlier_process_is_read(
+    library: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = CodeFiles(tmp_path)
+
+    def compiled(*arguments: Any) -> bytes:
+        monkeypatch.setattr(loading, "_compiled", {})  # as in a new process
+        with loading.keep_code(files):
+            return loading.compile_cuda(*arguments)
+
+    code = compiled("a", "a.cu", (9, 0), ["-DX=1"])
+    assert compiled("a", "a.cu", (9, 0), ["-DX=1"]) == code
+    assert len(library.compiled) == 1
+    for other in (("a", "a.cu", (9, 0), ["-DX=2"]), ("b", "a.cu", (9, 0)), ("a", "a.cu", (8, 0), ["-DX=1"])):
+        compiled(*other)
+    assert len(library.compiled) == 4
+    library.version = 13, 1
+    compiled("a", "a.cu", (9, 0), ["-DX=1"])
+    assert len(library.compiled) == 5
+    monkeypatch.setattr(loading, "_compiled", {})
+    loading.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"])
+    assert len(library.compiled) == 6
 
 
 def test_a_gpu_newer_than_the_compiler_gets_ptx(library: FakeLibrary) -> None:

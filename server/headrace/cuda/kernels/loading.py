@@ -22,6 +22,7 @@ import numpy.typing as npt
 from headrace.core.errors import Unsupported
 from headrace.cuda import driver
 from headrace.cuda.driver import BorrowedStream, CudaStream, DeviceError, check, loaded, succeeded
+from headrace.cuda.kernels.code_files import CodeFiles
 
 _NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
 # Library folders of the toolkit and of NVIDIA's wheels.
@@ -33,12 +34,24 @@ _Key = tuple[str, str]
 _lock = threading.Lock()
 _compiling: dict[_Key, threading.Lock] = {}
 _compiled: dict[_Key, bytes] = {}
+_files: CodeFiles | None = None
+
+
+@contextlib.contextmanager
+def keep_code(files: CodeFiles | None) -> Iterator[None]:
+    """Read compiled code from files and write it there within the block, in all threads; None: compile in each process."""
+    global _files
+    before, _files = _files, files
+    try:
+        yield
+    finally:
+        _files = before
 
 
 def compile_cuda(
     source: str, name: str, capability: tuple[int, int], options: Sequence[str] = (), *, own_instructions: bool = False
 ) -> bytes:
-    """Compile a source for one GPU architecture, once in a process.
+    """Compile a source for one GPU architecture, once in a process, or read its code from the files of `keep_code`.
 
     Args:
         source: CUDA C++; no headers are available.
@@ -67,7 +80,20 @@ def compile_cuda(
         code = _compiled.get(key)
         if code is None:
             arguments = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
-            code = _compiled[key] = _compile(library, source, name, arguments)
+            code = _compiled[key] = _read_or_compile(library, source, name, arguments)
+    return code
+
+
+def _read_or_compile(library: Any, source: str, name: str, arguments: Sequence[str]) -> bytes:
+    if _files is None:
+        return _compile(library, source, name, arguments)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "reading NVRTC's version")
+    key = (f"NVRTC {major.value}.{minor.value}", *arguments, source)
+    code = _files.read(key)
+    if code is None:
+        code = _compile(library, source, name, arguments)
+        _files.write(key, code)
     return code
 
 
@@ -167,6 +193,29 @@ def read_source(file: str, headers: Sequence[str] = ()) -> str:
     return "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("half.cuh", *headers, file))
 
 
+def compile_file(
+    device: int, file: str, options: Mapping[str, int], headers: Sequence[str] = (), own_instructions: bool = False
+) -> bytes:
+    """Compile a kernel file of this folder for a GPU, whose context must be current.
+
+    Args:
+        device: number of the GPU.
+        file: name of the file.
+        options: values of the file's macros.
+        headers: names of files of this folder that precede it.
+        own_instructions: as for `compile_cuda`.
+
+    Raises:
+        Unsupported: there is no compiler for the GPU.
+        DeviceError: the driver or the compiler refuses.
+    """
+    with check("reading the properties of the GPU"):
+        capability = loaded().Device(device).compute_capability()
+    text = [f"-D{name}={value}" for name, value in options.items()]
+    specific = {"own_instructions": True} if own_instructions else {}
+    return compile_cuda(read_source(file, headers), file, tuple(capability), text, **specific)
+
+
 class Kernels:
     """The kernels of one file of this folder, loaded on a GPU.
 
@@ -196,14 +245,9 @@ class Kernels:
     ) -> None:
         self._device = device
         self._shared_bytes = dict(shared_bytes or {})
-        source = read_source(file, headers)
-        text = [f"-D{name}={value}" for name, value in options.items()]
         self._kernels: dict[str, Any] = {}
         with driver.current(device):
-            with check("reading the properties of the GPU"):
-                capability = loaded().Device(device).compute_capability()
-            specific = {"own_instructions": True} if own_instructions else {}
-            code = compile_cuda(source, file, tuple(capability), text, **specific)
+            code = compile_file(device, file, options, headers, own_instructions)
             with check(f"loading {file}"):
                 self._module: Any = loaded().module_from_buffer(code)
                 for name, arguments in types.items():

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream, check, library, loaded, succeeded
+from headrace.cuda.driver import CudaStream, library, succeeded
 from headrace.cuda.kernels import loading
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -44,13 +44,9 @@ class StructureKernel:
         shared_bytes: int,
     ) -> None:
         self._device, self._name, self._shared_bytes = device, name, shared_bytes
-        text = [f"-D{macro}={value}" for macro, value in options.items()]
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with driver.current(device):
-            with check("reading the properties of the GPU"):
-                capability = loaded().Device(device).compute_capability()
-            source = loading.read_source(file, headers)
-            code = loading.compile_cuda(source, file, tuple(capability), text, own_instructions=True)
+            code = loading.compile_file(device, file, options, headers, own_instructions=True)
             cuda = library()
             succeeded(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {file}")
             try:

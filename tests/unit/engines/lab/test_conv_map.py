@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from headrace.cuda.kernels import loading
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
+from headrace_engines.lab import conv as module
+from headrace_engines.lab.roofline import Roofline
 from headrace_engines.lab.tensorrt import has_half_sums
 
 from tests.support.convolutions import NumpyAlgorithm
@@ -163,3 +166,71 @@ def test_proposals_of_a_cost_model_are_timed(algorithms: list[Any], cuda: LateCu
     algorithms.append(model)
     _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp16")
     assert {result["variant"] for result in results_of(document)} == {"tile 2"}
+
+
+@pytest.fixture
+def roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings with which the example takes 1 us."""
+    monkeypatch.setattr(module, "measure_roofline", lambda *_: Roofline(1e15, {"fp16": 4320e6 * 3}))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_measured"),
+    [((), False), (("--prune", "12"), True), (("--prune", "0"), True), (("--kernel-sizes", "3"), True)],
+)
+def test_algorithms_with_a_long_prediction_are_left_out(
+    options: tuple[str, ...], is_measured: bool, algorithms: list[Any], roofline: None, cuda: LateCuda, tmp_path: Path
+) -> None:
+    slow = NumpyAlgorithm(cuda, "slow")
+    slow.estimate_us = lambda shape: 10.0  # type: ignore[attr-defined]
+    algorithms += [NumpyAlgorithm(cuda, "fast"), slow]
+    _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp16", "--work", "conv", *options)
+    (cell,) = document["cells"]
+    assert cell["floor_us"] == pytest.approx(1.0)
+    by_name = {result["name"]: result for result in cell["results"]}
+    assert (by_name["slow"]["timing"] is not None) is is_measured
+    assert by_name["fast"]["timing"] is not None
+    if not is_measured:
+        assert by_name["slow"]["reason"].startswith(
+            "left out: its cost model predicts 10 us, more than 8 times the 1.0 us"
+        )
+
+
+def test_named_algorithms_are_measured_whatever_the_prediction(
+    algorithms: list[Any], roofline: None, cuda: LateCuda, tmp_path: Path
+) -> None:
+    slow = NumpyAlgorithm(cuda, "direct")
+    slow.estimate_us = lambda shape: 1e6  # type: ignore[attr-defined]
+    algorithms.append(slow)
+    _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp16", "--algorithms", "direct")
+    assert all(result["timing"] for result in results_of(document))
+
+
+def test_the_cells_so_far_are_in_the_files_of_an_interrupted_measurement(
+    algorithms: list[Any], cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHECKPOINT_S", -1.0)
+    output = tmp_path / "out"
+
+    class Interrupted(NumpyAlgorithm):
+        def open(self, *arguments: Any, **options: Any) -> Any:
+            if (output / "conv.json").exists():
+                raise KeyboardInterrupt
+            return super().open(*arguments, **options)
+
+    algorithms.append(Interrupted(cuda, "right"))
+    words = ["--shape", SHAPE, "--baselines", "none", "--precision", "fp32", "--batch", "1,2,3", "--work", "conv"]
+    with contextlib.suppress(KeyboardInterrupt):
+        main(["lab", "conv", *words, "--kernel-cache", "none", "--output", str(output)])
+    document = json.loads((output / "conv.json").read_text())
+    assert [cell["shape"]["n"] for cell in document["cells"]] == [1]
+    assert document["summary"][0] == "1 of 1 results are within their bounds"
+    assert "3x3" in (output / "conv.html").read_text()
+
+
+def test_the_parts_of_a_cells_duration_are_recorded(algorithms: list[Any], cuda: LateCuda, tmp_path: Path) -> None:
+    algorithms.append(NumpyAlgorithm(cuda, "right"))
+    _, document = conv(tmp_path, "--shape", SHAPE, "--precision", "fp32")
+    for cell in document["cells"]:
+        assert list(cell["phases_s"]) == ["operands", "open right", "check", "rounds"]
+        assert sum(cell["phases_s"].values()) == pytest.approx(cell["seconds"])

@@ -66,6 +66,7 @@ class _DepthwiseConvolution:
         self._threads_per_image = _threads_per_image(shape, dtype)
         self._images = shape.n
         self._kernels = resources.load("depthwise.cu", options, {"convolve_depthwise": "PPPPPi"})
+        resources.kernels_complete()
         filters = np.ascontiguousarray(weights.astype(dtype)[..., 0].transpose(1, 2, 0))
         self._constants = resources.constants(filters, bias_of(epilogue, bias, shape))
 

@@ -159,6 +159,7 @@ class _FftConvolution:
         }
         types = {"gather_planes": "PPi", "multiply_spectra": "PPPi", "scatter_planes": "PPPPi"}
         self._kernels = resources.load("fft.cu", options, types)
+        resources.kernels_complete()
         self._kernel, self._bias = resources.constants(
             kernel_spectrum(shape, planes, weights), bias_of(epilogue, bias, shape)
         )
@@ -224,6 +225,12 @@ class FftAlgorithm:
     def variants(self, shape: ConvShape) -> list[FftAlgorithm]:
         """Return the sizes of planes that are worth measuring for a shape."""
         return [FftAlgorithm(planes.size, self._chunk_bytes) for planes in fitting_planes(shape)[:_VARIANTS]]
+
+    def estimate_us(self, shape: ConvShape) -> float:
+        """Return the time by the cost model, in microseconds, of an H100 or H200; the shape must be supported."""
+        planes = self._planes(shape)
+        assert planes is not None, "refusal has a reason then"
+        return 1e6 * planes.seconds(shape)
 
     def _planes(self, shape: ConvShape) -> Planes | None:
         if self._size is None:

@@ -145,6 +145,10 @@ class ImplicitGemm:
             key=lambda candidate: ((str(candidate.tile), candidate.splits) != measured, _cost(shape, candidate)),
         )
 
+    def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
+        """Return the properties of a shape that the compiled kernel depends on: none."""
+        return ()
+
     def open(
         self,
         device: int,
@@ -260,6 +264,7 @@ class _ImplicitGemmConvolution:
         }
         types, shared = {_KERNEL: "P" * 7 + "i" * 12}, {_KERNEL: tile.shared_bytes}
         self._kernels = resources.load("implicit_gemm.cu", options, types, (ELEMENTS, EPILOGUE, TENSOR_CORES), shared)
+        resources.kernels_complete()
         arrivals = np.zeros(tiles_of(shape, tile.bm, tile.bn), np.int32) if splits > 1 else None
         filters = np.ascontiguousarray(weights, dtype=np.float16)
         self._constants = resources.constants(filters, bias_of(epilogue, bias, shape), arrivals)

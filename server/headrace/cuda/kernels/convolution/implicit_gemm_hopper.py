@@ -160,6 +160,10 @@ class ImplicitGemmHopper:
             key=lambda candidate: ((str(candidate.tile), candidate.splits) != measured, _cost(shape, candidate)),
         )
 
+    def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
+        """Return the properties of a shape that the compiled kernel depends on: whether the input is a matrix."""
+        return (_is_pointwise(shape),)
+
     def open(
         self,
         device: int,
@@ -220,6 +224,11 @@ def _multiprocessors(device: int) -> int:
         return int(loaded().Device(device).get_attribute(loaded().device_attribute.MULTIPROCESSOR_COUNT))
 
 
+def _is_pointwise(shape: ConvShape) -> bool:
+    """Return whether the input is copied as a matrix of pixels and channels."""
+    return shape.r == shape.s == shape.stride == 1 and shape.pad == 0
+
+
 class _HopperConvolution:
     """`Convolution` with one tile."""
 
@@ -236,7 +245,7 @@ class _HopperConvolution:
     ) -> None:
         self._resources, self._shape = resources, shape
         self._tile, self._splits = tile, splits
-        self._pointwise = shape.r == shape.s == shape.stride == 1 and shape.pad == 0
+        self._pointwise = _is_pointwise(shape)
         options = {
             **element_options(np.float16, epilogue),
             "BM": tile.bm,
@@ -251,6 +260,7 @@ class _HopperConvolution:
         self._kernel = resources.load_with_structures(
             "implicit_gemm_hopper.cu", _KERNEL, options, headers, tile.shared_bytes
         )
+        resources.kernels_complete()
         filters = np.ascontiguousarray(weights, dtype=np.float16)
         address, self._bias = resources.constants(filters, bias_of(epilogue, bias, shape))
         sizes = shape.c, shape.r * shape.s, shape.k

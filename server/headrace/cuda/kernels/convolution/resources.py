@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from headrace.cuda.cufft import PlaneTransform
 from headrace.cuda.driver import check, loaded
 from headrace.cuda.kernels.convolution.base import Algorithm, ConvShape, Epilogue, finish
 from headrace.cuda.kernels.launching import copy_to_gpu
-from headrace.cuda.kernels.loading import Kernels, is_half
+from headrace.cuda.kernels.loading import Kernels, compile_file, is_half
 from headrace.cuda.kernels.structures import StructureKernel
 from headrace.cuda.memory import DeviceBuffer
 
@@ -77,6 +79,9 @@ class GpuResources:
         self.workspace_bytes += size_bytes
         return block.address
 
+    def kernels_complete(self) -> None:
+        """Declare that no other kernel is loaded; see `compile_only`."""
+
     def transform(self, size: int, batch: int, inverse: bool) -> PlaneTransform:
         """Plan Fourier transforms; arguments as for `PlaneTransform`."""
         with driver.current(self._device):
@@ -93,6 +98,55 @@ class GpuResources:
         self._stack.close()
 
 
+class _KernelsCompiled(Exception):
+    """Ends `Algorithm.open` within `compile_only`."""
+
+
+class _KernelCompiler(GpuResources):
+    """Compiles kernels and does nothing else: no module is loaded and no memory allocated."""
+
+    def load(
+        self,
+        file: str,
+        options: Mapping[str, int],
+        types: Mapping[str, str],
+        headers: Sequence[str] = (ELEMENTS,),
+        shared_bytes: Mapping[str, int] | None = None,
+    ) -> Any:
+        with driver.current(self._device):
+            compile_file(self._device, f"{FOLDER}/{file}", options, headers)
+
+    def load_with_structures(
+        self, file: str, name: str, options: Mapping[str, int], headers: Sequence[str], shared_bytes: int
+    ) -> Any:
+        with driver.current(self._device):
+            compile_file(self._device, f"{FOLDER}/{file}", options, headers, own_instructions=True)
+
+    def constants(self, *arrays: Array | None) -> list[int]:
+        return [0 for _ in arrays]
+
+    def kernels_complete(self) -> None:
+        raise _KernelsCompiled
+
+
+_is_compile_only: contextvars.ContextVar[bool] = contextvars.ContextVar("is_compile_only", default=False)
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[None]:
+    """Let `Algorithm.open` compile its kernels and end the block, in this thread: nothing is loaded or allocated on the GPU.
+
+    Threads that compile for many shapes ahead need no weights on the GPU and no scratch memory.
+    """
+    token = _is_compile_only.set(True)
+    try:
+        yield
+    except _KernelsCompiled:
+        pass
+    finally:
+        _is_compile_only.reset(token)
+
+
 @contextlib.contextmanager
 def prepare(algorithm: Algorithm, device: int, shape: ConvShape, dtype: npt.DTypeLike) -> Iterator[GpuResources]:
     """Yield resources for an algorithm that supports the shape; they are closed if the block raises.
@@ -105,7 +159,7 @@ def prepare(algorithm: Algorithm, device: int, shape: ConvShape, dtype: npt.DTyp
     reason = algorithm.refusal(shape, dtype, (major, minor))
     if reason:
         raise Unsupported(f"{algorithm.name} does not support {shape} in {np.dtype(dtype)}: {reason}")
-    resources = GpuResources(device)
+    resources = _KernelCompiler(device) if _is_compile_only.get() else GpuResources(device)
     try:
         yield resources
     except BaseException:

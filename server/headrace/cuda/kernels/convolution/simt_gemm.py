@@ -191,6 +191,7 @@ class _SimtGemmConvolution:
         }
         types = {"multiply_tiles": "PPPPPi", **({"add_splits": "PPPPi"} if splits > 1 else {})}
         self._kernels: Kernels = resources.load("simt_gemm.cu", options, types, HEADERS)
+        resources.kernels_complete()
         outputs = shape.k // shape.groups
         factors = weights.astype(np.float32).reshape(shape.groups, outputs, -1).transpose(0, 2, 1)
         self._factors, self._bias = resources.constants(

@@ -278,6 +278,7 @@ class _WinogradConvolution:
             options |= {"TILE": tiling.size, "THREADS": _THREADS, "CHANNELS": wide, "SPLITS": splits}
             self._kernels.append(resources.load("winograd.cu", options, {name: types}))
             self._threads.append(channels // wide)
+        resources.kernels_complete()
         (self._bias,) = resources.constants(bias_of(epilogue, bias, shape)) if epilogue.bias else [0]
         self._inputs = resources.workspace(tiling.positions * tiles * shape.c * self._item_bytes)
         self._outputs = resources.workspace(splits * tiling.positions * tiles * shape.k * 4)
