@@ -80,7 +80,6 @@ def add_plugins(trt: Any) -> None:
         setattr(trt, base, type(base, (), {"__init__": lambda self: None}))
     trt.PluginField, trt.PluginFieldCollection, trt.DimsExprs = PluginField, list, list
     trt.PluginFieldType = enum.Enum("PluginFieldType", "FLOAT16 FLOAT32 INT8 INT32 CHAR")
-    trt.TensorFormat = enum.Enum("TensorFormat", "LINEAR CHW2 HWC8")
     trt.TensorRTPhase = enum.Enum("TensorRTPhase", "BUILD RUNTIME")
     registry = Registry()
     trt.get_plugin_registry = lambda: registry
