@@ -62,11 +62,6 @@ ROOMS: dict[str, dict[str, str]] = {
         "headrace.config.triton_messages",
         "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
-    # The front-end processes and the engine process: both ends of every stream between them.
-    "server/headrace/front_ends": {
-        "ours": "headrace.core headrace.inference headrace.observability headrace.repository.registry headrace.scheduling",
-        "third": "msgspec numpy",
-    },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
     "server/headrace/pipelines/handle.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
     "server/headrace/pipelines/run.py": {"ours": PIPELINE_ROOMS, "third": "numpy"},
@@ -118,7 +113,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "numpy rich",
     },
     "server/headrace/settings.py": {"ours": "headrace.core", "third": "pydantic"},
-    "server/headrace/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
+    "server/headrace/app.py": {"ours": "*", "third": "uvloop"},
+    "server/headrace/wiring.py": {"ours": "*"},
+    # Connects processes: each part of a server runs in one of them.
+    "server/headrace/front_ends": {"ours": "*", "third": "msgspec numpy uvloop"},
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
     "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},
     "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},

@@ -22,7 +22,7 @@ from headrace import settings
 from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.heap import use_one_arena
-from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
+from headrace.observability.logs import JsonFormatter, LineFormatter, ProcessName, TextFormatter, log_uncaught
 
 # Commands of `python -m headrace_engines`.
 ENGINES_COMMANDS = {
@@ -176,13 +176,22 @@ def _serve(args: argparse.Namespace) -> int:
     except Unavailable as error:
         open_console(stderr=True, highlight=False).print(f"headrace: {error}", style="red", markup=False)
         return 1
-    from headrace.app import HeadraceServer
-    from headrace.banner import announce, log_announcement
+    from headrace.config.documents import refuse
     from headrace.repository.folders import open_paths
 
     try:
         with open_paths(args.path, options.state_dir) as served:
             options = replace(options, model_repository=(*options.model_repository, *served.repositories))
+            if options.front_ends:
+                if sys.platform != "linux":
+                    message, cure = "needs Linux", "leave it out: one process serves everything"
+                    raise refuse(f"--front-ends {options.front_ends}", None, message, cure)
+                from headrace.front_ends.supervisor import ServerSupervisor
+
+                return ServerSupervisor(options, served.model_filter, served.first_model).run()
+            from headrace.app import HeadraceServer
+            from headrace.banner import announce, log_announcement
+
             text = partial(announce, first_model=served.first_model)
             return HeadraceServer(
                 options, log_announcement if options.log_format == "json" else text, served.model_filter
@@ -227,11 +236,12 @@ def _simulate(args: argparse.Namespace) -> int:
     return command.main(args)
 
 
-def configure_logging(log_format: str) -> None:
+def configure_logging(log_format: str, process: str = "") -> None:
     """Log to standard error, one line an event, as JSON or text; only a terminal shows text coloured and folded.
 
     Args:
         log_format: "json" or "text".
+        process: name of this process in each line, "" for none.
     """
     # Imported only where a log is written: `health` must start fast.
     from headrace.observability.output import LineLimits, QueuedStream, queue_standard_streams
@@ -250,6 +260,8 @@ def configure_logging(log_format: str) -> None:
         formatter = JsonFormatter() if log_format == "json" else LineFormatter()
         handler = logging.StreamHandler()
     handler.setFormatter(formatter)
+    if process:
+        handler.addFilter(ProcessName(process))
     limits = LineLimits(queue.call_later)
     handler.addFilter(limits)
     queue.before_end(limits.report)

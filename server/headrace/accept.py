@@ -19,12 +19,13 @@ _ACCEPTS = 32
 _PAUSE_S = 0.1
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """Bind a listening socket.
 
     Args:
         host: address.
         port: port; 0 lets the system choose.
+        shared: other processes of the user may bind it too (SO_REUSEPORT).
 
     Raises:
         OSError: the address cannot be bound; the text has host and port.
@@ -35,6 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
     except OSError as error:
         sock.close()
@@ -43,8 +46,8 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class TlsListener:
-    """Accepts the TLS connections of one listening socket: counts each from accept on and bounds the time of its handshake.
+class Handshakes:
+    """Opens connections on accepted sockets; counts each over TLS from accept on and bounds the time of its handshake.
 
     The server of asyncio counts nothing before the end of the handshake, and cannot replace its certificate. A connection over
     the limit takes the place of the oldest one whose handshake has not ended. Without such a one it is closed once
@@ -53,9 +56,8 @@ class TlsListener:
     Ownership: the event loop.
 
     Args:
-        sock: bound socket; closed by `close`.
         factory: makes the protocol of a connection, which counts it from then on.
-        tls: contexts for new connections.
+        tls: contexts for new connections; None for plain text.
         alpn: the protocol that is offered.
         client_limits: limit and number of connections whose handshake has ended.
         timeout_s: maximum time of a handshake in seconds.
@@ -67,15 +69,13 @@ class TlsListener:
 
     def __init__(
         self,
-        sock: socket.socket,
         factory: Callable[[], asyncio.Protocol],
-        tls: ServerTls,
+        tls: ServerTls | None,
         alpn: str,
         client_limits: ClientLimits,
         timeout_s: float = HANDSHAKE_TIMEOUT_S,
         reserved: int = 0,
     ) -> None:
-        self._socket = sock
         self._factory = factory
         self._tls = tls
         self._alpn = alpn
@@ -84,21 +84,13 @@ class TlsListener:
         self._reserved = reserved
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
-        self._pause: asyncio.TimerHandle | None = None
         self._is_closed = False
-        tls.context(alpn)
-        sock.listen(BACKLOG)
-        self._loop.add_reader(sock, self._accept)
+        if tls is not None:
+            tls.context(alpn)
 
     def close(self) -> None:
-        """Stop accepting, and abort all handshakes; other connections stay open."""
-        if self._is_closed:
-            return
+        """Abort all handshakes; other connections stay open."""
         self._is_closed = True
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
         for task in self._handshakes:
             task.cancel()
 
@@ -107,23 +99,10 @@ class TlsListener:
         if self._handshakes:
             await asyncio.wait(self._handshakes)
 
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, _address = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError:
-                self._abort_oldest()
-                self._loop.remove_reader(self._socket)
-                self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._socket, self._accept)
-                return
-            self._begin(sock)
-
     def _begin(self, sock: socket.socket) -> None:
         limits = self._limits
         over = limits.all_connections + len(self._handshakes) + 1 - limits.limits.max_connections
-        if over > 0:
+        if over > 0 and self._tls is not None:
             limits.hit("max_connections")
             if not self._abort_oldest() and over > self._reserved:
                 sock.close()
@@ -141,6 +120,9 @@ class TlsListener:
         return False
 
     async def _handshake(self, sock: socket.socket) -> None:
+        if self._tls is None:
+            await self._loop.connect_accepted_socket(self._factory, sock)
+            return
         await self._loop.connect_accepted_socket(
             self._factory, sock, ssl=self._tls.context(self._alpn), ssl_handshake_timeout=self._timeout_s
         )
@@ -149,3 +131,61 @@ class TlsListener:
         self._handshakes.pop(task, None)
         if task.cancelled() or task.exception() is not None:
             sock.close()
+
+
+class PassedConnections(Handshakes):
+    """Serves connections that another process has accepted; see `Handshakes`."""
+
+    def take(self, sock: socket.socket) -> None:
+        """Serve an accepted connection; closes it after `close`."""
+        if self._is_closed:
+            sock.close()
+            return
+        self._begin(sock)
+
+
+class TlsListener(Handshakes):
+    """Accepts the TLS connections of one listening socket; see `Handshakes`.
+
+    Args:
+        sock: bound socket; closed by `close`.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ServerTls,
+        alpn: str,
+        client_limits: ClientLimits,
+        timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        reserved: int = 0,
+    ) -> None:
+        super().__init__(factory, tls, alpn, client_limits, timeout_s, reserved)
+        self._socket = sock
+        self._pause: asyncio.TimerHandle | None = None
+        sock.listen(BACKLOG)
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Stop accepting, and abort all handshakes; other connections stay open."""
+        if self._is_closed:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        super().close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._abort_oldest()
+                self._loop.remove_reader(self._socket)
+                self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+                return
+            self._begin(sock)

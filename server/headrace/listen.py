@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.accept import BACKLOG, TlsListener
+from headrace.accept import BACKLOG, PassedConnections, TlsListener
 from headrace.config.documents import refuse
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits, ConnectionReserve
@@ -86,21 +86,29 @@ class UvicornServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await self.lifespan.startup()
-        config, limits = self.config, self._client_limits
-        protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
-        factory = partial(
-            protocol,
-            config=config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-            _loop=asyncio.get_running_loop(),
-        )
+        limits = self._client_limits
         listeners = [
-            TlsListener(sock, factory, self._tls, _ALPN, limits, reserved=limits.reserved_connections)
+            TlsListener(sock, self._factory(), self._tls, _ALPN, limits, reserved=limits.reserved_connections)
             for sock in sockets or []
         ]
         self.servers = listeners  # type: ignore[assignment]
         self.started = True
+
+    def open_passed(self) -> PassedConnections:
+        """Return what serves connections that another process has accepted."""
+        limits = self._client_limits
+        return PassedConnections(self._factory(), self._tls, _ALPN, limits, reserved=limits.reserved_connections)
+
+    def _factory(self) -> Callable[[], asyncio.Protocol]:
+        """Return the function that makes the protocol of a connection."""
+        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return partial(
+            protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=asyncio.get_running_loop(),
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -219,6 +227,11 @@ def raise_file_limit(connections: int) -> int:
     )
     logger.warning(text, limit, affordable, connections)
     return affordable
+
+
+def has_metrics_port(settings: Settings) -> bool:
+    """Return True if /metrics has a port of its own."""
+    return settings.metrics_port is not None and settings.metrics_port != settings.http_port
 
 
 def is_open(settings: Settings) -> bool:

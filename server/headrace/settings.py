@@ -209,6 +209,8 @@ class Settings:
         jwt_issuer: `iss` of accepted tokens.
         jwt_audience: `aud` of accepted tokens.
         cache_config: the response cache; None for none.
+        front_ends: processes with the sockets and the protocols, in front of one engine process; 0 for one process for all.
+        hang_timeout_s: time without an answer of a front-end or engine process after which it is killed and started again.
     """
 
     model_repository: tuple[Path, ...]
@@ -254,6 +256,8 @@ class Settings:
     jwt_issuer: str = ""
     jwt_audience: str = ""
     cache_config: CacheOptions | None = None
+    front_ends: int = 0
+    hang_timeout_s: float = 5.0
 
 
 def names(option: str) -> list[str]:
@@ -464,6 +468,18 @@ OPTIONS: tuple[_Option, ...] = (
         "(none)",
         _cache_setting,
         "CACHE,NAME=VALUE",
+    ),
+    _Option(
+        "front_ends",
+        "processes that serve sockets and protocols before one engine process, on Linux (%(default)s: one process for all)",
+        _size,
+        "N",
+    ),
+    _Option(
+        "hang_timeout_s",
+        "with --front-ends: a process that does not answer for this time is killed and started again (%(default)s)",
+        _positive_seconds,
+        "S",
     ),
     _Option("poll_interval_s", "interval of --model-control poll (%(default)s)", _seconds, "S"),
     _Option("metrics", "latency histograms and /metrics (on)", _switch),

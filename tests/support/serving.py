@@ -177,6 +177,12 @@ class Server:
             raise ServerFailed(f"the server exited with {status} after SIGTERM, expected 0:\n{self.text}")
 
 
+def front_ends() -> tuple[str, ...]:
+    """Options for the front-end processes of all servers, from TEST_FRONT_ENDS: runs the end-to-end tests against them."""
+    number = os.environ.get("TEST_FRONT_ENDS", "")
+    return ("--front-ends", number) if number else ()
+
+
 def start(
     repository: Path,
     log: Path,
@@ -196,7 +202,7 @@ def start(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     inherited["HEADRACE_STATE_DIR"] = ""  # no test finds what another one left behind
     ports = ["--host", HOST, "--http-port", "0", "--grpc-port", "0"]
-    words = [*command, "serve", "--model-repository", str(repository), *ports, *options]
+    words = [*command, "serve", "--model-repository", str(repository), *ports, *front_ends(), *options]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             words, cwd=ROOT, env={**inherited, "COLUMNS": "200", **(env or {})}, stdout=stream, stderr=subprocess.STDOUT

@@ -65,6 +65,8 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "jwt_issuer": ("https://id.example", "https://id.example"),
         "jwt_audience": ("headrace", "headrace"),
         "cache_config": ("local,size=1MiB", CacheOptions(1 << 20)),
+        "front_ends": ("4", 4),
+        "hang_timeout_s": ("2.5", 2.5),
     }
     assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits", "telemetry"}
     for name, (text, expected) in values.items():

@@ -1,1 +1,1 @@
-"""Front-end processes that feed one engine process: data stream, table of versions, arena of shared memory."""
+"""Front-end processes: sockets and protocols in several processes, one engine process with the models behind them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
@@ -67,6 +67,7 @@ class CallServer(Protocol):
     codec_threads: CodecThreads
     deadline_timer: DeadlineTimer
     rooms: dict[Http2Connection, ResponseRoom]
+    peer_names: dict[Http2Connection, tuple[str, ...]]
     stopping: bool
 
 
@@ -240,6 +241,16 @@ class FastCall(Http2Stream):
             forget_frames(error)
         finally:
             self.reservation.end()
+
+    @property
+    def option_headers(self) -> Mapping[str, str]:
+        """Metadata of the call with the request options, by name."""
+        return self._head.option_headers
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """Names in the client certificate; empty without one."""
+        return self._server.peer_names.get(self.connection, ())
 
     @property
     def peer(self) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from headrace.accept import BACKLOG, TlsListener, bind
+from headrace.accept import BACKLOG, PassedConnections, TlsListener, bind
 from headrace.core.access import certificate_names
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import (
@@ -53,6 +53,7 @@ class FastGrpcServer:
         codec_threads: decompress large messages.
         deadline_timer: ends calls at their deadlines; exists from `start` on.
         rooms: room for responses of each open connection.
+        peer_names: names in the client certificate of each open connection that has one.
         stopping: True from `stop` on.
     """
 
@@ -66,7 +67,7 @@ class FastGrpcServer:
         self.codec_threads = methods.codec_threads
         client_limits.connections = 0
         self._tls = tls
-        self._tls_listener: TlsListener | None = None
+        self._listener: TlsListener | PassedConnections | None = None
         limits = limits or _http2_limits(client_limits)
         max_message_bytes = client_limits.limits.max_body_bytes
         self._limits = replace(
@@ -79,7 +80,7 @@ class FastGrpcServer:
         self.rooms: dict[Http2Connection, ResponseRoom] = {}
         self._access = methods.options_reader.access
         self._access.on_change(self._forget_heads)
-        self._peer_names: dict[Http2Connection, tuple[str, ...]] = {}
+        self.peer_names: dict[Http2Connection, tuple[str, ...]] = {}
         self._server: asyncio.Server | None = None
         self.stopping = False
         self._disconnected = asyncio.Event()
@@ -88,23 +89,31 @@ class FastGrpcServer:
         """See `GrpcEngine.start`."""
         loop = asyncio.get_running_loop()
         self.deadline_timer = DeadlineTimer(loop)
-
-        def connection() -> asyncio.Protocol:
-            return Http2Connection(self, self._limits, loop)
-
         if self._tls is not None:
             sock = bind(host, port)
             limits = self.client_limits
             reserved, timeout_s = limits.reserved_connections, self._limits.handshake_s
-            self._tls_listener = TlsListener(sock, connection, self._tls, "h2", limits, timeout_s, reserved)
+            self._listener = TlsListener(sock, self._connection, self._tls, "h2", limits, timeout_s, reserved)
             return int(sock.getsockname()[1])
-        self._server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_address=True)
+        self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
+    def open(self) -> PassedConnections:
+        """Serve connections that another process accepts, instead of `start`; returns what takes their sockets."""
+        self.deadline_timer = DeadlineTimer(asyncio.get_running_loop())
+        limits = self.client_limits
+        reserved, timeout_s = limits.reserved_connections, self._limits.handshake_s
+        listener = PassedConnections(self._connection, self._tls, "h2", limits, timeout_s, reserved)
+        self._listener = listener
+        return listener
+
+    def _connection(self) -> asyncio.Protocol:
+        return Http2Connection(self, self._limits, asyncio.get_running_loop())
+
     async def stop(self, grace_s: float) -> None:
         """See `GrpcEngine.stop`."""
-        listener = self._server or self._tls_listener
+        listener = self._server or self._listener
         if listener is None:
             return
         end_ns = monotonic_ns() + int(grace_s * NS_PER_S)
@@ -164,7 +173,7 @@ class FastGrpcServer:
         certificate belongs to the connection.
         """
         principal = head.options.principal
-        names = self._peer_names.get(connection)
+        names = self.peer_names.get(connection)
         if names and principal is self._access.anonymous:
             peer = self._access.certificate_principal(names)
             if peer is not None:
@@ -192,7 +201,7 @@ class FastGrpcServer:
         connection.write_buffer.on_unread = partial(self._on_unread, connection, room)
         names = certificate_names(connection.transport.get_extra_info("peercert"))
         if names:
-            self._peer_names[connection] = names
+            self.peer_names[connection] = names
         self._reserve.add(connection)
         return not self.stopping
 
@@ -200,7 +209,7 @@ class FastGrpcServer:
         """See `Application`."""
         self._connections.discard(connection)
         self.rooms.pop(connection).close()
-        self._peer_names.pop(connection, None)
+        self.peer_names.pop(connection, None)
         self._reserve.discard(connection)
         if not self._connections:
             self._disconnected.set()

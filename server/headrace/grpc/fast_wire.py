@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from binascii import b2a_base64
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from struct import Struct
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
@@ -147,6 +147,7 @@ class RequestHead:
         needs_key: True if callers without rights are refused before the body is read.
         http_status: HTTP status of the response to a request that is not gRPC, 0 for none.
         http_body: text of that response; b"" for HEAD.
+        option_headers: the metadata of `options`, by name.
     """
 
     method: UnaryMethod | StreamMethod | None = None
@@ -161,6 +162,7 @@ class RequestHead:
     exceeded_limit: str = ""
     needs_key: bool = False
     direct: DirectMethod | None = None
+    option_headers: Mapping[str, str] = field(default_factory=dict)
 
     def http_headers(self, stream_id: int) -> bytes:
         """Encode the HEADERS frame of the response to a request that is not gRPC; `http_body` follows."""
@@ -264,6 +266,7 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
         reader.read(options),
         needs_key=path not in methods.open_paths,
         direct=methods.direct.get(path),
+        option_headers=options,
     )
 
 

@@ -60,6 +60,7 @@ class GrpcioServer:
             violations, has its own timeouts, and stops decompression at the largest message, whatever the ratio. The limit of
             all bodies is enforced here. It counts complete messages only: grpcio does not expose parts of them.
         tls: TLS of the server, None for plain text.
+        shares_port: several processes listen on the port (SO_REUSEPORT).
 
     Attributes:
         methods, client_limits: see Args.
@@ -67,8 +68,11 @@ class GrpcioServer:
         stopping: True from `stop` on.
     """
 
-    def __init__(self, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None) -> None:
+    def __init__(
+        self, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None, shares_port: bool = False
+    ) -> None:
         self.methods = methods
+        self._shares_port = shares_port
         self.client_limits = client_limits
         self._tls = tls
         self._calls: set[_UnaryCall] = set()
@@ -80,7 +84,7 @@ class GrpcioServer:
     async def start(self, host: str, port: int) -> int:
         """See `GrpcEngine.start`; raises OSError also for invalid TLS files."""
         credentials = None if self._tls is None else self._tls.grpc_credentials()
-        if port:
+        if port and not self._shares_port:
             _check_address(host, port)
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_server_error)
         self._server = grpc.aio.server(options=self._options())
@@ -124,7 +128,7 @@ class GrpcioServer:
         limits = self.client_limits.limits
         handshake_s = min(HANDSHAKE_TIMEOUT_S, limits.header_timeout_s)
         return [
-            ("grpc.so_reuseport", 0),  # a port in use is an error, and not shared
+            ("grpc.so_reuseport", int(self._shares_port)),  # without it, a port in use is an error
             ("grpc.max_receive_message_length", limits.max_body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", limits.max_header_bytes),
@@ -214,6 +218,19 @@ class _Call:
         self.deadline_ns = 0 if remaining_s is None else self.received_ns + int(remaining_s * NS_PER_S)
 
     @property
+    def option_headers(self) -> dict[str, str]:
+        """Metadata of the call with the request options, by name."""
+        names = self._options_reader.names
+        return {name: value for name, value in self._context.invocation_metadata() or () if name in names}
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """Names in the client certificate; empty without one."""
+        identity = self._context.auth_context()
+        names = [*identity.get("x509_common_name", ()), *identity.get("x509_subject_alternative_name", ())]
+        return tuple(name.decode("utf-8", "replace") for name in names)
+
+    @property
     def options(self) -> RequestOptions:
         reader, metadata = self._options_reader, self._context.invocation_metadata() or ()
         names = reader.names
@@ -241,11 +258,8 @@ class _Call:
         access = self._options_reader.access
         if not access.has_keys:
             return None
-        identity = self._context.auth_context()
-        names = [*identity.get("x509_common_name", ()), *identity.get("x509_subject_alternative_name", ())]
-        if not names:
-            return None
-        return access.certificate_principal(tuple(name.decode("utf-8", "replace") for name in names))
+        names = self.peer_names
+        return access.certificate_principal(names) if names else None
 
 
 class _UnaryCall(_Call):

@@ -60,8 +60,22 @@ class ErrorStatus:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
+class StatusError(Exception):
+    """Failure of a call that another process has counted and described.
+
+    Args:
+        status: of the call.
+    """
+
+    def __init__(self, status: ErrorStatus) -> None:
+        super().__init__(status.text)
+        self.status = status
+
+
 def error_status(error: Exception) -> ErrorStatus:
     """Status of an exception. Counts it, and logs it if it is not a HeadraceError; call it in the exception handler.
+
+    A `StatusError` has its status, and is not counted again.
 
     Args:
         error: the exception that is being handled.
@@ -69,6 +83,8 @@ def error_status(error: Exception) -> ErrorStatus:
     Returns:
         Its status; that of an internal error with a reference to the log if it is not a HeadraceError.
     """
+    if isinstance(error, StatusError):
+        return error.status
     reported = error if isinstance(error, HeadraceError) else internal_error(error, logger)
     text = str(reported).encode("utf-8", "replace").decode()
     ERRORS.count("grpc", reported.reason)

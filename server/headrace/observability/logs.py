@@ -78,6 +78,27 @@ def iso8601(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+# Attribute of a log record: name of its process, if the server has several.
+_PROCESS = "headrace_process"
+
+
+class ProcessName(logging.Filter):
+    """Adds the name of this process to all records: a field of JSON lines, the begin of the text of others.
+
+    Args:
+        process: its name, such as "front end 1".
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True."""
+        setattr(record, _PROCESS, self._process)
+        return True
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object on one line.
 
@@ -93,6 +114,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        process = getattr(record, _PROCESS, "")
+        if process:
+            line["process"] = process
         fields = getattr(record, FIELDS, None)
         if isinstance(fields, Mapping):
             line |= {name: value for name, value in fields.items() if name not in line}
@@ -118,7 +142,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the message on one line."""
-        return escape(super().formatMessage(record))
+        process = getattr(record, _PROCESS, "")
+        return escape(f"{process}: {super().formatMessage(record)}" if process else super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802
         """Return the traceback, indented."""

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from headrace.app import open_observer
 from headrace.core.errors import ConfigError
 from headrace.core.telemetry import Telemetry
 from headrace.settings import Settings
+from headrace.wiring import open_observer
 
 
 def settings(telemetry: Telemetry, **more: str) -> Settings:

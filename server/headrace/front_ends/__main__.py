@@ -1,0 +1,49 @@
+"""Program of the child processes: `python -m headrace.front_ends DESCRIPTOR`, started by the supervisor only."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+
+from headrace import settings
+from headrace.__main__ import configure_logging
+from headrace.core.errors import Unavailable
+from headrace.core.heap import use_one_arena
+from headrace.front_ends.channel import receive_start
+from headrace.front_ends.names import end_with_parent, set_process_name
+
+
+def main() -> int:
+    """Run the process that the first message on the channel describes; returns the exit status."""
+    # Ctrl-C and the stop of a service reach all processes of the group: the supervisor stops this one. Handlers, unlike ignored
+    # signals, are not inherited by the processes of models.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        start = receive_start(sock)
+    except EOFError:
+        return 1
+    end_with_parent(start.parent)
+    set_process_name(start.name)
+    settings.disable_ort_telemetry()
+    if not settings.configures_malloc():
+        use_one_arena()
+    try:
+        configure_logging(start.settings.log_format, start.name if start.number else "")
+    except Unavailable as error:
+        logging.getLogger("headrace").error("%s", error)
+        return 1
+    if start.number:
+        from headrace.front_ends.front_end import FrontEndProcess
+
+        return FrontEndProcess(start, sock).run()
+    from headrace.front_ends.engine import EngineProcess
+
+    return EngineProcess(start, sock).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Accepts the connections of a port and passes each to a front-end process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from headrace.accept import BACKLOG
+
+# Connections that one event accepts, before the event loop continues.
+_ACCEPTS = 32
+# Pause after an accept that failed because descriptors or memory are used up: the socket stays readable.
+_PAUSE_S = 0.1
+
+
+class Acceptor:
+    """Accepts the connections of a listening socket while a front end can take them; else they wait in the system's queue.
+
+    Ownership: the event loop.
+
+    Args:
+        sock: bound socket; closed by `close`.
+        pass_on: passes a connection to a front end; False if none takes it, then the caller pauses the acceptor.
+    """
+
+    def __init__(self, sock: socket.socket, pass_on: Callable[[socket.socket], bool]) -> None:
+        self._socket = sock
+        self._pass_on = pass_on
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_reading = self._is_closed = False
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+
+    def resume(self) -> None:
+        """Accept connections."""
+        if not self._is_reading and not self._is_closed:
+            self._is_reading = True
+            self._loop.add_reader(self._socket, self._accept)
+
+    def pause(self) -> None:
+        """Let connections wait."""
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._socket)
+
+    def close(self) -> None:
+        """Stop accepting, and release the port."""
+        if self._is_closed:
+            return
+        self.pause()
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._socket.close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            if not self._is_reading:
+                return
+            try:
+                sock, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self.pause()
+                self._timer = self._loop.call_later(_PAUSE_S, self.resume)
+                return
+            with sock:
+                self._pass_on(sock)

@@ -1,0 +1,201 @@
+"""Child processes of the supervisor: start, heartbeat, end and the pause before the next start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.backends.process.lifetime import PAUSES_S, SETTLED_S
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.front_ends.channel import Start, SupervisorChannel, channel_pair, close_all, process_name, send_start
+
+logger = logging.getLogger("headrace")
+
+# Interval of the heartbeat.
+PING_S = 0.5
+_PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
+
+
+class Child:
+    """One child process after the other with the same task: the engine, or a front end.
+
+    Ownership: the event loop.
+
+    Args:
+        start: first message; its incarnation is counted here.
+        descriptors: that the process inherits.
+        hang_timeout_s: time without an answer after which the process is killed.
+        on_message: called with the child, name and content of each message.
+        on_ended: called with the child and its exit status, as of `subprocess.Popen`, once for each process.
+
+    Attributes:
+        number: of the front end, from 1; 0 for the engine.
+        is_ready: the process has reported "ready".
+        is_running: there is a process.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        descriptors: Sequence[int],
+        hang_timeout_s: float,
+        on_message: Callable[[Child, str, Any], None],
+        on_ended: Callable[[Child, int], None],
+    ) -> None:
+        self.number = start.number
+        self.is_ready = False
+        self._start = start
+        self._descriptors = descriptors
+        self._max_unanswered = max(2, round(hang_timeout_s / PING_S))
+        self._on_message = on_message
+        self._on_ended = on_ended
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: SupervisorChannel | None = None
+        self._watched = -1
+        self._unanswered = 0
+        self._deaths = 0
+        self._started_ns = 0
+        self._ping_timer: asyncio.TimerHandle | None = None
+        self._restart_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in logs."""
+        return process_name(self.number)
+
+    @property
+    def is_running(self) -> bool:
+        """True while there is a process."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 without a process."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process; raises OSError if the system starts none."""
+        self._restart_timer = None
+        ours, theirs = channel_pair()
+        try:
+            self._start = msgspec.structs.replace(self._start, incarnation=self._start.incarnation + 1)
+            send_start(ours, self._start)
+            self._process = subprocess.Popen(
+                [*_PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *self._descriptors),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.is_ready = False
+        self._unanswered = 0
+        self._started_ns = monotonic_ns()
+        self._channel = SupervisorChannel(ours, self._receive, self._channel_closed)
+        self._watched = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._watched, self._reap)
+
+    def send(self, name: str, content: object = None, descriptors: Sequence[int] = ()) -> bool:
+        """Send a message; False if there is no process, or it does not read."""
+        return self._channel is not None and self._channel.send(name, content, descriptors)
+
+    def kill(self) -> None:
+        """Kill the process, if there is one, and start no other."""
+        self.cancel_restart()
+        if self._process is not None:
+            self._process.kill()
+
+    def cancel_restart(self) -> None:
+        """Start no other process."""
+        if self._restart_timer is not None:
+            self._restart_timer.cancel()
+            self._restart_timer = None
+
+    def restart_later(self) -> float:
+        """Start the next process after a pause, which grows while processes end soon after their start.
+
+        Returns:
+            The pause in seconds.
+        """
+        is_settled = monotonic_ns() - self._started_ns >= SETTLED_S * NS_PER_S
+        self._deaths = 1 if is_settled else self._deaths + 1
+        pause_s = PAUSES_S[min(self._deaths, len(PAUSES_S)) - 1]
+        self._restart_timer = self._loop.call_later(pause_s, self._restart)
+        return pause_s
+
+    def _restart(self) -> None:
+        try:
+            self.start()
+        except OSError as error:
+            logger.error("the process '%s' cannot be started: %s", self.name, error)
+            self.restart_later()
+
+    def _receive(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
+        close_all(descriptors)
+        if name == "pong":
+            self._unanswered = 0
+            return
+        if name == "ready":
+            self.is_ready = True
+            self._ping()
+        self._on_message(self, name, content)
+
+    def _ping(self) -> None:
+        """Send a heartbeat. It counts those without an answer, not time: a machine or a supervisor may be suspended."""
+        self._ping_timer = None
+        if self._process is None:
+            return
+        if self._unanswered >= self._max_unanswered and self._is_hung():
+            seconds = self._unanswered * PING_S
+            logger.error("the process '%s' (%d) has not answered for %g s and is killed", self.name, self.pid, seconds)
+            self._process.kill()
+            return
+        self._unanswered += 1
+        self.send("ping")
+        self._ping_timer = self._loop.call_later(PING_S, self._ping)
+
+    def _is_hung(self) -> bool:
+        """Return False for a process that waits for a processor or a disk: it gets four times the time."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            state = ""
+        return state not in ("R", "D") or self._unanswered >= 4 * self._max_unanswered
+
+    def _channel_closed(self) -> None:
+        """The process is about to end: `_reap` follows."""
+
+    def _reap(self) -> None:
+        process = self._process
+        assert process is not None
+        status = process.wait()
+        self._loop.remove_reader(self._watched)
+        os.close(self._watched)
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+            self._ping_timer = None
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._process = None
+        self.is_ready = False
+        self._on_ended(self, status)
+
+
+def describe_end(status: int) -> str:
+    """Return how a process has ended, from the status of `subprocess.Popen`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
+    return f"was killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")

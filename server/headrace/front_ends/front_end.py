@@ -1,0 +1,248 @@
+"""A front-end process: serves connections that the supervisor accepts, with the engine process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import uvloop
+
+from headrace.accept import PassedConnections
+from headrace.core.access import AccessControl
+from headrace.core.errors import ConfigError, Unavailable
+from headrace.core.limits import BodyMemory, ClientLimits
+from headrace.core.threads import start_pool
+from headrace.front_ends.channel import Start, SupervisorChannel, close_all
+from headrace.front_ends.control import Hello
+from headrace.front_ends.meeting import Answer
+from headrace.front_ends.proxy import EngineLink, HttpProxy, proxy_methods
+from headrace.grpc.methods import GrpcEngine
+from headrace.inference.codec_threads import CodecThreads
+from headrace.inference.request_options import RequestOptionsReader
+from headrace.listen import (
+    METRICS_CONNECTIONS,
+    GrpcListener,
+    UvicornServer,
+    has_metrics_port,
+    raise_file_limit,
+    server_tls,
+)
+from headrace.tls import ServerTls
+from headrace.wiring import Reloads, open_access, open_keys
+
+logger = logging.getLogger("headrace")
+
+_POOL_THREADS = 2
+
+
+class PassedHttpServer(UvicornServer):
+    """uvicorn for connections that another process accepts. Ownership: the event loop.
+
+    Attributes:
+        connections: takes accepted sockets; exists once the server has opened.
+        opened: set from then on.
+    """
+
+    connections: PassedConnections
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.opened = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open for `connections.take`."""
+        self.connections = self.open_passed()
+        self.servers = [self.connections]  # type: ignore[list-item]
+        self.started = True
+        await self.on_tick(0)
+        self.opened.set()
+
+    async def main_loop(self) -> None:
+        """Wait for `stop`, without a timer."""
+        await self._stopping.wait()
+
+    def stop(self) -> None:
+        """Begin to drain."""
+        self.should_exit = True
+        self._stopping.set()
+
+
+class FrontEndProcess:
+    """Serves HTTP and gRPC until the supervisor sends "drain", or ends.
+
+    Ownership: the event loop.
+
+    Args:
+        start: first message of the supervisor.
+        sock: channel to the supervisor.
+    """
+
+    def __init__(self, start: Start, sock: socket.socket) -> None:
+        self._start = start
+        self._socket = sock
+        settings = start.settings
+        limits = settings.limits
+        limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
+        self._settings = replace(settings, limits=limits)
+        bodies = BodyMemory(limits)
+        self._http_limits = ClientLimits(limits, "http", bodies)
+        self._grpc_limits = ClientLimits(limits, "grpc", bodies)
+        metrics_limits = replace(limits, max_connections=min(METRICS_CONNECTIONS, limits.max_connections))
+        self._metrics_limits = ClientLimits(metrics_limits, "metrics", bodies)
+        self._servers: dict[str, PassedHttpServer] = {}
+        self._grpc: GrpcListener | None = None
+        self._takers: dict[str, PassedConnections] = {}
+        self._reloads = Reloads(is_silent=True)
+
+    def run(self) -> int:
+        """Serve until the supervisor sends "drain"; returns the exit status."""
+        try:
+            tls = server_tls(self._settings)
+            self._keys = open_keys(self._settings)
+        except (ConfigError, Unavailable) as error:
+            logger.error("%s", error)
+            return 1
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        try:
+            return runner.run(self._serve(tls))
+        except Unavailable as error:
+            logger.error("%s", error)
+            return 1
+        finally:
+            with contextlib.suppress(RuntimeError):
+                runner.close()
+
+    async def _serve(self, tls: ServerTls | None) -> int:
+        loop, start = asyncio.get_running_loop(), self._start
+        loop.set_default_executor(start_pool(_POOL_THREADS, "headrace-pool"))
+        self._threads = CodecThreads()
+        self._threads.start()
+        access: AccessControl = self._keys or open_access(self._settings)
+        self._reader = RequestOptionsReader(self._settings.client_header, access)
+        if tls is not None:
+            self._reloads.callbacks.append(tls.reload)
+        if self._keys is not None:
+            self._keys.start(loop)
+            self._reloads.callbacks.append(self._keys.reload)
+        self._tls = tls
+        self._is_open = asyncio.Event()
+        self._ending = asyncio.Event()
+        hello = Hello(start.token, "control", start.number, start.incarnation, os.getpid())
+        self._link = EngineLink(start.engine, hello, self._on_open, self._on_lost, self._on_notice)
+        self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
+        self._link.start()
+        await _either(self._is_open, self._ending)
+        if not self._ending.is_set():
+            await self._run_servers()
+        self._link.close()
+        if self._keys is not None:
+            self._keys.stop()
+        await asyncio.to_thread(self._threads.close)
+        return 0
+
+    async def _run_servers(self) -> None:
+        settings = self._settings
+        self._servers["http"] = PassedHttpServer(HttpProxy(self._link, "http"), settings, self._http_limits, self._tls)
+        if settings.metrics and has_metrics_port(settings):
+            proxy = HttpProxy(self._link, "metrics")
+            self._servers["metrics"] = PassedHttpServer(proxy, settings, self._metrics_limits, self._tls)
+        opened = [server.opened for server in self._servers.values()]
+        serving = [asyncio.ensure_future(server.serve()) for server in self._servers.values()]
+        if settings.grpc:
+            serving.append(asyncio.ensure_future(await self._open_grpc(self._answer)))
+        for each in opened:
+            await each.wait()
+        self._takers |= {port: server.connections for port, server in self._servers.items()}
+        self._channel.send("ready")
+        if self._ending.is_set():
+            self._drain()
+        await asyncio.gather(*serving)
+
+    async def _open_grpc(self, answer: Answer) -> Any:
+        """Open the gRPC engine; returns the coroutine that serves until the drain."""
+        settings = self._settings
+        methods = proxy_methods(self._link, answer, self._reader, self._threads)
+        engine: GrpcEngine
+        if settings.grpc_engine == "fast":
+            from headrace.grpc.fast_server import FastGrpcServer
+
+            fast = FastGrpcServer(methods, self._grpc_limits, self._tls)
+            self._takers["grpc"] = fast.open()
+            engine = fast
+        else:
+            from headrace.grpc.grpcio_server import GrpcioServer
+
+            engine = GrpcioServer(methods, self._grpc_limits, self._tls, shares_port=True)
+            await engine.start(settings.host, self._start.ports.grpc_port)
+        self._grpc = GrpcListener(engine, settings.drain_timeout_s)
+        return self._grpc.serve()
+
+    # --- Engine -------------------------------------------------------------------------------------------------------
+
+    def _on_open(self, answer: Answer, descriptors: Sequence[int]) -> None:
+        close_all(descriptors)
+        self._answer = answer
+        self._is_open.set()
+
+    def _on_lost(self) -> None:
+        logger.warning("the engine process has ended: requests are refused until the next one answers")
+
+    def _on_notice(self, name: str, content: Any) -> None:
+        if name == "keys" and self._keys is not None:
+            self._keys.reload()
+
+    # --- Supervisor ---------------------------------------------------------------------------------------------------
+
+    def _on_message(self, name: str, content: Any, descriptors: Sequence[int]) -> None:
+        if name == "connection":
+            self._take(content, descriptors)
+            return
+        close_all(descriptors)
+        if name == "ping":
+            self._channel.send("pong", content)
+        elif name == "reload":
+            self._reloads.start()
+        elif name == "drain":
+            self._ending.set()
+            self._drain()
+        elif name == "force":
+            for server in self._servers.values():
+                server.force_exit = True
+            if self._grpc is not None:
+                self._grpc.stop(now=True)
+
+    def _take(self, port: str, descriptors: Sequence[int]) -> None:
+        taker = self._takers.get(port)
+        for descriptor in descriptors:
+            sock = socket.socket(fileno=descriptor)
+            if taker is None:
+                sock.close()
+            else:
+                taker.take(sock)
+
+    def _drain(self) -> None:
+        for server in self._servers.values():
+            if server.started:
+                server.stop()
+        if self._grpc is not None:
+            self._grpc.stop()
+
+    def _on_orphaned(self) -> None:
+        """The supervisor has ended: so does this process."""
+        os._exit(1)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()

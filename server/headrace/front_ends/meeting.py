@@ -1,0 +1,197 @@
+"""Opening of the Unix streams between front ends and the engine: connect, HELLO, answer, with file descriptors.
+
+The listening socket is created by the supervisor and inherited by every engine process. So a front end can connect while no
+engine runs: the answer comes from the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.front_ends.channel import close_all
+from headrace.front_ends.control import SIZE, Hello
+
+logger = logging.getLogger("headrace.front_ends")
+
+BACKLOG = 1024
+_MAX_HELLO_BYTES = 64 << 10
+_MAX_DESCRIPTORS = 16
+_encode = msgspec.msgpack.Encoder().encode
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """Answer of the engine to a front end.
+
+    Attributes:
+        pid: of the engine.
+        unary: paths of the unary gRPC methods.
+        streams: paths of the gRPC methods with streams.
+        open_paths: gRPC methods that callers without a key may call.
+    """
+
+    pid: int
+    unary: list[str] = []
+    streams: list[str] = []
+    open_paths: list[str] = []
+
+
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Greeting(NamedTuple):
+    """A front end that has connected.
+
+    Attributes:
+        hello: its first message.
+        sock: its stream.
+        descriptors: that came with the message; owned by the receiver.
+    """
+
+    hello: Hello
+    sock: socket.socket
+    descriptors: Sequence[int]
+
+
+def engine_listener() -> socket.socket:
+    """Create the engine's listening socket, with an address that the system chooses."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind("")
+    sock.listen(BACKLOG)
+    sock.setblocking(False)
+    return sock
+
+
+async def connect(
+    address: bytes, hello: Hello, descriptors: Sequence[int] = ()
+) -> tuple[socket.socket, Answer, list[int]]:
+    """Connect to the engine, which may not run yet.
+
+    Args:
+        address: of its socket.
+        hello: first message.
+        descriptors: to send with it.
+
+    Returns:
+        The stream, the engine's answer, and the descriptors that came with it.
+
+    Raises:
+        OSError: the engine has closed the stream without an answer.
+    """
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(address)
+        sock.setblocking(False)
+        _send(sock, _encode(hello), descriptors)
+        await _readable(loop, sock)
+        content, received = _receive(sock)
+        if not content:
+            raise ConnectionResetError("the engine has closed the stream")
+        return sock, _decode_answer(content), received
+    except BaseException:
+        sock.close()
+        raise
+
+
+def answer(sock: socket.socket, facts: Answer, descriptors: Sequence[int] = ()) -> None:
+    """Answer a front end; raises OSError."""
+    _send(sock, _encode(facts), descriptors)
+
+
+class Listener:
+    """Accepts the streams of front ends in the engine process; refuses other users and other servers.
+
+    Ownership: the event loop.
+
+    Args:
+        sock: listening socket.
+        token: of this server.
+        on_greeting: called with each front end.
+    """
+
+    def __init__(self, sock: socket.socket, token: bytes, on_greeting: Callable[[Greeting], None]) -> None:
+        self._socket = sock
+        self._token = token
+        self._on_greeting = on_greeting
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[socket.socket] = set()
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Stop accepting."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        for sock in self._waiting:
+            self._loop.remove_reader(sock)
+            sock.close()
+        self._waiting.clear()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
+            while True:
+                sock, _ = self._socket.accept()
+                sock.setblocking(False)
+                _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if uid != os.getuid():
+                    sock.close()
+                    continue
+                self._waiting.add(sock)
+                self._loop.add_reader(sock, self._read, sock)
+
+    def _read(self, sock: socket.socket) -> None:
+        self._loop.remove_reader(sock)
+        self._waiting.discard(sock)
+        content, descriptors = _receive(sock)
+        try:
+            hello = _decode_hello(content)
+        except msgspec.DecodeError:  # it has ended, or is none
+            hello = None
+        if hello is None or not hmac.compare_digest(hello.token, self._token):
+            close_all(descriptors)
+            sock.close()
+            return
+        self._on_greeting(Greeting(hello, sock, descriptors))
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    waiter = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    loop.add_reader(sock, wake)
+    try:
+        await waiter
+    finally:
+        loop.remove_reader(sock)
+
+
+def _send(sock: socket.socket, content: bytes, descriptors: Sequence[int]) -> None:
+    """Send a first message, which fits into the buffer of a new socket."""
+    data = SIZE.pack(len(content)) + content
+    if descriptors:
+        socket.send_fds(sock, [data], list(descriptors))
+    else:
+        sock.send(data)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the content of a first message, b"" if the peer has closed, and its descriptors."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(sock, _MAX_HELLO_BYTES, _MAX_DESCRIPTORS)
+    except OSError:
+        return b"", []
+    return data[SIZE.size :], descriptors

@@ -1,0 +1,368 @@
+"""Parts of a server behind its sockets: data plane, services, access control, observers, threads, metrics page.
+
+One process has them beside its sockets (`headrace.app`). With front-end processes they are the engine process
+(`headrace.front_ends.engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from headrace.access.control import KeyAccess
+from headrace.access.tokens import TokenVerifier
+from headrace.config.documents import refuse
+from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Grant, OpenAccess, Principal
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.heap import HeapTrimmer
+from headrace.core.limits import BodyMemory, ClientLimits
+from headrace.core.telemetry import Telemetry
+from headrace.core.threads import start_pool
+from headrace.cuda.devices import Nvml
+from headrace.cuda.shared_memory import find_client_memory
+from headrace.data_plane import DataPlane
+from headrace.http.application import HttpApplication
+from headrace.inference.request_options import RequestOptionsReader
+from headrace.inference.services import Services
+from headrace.listen import is_loopback, origin_policy
+from headrace.observability.access_log import RequestLog, open_stream
+from headrace.observability.logs import LogSettings, is_secret, redact
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.metrics_server import LoopLag, ServerFacts
+from headrace.observability.tracing import RequestObserver, Spans, Tracer
+from headrace.repository.overview import ServerOverview
+from headrace.repository.registry import explain
+from headrace.repository.shared_memory import SharedMemoryRegions
+from headrace.settings import Settings
+from headrace.tls import ServerTls
+
+logger = logging.getLogger("headrace")
+
+# Threads for metrics, pages and reloads; they start with the server.
+_POOL_THREADS = 4
+_EXTRA = "pip install 'headrace[otel]'"
+
+
+def open_observer(settings: Settings, has_keys: bool = False) -> tuple[Tracer, RequestObserver]:
+    """Create the tracer and the observer that front ends report requests to.
+
+    Args:
+        settings: settings of the server.
+        has_keys: names of clients are those of keys, and no secrets.
+
+    Raises:
+        ConfigError: an option has an invalid value, or its file cannot be written.
+    """
+    telemetry = settings.telemetry
+    tracer = Tracer(settings.trace_file, spans=_spans(telemetry), rate=telemetry.trace_rate)
+    return tracer, RequestObserver(tracer, _request_log(settings), not has_keys and is_secret(settings.client_header))
+
+
+def open_keys(settings: Settings) -> KeyAccess | None:
+    """Create the access control of a server with keys; None for a server without keys.
+
+    Args:
+        settings: settings of the server.
+
+    Raises:
+        ConfigError: the keys file or the key set of tokens is invalid.
+    """
+    tokens = None
+    if settings.jwks:
+        tokens = TokenVerifier(settings.jwks, settings.jwt_issuer, settings.jwt_audience)
+    elif settings.jwt_issuer or settings.jwt_audience:
+        raise refuse("--jwt-issuer and --jwt-audience", None, "need --jwks", "name the key set of the issuer")
+    if not settings.api_keys_file and tokens is None:
+        return None
+    return KeyAccess(Path(settings.api_keys_file).expanduser() if settings.api_keys_file else None, tokens)
+
+
+def open_access(settings: Settings) -> OpenAccess:
+    """Create the access control of a server without keys: on a network address, callers may not change the server."""
+    if settings.insecure_control or is_loopback(settings.host):
+        return OpenAccess()
+    return OpenAccess(Principal("", Grant(NETWORK_SCOPES, cure=NETWORK_CURE)))
+
+
+def _request_log(settings: Settings) -> RequestLog:
+    telemetry = settings.telemetry
+    try:
+        stream = open_stream(telemetry.request_log_file)
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}"
+        raise refuse(f"--request-log-file {telemetry.request_log_file}", None, reason, "name another file") from error
+    text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
+    return RequestLog(telemetry.request_log, stream, text=text)
+
+
+def _spans(telemetry: Telemetry) -> Spans | None:
+    endpoint, redacted = telemetry.otlp_endpoint, redact(telemetry.otlp_endpoint)
+    if not endpoint:
+        return None
+    option = f"--otlp-endpoint {redacted}"
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise refuse(
+            option, None, "is not a URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP"
+        )
+    try:
+        from headrace.observability.spans import SpanWriter, otlp_exporter
+
+        return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), redacted)
+    except ImportError as error:
+        raise refuse(option, None, f"needs a package that is not installed ({error.name})", _EXTRA) from error
+    except Exception as error:  # the exporter's own variables (OTEL_EXPORTER_OTLP_...) can be wrong in many ways
+        cure = "check the OTEL_ environment variables"
+        raise refuse(option, None, f"cannot be used: {redact(str(error))}", cure) from error
+
+
+class ServerLimits(NamedTuple):
+    """Limits on the clients of a process, with their counters.
+
+    Attributes:
+        bodies: body memory of all protocols.
+        http: of the HTTP port.
+        grpc: of the gRPC port.
+        metrics: of the metrics port; None without one.
+    """
+
+    bodies: BodyMemory
+    http: ClientLimits
+    grpc: ClientLimits
+    metrics: ClientLimits | None
+
+    @property
+    def protocols(self) -> Sequence[ClientLimits]:
+        """Limits of each port."""
+        return tuple(each for each in (self.http, self.grpc, self.metrics) if each is not None)
+
+
+class Wiring:
+    """Connects the parts of a server that need no socket.
+
+    `open` reads the files that the options name, `start` creates the data plane and the threads, `stop` ends them.
+
+    Ownership: the event loop.
+
+    Args:
+        settings: settings of the server.
+        limits: limits on clients.
+        model_filter: names of the served models, for each repository that is served in part.
+
+    Attributes:
+        settings: see Args.
+        keys: keys of callers; None for a server without keys.
+        origins: checks requests of browsers.
+        services: what protocols call; exists from `start` on.
+        data_plane: registry and models; exists from `start` on.
+        lag: delay of the event loop.
+    """
+
+    services: Services
+    data_plane: DataPlane
+
+    def __init__(self, settings: Settings, limits: ServerLimits, model_filter: Mapping[Path, frozenset[str]]) -> None:
+        self.settings = settings
+        self._limits = limits
+        self._model_filter = model_filter
+        self.lag = LoopLag()
+        self._heap_trimmer = HeapTrimmer(_resident_bytes)
+        self.keys: KeyAccess | None = None
+        self._access: AccessControl = OpenAccess()
+
+    def open(self) -> None:
+        """Read keys and open the outputs of requests; raises ConfigError and Unavailable."""
+        settings = self.settings
+        self.origins = origin_policy(settings, RequestOptionsReader(settings.client_header).names)
+        self.keys = open_keys(settings)
+        self._access = self.keys or open_access(settings)
+        self._tracer, self._observer = open_observer(settings, self.keys is not None)
+        _configure_garbage_collector()
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[[BaseException | None], None]) -> None:
+        """Create the data plane and start all threads that requests need later; its reconciler is started by the caller.
+
+        Args:
+            loop: event loop of the server.
+            on_loaded: called on the loop after the initial load, with the error if it failed as a whole.
+
+        Raises:
+            Unavailable: the system starts no further thread.
+        """
+        self.data_plane = DataPlane(self.settings, loop, on_loaded, self._model_filter, self._limits.bodies)
+        self.services = self._create_services()
+        self._overview.start(loop)
+        loop.set_default_executor(start_pool(_POOL_THREADS, "headrace-pool"))
+        self.services.codec_threads.start()
+        if self.keys is not None:
+            self.keys.start(loop)
+
+    def start_timers(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the timers that watch the event loop and the heap."""
+        if self.settings.metrics:
+            self.lag.start(loop)
+        if sys.platform == "linux":
+            self._heap_trimmer.start(loop)
+
+    async def stop(self) -> bool:
+        """End all threads and close every model; returns False if a backend still computes after the drain timeout."""
+        self._overview.stop()
+        self.lag.stop()
+        self._heap_trimmer.stop()
+        if self.keys is not None:
+            self.keys.stop()
+        clean = await asyncio.to_thread(self.data_plane.stop, self.settings.drain_timeout_s)
+        await asyncio.to_thread(self.services.codec_threads.close)
+        await asyncio.to_thread(self._observer.close)
+        return clean
+
+    def refuses_load(self, error: BaseException | None) -> bool:
+        """Log why the server may not serve after the initial load; returns False if it may.
+
+        Args:
+            error: the initial load failed as a whole; None if it did not.
+        """
+        registry, settings = self.data_plane.registry, self.settings
+        failures = registry.failures()
+        if isinstance(error, ConfigError):
+            logger.error("%s", error)
+        elif error is not None:
+            logger.error("loading the models failed", exc_info=error)
+        substitutes = registry.substitutes()
+        if error is None and not ((failures or substitutes) and settings.strict):
+            return False
+        if failures and error is None:
+            logger.error("--strict: %d of the models cannot be served, the server stops", len(failures))
+        for name, number, reason in substitutes if settings.strict else ():
+            cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
+            logger.error("--strict: model %s version %s requires a GPU: %s (%s)", name, number, reason, cure)
+        return True
+
+    def http_application(self, page: MetricsPage | None) -> HttpApplication:
+        """Create the application of the HTTP port; `page` is None if it has no metrics."""
+        return HttpApplication(self.services, self._limits.http, None if page is None else page.render, self.origins)
+
+    def metrics_page(self, tls: ServerTls | None) -> MetricsPage:
+        """Create the metrics page."""
+        data_plane = self.data_plane
+        facts = ServerFacts(
+            states=data_plane.registry,
+            version=version("headrace"),
+            lag=self.lag,
+            client_limits=self._limits.protocols,
+            certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
+        )
+        return MetricsPage(
+            data_plane.registry.sources,
+            data_plane.gpu_model_cache,
+            facts,
+            Nvml(),
+            self.settings.metrics_config,
+            data_plane.custom_metrics,
+        )
+
+    def _create_services(self) -> Services:
+        settings, registry = self.settings, self.data_plane.registry
+        # The CUDA driver is started only if clients may register GPU memory.
+        memory = find_client_memory() if settings.allow_client_shm else None
+        cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
+        self._overview = ServerOverview(registry, settings.model_repository)
+        return Services(
+            models=registry,
+            repository=self.data_plane.reconciler,
+            regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
+            traces=self._tracer,
+            observer=self._observer,
+            logs=LogSettings(logging.getLogger("headrace")),
+            overview=self._overview,
+            version=version("headrace"),
+            extensions=extensions(settings, cuda is not None),
+            explain=partial(explain, registry),
+            name=settings.id,
+            options_reader=RequestOptionsReader(settings.client_header, self._access),
+        )
+
+
+class Reloads:
+    """Runs the reloads of SIGHUP one after the other, on threads: they read files, which may hang.
+
+    Ownership: the event loop.
+
+    Attributes:
+        callbacks: each returns what it has reloaded, None if it logs that by itself, and raises an error that says why all stays
+            as it was.
+        is_silent: successful reloads have no line in the log.
+    """
+
+    def __init__(self, is_silent: bool = False) -> None:
+        self.callbacks: list[Callable[[], str | None]] = []
+        self.is_silent = is_silent
+        self._task: asyncio.Task[None] | None = None
+        self._again = False
+
+    def start(self) -> None:
+        """Run all callbacks, once more if they run already."""
+        self._again = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._again:
+            self._again = False
+            if not self.callbacks and not self.is_silent:
+                logger.info("SIGHUP: there are no certificates or keys to reload")
+            for reload in self.callbacks:
+                try:
+                    reloaded = await asyncio.to_thread(reload)
+                except (OSError, HeadraceError) as error:
+                    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+                    logger.error("SIGHUP: nothing is changed, the reload failed: %s", reason)
+                except Exception:
+                    logger.exception("SIGHUP: nothing is changed, the reload failed")
+                else:
+                    if reloaded and not self.is_silent:
+                        logger.info("SIGHUP: reloaded %s", reloaded)
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of the process, on Linux."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def extensions(settings: Settings, cuda: bool) -> list[str]:
+    """Return the protocol's extensions that are switched on, by Triton's names.
+
+    Args:
+        settings: settings of the server.
+        cuda: clients can register GPU memory.
+    """
+    names = ["binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"]
+    names += ["model_repository(unload_dependents)", "parameters", "schedule_policy", "statistics"]
+    if settings.allow_client_shm:
+        names += ["system_shared_memory"]
+        if cuda:
+            names += ["cuda_shared_memory"]
+    if settings.trace_file or settings.telemetry.otlp_endpoint:
+        names += ["trace"]
+    return sorted(names)
+
+
+def _configure_garbage_collector() -> None:
+    """Run the garbage collector rarely, and never on objects from startup: requests create no reference cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
