@@ -56,7 +56,7 @@ class ServerSupervisor:
         self._next = 0
         self._is_loaded = self._is_announced = self._is_stopping = False
         self._exit_status = 0
-        self._timers: list[asyncio.TimerHandle] = []
+        self._time_limits: list[asyncio.TimerHandle] = []
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; returns the exit status."""
@@ -81,8 +81,8 @@ class ServerSupervisor:
         set_process_name("supervisor")
         self._start_children(ports)
         await self._ended.wait()
-        for timer in self._timers:
-            timer.cancel()
+        for limit in self._time_limits:
+            limit.cancel()
         return self._exit_status
 
     def _listen(self) -> Ports:
@@ -212,7 +212,7 @@ class ServerSupervisor:
         for child in self._front_ends:
             child.send("drain")
         limit_s = self._settings.drain_timeout_s + _GRACE_S
-        self._timers.append(asyncio.get_running_loop().call_later(limit_s, self._kill_front_ends))
+        self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill_front_ends))
         self._continue_stop()
 
     def _continue_stop(self, child: Child | None = None, status: int = 0) -> None:
@@ -226,7 +226,7 @@ class ServerSupervisor:
         if child is not self._engine:
             self._engine.send("stop")
             limit_s = self._settings.drain_timeout_s + _GRACE_S
-            self._timers.append(asyncio.get_running_loop().call_later(limit_s, self._kill_engine))
+            self._time_limits.append(asyncio.get_running_loop().call_later(limit_s, self._kill_engine))
 
     def _kill_front_ends(self) -> None:
         for child in self._front_ends:
