@@ -30,6 +30,7 @@ from headrace.core.threads import start_pool
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
+from headrace.front_ends.counter_array import CounterArrays
 from headrace.http.application import HttpApplication
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
@@ -169,10 +170,12 @@ class Wiring:
         services: what protocols call; exists from `start` on.
         data_plane: registry and models; exists from `start` on.
         lag: delay of the event loop.
+        observer: samples, logs and traces requests; exists from `open` on.
     """
 
     services: Services
     data_plane: DataPlane
+    observer: RequestObserver
 
     def __init__(self, settings: Settings, limits: ServerLimits, model_filter: Mapping[Path, frozenset[str]]) -> None:
         self.settings = settings
@@ -189,7 +192,7 @@ class Wiring:
         self.origins = origin_policy(settings, RequestOptionsReader(settings.client_header).names)
         self.keys = open_keys(settings)
         self._access = self.keys or open_access(settings)
-        self._tracer, self._observer = open_observer(settings, self.keys is not None)
+        self._tracer, self.observer = open_observer(settings, self.keys is not None)
         _configure_garbage_collector()
 
     def start(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[[BaseException | None], None]) -> None:
@@ -226,7 +229,7 @@ class Wiring:
             self.keys.stop()
         clean = await asyncio.to_thread(self.data_plane.stop, self.settings.drain_timeout_s)
         await asyncio.to_thread(self.services.codec_threads.close)
-        await asyncio.to_thread(self._observer.close)
+        await asyncio.to_thread(self.observer.close)
         return clean
 
     def refuses_load(self, error: BaseException | None) -> bool:
@@ -255,14 +258,23 @@ class Wiring:
         """Create the application of the HTTP port; `page` is None if it has no metrics."""
         return HttpApplication(self.services, self._limits.http, None if page is None else page.render, self.origins)
 
-    def metrics_page(self, tls: ServerTls | None) -> MetricsPage:
-        """Create the metrics page."""
-        data_plane = self.data_plane
+    def metrics_page(self, tls: ServerTls | None, arrays: CounterArrays | None = None) -> MetricsPage:
+        """Create the metrics page.
+
+        Args:
+            tls: TLS of the server.
+            arrays: counters of all processes; None for one process.
+        """
+        data_plane, protocols = self.data_plane, self._limits.protocols
+        client_limits = protocols
+        if arrays is not None:
+            names = [each.protocol for each in protocols]
+            client_limits = arrays.summed_limits(self.settings.limits, names)
         facts = ServerFacts(
             states=data_plane.registry,
             version=version("headrace"),
-            lag=self.lag,
-            client_limits=self._limits.protocols,
+            lag=self.lag if arrays is None else arrays,
+            client_limits=client_limits,
             certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
         )
         return MetricsPage(
@@ -285,7 +297,7 @@ class Wiring:
             repository=self.data_plane.reconciler,
             regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
             traces=self._tracer,
-            observer=self._observer,
+            observer=self.observer,
             logs=LogSettings(logging.getLogger("headrace")),
             overview=self._overview,
             version=version("headrace"),

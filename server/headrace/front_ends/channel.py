@@ -56,6 +56,7 @@ class Start(msgspec.Struct, array_like=True):
         ports: addresses of the server.
         model_filter: names of the served models, for each repository that is served in part.
         first_model: of the banner.
+        arrays: descriptors of the counters of all processes: of the engine, then of each front end.
     """
 
     settings: Settings
@@ -68,6 +69,7 @@ class Start(msgspec.Struct, array_like=True):
     ports: Ports
     model_filter: dict[str, list[str]]
     first_model: str
+    arrays: list[int]
 
     @property
     def name(self) -> str:

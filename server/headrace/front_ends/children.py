@@ -35,7 +35,8 @@ class Child:
         descriptors: that the process inherits.
         hang_timeout_s: time without an answer after which the process is killed.
         on_message: called with the child, name and content of each message.
-        on_ended: called with the child and its exit status, as of `subprocess.Popen`, once for each process.
+        on_ended: called with the child, its exit status, as of `subprocess.Popen`, and its processor time, nanoseconds, once for
+            each process.
 
     Attributes:
         number: of the front end, from 1; 0 for the engine.
@@ -49,7 +50,7 @@ class Child:
         descriptors: Sequence[int],
         hang_timeout_s: float,
         on_message: Callable[[Child, str, Any], None],
-        on_ended: Callable[[Child, int], None],
+        on_ended: Callable[[Child, int, int], None],
     ) -> None:
         self.number = start.number
         self.is_ready = False
@@ -180,7 +181,8 @@ class Child:
     def _reap(self) -> None:
         process = self._process
         assert process is not None
-        status = process.wait()
+        _, wait_status, usage = os.wait4(process.pid, 0)
+        status = process.returncode = os.waitstatus_to_exitcode(wait_status)
         self._loop.remove_reader(self._watched)
         os.close(self._watched)
         if self._ping_timer is not None:
@@ -190,7 +192,7 @@ class Child:
             self._channel.close()
         self._channel = self._process = None
         self.is_ready = False
-        self._on_ended(self, status)
+        self._on_ended(self, status, round((usage.ru_utime + usage.ru_stime) * NS_PER_S))
 
 
 def describe_end(status: int) -> str:

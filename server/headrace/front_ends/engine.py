@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,20 @@ import uvloop
 
 from headrace.banner import Addresses, announce, describe_access, log_announcement
 from headrace.core.errors import ConfigError, Unavailable
-from headrace.core.limits import BodyMemory, ClientLimits
+from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
+from headrace.front_ends.engine_requests import EngineRequests
 from headrace.front_ends.exchanges import FrontEndPeer
-from headrace.front_ends.meeting import Answer, Greeting, Listener, answer
+from headrace.front_ends.meeting import EngineFacts, Greeting, Listener, answer
+from headrace.front_ends.shared_page import PageWriter, SharedPage
+from headrace.front_ends.sharing import TableSync, shared_arrays, shared_limits
 from headrace.grpc.methods import Methods
-from headrace.listen import METRICS_CONNECTIONS, has_metrics_port, is_loopback, metrics_application, server_tls
+from headrace.listen import has_metrics_port, is_loopback, metrics_application, server_tls
+from headrace.observability.counters import Recorder
 from headrace.observability.output import end_output
+from headrace.repository.registry import Registry
 from headrace.tls import ServerTls
-from headrace.wiring import Reloads, ServerLimits, Wiring
+from headrace.wiring import Reloads, Wiring
 
 logger = logging.getLogger("headrace")
 
@@ -43,18 +47,12 @@ class EngineProcess:
         self._start = start
         self._socket = sock
         self._settings = settings = start.settings
-        limits = settings.limits
-        bodies = BodyMemory(limits)
-        metrics_limits = replace(limits, max_connections=min(METRICS_CONNECTIONS, limits.max_connections))
-        self._limits = ServerLimits(
-            bodies,
-            ClientLimits(limits, "http", bodies),
-            ClientLimits(limits, "grpc", bodies),
-            ClientLimits(metrics_limits, "metrics", bodies) if has_metrics_port(settings) else None,
-        )
+        self._arrays = shared_arrays(start)
+        self._limits = shared_limits(self._arrays, settings)
         self._wiring = Wiring(settings, self._limits, repository_filter(start))
         self._reloads = Reloads()
         self._peers: dict[int, FrontEndPeer] = {}
+        self._opening: set[asyncio.Task[None]] = set()
         self._methods: Methods | None = None
         self._exit_status = 0
 
@@ -81,7 +79,16 @@ class EngineProcess:
         self._ending = asyncio.Event()
         if tls is not None:
             self._reloads.callbacks.append(tls.reload)
+        wiring.lag = self._arrays.loop_lag()
         wiring.start(loop, self._on_loaded)
+        registry = wiring.data_plane.registry
+        self._page = SharedPage.create(epoch=self._arrays.own.starts)
+        self._writer = PageWriter(self._page, loop, self._arrays.arrays)
+        self._requests = EngineRequests(registry)
+        self._records = RecordSink(wiring.observer, partial(_recorder, registry))
+        self._update_record_needs()
+        self._tables = TableSync(loop, registry, self._requests, self._writer, self._peers)
+        registry.on_published = self._tables.publish
         if wiring.keys is not None:
             self._reloads.callbacks.append(wiring.keys.reload)
         self._applications = self._create_applications(tls)
@@ -101,6 +108,7 @@ class EngineProcess:
             for peer in list(self._peers.values()):
                 peer.cancel()
                 peer.stream.close()
+            self._writer.close()
             clean = await wiring.stop()
         if not clean:
             # See `HeadraceServer`.
@@ -111,7 +119,7 @@ class EngineProcess:
 
     def _create_applications(self, tls: ServerTls | None) -> Mapping[str, Callable[..., Any]]:
         settings, wiring = self._settings, self._wiring
-        page = wiring.metrics_page(tls) if settings.metrics else None
+        page = wiring.metrics_page(tls, self._arrays) if settings.metrics else None
         applications: dict[str, Callable[..., Any]] = {
             "http": wiring.http_application(None if has_metrics_port(settings) else page)
         }
@@ -123,22 +131,47 @@ class EngineProcess:
 
     def _on_greeting(self, greeting: Greeting) -> None:
         """Open a stream of a front end."""
-        if greeting.hello.role != "control":
+        opens = {"control": self._open_control, "data": self._open_data}.get(greeting.hello.role)
+        if opens is None:
             close_all(greeting.descriptors)
             greeting.sock.close()
             return
-        close_all(greeting.descriptors)
-        asyncio.get_running_loop().create_task(self._open_control(greeting))
+        task = asyncio.get_running_loop().create_task(opens(greeting))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open_data(self, greeting: Greeting) -> None:
+        """Open the stream of requests of a front end, and send it the table."""
+        hello, descriptors = greeting.hello, greeting.descriptors
+        peer = self._peers.get(hello.number)
+        try:
+            answer(greeting.sock, EngineFacts(os.getpid()), (self._page.fd,))
+        except OSError:
+            peer = None
+        if peer is None:  # the front end has ended
+            close_all(descriptors)
+            greeting.sock.close()
+            return
+        arena = descriptors[0] if descriptors else None
+        await self._requests.attach(hello.number, hello.incarnation, greeting.sock, arena)
+        await self._tables.send(peer)
 
     async def _open_control(self, greeting: Greeting) -> None:
+        close_all(greeting.descriptors)
         methods, number = self._methods, greeting.hello.number
         limits = self._limits
         peer = FrontEndPeer(
-            self._applications, methods, limits.http, limits.grpc, partial(self._on_peer_closed, number)
+            self._applications,
+            methods,
+            limits.http,
+            limits.grpc,
+            self._records.receive,
+            self._update_record_needs,
+            partial(self._on_peer_closed, number),
         )
-        facts = Answer(os.getpid())
+        facts = EngineFacts(os.getpid())
         if methods is not None:
-            facts = Answer(os.getpid(), list(methods.unary), list(methods.streams), list(methods.open_paths))
+            facts = EngineFacts(os.getpid(), list(methods.unary), list(methods.streams), list(methods.open_paths))
         try:
             answer(greeting.sock, facts)
         except OSError:  # the front end has ended
@@ -147,9 +180,14 @@ class EngineProcess:
         await asyncio.get_running_loop().connect_accepted_socket(lambda: peer.stream, greeting.sock)
         self._peers[number] = peer
 
+    def _update_record_needs(self) -> None:
+        """Say on the shared page which records of requests are logged or traced."""
+        self._page.set_record_needs(record_needs(self._wiring.observer))
+
     def _on_peer_closed(self, number: int, peer: FrontEndPeer) -> None:
         if self._peers.get(number) is peer:
             del self._peers[number]
+            self._requests.detach(number)
 
     # --- Supervisor ---------------------------------------------------------------------------------------------------
 
@@ -188,3 +226,11 @@ class EngineProcess:
             log_announcement(addresses, self._wiring.data_plane.registry)
         else:
             announce(addresses, self._wiring.data_plane.registry, self._start.first_model)
+
+
+def _recorder(registry: Registry, name: str, number: str) -> Recorder | None:
+    """Return the counters of a version that serves; None for another."""
+    for model, version, handle in registry.sources():
+        if (model, version) == (name, number):
+            return handle.recorder
+    return None

@@ -461,6 +461,8 @@ class FrontEndPeer:
         applications: ASGI applications by port: "http", "metrics".
         methods: of gRPC; None without gRPC.
         http_limits, grpc_limits: limits of the engine process.
+        on_record: takes records of requests that the front end has served.
+        on_answered: called after each exchange, which may have changed settings.
         on_closed: called once after the stream is closed.
     """
 
@@ -470,12 +472,16 @@ class FrontEndPeer:
         methods: Methods | None,
         http_limits: ClientLimits,
         grpc_limits: ClientLimits,
+        on_record: Callable[[bytes], None],
+        on_answered: Callable[[], None],
         on_closed: Callable[[FrontEndPeer], None],
     ) -> None:
         self._applications = applications
         self._methods = methods
         self._http_limits = http_limits
         self._grpc_limits = grpc_limits
+        self._on_record = on_record
+        self._on_answered = on_answered
         self._on_closed = on_closed
         self._exchanges: dict[int, Exchange] = {}
         self._notices: dict[int, asyncio.Future[None]] = {}
@@ -506,6 +512,7 @@ class FrontEndPeer:
 
     def _forget(self, number: int) -> None:
         self._exchanges.pop(number, None)
+        self._on_answered()
 
     def _on_message(self, kind: int, number: int, fields: list[Any]) -> None:
         if kind == MessageKind.HTTP:
@@ -520,6 +527,9 @@ class FrontEndPeer:
             call = CallExchange(self.stream, number, self._forget, call_head, self._methods, self._grpc_limits)
             self._exchanges[number] = call
             call.start()
+            return
+        if kind == MessageKind.RECORD:
+            self._on_record(*fields)
             return
         if kind == MessageKind.ACK:
             waiter = self._notices.pop(number, None)

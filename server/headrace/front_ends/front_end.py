@@ -9,30 +9,30 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from importlib.metadata import version
+from typing import Any, cast
 
+import msgspec
 import uvloop
 
 from headrace.accept import PassedConnections
 from headrace.core.access import AccessControl
 from headrace.core.errors import ConfigError, Unavailable
-from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.core.threads import start_pool
+from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
-from headrace.front_ends.control import Hello
-from headrace.front_ends.meeting import Answer
-from headrace.front_ends.proxy import EngineLink, HttpProxy, proxy_methods
+from headrace.front_ends.control import Hello, MessageKind
+from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels
+from headrace.front_ends.meeting import EngineFacts, connect
+from headrace.front_ends.proxy import EngineLink, GrpcProxy, HttpProxy, proxy_methods
+from headrace.front_ends.shared_page import PageState, SharedPage
+from headrace.front_ends.sharing import shared_arrays, shared_limits
 from headrace.grpc.methods import GrpcEngine
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
-from headrace.listen import (
-    METRICS_CONNECTIONS,
-    GrpcListener,
-    UvicornServer,
-    has_metrics_port,
-    raise_file_limit,
-    server_tls,
-)
+from headrace.inference.services import Services
+from headrace.listen import GrpcListener, UvicornServer, origin_policy, raise_file_limit, server_tls
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, open_access, open_keys
 
@@ -91,11 +91,11 @@ class FrontEndProcess:
         limits = settings.limits
         limits = replace(limits, max_connections=raise_file_limit(limits.max_connections))
         self._settings = replace(settings, limits=limits)
-        bodies = BodyMemory(limits)
-        self._http_limits = ClientLimits(limits, "http", bodies)
-        self._grpc_limits = ClientLimits(limits, "grpc", bodies)
-        metrics_limits = replace(limits, max_connections=min(METRICS_CONNECTIONS, limits.max_connections))
-        self._metrics_limits = ClientLimits(metrics_limits, "metrics", bodies)
+        self._arrays = shared_arrays(start)
+        self._limits = shared_limits(self._arrays, self._settings)
+        self._models = ServedModels()
+        self._http: FrontEndHttp | None = None
+        self._data: asyncio.Task[None] | None = None
         self._servers: dict[str, PassedHttpServer] = {}
         self._grpc: GrpcListener | None = None
         self._takers: dict[str, PassedConnections] = {}
@@ -134,13 +134,22 @@ class FrontEndProcess:
         self._tls = tls
         self._is_open = asyncio.Event()
         self._ending = asyncio.Event()
-        hello = Hello(start.token, "control", start.number, start.incarnation, os.getpid())
-        self._link = EngineLink(start.engine, hello, self._on_open, self._on_lost, self._on_notice)
+        self._hello = Hello(start.token, "control", start.number, start.incarnation, os.getpid())
+        self._link = EngineLink(start.engine, self._hello, self._on_open, self._on_lost, self._on_notice)
+        self._observer = ForwardingObserver(partial(self._link.send, MessageKind.RECORD), loop.call_soon)
+        lag = self._arrays.loop_lag()
+        if self._settings.metrics:
+            lag.start(loop)
         self._channel = SupervisorChannel(self._socket, self._on_message, self._on_orphaned)
         self._link.start()
         await _either(self._is_open, self._ending)
         if not self._ending.is_set():
             await self._run_servers()
+        lag.stop()
+        if self._data is not None:
+            self._data.cancel()
+        self._models.detach()
+        self._observer.flush()
         self._link.close()
         if self._keys is not None:
             self._keys.stop()
@@ -149,10 +158,16 @@ class FrontEndProcess:
 
     async def _run_servers(self) -> None:
         settings = self._settings
-        self._servers["http"] = PassedHttpServer(HttpProxy(self._link, "http"), settings, self._http_limits, self._tls)
-        if settings.metrics and has_metrics_port(settings):
-            proxy = HttpProxy(self._link, "metrics")
-            self._servers["metrics"] = PassedHttpServer(proxy, settings, self._metrics_limits, self._tls)
+        self._services = self._create_services()
+        limits, proxy = self._limits, HttpProxy(self._link, "http")
+        application: Any = proxy
+        if self._serves_inference:
+            origins = origin_policy(settings, self._reader.names)
+            application = self._http = FrontEndHttp(self._services, self._models, limits.http, origins, proxy)
+        self._servers["http"] = PassedHttpServer(application, settings, limits.http, self._tls)
+        if settings.metrics and limits.metrics is not None:
+            scrapes = HttpProxy(self._link, "metrics")
+            self._servers["metrics"] = PassedHttpServer(scrapes, settings, limits.metrics, self._tls)
         opened = [server.opened for server in self._servers.values()]
         serving = [asyncio.ensure_future(server.serve()) for server in self._servers.values()]
         if settings.grpc:
@@ -165,37 +180,91 @@ class FrontEndProcess:
             self._drain()
         await asyncio.gather(*serving)
 
-    async def _open_grpc(self, answer: Answer) -> Any:
+    async def _open_grpc(self, answer: EngineFacts) -> Any:
         """Open the gRPC engine; returns the coroutine that serves until the drain."""
         settings = self._settings
         methods = proxy_methods(self._link, answer, self._reader, self._threads)
+        path = "/inference.GRPCInferenceService/ModelInfer"
+        if self._serves_inference:
+            proxy = GrpcProxy(self._link)
+            infer = FrontEndInference(self._services, self._models, settings.limits.max_body_bytes, proxy, path)
+            methods = replace(methods, unary={**methods.unary, path: infer.infer}, direct={path: infer})
         engine: GrpcEngine
         if settings.grpc_engine == "fast":
             from headrace.grpc.fast_server import FastGrpcServer
 
-            fast = FastGrpcServer(methods, self._grpc_limits, self._tls)
+            fast = FastGrpcServer(methods, self._limits.grpc, self._tls)
             self._takers["grpc"] = fast.open()
             engine = fast
         else:
             from headrace.grpc.grpcio_server import GrpcioServer
 
-            engine = GrpcioServer(methods, self._grpc_limits, self._tls, shares_port=True)
+            engine = GrpcioServer(methods, self._limits.grpc, self._tls, shares_port=True)
             await engine.start(settings.host, self._start.ports.grpc_port)
         self._grpc = GrpcListener(engine, settings.drain_timeout_s)
         return self._grpc.serve()
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
-    def _on_open(self, answer: Answer, descriptors: Sequence[int]) -> None:
+    def _on_open(self, answer: EngineFacts, descriptors: Sequence[int]) -> None:
         close_all(descriptors)
         self._answer = answer
         self._is_open.set()
+        self._data = asyncio.get_running_loop().create_task(self._attach())
+
+    async def _attach(self) -> None:
+        """Open the stream of requests. Until the table has arrived, all requests are passed on."""
+        hello = msgspec.structs.replace(self._hello, role="data")
+        try:
+            sock, _, descriptors = await connect(self._start.engine, hello)
+        except OSError:  # the engine has ended again
+            return
+        page = SharedPage(descriptors[0])
+        self._observer.needs = page
+        await self._models.attach(sock, PageState(page, self._arrays.own))
+
+    @property
+    def _serves_inference(self) -> bool:
+        """False if every request is passed on: front ends have no access to the memory that clients register."""
+        return not self._settings.allow_client_shm
+
+    def _create_services(self) -> Services:
+        """Create the services of inference; all others are those of the engine."""
+        absent: Any = None
+        return Services(
+            models=cast(Any, self._models),
+            repository=absent,
+            regions=absent,
+            traces=absent,
+            observer=cast(Any, self._observer),
+            logs=absent,
+            overview=absent,
+            version=version("headrace"),
+            extensions=(),
+            explain=absent,
+            name=self._settings.id,
+            options_reader=self._reader,
+            codec_threads=self._threads,
+        )
+
+    def _forget_heads(self) -> None:
+        """Look up the models of repeated requests again."""
+        if self._http is not None:
+            self._http.endpoint.forget_heads()
 
     def _on_lost(self) -> None:
+        if self._data is not None:
+            self._data.cancel()
+        self._observer.needs = None
+        self._models.detach()
+        self._forget_heads()
         logger.warning("the engine process has ended: requests are refused until the next one answers")
 
     def _on_notice(self, name: str, content: Any) -> None:
-        if name == "keys" and self._keys is not None:
+        if name == "table":
+            self._models.apply_table(content)
+            self._forget_heads()
+        elif name == "keys" and self._keys is not None:
             self._keys.reload()
 
     # --- Supervisor ---------------------------------------------------------------------------------------------------

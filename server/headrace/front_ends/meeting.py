@@ -30,7 +30,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
-class Answer(msgspec.Struct, array_like=True):
+class EngineFacts(msgspec.Struct, array_like=True):
     """Answer of the engine to a front end.
 
     Attributes:
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, array_like=True):
     open_paths: list[str] = []
 
 
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_decode_answer = msgspec.msgpack.Decoder(EngineFacts).decode
 
 
 class Greeting(NamedTuple):
@@ -74,7 +74,7 @@ def engine_listener() -> socket.socket:
 
 async def connect(
     address: bytes, hello: Hello, descriptors: Sequence[int] = ()
-) -> tuple[socket.socket, Answer, list[int]]:
+) -> tuple[socket.socket, EngineFacts, list[int]]:
     """Connect to the engine, which may not run yet.
 
     Args:
@@ -104,7 +104,7 @@ async def connect(
         raise
 
 
-def answer(sock: socket.socket, facts: Answer, descriptors: Sequence[int] = ()) -> None:
+def answer(sock: socket.socket, facts: EngineFacts, descriptors: Sequence[int] = ()) -> None:
     """Answer a front end; raises OSError."""
     _send(sock, _encode(facts), descriptors)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from headrace.core.errors import Cancelled, HeadraceError, Unavailable
 from headrace.front_ends.control import PIECE_BYTES, WINDOW_BYTES, CallHead, ControlStream, Hello, MessageKind
 from headrace.front_ends.exchanges import HttpHead, pieces
-from headrace.front_ends.meeting import Answer, connect
+from headrace.front_ends.meeting import EngineFacts, connect
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall
 from headrace.grpc.status import ErrorStatus, StatusError
 from headrace.http.infer_endpoint import Connection, Receive, Scope, Send, send_error
@@ -60,7 +60,7 @@ class EngineLink:
         self,
         address: bytes,
         hello: Hello,
-        on_open: Callable[[Answer, Sequence[int]], None],
+        on_open: Callable[[EngineFacts, Sequence[int]], None],
         on_lost: Callable[[], None],
         on_notice: Callable[[str, Any], None],
     ) -> None:
@@ -103,6 +103,11 @@ class EngineLink:
         self._last += 1
         self._forwarded[self._last] = forwarded
         return self._last
+
+    def send(self, kind: MessageKind, *fields: object) -> None:
+        """Send a message of no request; a no-op without an engine."""
+        if self._stream is not None:
+            self._stream.send(kind, 0, *fields)
 
     def end(self, number: int) -> None:
         """Forget an exchange."""
@@ -388,7 +393,9 @@ class ForwardedCall(Protocol):
         """See `GrpcCall`."""
 
 
-def proxy_methods(link: EngineLink, answer: Answer, reader: RequestOptionsReader, threads: CodecThreads) -> Methods:
+def proxy_methods(
+    link: EngineLink, answer: EngineFacts, reader: RequestOptionsReader, threads: CodecThreads
+) -> Methods:
     """Make gRPC methods that pass their calls to the engine process.
 
     Args:

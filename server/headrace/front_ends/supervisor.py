@@ -23,6 +23,7 @@ from headrace.accept import bind
 from headrace.front_ends.acceptor import Acceptor
 from headrace.front_ends.channel import Ports, Start
 from headrace.front_ends.children import Child, describe_end
+from headrace.front_ends.counter_array import CounterArray
 from headrace.front_ends.meeting import engine_listener
 from headrace.front_ends.names import set_process_name
 from headrace.settings import Settings
@@ -31,6 +32,8 @@ logger = logging.getLogger("headrace")
 
 # Time beyond the drain timeout after which a process that has not ended is killed.
 _GRACE_S = 10.0
+# Time in which a front end counts a connection that it was passed.
+_COUNTED_S = 0.02
 
 
 class ServerSupervisor:
@@ -53,7 +56,8 @@ class ServerSupervisor:
         self._acceptors: list[Acceptor] = []
         self._shared_port: socket.socket | None = None
         self._front_ends: list[Child] = []
-        self._next = 0
+        # Connections passed within `_COUNTED_S`, by front end: it may not have counted them yet.
+        self._passed: dict[int, int] = {}
         self._is_loaded = self._is_announced = self._is_stopping = False
         self._exit_status = 0
         self._time_limits: list[asyncio.TimerHandle] = []
@@ -111,6 +115,7 @@ class ServerSupervisor:
 
     def _start_children(self, ports: Ports) -> None:
         settings = self._settings
+        self._arrays = [CounterArray.create() for _ in range(settings.front_ends + 1)]
         self._listener = engine_listener()  # inherited by each engine process, so that front ends can always connect
         start = Start(
             settings,
@@ -123,14 +128,15 @@ class ServerSupervisor:
             ports,
             {str(path): sorted(names) for path, names in self._model_filter.items()},
             self._first_model,
+            [array.fd for array in self._arrays],
         )
         make = partial(
             Child, hang_timeout_s=settings.hang_timeout_s, on_message=self._on_message, on_ended=self._on_ended
         )
-        self._engine = make(start, (self._listener.fileno(),))
+        self._engine = make(start, (self._listener.fileno(), *start.arrays))
         self._engine.start()
         for number in range(1, settings.front_ends + 1):
-            child = make(_numbered(start, number), ())
+            child = make(msgspec.structs.replace(start, number=number), start.arrays)
             self._front_ends.append(child)
             child.start()
 
@@ -138,13 +144,18 @@ class ServerSupervisor:
 
     def _pass_on(self, port: str, sock: socket.socket) -> bool:
         """Pass a connection to a front end, which serves it."""
-        children = self._front_ends
-        for offset in range(len(children)):
-            child = children[(self._next + offset) % len(children)]
+        passed = self._passed
+        for child in sorted(self._front_ends, key=lambda child: self._connections(child.number)):
             if child.is_ready and child.send("connection", port, (sock.fileno(),)):
-                self._next = (self._next + offset + 1) % len(children)
+                passed[child.number] = passed.get(child.number, 0) + 1
+                if len(passed) == 1:
+                    self._passed_timer = asyncio.get_running_loop().call_later(_COUNTED_S, passed.clear)
                 return True
         return False
+
+    def _connections(self, number: int) -> int:
+        """Return the open connections of a front end: those that it counts, and those that it has just been passed."""
+        return self._arrays[number].all_connections + self._passed.get(number, 0)
 
     def _update_acceptors(self) -> None:
         is_open = not self._is_stopping and any(child.is_ready for child in self._front_ends)
@@ -170,7 +181,8 @@ class ServerSupervisor:
             self._is_announced = True
             self._engine.send("announce")
 
-    def _on_ended(self, child: Child, status: int) -> None:
+    def _on_ended(self, child: Child, status: int, cpu_ns: int) -> None:
+        self._arrays[child.number].end(cpu_ns)
         self._update_acceptors()
         if self._is_stopping:
             self._continue_stop(child, status)
@@ -241,11 +253,6 @@ class ServerSupervisor:
         logger.error("the process '%s' has not ended in time and is killed", child.name)
         self._exit_status = 1
         child.kill()
-
-
-def _numbered(start: Start, number: int) -> Start:
-    """Return the first message of a front end."""
-    return msgspec.structs.replace(start, number=number)
 
 
 def _address(host: str, port: int) -> str:

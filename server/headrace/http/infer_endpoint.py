@@ -205,7 +205,7 @@ class InferEndpoint:
         self._options_reader = services.options_reader
         # Results of parsing, by the bytes of the head, for each client certificate: a head without a key has its principal.
         self._heads: dict[tuple[str, ...], dict[bytes, ParsedHead]] = {}
-        services.access.on_change(self._forget_heads)
+        services.access.on_change(self.forget_heads)
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
@@ -337,7 +337,7 @@ class InferEndpoint:
         heads = self._heads.get(peer_names)
         if heads is None:
             if len(self._heads) >= _MAX_CERTIFICATES:
-                self._forget_heads()
+                self.forget_heads()
             heads = self._heads[peer_names] = {}
         return heads
 
@@ -348,8 +348,8 @@ class InferEndpoint:
                 heads.clear()
             heads[content] = head
 
-    def _forget_heads(self) -> None:
-        """Empty all caches of heads, which connections hold: their principals have changed."""
+    def forget_heads(self) -> None:
+        """Empty all caches of heads, which connections hold: their principals or models have changed."""
         for heads in self._heads.values():
             heads.clear()
         self._heads.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from operator import itemgetter
@@ -179,6 +179,10 @@ class _Record:
 _INACTIVE = frozenset({State.UNLOADING, State.UNLOADED})
 
 
+def _do_nothing() -> None:
+    """Default of `Registry.on_published`."""
+
+
 class Registry:
     """All models, their versions and states.
 
@@ -187,12 +191,14 @@ class Registry:
 
     Attributes:
         generation: number of changes of the serving versions, from 1.
+        on_published: called after each of these changes by the thread that has made it, and may wait.
     """
 
     def __init__(self, ready_when: ReadyWhen = "any") -> None:
         self._lock = threading.Lock()
         self._ready_when = ready_when
         self._serving: Mapping[str, Serving] = {}
+        self.on_published: Callable[[], None] = _do_nothing
         self.generation = 1
         self._records: dict[tuple[str, str], _Record] = {}
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
@@ -463,6 +469,7 @@ class Registry:
             self._serving = all_serving
             self.generation += 1
             self._update_callers(name)
+        self.on_published()
 
     def substitutes(self) -> list[tuple[str, str, str]]:
         """Return (name, version, reason) of every version that the CPU serves although its configuration requires a GPU."""

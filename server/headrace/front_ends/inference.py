@@ -1,0 +1,161 @@
+"""Inference in a front-end process: versions in the engine's table are served here, all other requests are passed on whole."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from headrace.core.access import AccessControl, Principal
+from headrace.core.errors import HeadraceError
+from headrace.core.limits import ClientLimits
+from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
+from headrace.front_ends.remote_models import EngineState, RemoteHandle, RemoteModels
+from headrace.grpc.codec import scan
+from headrace.grpc.infer import GrpcInference
+from headrace.grpc.methods import GrpcCall, Message
+from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send, request_principal
+from headrace.http.origins import OriginPolicy
+from headrace.inference.codec_threads import LARGE_BYTES
+from headrace.inference.service import PendingRequest
+from headrace.inference.services import Services
+
+
+class ServedModels:
+    """The models of the engine process that runs now; those of an earlier one end with it.
+
+    Ownership: the event loop.
+
+    Attributes:
+        current: models of the engine; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.current: RemoteModels | None = None
+
+    async def attach(self, sock: socket.socket, state: EngineState | None = None) -> RemoteModels:
+        """Use the data stream of a new engine process."""
+        self.detach()
+        models = RemoteModels(asyncio.get_running_loop(), state)
+        self.current = models  # the table may arrive before the stream is open
+        await models.attached(sock)
+        return models
+
+    def detach(self) -> None:
+        """Fail all requests in flight: the engine process has ended."""
+        models, self.current = self.current, None
+        if models is not None:
+            models.detached()
+
+    def apply_table(self, content: bytes) -> None:
+        """Replace the table of versions; see `RemoteModels.apply_table`."""
+        if self.current is not None:
+            self.current.apply_table(content)
+
+    def serves(self, model: str, version: str) -> bool:
+        """Return True if a request is served here."""
+        models = self.current
+        return models is not None and models.is_attached and models.serves(model, version)
+
+    def lease(self, name: str, version: str) -> RemoteHandle:
+        """See `Models.lease`; raises Unavailable without an engine."""
+        if self.current is None:
+            raise engine_gone()
+        return self.current.lease(name, version)
+
+
+def _has_quota(principal: Principal | None) -> bool:
+    """Return True for a key with a quota, which is charged in the engine: it holds for the whole server."""
+    return principal is not None and principal.grant is not None and principal.grant.bucket is not None
+
+
+class FrontEndHttp:
+    """ASGI application of the HTTP port of a front end.
+
+    Args:
+        services: of the front end; its models are `models`.
+        models: served here.
+        client_limits: limits of the HTTP port.
+        origins: checks requests of browsers.
+        proxy: passes other requests on.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        models: ServedModels,
+        client_limits: ClientLimits,
+        origins: OriginPolicy,
+        proxy: HttpProxy,
+    ) -> None:
+        self.endpoint = InferEndpoint(services, client_limits, origins)
+        self._models = models
+        self._reader = services.options_reader
+        self._access: AccessControl = services.access
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one HTTP request; other ASGI scopes (lifespan, WebSocket) are ignored."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path: str = scope["path"]
+            if path.endswith("/infer") and path.startswith("/v2/models/"):
+                parts = path.split("/")
+                if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions" and parts[5]):
+                    version = parts[5] if len(parts) == 7 else ""
+                    if self._models.serves(parts[3], version) and not self._needs_engine(scope):
+                        await self.endpoint(scope, receive, send, parts[3], version)
+                        return
+        await self._proxy(scope, receive, send)
+
+    def _needs_engine(self, scope: Scope) -> bool:
+        return self._access.has_keys and _has_quota(request_principal(scope, self._reader))
+
+
+class FrontEndInference:
+    """ModelInfer of a front end; a `DirectMethod`.
+
+    Args:
+        services: of the front end; its models are `models`.
+        models: served here.
+        max_message_bytes: largest request.
+        proxy: passes other requests on.
+        path: of the method.
+    """
+
+    def __init__(
+        self, services: Services, models: ServedModels, max_message_bytes: int, proxy: GrpcProxy, path: str
+    ) -> None:
+        self._infer = GrpcInference(services, max_message_bytes)
+        self._models = models
+        self._pass_on = proxy.unary_method(path)
+
+    async def infer(self, message: bytes, call: GrpcCall) -> Message:
+        """Serve a request, or pass it on."""
+        try:
+            envelope = scan(message)
+        except HeadraceError:  # the engine counts the error
+            return cast(Message, await self._pass_on(message, call))
+        if self._serves(envelope.model_name, envelope.model_version, call):
+            return await self._infer.infer(message, call)
+        return cast(Message, await self._pass_on(message, call))
+
+    def start(self, message: bytes, call: GrpcCall) -> PendingRequest | None:
+        """See `DirectMethod`: None for a request that is passed on."""
+        if len(message) > LARGE_BYTES:
+            return None
+        try:
+            envelope = scan(message)
+        except HeadraceError:
+            return None
+        name, infer = envelope.model_name, self._infer
+        if not self._serves(name, envelope.model_version, call) or name in infer.large_responses:
+            return None
+        return infer.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
+
+    def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:
+        """See `DirectMethod`."""
+        return self._infer.end(request, call)
+
+    def _serves(self, name: str, version: str, call: GrpcCall) -> bool:
+        return self._models.serves(name, version) and not _has_quota(call.options.principal)
