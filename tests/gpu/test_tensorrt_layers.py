@@ -27,13 +27,15 @@ from tests.support.engine_projects import write_project
 from tests.support.gpu_marks import gpu_marks
 
 pytestmark = gpu_marks(180)
+# The search builds an engine for each prefix.
+TARGET = TensorRtTarget(optimization_level=1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_tensors_of_a_plan_are_those_of_the_model(precision: str, tmp_path: Path) -> None:
     model = networks.residual()
     project = write_project(tmp_path / "models", model, networks.inputs_of(model, 32), calibration={"method": "minmax"})
-    spec, target, store = read_spec(project.config, precision), TensorRtTarget(), Store(tmp_path / "store")
+    spec, target, store = read_spec(project.config, precision), TARGET, Store(tmp_path / "store")
     built = build_engine(project, spec, target, store, silent)
     comparison = compare_layers(project, [built], target, store, open_data(project, spec), silent)
     print(precision, comparison.remarks, [(row.layer.tensor, row.differences) for row in comparison.rows])
@@ -47,7 +49,7 @@ def test_tensors_of_a_plan_are_those_of_the_model(precision: str, tmp_path: Path
 def test_the_layer_that_deviates_is_found_and_repaired(tmp_path: Path) -> None:
     model: onnx.ModelProto = deviating_model()
     project = write_project(tmp_path / "models", model, networks.inputs_of(model, 32), calibration={"method": "minmax"})
-    spec, target, store = read_spec(project.config, "int8"), TensorRtTarget(), Store(tmp_path / "store")
+    spec, target, store = read_spec(project.config, "int8"), TARGET, Store(tmp_path / "store")
     result = bisect(project, spec, target, store, open_data(project, spec), 0.95, silent)
     print(result)
     assert result.layer is not None
@@ -68,7 +70,7 @@ def test_memory_of_every_strategy_is_measured(strategy: str, instances: int) -> 
 def test_overlap_does_not_mix_batches(tmp_path: Path) -> None:
     model = networks.residual()
     project = write_project(tmp_path / "models", model, networks.inputs_of(model, 32), calibration={"method": "minmax"})
-    spec, target = read_spec(project.config, "fp16"), TensorRtTarget()
+    spec, target = read_spec(project.config, "fp16"), TARGET
     built = build_engine(project, spec, target, Store(tmp_path / "store"), silent)
     batch = sample_batch(open_data(project, spec), 8, project)
     with closing(PipelinedPlan(load(), built.path, 0)) as plan:
