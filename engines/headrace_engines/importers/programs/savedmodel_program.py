@@ -77,7 +77,8 @@ class SignatureSource(Source):
             fault = f"the exported file has no output {', '.join(lost)}"
             raise ImportFault(fault, "give each output of the signature a tensor of its own")
         if len(self._signatures) > 1:
-            notes.append(f"signature {self._name} of {', '.join(self._signatures)}")
+            others = ", ".join(name for name in self._signatures if name != self._name)
+            notes.append(f"the signature {self._name} is imported; others: {others} (--signature NAME)")
         used = {name: spec for name, spec in self._specs.items() if name not in unused}
         return {
             "framework": f"tensorflow {tf.__version__}",
