@@ -104,10 +104,12 @@ def measure_models(
         for label, built in builds.items():
             engines[label] = target.open(built.path)
             stack.callback(engines[label].close)
-        for rows in sorted({smallest, largest}):
+        sizes = sorted({smallest, largest})
+        for index, rows in enumerate(sizes):
+            share = part(report, 0.6 + 0.3 * index / len(sizes), 0.6 + 0.3 * (index + 1) / len(sizes))
             failed: dict[str, str] = {}
             batch = sample_batch(data, rows, first)
-            rounds = time_in_turns(engines, batch, seconds, part(report, 0.6, 0.9), failed, rows)
+            rounds = time_in_turns(engines, batch, seconds, share, failed, rows)
             if failed:
                 raise BuildError(next(iter(failed.values())))
             for label, round_timings in rounds.items():

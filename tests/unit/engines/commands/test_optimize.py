@@ -104,6 +104,14 @@ def test_measured_engines_of_another_effort_are_built_anew(project: Project, tmp
     assert len(list((tmp_path / "cache").rglob("*.onnx"))) == 2 * stored
 
 
+def test_shares_of_the_progress_ascend(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "100", "--progress") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("progress ")]
+    shares = [float(line[1]) for line in lines]
+    assert len(shares) > 10
+    assert shares == sorted(shares)
+
+
 def test_fewer_layers_are_sparse_within_a_smaller_target(project: Project, tmp_path: Path) -> None:
     assert call(tmp_path, "net", "--prune", "2:4", "--target-loss", "100", "--name", "most") == 0
     most = json.loads((tmp_path / "models/most/1/optimize.json").read_text())
