@@ -182,6 +182,11 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         with open_paths(args.path, options.state_dir) as served:
             options = replace(options, model_repository=(*options.model_repository, *served.repositories))
+            if options.front_ends == settings.AUTO:
+                from headrace.front_ends.automatic import available_cores, choose_front_ends
+
+                count, reason = choose_front_ends(available_cores())
+                options = replace(options, front_ends=count, front_ends_reason=reason)
             if options.front_ends:
                 if sys.platform != "linux":
                     message, cure = "needs Linux", "leave it out: one process serves everything"

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvloop
 
 from headrace.accept import bind
-from headrace.banner import Addresses, describe_access
+from headrace.banner import Addresses, describe_access, describe_processes
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.listen import (
@@ -119,6 +119,7 @@ class HeadraceServer:
             f"{urls[-1]}/metrics",
             describe_access(settings, is_loopback(settings.host)),
             wiring.keys is not None,
+            describe_processes(settings),
         )
         try:
             wiring.data_plane.reconciler.start()

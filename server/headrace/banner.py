@@ -34,6 +34,7 @@ class Addresses(NamedTuple):
         metrics: URL of the metrics page.
         access: operations that are open, and to which callers; "" to leave it out.
         has_keys: callers need a key.
+        processes: processes of the server and the reason for their number; "" to leave it out.
     """
 
     url: str
@@ -41,6 +42,14 @@ class Addresses(NamedTuple):
     metrics: str
     access: str = ""
     has_keys: bool = False
+    processes: str = ""
+
+
+def describe_processes(settings: Settings) -> str:
+    """Return the processes of the server, and why `auto` chose them; "" for one process that was not chosen."""
+    count, reason = settings.front_ends, settings.front_ends_reason
+    text = f"an engine and {count} front {'end' if count == 1 else 'ends'}" if count else "one"
+    return f"{text} (auto, {reason})" if reason else text if count else ""
 
 
 def describe_access(settings: Settings, is_loopback: bool) -> str:
@@ -113,6 +122,8 @@ def announce(addresses: Addresses, registry: Registry, first_model: str = "") ->
         console.print(f"gRPC: {addresses.grpc}", soft_wrap=True, markup=False)
     if addresses.access:
         console.print(f"Access: {addresses.access}.", soft_wrap=True, markup=False)
+    if addresses.processes:
+        console.print(f"Processes: {addresses.processes}", soft_wrap=True, markup=False)
     ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
     line = (
         model_example(url, first_model, registry.config(first_model, ""))
@@ -146,6 +157,7 @@ def log_announcement(addresses: Addresses, registry: Registry) -> None:
         "grpc": addresses.grpc,
         "metrics": addresses.metrics,
         "access": addresses.access,
+        "processes": addresses.processes,
     }
     logger.info("%s", _addresses_line(addresses), extra={FIELDS: fields})
 

@@ -209,7 +209,9 @@ class Settings:
         jwt_issuer: `iss` of accepted tokens.
         jwt_audience: `aud` of accepted tokens.
         cache_config: the response cache; None for none.
-        front_ends: processes with the sockets and the protocols, in front of one engine process; 0 for one process for all.
+        front_ends: processes with the sockets and the protocols, in front of one engine process; 0 for one process for all,
+            AUTO for a number by the cores of the machine.
+        front_ends_reason: why AUTO chose `front_ends`; "" if it did not.
         hang_timeout_s: time without an answer of a front-end or engine process after which it is killed and started again.
     """
 
@@ -257,6 +259,7 @@ class Settings:
     jwt_audience: str = ""
     cache_config: CacheOptions | None = None
     front_ends: int = 0
+    front_ends_reason: str = ""
     hang_timeout_s: float = 5.0
 
 
@@ -270,6 +273,19 @@ _port = number_parser(int, lambda number: number <= 65535, "is not a port (0 to 
 _positive = number_parser(int, lambda number: 0 < number < 2**62, "is not a whole number of 1 or more")
 _seconds = number_parser(float, lambda number: 0 <= number < 1e6, "is not a number of seconds")
 _fraction = number_parser(float, lambda number: 0 < number <= 1, "is not a fraction (more than 0, 1 at most)")
+
+
+AUTO = -1
+"""Value of `front_ends` for `auto`."""
+
+
+def _front_ends(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    try:
+        return int(_size(text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or auto") from None
 
 
 def _positive_seconds(text: str) -> float:
@@ -471,9 +487,10 @@ OPTIONS: tuple[_Option, ...] = (
     ),
     _Option(
         "front_ends",
-        "processes that serve sockets and protocols before one engine process, on Linux (%(default)s: one process for all)",
-        _size,
-        "N",
+        "processes that serve sockets and protocols before one engine process, on Linux (%(default)s: one process for all; "
+        "auto: by the cores)",
+        _front_ends,
+        "N|auto",
     ),
     _Option(
         "hang_timeout_s",

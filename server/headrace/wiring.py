@@ -25,7 +25,7 @@ from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Gr
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.heap import HeapTrimmer
 from headrace.core.limits import BodyMemory, ClientLimits
-from headrace.core.telemetry import Telemetry
+from headrace.core.telemetry import ProcessFigures, Telemetry
 from headrace.core.threads import start_pool
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
@@ -170,6 +170,7 @@ class Wiring:
         services: what protocols call; exists from `start` on.
         data_plane: registry and models; exists from `start` on.
         lag: delay of the event loop.
+        processes: returns the figures of each process; None for one process. Set before `start`.
         observer: samples, logs and traces requests; exists from `open` on.
     """
 
@@ -182,6 +183,7 @@ class Wiring:
         self._limits = limits
         self._model_filter = model_filter
         self.lag = LoopLag()
+        self.processes: Callable[[], Sequence[ProcessFigures]] | None = None
         self._heap_trimmer = HeapTrimmer(_resident_bytes)
         self.keys: KeyAccess | None = None
         self._access: AccessControl = OpenAccess()
@@ -276,6 +278,7 @@ class Wiring:
             lag=self.lag if arrays is None else arrays,
             client_limits=client_limits,
             certificate_expiry_s=None if tls is None else lambda: tls.expiry_s,
+            processes=self.processes,
         )
         return MetricsPage(
             data_plane.registry.sources,
@@ -291,7 +294,7 @@ class Wiring:
         # The CUDA driver is started only if clients may register GPU memory.
         memory = find_client_memory() if settings.allow_client_shm else None
         cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
-        self._overview = ServerOverview(registry, settings.model_repository)
+        self._overview = ServerOverview(registry, settings.model_repository, processes=self.processes)
         return Services(
             models=registry,
             repository=self.data_plane.reconciler,

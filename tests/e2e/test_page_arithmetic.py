@@ -154,6 +154,20 @@ def test_answers_with_nan_are_parsed(page: Page) -> None:
     assert page.evaluate(code) == {"id": 'NaN "quoted\\" Infinity', "data": ["NaN", "-Infinity", 1.5]}
 
 
+def test_processes_show_their_cpu_time_and_restarts(page: Page) -> None:
+    code = """(async () => {
+        const { describe } = await import("/page/processes.js");
+        const row = { name: "front_end_1", pid: 9, cpu_s: 3, memory_bytes: 96 * 1024 * 1024, starts: 3, connections: 1 };
+        return [describe(row, { ...row, cpu_s: 2.5 }, 2), describe({ ...row, name: "engine", starts: 1 }, null, 0),
+                describe({ ...row, pid: 0 }, null, 0)];
+    })()"""
+    assert page.evaluate(code) == [
+        "front end 1 (9): 25 % of a core, 96 MiB, 1 connection, restarted 2 times",
+        "engine (9): 96 MiB",
+        "front end 1: not running, 3 starts",
+    ]
+
+
 def test_failing_models_come_before_busy_ones_and_curves_add_up(page: Page) -> None:
     code = """(async () => {
         const { groupOf } = await import("/page/models.js");

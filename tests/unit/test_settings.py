@@ -68,7 +68,11 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "front_ends": ("4", 4),
         "hang_timeout_s": ("2.5", 2.5),
     }
-    assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits", "telemetry"}
+    assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {
+        "limits",
+        "telemetry",
+        "front_ends_reason",
+    }
     for name, (text, expected) in values.items():
         variable = {f"HEADRACE_{name.upper()}": text}
         assert getattr(parse(**variable), name) == expected

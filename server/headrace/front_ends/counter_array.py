@@ -357,7 +357,7 @@ class FailureTotals:
         added: list[tuple[str, int, int]] = []
         time_ns, self._time_ns = sums[1] - self._time_ns, sums[1]
         for reason, index in _REASON_INDEX.items():
-            if count := sums[index] - self._counts[reason]:
+            if (count := sums[index] - self._counts[reason]) > 0:
                 self._counts[reason] = sums[index]
                 added.append((reason, count, time_ns))
                 time_ns = 0

@@ -13,13 +13,14 @@ from typing import Any
 
 import uvloop
 
-from headrace.banner import Addresses, announce, describe_access, log_announcement
+from headrace.banner import Addresses, announce, describe_access, describe_processes, log_announcement
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
 from headrace.front_ends.engine_requests import EngineRequests
 from headrace.front_ends.exchanges import FrontEndPeer
 from headrace.front_ends.meeting import EngineFacts, Greeting, Listener, answer
+from headrace.front_ends.process_figures import ServerProcesses
 from headrace.front_ends.shared_page import PageWriter, SharedPage
 from headrace.front_ends.sharing import TableSync, shared_arrays, shared_limits
 from headrace.grpc.methods import Methods
@@ -80,13 +81,15 @@ class EngineProcess:
         if tls is not None:
             self._reloads.callbacks.append(tls.reload)
         wiring.lag = self._arrays.loop_lag()
+        wiring.processes = ServerProcesses(self._arrays.arrays, self._start.parent).figures
         wiring.start(loop, self._on_loaded)
         registry = wiring.data_plane.registry
         self._page = SharedPage.create(epoch=self._arrays.own.starts)
         self._writer = PageWriter(self._page, loop, self._arrays.arrays)
-        self._requests = EngineRequests(registry)
+        self._requests = EngineRequests(registry, self._writer.touch)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
         self._update_record_needs()
+        wiring.observer.on_change(self._update_record_needs)
         self._tables = TableSync(loop, registry, self._requests, self._writer, self._peers)
         registry.on_published = self._tables.publish
         if wiring.keys is not None:
@@ -221,7 +224,8 @@ class EngineProcess:
     def _announce(self) -> None:
         settings, ports = self._settings, self._start.ports
         access = describe_access(settings, is_loopback(settings.host))
-        addresses = Addresses(ports.url, ports.grpc, ports.metrics, access, self._wiring.keys is not None)
+        has_keys, processes = self._wiring.keys is not None, describe_processes(settings)
+        addresses = Addresses(ports.url, ports.grpc, ports.metrics, access, has_keys, processes)
         if settings.log_format == "json":
             log_announcement(addresses, self._wiring.data_plane.registry)
         else:

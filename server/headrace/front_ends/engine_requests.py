@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -97,12 +97,14 @@ class EngineRequests:
 
     Args:
         registry: its versions.
+        on_traffic: called with a version whose requests have arrived or were answered; cheap.
 
     Attributes:
         versions: by number, those of the last table, and those that a front end still holds.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, on_traffic: Callable[[VersionHandle], None] = lambda _handle: None) -> None:
+        self.on_traffic = on_traffic
         self.versions: dict[int, ServedVersion] = {}
         self._registry = registry
         self._listed: frozenset[int] = frozenset()
@@ -264,6 +266,7 @@ class FrontEndLink:
         if version is None or not version.handle.lease(members):
             self._write_error(number, 0, members, Unavailable(_REPLACED))
             return
+        self._requests.on_traffic(version.handle)
         group = self._groups[number] = _Group(number, version, frame.received_ns)
         try:
             request = version.request(frame, buffer, size_bytes)
@@ -327,6 +330,7 @@ class FrontEndLink:
             self._write_error(group.number, first, members, error)
         finally:
             handle.release(members)
+            self._requests.on_traffic(handle)
 
     def _write_answer(self, group: _Group, first: int, members: int, response: InferResponse) -> None:
         block, data, data_bytes = group.version.writer.write((response.outputs,), 0, response.closed)

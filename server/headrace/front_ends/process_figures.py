@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_S
 from headrace.core.telemetry import ProcessFigures
@@ -13,7 +14,40 @@ from headrace.front_ends.counter_array import CounterArray
 ENGINE, SUPERVISOR = "engine", "supervisor"
 
 
-def process_name(number: int) -> str:
+def read_text(path: str) -> str:
+    """Return the text of a file; raises OSError."""
+    return Path(path).read_text("latin-1")
+
+
+class ProcessUsage(NamedTuple):
+    """CPU time and resident memory of a process; zeros once it has ended.
+
+    Attributes:
+        cpu_ns: user and system time in nanoseconds, without that of its children.
+        memory_bytes: resident memory; 0 between its end and the parent's `wait`.
+    """
+
+    cpu_ns: int
+    memory_bytes: int
+
+
+def process_usage(pid: int, read: Callable[[str], str] = read_text) -> ProcessUsage:
+    """Read the usage of a process.
+
+    Args:
+        pid: process id.
+        read: returns the text of a file; raises OSError.
+    """
+    try:
+        # The name is in brackets and may have blanks; user and system time are fields 14 and 15.
+        ticks = sum(map(int, read(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:13]))
+        pages = int(read(f"/proc/{pid}/statm").split()[1])
+    except (OSError, ValueError, IndexError):
+        return ProcessUsage(0, 0)
+    return ProcessUsage(ticks * NS_PER_S // os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGESIZE"))
+
+
+def label(number: int) -> str:
     """Return the name of a process in metrics and on the page: "engine" for 0, "front_end_1" for 1."""
     return f"front_end_{number}" if number else ENGINE
 
@@ -31,34 +65,24 @@ class ServerProcesses:
         self,
         arrays: Sequence[CounterArray],
         supervisor_pid: int,
-        read: Callable[[str], str] = lambda path: Path(path).read_text(),
+        read: Callable[[str], str] = read_text,
     ) -> None:
         self._arrays = tuple(arrays)
         self._supervisor_pid = supervisor_pid
         self._read = read
-        self._cpu_s: dict[int, float] = {}  # last value of each process that runs, by number
+        self._cpu_ns: dict[int, int] = {}  # last value of each process, by number
 
     def figures(self) -> list[ProcessFigures]:
         """Return the figures of the supervisor, the engine process and each front end; totals never fall."""
-        cpu_s, memory_bytes = self._usage(self._supervisor_pid)
-        result = [ProcessFigures(SUPERVISOR, self._supervisor_pid, cpu_s, memory_bytes, 1, 0)]
+        usage = process_usage(self._supervisor_pid, self._read)
+        result = [ProcessFigures(SUPERVISOR, self._supervisor_pid, usage.cpu_ns / NS_PER_S, usage.memory_bytes, 1, 0)]
         for number, array in enumerate(self._arrays):
             pid, ended_ns = array.pid, array.ended_cpu_ns
-            cpu_s, memory_bytes = self._usage(pid) if pid else (0.0, 0)
+            usage = process_usage(pid, self._read) if pid else ProcessUsage(0, 0)
             # The last scrape may have read a process whose end is not recorded yet: its time is in `ended_cpu_ns` soon.
-            total_s = self._cpu_s[number] = max(ended_ns / NS_PER_S + cpu_s, self._cpu_s.get(number, 0.0))
+            total_ns = self._cpu_ns[number] = max(ended_ns + usage.cpu_ns, self._cpu_ns.get(number, 0))
+            connections = array.all_connections
             result.append(
-                ProcessFigures(process_name(number), pid, total_s, memory_bytes, array.starts, array.all_connections)
+                ProcessFigures(label(number), pid, total_ns / NS_PER_S, usage.memory_bytes, array.starts, connections)
             )
         return result
-
-    def _usage(self, pid: int) -> tuple[float, int]:
-        """Return CPU seconds and resident bytes of a process; zeros if it has ended."""
-        try:
-            # The name is in brackets and may have blanks; user and system time are fields 14 and 15.
-            times = self._read(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:13]
-            pages = self._read(f"/proc/{pid}/statm").split()[1]
-            cpu_s = sum(int(ticks) for ticks in times) / os.sysconf("SC_CLK_TCK")
-            return cpu_s, int(pages) * os.sysconf("SC_PAGESIZE")
-        except (OSError, ValueError, IndexError):
-            return 0.0, 0

@@ -46,6 +46,9 @@ class EngineState(Protocol):
     def admit(self, version: int) -> None:
         """Raise the error with which the engine would reject any request of a version now."""
 
+    def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
+        """Count a failed request of a version; False if the engine must count it."""
+
 
 class NoState:
     """An engine without a shared page: no load figures, and every request is sent."""
@@ -56,6 +59,10 @@ class NoState:
 
     def admit(self, version: int) -> None:
         """Accept."""
+
+    def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
+        """Count nothing."""
+        return False
 
 
 class RemoteCompletion(LoopCompletion):
@@ -140,6 +147,8 @@ class RemoteRecorder(Recorder):
 
     def failure(self, reason: str, time_ns: int, answered_ns: int | None = None) -> None:
         """See `Recorder.failure`."""
+        if answered_ns is None and self._models.state.count_failure(self._version, reason, time_ns):
+            return
         answered_ns = -1 if answered_ns is None else answered_ns
         self._models.add_event(CountEvent(self._version, "failure", reason, time_ns, answered_ns))
 

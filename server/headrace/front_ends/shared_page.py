@@ -156,6 +156,11 @@ class SharedPage:
         matches = np.flatnonzero(self._keys == version_key(self.epoch, serial))
         return int(matches[0]) if len(matches) else -1
 
+    def has(self, slot: int, serial: int) -> bool:
+        """Return True if a slot is that of a version."""
+        key_at = _HEADER_CELLS + slot * _RECORD_CELLS + _KEY
+        return slot >= 0 and self._cells[key_at] == version_key(self.epoch, serial)
+
     def read(self, slot: int, serial: int) -> VersionRecord | None:
         """Return the record of a version; None if it has ended or has no slot."""
         if slot < 0:
@@ -241,8 +246,9 @@ class PageState:
             raise error
 
     def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
-        """Count a failed request of a version; False if it must be sent, since the version has no slot."""
-        return self._failures.count(self._slot(version), version, reason, time_ns)
+        """Count a failed request of a version; False if it must be sent, since the version has no slot any more, or none yet."""
+        slot = self._slot(version)
+        return self._page.has(slot, version) and self._failures.count(slot, version, reason, time_ns)
 
     def _slot(self, version: int) -> int:
         slot = self._slots.get(version, -1)

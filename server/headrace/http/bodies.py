@@ -507,6 +507,17 @@ class VersionStatus(IndexRow):
     serving: ServingStatus | None
 
 
+class ServerProcess(_Closed):
+    """One process of a server with front ends."""
+
+    name: str = Field(description="supervisor, engine or front_end_ with its number")
+    pid: _Count = Field(description="process id; 0 while it does not run")
+    cpu_s: _Time = Field(description="CPU seconds, with those of the processes that it replaced")
+    memory_bytes: _Count = Field(description="resident memory, shared memory included")
+    starts: _Count
+    connections: _Count = Field(description="open client connections")
+
+
 class ServerStatus(_Closed):
     """The server and all models; counts since each version was loaded, at most some tenths of a second old."""
 
@@ -519,6 +530,7 @@ class ServerStatus(_Closed):
     models_expected: _Count = Field(description="models that should be served")
     buckets_per_doubling: _Rows = Field(description="resolution of `latency`")
     history_period_ns: _Rows = Field(description="length of the periods of `requests_per_s`")
+    processes: list[ServerProcess] = Field(description="with --front-ends; else empty")
     models: list[VersionStatus]
 
 

@@ -7,12 +7,13 @@ difference of two responses. Requests pay nothing for being observed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.config.manifest import is_artefact_name, read_layers
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, allow_pauses, monotonic_ns, pause
 from headrace.core.errors import ConfigError, NotFound
+from headrace.core.telemetry import ProcessFigures
 from headrace.observability.counters import FIRST_NATIVE, SCHEMA, Counts, StepTotal
 from headrace.observability.history import PERIOD_NS, RequestHistory
 from headrace.pipelines.graph import Step
@@ -35,9 +36,17 @@ class ServerOverview:
         registry: registry of the models.
         repositories: folders of models.
         clock: monotonic nanoseconds.
+        processes: returns the figures of each process; None for a server of one process.
     """
 
-    def __init__(self, registry: Registry, repositories: Sequence[Path], clock: Clock = monotonic_ns) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        repositories: Sequence[Path],
+        clock: Clock = monotonic_ns,
+        processes: Callable[[], Sequence[ProcessFigures]] | None = None,
+    ) -> None:
+        self._processes = processes
         self._registry = registry
         self._repositories = repositories
         self._clock = clock
@@ -126,6 +135,7 @@ class ServerOverview:
             "models_expected": models_expected,
             "buckets_per_doubling": 1 << SCHEMA,
             "history_period_ns": PERIOD_NS,
+            "processes": [each._asdict() for each in (() if self._processes is None else self._processes())],
             "models": models,
         }
 

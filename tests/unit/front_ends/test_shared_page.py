@@ -307,3 +307,5 @@ def test_a_front_end_reads_and_counts_by_version() -> None:
         state.admit(4)
     assert state.count_failure(4, "overloaded", 5)
     assert FailureTotals([array], 3, version_key(1, 4)).collect() == [("overloaded", 1, 5)]
+    page.clear(3)
+    assert not state.count_failure(4, "overloaded", 5), "the slot may be that of another version soon"

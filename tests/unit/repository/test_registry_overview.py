@@ -10,6 +10,7 @@ import orjson
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import NotFound
+from headrace.core.telemetry import ProcessFigures
 from headrace.http.bodies import VersionStatus
 from headrace.repository.overview import ServerOverview
 from headrace.repository.registry import Registry, Serving, State
@@ -59,10 +60,14 @@ def test_counts_and_gauges_of_serving_models() -> None:
         while model.recorder.totals().requests < 2:  # counted behind the answer
             time.sleep(0.001)
         clock = Clock()
-        overview = ServerOverview(registry, [], clock)
+        processes = [ProcessFigures("engine", 7, 1.5, 1 << 20, 2, 0)]
+        overview = ServerOverview(registry, [], clock, lambda: processes)
         clock.now_ns += 5
         document = orjson.loads(orjson.dumps(runner.run(overview.status())))
         assert (document["time_ns"], document["uptime_ns"], document["ready"]) == (1_005, 5, False)
+        assert document["processes"] == [
+            {"name": "engine", "pid": 7, "cpu_s": 1.5, "memory_bytes": 1 << 20, "starts": 2, "connections": 0}
+        ]
         broken, serving = document["models"]
         assert broken == {
             "name": "broken", "version": "1", "state": "UNAVAILABLE", "reason": "no such file", "serving": None,

@@ -7,6 +7,7 @@ import { anotherKey, askForKey, keyAccepted } from "./key.js";
 import { count, duration, milliseconds, rate } from "./format.js";
 import { History, curve, keyOf, percentile, together } from "./history.js";
 import { ModelList } from "./models.js";
+import { ProcessList } from "./processes.js";
 import * as trying from "./trying.js";
 import { ModelView } from "./view.js";
 
@@ -16,6 +17,7 @@ const at = (id) => document.getElementById(id);
 const history = new History();
 const whole = chart("requests a second, all models");
 const list = new ModelList(at("models"), at("idle"));
+const processes = new ProcessList(at("processes"));
 let view = null;
 
 /** Show the view of the model that the address names, "#MODEL/VERSION", or the list of all. */
@@ -60,6 +62,7 @@ function show() {
   say(at("all-errors"), count(errors));
   at("all-errors").classList.toggle("alarm", errors > 0);
   whole.draw(curve(serving.map((model) => model.serving)));
+  processes.update(status);
   at("filter").hidden = status.models.length <= 6;
   const groups = list.update(history, at("filter").value.trim().toLowerCase());
   say(at("summary"), grouped(groups));

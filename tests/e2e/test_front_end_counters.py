@@ -1,0 +1,137 @@
+"""Metrics of a server with front ends: equal to the requests that were sent, also after SIGKILL of a front end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_front_ends import children, row
+from tests.support import models
+from tests.support.serving import HOST, Server, serving
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="front ends need Linux")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    models.add_model(tmp_path / "repository", "row_sums", models.row_sums())
+    log = ("--request-log", "all", "--request-log-file", str(tmp_path / "requests.jsonl"))
+    with serving(tmp_path / "repository", tmp_path, "--front-ends", "2", *log) as running:
+        yield running
+
+
+def samples(server: Server) -> dict[str, float]:
+    """Samples of the metrics page by name and labels."""
+    text = server.request("GET", "/metrics")[2].decode()
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def send(connections: list[http.client.HTTPConnection], body: bytes, model: str = "row_sums") -> list[int]:
+    statuses = []
+    for connection in connections:
+        connection.request("POST", f"/v2/models/{model}/infer", body)
+        response = connection.getresponse()
+        response.read()
+        statuses.append(response.status)
+    return statuses
+
+
+def opened(server: Server, count: int) -> list[http.client.HTTPConnection]:
+    result = [http.client.HTTPConnection(HOST, server.port, timeout=30) for _ in range(count)]
+    for each in result:
+        each.connect()
+    return result
+
+
+def counted(server: Server) -> tuple[float, float, float, float]:
+    """Successful and failed requests of the model, and errors by reason."""
+    values = samples(server)
+    return (
+        values['headrace_requests_total{model="row_sums",version="1"}'],
+        values.get('headrace_failures_total{model="row_sums",reason="bad_request",version="1"}', 0.0),
+        values.get('headrace_errors_total{protocol="http",reason="bad_request"}', 0.0),
+        values.get('headrace_errors_total{protocol="http",reason="not_found"}', 0.0),
+    )
+
+
+ROUNDS, TURNS, CLIENTS = 3, 5, 8
+BAD = row().replace(b'"X"', b'"Y"')
+
+
+def run_round(server: Server, number: int) -> None:
+    """Send requests over connections to both front ends, and kill one front end when all are answered."""
+    clients, total = opened(server, CLIENTS), number * TURNS * CLIENTS
+    for _ in range(TURNS):
+        assert send(clients, row()) == [200] * CLIENTS
+        assert send(clients, BAD) == [400] * CLIENTS
+        assert send(clients, row(), "missing") == [404] * CLIENTS
+    until(lambda: counted(server) == (total, total, total, total))
+    values = samples(server)
+    shares = [values[f'headrace_process_connections{{process="front_end_{each}"}}'] for each in (1, 2)]
+    assert sum(shares) in (CLIENTS, CLIENTS + 1), "and perhaps that of the scrape"
+    assert min(shares) >= CLIENTS / 2, "each connection goes to the front end with the fewest"
+    os.kill(children(server)["headrace: front end 1"], signal.SIGKILL)
+    until(lambda: is_replaced(server, number + 1))
+    assert counted(server) == (total, total, total, total), "totals never fall"
+    for client in clients:
+        client.close()
+
+
+def test_totals_are_exact_after_a_front_end_is_killed(server: Server, tmp_path: Path) -> None:
+    assert counted(server) == (0, 0, 0, 0)
+    for number in range(1, ROUNDS + 1):
+        run_round(server, number)
+    values = samples(server)
+    assert values['headrace_process_starts_total{process="engine"}'] == 1
+    assert values['headrace_process_cpu_seconds_total{process="engine"}'] > 0
+    until(lambda: samples(server)['headrace_connections{protocol="http"}'] <= 1)
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    reasons = Counter(line["reason"] for line in lines)
+    total = ROUNDS * TURNS * CLIENTS
+    assert reasons == {"ok": total, "bad_request": total, "not_found": total}
+
+
+def is_replaced(server: Server, starts: int) -> bool:
+    """Return whether front end 1 has served this scrape after this number of starts: it has the fewest connections."""
+    try:
+        values = samples(server)
+    except OSError:
+        return False
+    is_ready = values['headrace_process_connections{process="front_end_1"}'] == 1
+    return is_ready and values['headrace_process_starts_total{process="front_end_1"}'] == starts
+
+
+def test_the_page_names_the_processes(server: Server) -> None:
+    processes = json.loads(server.request("GET", "/v2/status")[2])["processes"]
+    assert [each["name"] for each in processes] == ["supervisor", "engine", "front_end_1", "front_end_2"]
+    assert all(each["pid"] > 0 and each["memory_bytes"] > 1 << 20 and each["starts"] == 1 for each in processes)
+    assert processes[0]["pid"] == server.process.pid
+    assert "Processes: an engine and 2 front ends" in server.text
+
+
+def test_connections_are_limited_for_all_front_ends_together(tmp_path: Path) -> None:
+    models.add_model(tmp_path / "repository", "row_sums", models.row_sums())
+    with serving(tmp_path / "repository", tmp_path, "--front-ends", "2", "--max-connections", "6") as server:
+        clients = opened(server, 6)
+        held = []
+        for client in clients:  # a request that has begun: not idle, so no other connection takes its place
+            client.putrequest("POST", "/v2/models/row_sums/infer")
+            client.putheader("Content-Length", "1000")
+            client.endheaders(b"{")
+            held.append(client)
+        until(lambda: server.request("POST", "/v2/models/row_sums/infer", row())[0] == 503)
+        # Metrics are served on reserved connections.
+        assert samples(server)['headrace_limit_hits_total{limit="max_connections",protocol="http"}'] >= 1
+        for client in held:
+            client.close()
+        until(lambda: server.request("POST", "/v2/models/row_sums/infer", row())[0] == 200)
