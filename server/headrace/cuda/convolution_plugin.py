@@ -351,9 +351,9 @@ class _Field(ctypes.Structure):
 def _field_bytes(field: Any) -> bytes:
     """Return the content that `PluginLayer.to_bytes` wrote into a PluginField of type INT8.
 
-    With NumPy 2 the binding of TensorRT 10.6 fills `PluginField.data` with copies of the first element, for every type. Then the
-    C structure behind the field is read: pybind11 keeps its address behind the head of the Python object. The checksum in the
-    content shows whether either reading is right.
+    With NumPy 2 the bindings of TensorRT 10 (10.0 to 10.14 seen) fill `PluginField.data` with copies of the first element, for
+    every type; that of 11.4 does not. Then the C structure behind the field is read: pybind11 keeps its address behind the head
+    of the Python object. The checksum in the content shows whether either reading is right.
 
     Raises:
         PluginRefused: the object has another layout.
