@@ -23,6 +23,7 @@ from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits, ConnectionR
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.infer_endpoint import error_response, request_principal
 from headrace.http.origins import ORIGIN, HostPolicy, OriginPolicy, allowed_names
+from headrace.http.repeated_request import RepeatedHeads
 from headrace.http.reserve import LimitedHttpProtocol
 from headrace.http.timeouts import ConnectionTimeouts
 from headrace.inference.operations import http_operation
@@ -61,6 +62,7 @@ class UvicornServer(uvicorn.Server):
             timeouts=ConnectionTimeouts(client_limits),
             reserve=ConnectionReserve(client_limits),
             hosts=HostPolicy(names),
+            repeated_heads=RepeatedHeads(),
         )
         self._tls = tls
         self._client_limits = client_limits

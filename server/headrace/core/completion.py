@@ -10,9 +10,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.errors import Cancelled
 from headrace.core.request import GroupMembers, InferResponse, Probe
 
@@ -22,28 +24,46 @@ PROBE_LIMIT_S = 5.0
 """Seconds that the code of a model has to say whether it is ready, as in Triton."""
 
 
+_LAG_DECAY = 5  # a quick delivery forgets 1/32 of the delay
+_LAG_STEP_NS = 50 * NS_PER_US
+
+
 class Mailbox:
     """Carries settled completions from any thread to one event loop.
 
     Ownership: `post` from any thread; `deliver` only on the loop. No lock: the flag is raised before the loop is woken and
     lowered before the first pop, so that a completion posted in between is seen by this drain or wakes the next one.
 
-    Attributes:
+    Args:
         loop: event loop of the waiters.
+        clock: returns monotonic nanoseconds.
+
+    Attributes:
+        loop: see Args.
+        lag_ns: delay of the loop, from a post to its delivery: large ones of the latest deliveries.
     """
 
-    __slots__ = ("_armed", "_settled", "loop")
+    __slots__ = ("_armed", "_bell", "_clock", "_posted_ns", "_rests", "_settled", "lag_ns", "loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock = monotonic_ns) -> None:
         self.loop = loop
+        self.lag_ns = 0
+        self._clock = clock
+        self._posted_ns = 0
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._rests = False
         self._settled: deque[LoopCompletion] = deque()
         self._armed = False
 
     def post(self, completions: Iterable[LoopCompletion]) -> None:
         """Pass settled completions to the loop with at most one wake-up."""
         self._settled.extend(completions)
+        if self._rests:
+            self._rests = False
+            self._bell.put(None)
         if not self._armed:
             self._armed = True
+            self._posted_ns = self._clock()
             try:
                 self.loop.call_soon_threadsafe(self.deliver)
             except RuntimeError:  # the loop is closed, so nothing waits
@@ -53,8 +73,26 @@ class Mailbox:
         """Collect settled completions until `deliver` without waking the loop; called on the loop."""
         self._armed = True
 
+    def rest(self, limit_s: float) -> None:
+        """Let the thread of the loop sleep until the next completion is posted, or for `limit_s` seconds; called on the loop.
+
+        A loop that only rejects requests takes them in groups: each wake-up for a single one would interrupt a computation on
+        the same core and empty its caches.
+        """
+        self._rests = True
+        if not self._settled:
+            with suppress(Empty):
+                self._bell.get(timeout=limit_s)
+        self._rests = False
+
     def deliver(self) -> None:
         """Resume the waiters of all settled completions; called on the loop."""
+        if self._posted_ns:
+            lag_ns, self._posted_ns = self._clock() - self._posted_ns, 0
+            if lag_ns > self.lag_ns:  # a single stall counts for little: predictions add this delay
+                self.lag_ns += min(lag_ns - self.lag_ns, (self.lag_ns >> 1) + _LAG_STEP_NS)
+            else:
+                self.lag_ns -= (self.lag_ns - lag_ns) >> _LAG_DECAY
         self._armed = False
         settled = self._settled
         while settled:

@@ -295,6 +295,7 @@ OTHER_BACKENDS: dict[str, tuple[str, str]] = {
 
 # Longer than any useful deadline: urgent requests keep their rank, and no request waits for ever.
 DEFAULT_AGING_US = 10_000_000
+DEFAULT_QUEUE_WAIT_US = 1_000_000
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -399,6 +400,12 @@ class ModelConfig(ConfigPart):
         DEFAULT_AGING_US,
         "With `priority_levels`: a request moves up one level each time it has waited this long, in microseconds, "
         "which prevents starvation. 0: no ageing, higher levels always run first.",
+    )
+    max_queue_wait_microseconds: Duration | None = option(
+        None,
+        "Longest predicted time in the queue of a request without a deadline and an objective, in microseconds; further "
+        "ones are refused. 0: no limit. If absent: 1000000, or 0 if every queue policy has `max_queue_size` or "
+        "`default_timeout_microseconds`. Two batches of each instance may always wait.",
     )
     fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = option(
         None, "The backend that runs the model where its own backend cannot."

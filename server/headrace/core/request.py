@@ -50,6 +50,7 @@ class InferRequest:
         call: call of a Python model that sent the request; None for any other.
         resident_outputs: outputs that may be `ResidentRows` in the response, since every reader takes them.
         members: requests that this one stands for; None for a single request. See `headrace.core.completion.GroupCompletion`.
+        internal: True for a part of a request that the server has accepted: a step of a pipeline, a call of a Python model.
     """
 
     inputs: dict[str, Array]
@@ -68,6 +69,7 @@ class InferRequest:
     call: object = None
     resident_outputs: frozenset[str] = frozenset()
     members: GroupMembers | None = None
+    internal: bool = False
 
 
 class BatchTimes(NamedTuple):

@@ -211,6 +211,9 @@ class RemoteHandle:
         """Check by the engine's page that the version accepts requests; raises HeadraceError before a request is decoded."""
         self.models.admit(self.number)
 
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        """See `HasLoad`: `admit` has rejected by the engine's page what would be late."""
+
     def probes(self) -> Sequence[Probe]:
         """Return nothing: readiness is a route of the engine."""
         return ()

@@ -149,6 +149,7 @@ class GrpcInference:
             handle = self.service.lease(pending)
             if options.timeout_ns:
                 deadline_ns = options.deadline_ns(received_ns, deadline_ns)
+            handle.check_load(received_ns, deadline_ns, options.client)
             self.service.enqueue(pending, handle, message, envelope, deadline_ns)
         except Exception as error:
             self._raise(pending, error)
@@ -164,6 +165,7 @@ class GrpcInference:
             handle = self.service.lease(pending)
             if options.timeout_ns:
                 deadline_ns = options.deadline_ns(received_ns, deadline_ns)
+            handle.check_load(received_ns, deadline_ns, options.client)
             parts = await self.service.read_large(handle, message, envelope)
             self.service.enqueue(pending, handle, message, envelope, deadline_ns, parts)
         except asyncio.CancelledError:

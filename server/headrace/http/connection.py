@@ -34,8 +34,8 @@ from headrace.core.errors import Overloaded
 from headrace.core.limits import BodyReservation, ClientLimits, UnreadResponses
 from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response
 from headrace.http.origins import ANY_HOST, HostPolicy
-from headrace.http.repeated_request import RepeatedRequest
-from headrace.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, SocketReader
+from headrace.http.repeated_request import RepeatedHeads, RepeatedRequest
+from headrace.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, WIDE_READ_BYTES, SocketReader
 from headrace.http.timeouts import ConnectionTimeouts, Stage
 from headrace.inference.request_template import may_have_shared_inputs
 from headrace.inference.response_metadata import header_lines
@@ -62,6 +62,8 @@ _HEADERS, _CHUNKS = "max_header_bytes", "max_chunks"
 _HEAD_END = b"\r\n\r\n"
 # A read up to this size has few pipelined requests.
 _SHORT_PIPELINE_BYTES = 512
+# With a body that is smaller than a read by at most this, a request may take two reads.
+_WIDE_HEAD_BYTES = 2048
 
 
 class _RefusedError(Exception):
@@ -94,6 +96,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         client_limits: limits of all connections and requests. The endpoint checks the Content-Length.
         timeouts: of all connections of the listener.
         hosts: checks the host of each parsed request.
+        repeated_heads: of all connections of the listener; None for a connection without others.
 
     Attributes:
         completion: completion of the running request, which a disconnect abandons; None for none.
@@ -111,9 +114,11 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         client_limits: ClientLimits,
         timeouts: ConnectionTimeouts,
         hosts: HostPolicy = ANY_HOST,
+        repeated_heads: RepeatedHeads | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._repeated_heads = repeated_heads or RepeatedHeads()
         self._hosts = hosts
         self.completion: LoopCompletion | None = None
         self.stage, self.since = Stage.HEADERS, timeouts.epoch
@@ -149,6 +154,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         transport.set_protocol(self._reader)
         self.peer_names = certificate_names(transport.get_extra_info("peercert"))
         self._timeouts.add(self)
+        if self._repeated_heads.has_wide_bodies:
+            self._reader.widen()
         if not self._client_limits.enter():
             max_connections = self._client_limits.limits.max_connections
             self.on_over_limit(f"the server has {max_connections} connections, which is its limit: retry later")
@@ -343,7 +350,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the headers and the host. A request for an upgrade is parsed again without its Upgrade header; see `_parse`."""
         limit = self._client_limits.limits.max_header_bytes
-        if self._header_bytes + 2 * READ_BYTES > limit:
+        if self._header_bytes + 2 * WIDE_READ_BYTES > limit:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > limit:
                 self._client_limits.hit(_HEADERS)
@@ -403,7 +410,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass bytes to the parser, then receive the rest of a large body directly."""
-        if self.parser is None or (self._endpoint is not None and self._serve_repeated(data, self._endpoint)):
+        endpoint = self._endpoint or self._join_endpoint()
+        if self.parser is None or (endpoint is not None and self._serve_repeated(data, endpoint)):
             return
         if len(data) > _SHORT_PIPELINE_BYTES and data.count(_HEAD_END) > _MAX_PIPELINED:
             self._unparsed = data
@@ -529,10 +537,23 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def remember_head(self, endpoint: InferEndpoint, head: ParsedHead) -> None:
         """See `Connection`."""
-        self._endpoint = endpoint
+        self._endpoint = self._repeated_heads.endpoint = endpoint
         self._heads = endpoint.heads(self.peer_names)
+        if (
+            head.headers.content_length + _WIDE_HEAD_BYTES > READ_BYTES
+            and head.headers.content_length < MIN_DIRECT_BYTES
+        ):
+            self._repeated_heads.has_wide_bodies = True
+            self._reader.widen()
         if self._repeatable_head:
             endpoint.keep_head(self._repeatable_head, head, self._heads)
+
+    def _join_endpoint(self) -> InferEndpoint | None:
+        """Return the endpoint: the first request too may have the head of an earlier one on another connection."""
+        endpoint = self._repeated_heads.endpoint
+        if endpoint is not None:
+            self._endpoint, self._heads = endpoint, endpoint.heads(self.peer_names)
+        return endpoint
 
     def _read_head(self, data: bytes) -> bytes:
         """Return the head in a read that has exactly one request; b"" if the head cannot be cached."""
@@ -555,15 +576,16 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def _serve_repeated(self, data: bytes, endpoint: InferEndpoint) -> bool:
         """Serve a read that has a cached head and exactly its body; returns False if the parser must read it."""
         end = data.find(b"\r\n\r\n") + 4
-        head = self._heads.get(data[:end])
+        head, cycle = self._heads.get(data[:end]), self.cycle
         if (
             head is None
-            or self.stage is not Stage.BETWEEN
-            or not self.cycle.response_complete
+            or (self._has_received if cycle is None else self.stage is not Stage.BETWEEN or not cycle.response_complete)
             or len(data) - end != head.headers.content_length
             or (endpoint.service.has_shared_memory and may_have_shared_inputs(data))
         ):
             return False
+        if cycle is None:
+            self._has_received, self.stage = True, Stage.BETWEEN
         reservation = self._reservation = BodyReservation(self._client_limits)
         request = RepeatedRequest(self, endpoint, head, reservation)
         self.cycle = self._active_cycle = request  # type: ignore[assignment]

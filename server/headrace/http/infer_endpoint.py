@@ -232,6 +232,10 @@ class InferEndpoint:
             # The deadline starts with the first bytes: the client's timeout includes the upload of the body.
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
+            self._check_length(headers)
+            if connection is not None and not headers.content_encoding and options.trace is None:
+                connection.remember_head(self, ParsedHead(model, version, headers))
+            handle.check_load(pending.received_ns, deadline_ns, options.client)
             body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = monotonic_ns()
             content = None
@@ -240,8 +244,6 @@ class InferEndpoint:
                 if connection is not None and connection.is_lost:
                     raise Cancelled("the client disconnected")
             completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns, content)
-            if connection is not None and not headers.content_encoding and options.trace is None:
-                connection.remember_head(self, ParsedHead(model, version, headers))
             await _wait(completion, connection, receive)
             if service.is_large(pending, bool(headers.accept_encoding)):
                 size, parts, extra_headers = await self.finish_large(pending)
@@ -391,6 +393,15 @@ class InferEndpoint:
         body = await run(b"".join, parts) if is_large else b"".join(parts)
         await _send(send, 200, [*headers, *extra_headers.pairs], body)
 
+    def _check_length(self, headers: InferHeaders) -> None:
+        """Check the size of a body before it is read; raises TooLarge."""
+        limit = self._client_limits.limits.max_body_bytes
+        if headers.content_length > limit:
+            text = f"the body has {headers.content_length} bytes, at most {limit} are allowed"
+            raise self._client_limits.too_large("max_body_bytes", text)
+        if headers.header_size is None and not headers.content_encoding:
+            check_json_bytes(headers.content_length, self._client_limits)
+
     async def _read(
         self,
         send: Send,
@@ -400,11 +411,6 @@ class InferEndpoint:
         reservation: BodyReservation | None,
     ) -> bytes | BodyBytes:
         limit = self._client_limits.limits.max_body_bytes
-        if headers.content_length > limit:
-            text = f"the body has {headers.content_length} bytes, at most {limit} are allowed"
-            raise self._client_limits.too_large("max_body_bytes", text)
-        if headers.header_size is None and not headers.content_encoding:  # before the body is read
-            check_json_bytes(headers.content_length, self._client_limits)
         body = None if connection is None else await connection.read_body(send)
         if body is None:
             parts = await _receive_all(receive, self._client_limits)

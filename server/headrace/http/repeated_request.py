@@ -45,6 +45,21 @@ class RepeatedConnection(Protocol):
         """Write a complete response after the client has read earlier ones."""
 
 
+class RepeatedHeads:
+    """The endpoint whose cached heads the connections of one listener share. Ownership: the event loop.
+
+    Attributes:
+        endpoint: of the first inference request of the listener; None before it.
+        has_wide_bodies: a request was larger than a read, and smaller than one whose body is read directly.
+    """
+
+    __slots__ = ("endpoint", "has_wide_bodies")
+
+    def __init__(self) -> None:
+        self.has_wide_bodies = False
+        self.endpoint: InferEndpoint | None = None
+
+
 class RepeatedRequest:
     """One request: `begin` starts it, the callback of its completion ends it.
 
@@ -102,6 +117,7 @@ class RepeatedRequest:
         try:
             handle = service.lease(pending)
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
+            handle.check_load(pending.received_ns, deadline_ns, options.client)
             completion = service.enqueue(pending, handle, body, head.headers.header_size, deadline_ns)
         except Exception as error:
             self._fail(pending, error)

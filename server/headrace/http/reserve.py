@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.core.limits import ConnectionReserve
 from headrace.http.connection import HeadraceHttpProtocol
+from headrace.http.infer_endpoint import InferEndpoint
 from headrace.http.timeouts import Stage
 
 RESERVED_PATHS = frozenset((b"/v2/health/live", b"/v2/health/ready", b"/metrics"))
@@ -52,6 +53,10 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         super().on_headers_complete()
         if self._is_over and not self._downgraded_head:
             self.cycle.keep_alive = False
+
+    def _join_endpoint(self) -> InferEndpoint | None:
+        """Parse the first request of a connection over the limit, whatever its head."""
+        return None if self._is_over else super()._join_endpoint()
 
     def close_idle(self) -> None:
         """See `LimitedConnection`."""

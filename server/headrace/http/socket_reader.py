@@ -20,7 +20,10 @@ MIN_DIRECT_BYTES = 65536
 # `recv` writes bytes for the parser here. The buffer is small, so that little of a large body goes through the parser. All
 # connections of a process share one: it is emptied before the event loop continues.
 READ_BYTES = 16384
-_SCRATCH = memoryview(bytearray(READ_BYTES))
+# Of a connection whose listener has seen repeated requests with bodies between these sizes: one read has all of such a request.
+WIDE_READ_BYTES = MIN_DIRECT_BYTES + 4096
+_WIDE = memoryview(bytearray(WIDE_READ_BYTES))
+_SCRATCH = _WIDE[:READ_BYTES]
 
 
 @dataclass(slots=True)
@@ -44,6 +47,11 @@ class SocketReader(asyncio.BufferedProtocol):
         self._http = http
         self._on_body_data = on_body_data
         self._body: _Body | None = None
+        self._scratch = _SCRATCH
+
+    def widen(self) -> None:
+        """Read up to `WIDE_READ_BYTES` at once."""
+        self._scratch = _WIDE
 
     def receive_body(
         self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
@@ -82,14 +90,14 @@ class SocketReader(asyncio.BufferedProtocol):
         """Return the buffer for the next bytes; it ends with the body, so that bytes of the next request stay out of it."""
         body = self._body
         if body is None:
-            return _SCRATCH
+            return self._scratch
         return _SCRATCH[: body.missing_bytes] if body.array is None else body.array.data[-body.missing_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process `nbytes` that were written into the buffer."""
         body = self._body
         if body is None:
-            self._http.data_received(bytes(_SCRATCH[:nbytes]))
+            self._http.data_received(bytes(_WIDE[:nbytes]))
             return
         body.missing_bytes -= nbytes
         self._on_body_data(nbytes)

@@ -37,7 +37,14 @@ class HasReadiness(Protocol):
         """Start the readiness checks of the model's code, without waiting; empty if it has none."""
 
 
-class Handle(HasReadiness, Protocol):
+class HasLoad(Protocol):
+    """A model version that rejects requests under overload."""
+
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        """Reject a request before it is decoded, if its model is overloaded; raises HeadraceError."""
+
+
+class Handle(HasReadiness, HasLoad, Protocol):
     """A leased model version, which is not closed before `release`; see `headrace.scheduling.version_handle.VersionHandle`.
 
     Attributes:

@@ -36,12 +36,23 @@ STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
 
 def http_status(error: errors.HeadraceError) -> int:
     """Return the HTTP status of an error."""
-    return next(status for kind, status, _ in STATUS if isinstance(error, kind))
+    return _statuses(type(error))[0]
 
 
 def grpc_code(error: errors.HeadraceError) -> str:
     """Return the name of the gRPC code of an error, e.g. "NOT_FOUND"."""
-    return next(code for kind, _, code in STATUS if isinstance(error, kind))
+    return _statuses(type(error))[1]
+
+
+_BY_CLASS: dict[type[errors.HeadraceError], tuple[int, str]] = {}
+
+
+def _statuses(error: type[errors.HeadraceError]) -> tuple[int, str]:
+    statuses = _BY_CLASS.get(error)
+    if statuses is None:
+        statuses = next((status, code) for kind, status, code in STATUS if issubclass(error, kind))
+        _BY_CLASS[error] = statuses
+    return statuses
 
 
 def retry_delay_s(error: errors.HeadraceError) -> float | None:

@@ -403,6 +403,7 @@ class PipelineRun:
                     due_ns=self._due_ns.get(index, 0),
                     call=request.call,
                     resident_outputs=self._resident_outputs(index, member, bound) if bound.resident else _NONE,
+                    internal=True,
                 )
             )
         except Exception as error:

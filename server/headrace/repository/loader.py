@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -39,7 +39,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.ledger import MemoryAccount, NoRoom
 from headrace.core.limits import BodyMemory
-from headrace.core.model_config import DynamicBatching, ModelConfig, QueuePolicy
+from headrace.core.model_config import DEFAULT_QUEUE_WAIT_US, DynamicBatching, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.quota import Quota
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, PaddedInputs, TensorSpec
@@ -638,6 +638,7 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
             objective_ns=int((config.slo.p99_ms or 0) * NS_PER_MS),
         ),
         limits=_limits(batching),
+        max_wait_ns=_max_wait_us(config, batching) * NS_PER_US,
         instances=_instances(config),
         split_oversized=config.oversize == "split",
         preserve_ordering=batching.preserve_ordering,
@@ -669,9 +670,20 @@ def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:
 def _limits(batching: DynamicBatching) -> QueueLimits:
     """Return the queue limits: with limits for each level, the sum of them."""
     default = QueueLimits()
-    queues = _queue_policies(batching) or {1: batching.default_queue_policy}
-    sizes = [queue.max_queue_size for queue in queues.values()]
+    sizes = [queue.max_queue_size for queue in _queues(batching)]
     return replace(default, max_count=sum(sizes) if all(sizes) else max(default.max_count, sum(sizes)))
+
+
+def _queues(batching: DynamicBatching) -> Collection[QueuePolicy]:
+    return _queue_policies(batching).values() or (batching.default_queue_policy,)
+
+
+def _max_wait_us(config: ModelConfig, batching: DynamicBatching) -> int:
+    """Return the longest predicted time in the queue: a queue size or a timeout is the operator's own bound in its place."""
+    if config.max_queue_wait_microseconds is not None:
+        return config.max_queue_wait_microseconds
+    is_bounded = all(queue.max_queue_size or queue.default_timeout_microseconds for queue in _queues(batching))
+    return 0 if is_bounded else DEFAULT_QUEUE_WAIT_US
 
 
 def _level_policy(queue: QueuePolicy) -> LevelPolicy:

@@ -618,6 +618,7 @@ class CallConnection:
             outputs=tuple(str(name) for name in message["outputs"]),
             parameters=parameters,
             call=call,
+            internal=True,
         )
 
     def _shapes(self, spec: ModelSpec) -> CheckedShapes:

@@ -30,8 +30,8 @@ from math import sqrt
 from typing import NamedTuple
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S
-from headrace.core.completion import ThreadCompletion
-from headrace.core.errors import QuotaExceeded, WouldMiss
+from headrace.core.completion import Mailbox, ThreadCompletion
+from headrace.core.errors import Overloaded, QuotaExceeded, WouldMiss
 from headrace.core.quota import Quota, charge
 from headrace.core.request import InferRequest
 from headrace.scheduling.batching import BatchCosts, CostModel
@@ -46,7 +46,16 @@ _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of a window's median, in
 _STANDING = 2
 _MOST_OVERTAKING = 0.9  # upper bound of the share of capacity that overtaking requests use
 _OUTLIER = 4  # a busy time counts as at most this multiple of the compute time
+_LAG_PARTS = 5  # the delay of the event loop counts for one part in so many of the objective at most
+_MIN_LEARNT_WAIT_NS = 20 * NS_PER_MS  # shorter predictions say nothing about the rate of batches
+_MIN_STRETCH, _MAX_STRETCH = 0.5, 8.0
 _BATCH_SMOOTHING = 64  # a new measurement has a weight of 1/64
+
+
+_LONG_QUEUE = (
+    "the queue is full: a request would wait for {0:.3g} ms, {1:.3g} ms are allowed: retry later, or raise "
+    "max_queue_wait_microseconds in the model configuration"
+)
 
 
 class InFlightWork(NamedTuple):
@@ -99,6 +108,30 @@ class AdmissionForecast(NamedTuple):
     max_wait_ns: int
 
 
+class StandingRejection(NamedTuple):
+    """The latest rejection, which applies to later requests that would be served behind the same queued requests.
+
+    Attributes:
+        due_ns: due time of the rejected request; requests that are due earlier may be served before others.
+        kind: its urgency class.
+        done_ns: its predicted completion, monotonic; of a request without a due time the longest wait, in nanoseconds.
+        until_ns: monotonic time until which the queue is longer than allowed; 0 if the due time was the reason.
+        rows: rows that were queued.
+        refusal: text of the error.
+        retry_ns: monotonic time at which queue and instances are predicted to be empty.
+        span: bits of the time from its arrival to its due time, in nanoseconds: others have another urgency class.
+    """
+
+    due_ns: int
+    kind: int
+    done_ns: int
+    until_ns: int
+    rows: int
+    refusal: str
+    retry_ns: int
+    span: int = 0
+
+
 @dataclass(eq=False, repr=False)
 class AdmissionController:
     """Predicts completion times, rejects late requests and learns from the outcomes; any thread may call.
@@ -113,8 +146,11 @@ class AdmissionController:
         in_flight_work: returns the batches of each live instance. A prediction reads them there, so batches count nothing for it.
         shared: clients share the model: only a client below its share overtakes requests that are queued.
         late: number of responses after their due time.
+        mailbox: of the event loop; its delay is a part of the latency, before the arrival is noticed and after the batch.
+        max_wait_ns: longest predicted wait of a request without a due time; 0 for any.
         has_due_times: True if the model has an objective or a request had a deadline.
         changed: True if a batch started or ended since the free times were computed; set by the instances.
+        standing: the latest rejection, None if later requests may be admitted.
     """
 
     cost_model: CostModel
@@ -122,13 +158,18 @@ class AdmissionController:
     queue: Scheduler
     in_flight_work: Callable[[], Sequence[InFlightWork]]
     shared: bool = False
+    mailbox: Mailbox | None = None
+    max_wait_ns: int = 0
 
     def __post_init__(self) -> None:
         self.late = 0
         self.has_due_times = self.policy.objective_ns > 0
         self.changed = True
+        self.standing: StandingRejection | None = None
         self._lock = threading.Lock()
         self._overhead_ns = 0.0  # smoothed busy time of a batch beyond its usual compute time
+        self._stretch = 1.0  # smoothed ratio of waits to their predictions
+        self._short_rows = 0  # queued rows that take less than half of the longest wait
         self._rows = 1.0  # smoothed rows of a batch
         self._margins, self._arrivals = SafetyMargins(), RecentArrivals()
         self._flowed_ns = 0  # last time with less than half a batch queued; recurs whenever capacity exceeds arrivals
@@ -172,11 +213,14 @@ class AdmissionController:
                 start = self._start(costs, free_ns, ahead + min(overtakers, max_overtakers), last.rows, now_ns)
         start_ns, done_ns = start[0], self._completion_ns(costs, start, last, now_ns)
         # The pipeline of a step has admitted the request as a whole: a refusal here would waste the steps before.
-        margin_ns = 0 if last.of_pipeline else self._margins.ns(kind)
+        margin_ns = 0 if last.of_pipeline else self._margin_ns(kind)
         if done_ns + margin_ns > due_ns:
-            text = LATE_TEXT
-        elif not last.of_pipeline and start_ns > now_ns + self._max_wait_ns(costs, len(free_ns), due_ns, now_ns):
-            text = STANDING_TEXT
+            refusal, until_ns = LATE_TEXT, 0
+        elif (
+            not last.of_pipeline
+            and start_ns > (max_wait_ns := self._max_wait_ns(costs, len(free_ns), due_ns, now_ns)) + now_ns
+        ):
+            refusal, until_ns = STANDING_TEXT, start_ns - max_wait_ns
         else:
             last.predicted_ns = done_ns
             self._arrivals.add(rank, last.rows, now_ns)
@@ -184,9 +228,13 @@ class AdmissionController:
         if self._should_probe(costs, free_ns, ahead, last, now_ns):
             last.predicted_ns = done_ns
         elif last.deadline_ns == due_ns or costs.estimates_ns[last.rows] < self.policy.objective_ns:
-            if done_ns <= due_ns:
-                self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)])
-            raise rejection(text, done_ns + margin_ns, due_ns, now_ns, self.retry_after_s(now_ns))
+            rows, retry_ns = self.queue.waiting_rows, now_ns + self.drain_ns(now_ns)
+            span = (due_ns - last.received_ns).bit_length()
+            latest = StandingRejection(due_ns, kind, done_ns, until_ns, rows, refusal, retry_ns, span)
+            # Of more rows: a request of one row could complete earlier.
+            if last.rows == 1 and not (self.shared or last.of_pipeline):
+                self.standing = latest
+            raise self._would_miss(latest, due_ns, margin_ns, now_ns)
         # Otherwise the objective is shorter than a single compute: rejecting every request would serve none.
 
     def forecast(self, now_ns: int) -> AdmissionForecast | None:
@@ -209,7 +257,7 @@ class AdmissionController:
             return None
         # Later arrivals that overtake are not counted: a front end must not reject more than `admit` does.
         start = self._start(costs, free_ns, ahead, 1, now_ns)
-        margin_ns = self._margins.ns(kind := lag_ns.bit_length())
+        margin_ns = self._margin_ns(kind := lag_ns.bit_length())
         return AdmissionForecast(
             start[0],
             self._completion_ns(costs, start, entry, now_ns) + margin_ns,
@@ -224,6 +272,86 @@ class AdmissionController:
         if costs is not None:
             with self._lock:
                 self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)] * count)
+
+    def standing_error(self, received_ns: int, deadline_ns: int, now_ns: int) -> WouldMiss | Overloaded | None:
+        """Return the error of a request to which the latest rejection applies too, else None.
+
+        Args:
+            received_ns: monotonic time of arrival.
+            deadline_ns: monotonic deadline of the client; 0 for none.
+            now_ns: monotonic.
+        """
+        standing, objective_ns = self.standing, self.policy.objective_ns
+        if standing is None or self.changed or self.queue.waiting_rows < standing.rows:
+            self.standing = None
+            return None
+        due_ns = received_ns + objective_ns if objective_ns else deadline_ns
+        if standing.due_ns == FAR_NS:
+            return _too_long(standing, now_ns) if not due_ns and now_ns < standing.until_ns else None
+        if 0 < deadline_ns < due_ns:
+            due_ns = deadline_ns
+        if due_ns < standing.due_ns or (due_ns - received_ns).bit_length() != standing.span:
+            return None
+        margin_ns = self._margin_ns(standing.kind)
+        if now_ns >= standing.until_ns and standing.done_ns + margin_ns <= due_ns:
+            return None
+        return self._would_miss(standing, due_ns, margin_ns, now_ns)
+
+    def _would_miss(self, standing: StandingRejection, due_ns: int, margin_ns: int, now_ns: int) -> WouldMiss:
+        if standing.done_ns <= due_ns:
+            costs = self.cost_model.current
+            if costs is not None:
+                self._margins.reduce(standing.kind, costs.estimates_ns[self._usual_rows(costs)])
+        retry_after_s = max(standing.retry_ns - now_ns, NS_PER_MS) / NS_PER_S
+        return rejection(standing.refusal, standing.done_ns + margin_ns, due_ns, now_ns, retry_after_s)
+
+    def _margin_ns(self, kind: int) -> int:
+        """Return what is added to a prediction: learned errors, and the delay of the event loop at arrival and response."""
+        margin_ns = self._margins.ns(kind)
+        if self.mailbox is not None:
+            margin_ns += min(2 * self.mailbox.lag_ns, (self.policy.objective_ns or NS_PER_S) // _LAG_PARTS)
+        return margin_ns
+
+    def check_wait(self, entries: list[Entry], now_ns: int) -> None:
+        """Check the predicted wait of a request without a due time, before it is queued.
+
+        Args:
+            entries: the entries of one request.
+            now_ns: monotonic.
+
+        Raises:
+            Overloaded: the request would wait longer than `max_wait_ns`, and for more than two batches of each instance.
+        """
+        if self.queue.waiting_rows < self._short_rows:  # far from the bound: most requests
+            return
+        costs = self.cost_model.current
+        free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
+        if costs is None or not free_ns:
+            return
+        entry = entries[0]
+        usual = self._usual_rows(costs)
+        cycle_ns = costs.estimates_ns[usual] * self._stretch
+        bound_ns = max(self.max_wait_ns, int(_STANDING * cycle_ns))
+        self._short_rows = int(usual * len(free_ns) * bound_ns / cycle_ns / 2)
+        ahead = self.queue.rows_ahead(entry.level, FAR_NS, entry.client)
+        start_ns = self._start(costs, free_ns, ahead, min(entry.rows, self.policy.max_rows), now_ns)[0]
+        wait_ns = int((start_ns - now_ns) * self._stretch)
+        if wait_ns <= bound_ns:
+            entry.predicted_ns = start_ns
+            return
+        rows, retry_ns = self.queue.waiting_rows, now_ns + self.drain_ns(now_ns)
+        until_ns = now_ns + wait_ns - bound_ns
+        latest = StandingRejection(FAR_NS, 0, bound_ns, until_ns, rows, _LONG_QUEUE, retry_ns)
+        if not self.shared:
+            self.standing = latest
+        raise _too_long(latest, now_ns)
+
+    def record_wait(self, entry: Entry, taken_ns: int) -> None:
+        """Learn how much longer waits are than predicted from a request without a due time that has left the queue."""
+        predicted_ns = entry.predicted_ns - entry.enqueued_ns
+        if predicted_ns > _MIN_LEARNT_WAIT_NS:
+            ratio = min(max((taken_ns - entry.enqueued_ns) / predicted_ns, _MIN_STRETCH), _MAX_STRETCH)
+            self._stretch += (ratio - self._stretch) / _BATCH_SMOOTHING
 
     def record_batch(self, rows: int, compute_ns: int, busy_ns: int) -> None:
         """Record the busy time of a batch; called only while `has_due_times`.
@@ -373,7 +501,7 @@ class AdmissionController:
         """Return the time at which each instance becomes idle, ascending; 0 for an idle instance."""
         if not self.changed and now_ns < self._free_until_ns:
             return self._free
-        self.changed = False
+        self.changed, self.standing = False, None
         free_ns, until_ns, max_rows = [], FAR_NS, self.policy.max_rows
         for since_ns, batches in self.in_flight_work():
             end_ns = since_ns
@@ -395,6 +523,12 @@ class AdmissionController:
             errors_ns[entry.kind].append(done_ns - entry.predicted_ns)
         if costs is not None:
             self._margins.learn(errors_ns, costs.estimates_ns[self._usual_rows(costs)])
+
+
+def _too_long(standing: StandingRejection, now_ns: int) -> Overloaded:
+    bound_ms = standing.done_ns / NS_PER_MS
+    text = standing.refusal.format((standing.until_ns - now_ns) / NS_PER_MS + bound_ms, bound_ms)
+    return Overloaded(text, max(standing.retry_ns - now_ns, NS_PER_MS) / NS_PER_S)
 
 
 def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:

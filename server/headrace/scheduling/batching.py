@@ -34,6 +34,7 @@ from headrace.core.clock import NS_PER_MS
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import FAR_NS, ShapeQueue
+from headrace.scheduling.thread_work import ThreadWork
 
 
 class CloseReason(Enum):
@@ -63,12 +64,19 @@ class BatchCosts(NamedTuple):
         estimates_ns: usual duration.
         best: batch size of at most the index with the most rows per second that leaves time for later requests.
         instances: number of instances that pull.
+        works_ns: cost by which sizes are compared (`ThreadWork`); durations if empty.
     """
 
     promises_ns: Sequence[int]
     estimates_ns: Sequence[int]
     best: Sequence[int]
     instances: int = 1
+    works_ns: Sequence[int] = ()
+
+    @property
+    def costs_ns(self) -> Sequence[int]:
+        """Cost of a batch by rows: the size with the smallest cost per row is the most efficient one."""
+        return self.works_ns or self.estimates_ns
 
 
 @dataclass(slots=True)  # not frozen: that doubles the cost of the constructor, which runs once a batch
@@ -107,7 +115,9 @@ Decision = Take | Skip | WaitUntil | Idle
 IDLE = Idle()
 
 
-def decide(view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts | None = None) -> Decision:
+def decide(
+    view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts | None = None, efficient_rows: int = 0
+) -> Decision:
     """Return the action of an idle instance for the requests in `view`.
 
     Args:
@@ -115,6 +125,7 @@ def decide(view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts
         now_ns: monotonic time at which the compute of a batch would start.
         policy: batching rules.
         costs: durations of batches; None to ignore due times (latencies are unmeasured, or no request has a due time).
+        efficient_rows: batch size that a queue without due times and preferred sizes is cut into; 0 for the largest.
     """
     count = view.count
     if count == 0:
@@ -123,15 +134,18 @@ def decide(view: ShapeQueue, now_ns: int, policy: BatchPolicy, costs: BatchCosts
         return _in_time(view, now_ns, policy, costs)
     if not policy.merge:
         return Take(1, CloseReason.SINGLE)
+    max_rows = policy.max_rows
     if policy.preferred_rows:
         preferred = _preferred(view, policy.preferred_rows)
         if preferred:
             return Take(preferred, CloseReason.PREFERRED)
-    if view.total_rows > policy.max_rows:
-        fitting = _fitting(view, policy.max_rows)
+    elif 0 < efficient_rows < max_rows:
+        max_rows = efficient_rows
+    if view.total_rows > max_rows:
+        fitting = _fitting(view, max_rows)
         if fitting < count:
             return Take(fitting, CloseReason.FULL)
-    if view.total_rows >= policy.max_rows:
+    if view.total_rows >= max_rows:
         return Take(count, CloseReason.FULL)
     if policy.max_delay_ns <= 0:
         return Take(count, CloseReason.IDLE)
@@ -258,15 +272,20 @@ class CostModel:
         instances: number of instances that pull.
         overhead_ns: time from decision to responses of a batch, without its compute time.
         crowded: True while several clients share the model.
+        thread_work: processor times of batches.
+        efficient_rows: most efficient batch size if it is clearly better than the largest, by processor times; else 0.
     """
 
     def __init__(self, latency_table: LatencyTable, policy: BatchPolicy) -> None:
         self.crowded = False
         self.instances = 1
         self.overhead_ns = 0
+        self.thread_work = ThreadWork()
         self._latency_table = latency_table
         self._policy = policy
         self._costs: tuple[BatchCosts, BatchCosts] | None = None  # for one client, for several clients
+        self.efficient_rows = 0
+        self._unranked_ns = 0  # busy time since `efficient_rows` was set
         self._batches = 0  # since the last rebuild
         self._busy_ns = 0  # since the last rebuild
 
@@ -276,7 +295,8 @@ class CostModel:
         if self._batches >= _REDRAW or self._busy_ns >= _REDRAW_NS or self._costs is None:
             self._batches = self._busy_ns = 0
             if self._latency_table.estimate_ns(1):
-                costs = draw_costs(self._latency_table, self._policy, self.instances, self.overhead_ns)
+                table, work = self._latency_table, self.thread_work
+                costs = draw_costs(table, self._policy, self.instances, self.overhead_ns, work)
                 self._costs = costs, _limited(costs, _BEST_SHARE_OF_SEVERAL, range(1, len(costs.best)))
         return self._costs[self.crowded] if self._costs is not None else None
 
@@ -284,10 +304,32 @@ class CostModel:
         """Count a batch that kept its instance busy for `busy_ns` towards the next rebuild."""
         self._batches += 1
         self._busy_ns += busy_ns
+        self._unranked_ns += busy_ns
+        if self._unranked_ns >= _REDRAW_NS:
+            self._unranked_ns = 0
+            self._rank()
+
+    def _rank(self) -> None:
+        """Set `efficient_rows`."""
+        max_rows, rows = self._policy.max_rows, 0
+        if max_rows > 1 and self._policy.merge:
+            estimates_ns = [self._latency_table.estimate_ns(size) for size in range(max_rows + 1)]
+            works_ns = self.thread_work.costs_ns(estimates_ns)
+            if works_ns:
+                sizes = range(1, max_rows + 1)
+                rates = [size / works_ns[size] for size in sizes]
+                if rates[-1] < _WORSE_RATIO * max(rates):
+                    enough = _BEST_SHARE * max(rates)
+                    rows = next(size for size in sizes if rates[size - 1] >= enough)
+        self.efficient_rows = rows
 
 
 def draw_costs(
-    latency_table: LatencyTable, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0
+    latency_table: LatencyTable,
+    policy: BatchPolicy,
+    instances: int = 1,
+    overhead_ns: int = 0,
+    thread_work: ThreadWork | None = None,
 ) -> BatchCosts:
     """Build `BatchCosts` from a latency table with at least one measurement.
 
@@ -296,16 +338,21 @@ def draw_costs(
         policy: batching rules.
         instances: number of instances that pull.
         overhead_ns: time from decision to responses of a batch, without its compute time.
+        thread_work: processor times of batches; None to compare batch sizes by duration.
     """
     sizes = range(policy.max_rows + 1)
     promises_ns = [latency_table.promise_ns(rows) + overhead_ns for rows in sizes]
     estimates_ns = [latency_table.estimate_ns(rows) + overhead_ns for rows in sizes]
-    best = [0, 1]
+    works_ns = (thread_work.costs_ns(estimates_ns) if thread_work is not None else None) or ()
+    costs_ns, best, efficient = works_ns or estimates_ns, [0, 1], 1
     for rows in sizes[2:]:
-        before = best[-1]
-        worse = rows * estimates_ns[before] < before * estimates_ns[rows] * _WORSE_RATIO
-        best.append(before if worse else rows)
-    costs = BatchCosts(promises_ns, estimates_ns, best, instances)
+        if rows * costs_ns[efficient] < efficient * costs_ns[rows] * _WORSE_RATIO:
+            best.append(best[-1])
+            continue
+        best.append(rows)
+        if rows * costs_ns[efficient] > efficient * costs_ns[rows]:
+            efficient = rows
+    costs = BatchCosts(promises_ns, estimates_ns, best, instances, works_ns)
     if policy.objective_ns:
         max_rows = _affordable_rows(costs, policy.objective_ns)
         costs = costs._replace(best=[min(rows, max_rows) for rows in best])
@@ -333,6 +380,7 @@ def _limited(costs: BatchCosts, share: float, sizes: Sequence[int]) -> BatchCost
 
 
 def _smallest(costs: BatchCosts, sizes: Sequence[int], share: float) -> int:
-    rates = [rows / max(costs.estimates_ns[rows], 1) for rows in sizes]
+    costs_ns = costs.costs_ns
+    rates = [rows / max(costs_ns[rows], 1) for rows in sizes]
     enough = share * max(rates)
     return min(rows for rows, rate in zip(sizes, rates, strict=True) if rate >= enough)

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from time import process_time_ns
+from time import process_time_ns, thread_time_ns
 from typing import cast
 
 from headrace.backends.base import (
@@ -166,6 +166,7 @@ class BatchResults:
         on_mismatch: callback for an output mismatch, called before any request is settled.
         busy_runners: runners with a batch in flight; each removes itself.
         layout: assembles batches of requests of different shapes; None if the requests of a batch have equal shapes.
+        observe_work: callback with the rows of a batch and the processor time of its thread for it, in nanoseconds.
     """
 
     recorder: Recorder
@@ -176,6 +177,7 @@ class BatchResults:
     admission: AdmissionController
     on_mismatch: Callable[[OutputMismatch], object]
     layout: BatchLayout | None = None
+    observe_work: Callable[[int, int], object] = lambda _rows, _cpu_ns: None
 
     def __post_init__(self) -> None:
         self.busy_runners: set[object] = set()
@@ -293,6 +295,8 @@ class BatchResults:
         self.latency_table.observe(batch_rows, compute_ns, instances)
         admission = self.admission
         admission.changed = True
+        if entries[0].predicted_ns and entries[0].due_ns == FAR_NS:
+            admission.record_wait(entries[0], taken_ns)
         if admission.has_due_times:
             admission.record_batch(batch_rows, self.latency_table.estimate_ns(batch_rows, instances), busy_ns)
             admission.learn([entry for entry in answered if entry.counts_as_request], split_ns)
@@ -480,6 +484,7 @@ class SerialRunner:
             if self.inline_gate is not None:
                 self.inline_gate.support(self.execution)
         wait_ready = None if self._members is None else self._members.wait_ready
+        observe_work, cpu_ns = self.batch_results.observe_work, thread_time_ns()
         while True:
             if wait_ready is not None:
                 wait_ready(self.scheduler.is_ending)
@@ -487,6 +492,8 @@ class SerialRunner:
             if batch is None:
                 break
             self._run_batch(batch)
+            before_ns, cpu_ns = cpu_ns, thread_time_ns()
+            observe_work(batch.rows, cpu_ns - before_ns)
             del batch  # its arrays may be large, and the next batch may come late
         if self._inline_error is not None:
             raise self._inline_error

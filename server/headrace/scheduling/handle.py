@@ -27,6 +27,7 @@ from headrace.scheduling.executor import BatchResults, InlineGate, OutputCheck, 
 from headrace.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
 from headrace.scheduling.joining import RaggedLayout
 from headrace.scheduling.latency_table import LatencyTable
+from headrace.scheduling.loop_rest import LoopRest
 from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import HandlePolicy, LevelPolicy
 from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
@@ -71,8 +72,7 @@ class ModelHandle(VersionHandle):
     ) -> None:
         bound_ns = policy.inline_bound_ns
         super().__init__(spec, policy, recorder, table := LatencyTable(bound_ns), clock)
-        self._mailbox = mailbox
-        self._on_wanted = on_wanted
+        self._mailbox, self._on_wanted = mailbox, on_wanted
         order, defer = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows), mailbox.loop.call_soon
         self._scheduler = Scheduler(policy.batch, policy.queue_limits, policy.levels, clock, defer, order)
         undelivered = recorder.record_undelivered
@@ -90,17 +90,28 @@ class ModelHandle(VersionHandle):
             policy.batch,
             self._scheduler,
             lambda: self._instance_group.in_flight_work(),
-            shared=policy.sharing is not None,
+            policy.sharing is not None,
+            mailbox,
+            policy.max_wait_ns,
         )
         self._scheduler.on_dropped = self._admission.learn_dropped
         self._scheduler.retry_after_s = self._admission.retry_after_s
         check = OutputCheck(spec, () if policy.ragged is None else policy.ragged.scattered)
         self._batch_results = BatchResults(
-            recorder, deliver, cost_model.batch, check, table, self._admission, self._stop_batching, layout
+            recorder,
+            deliver,
+            cost_model.batch,
+            check,
+            table,
+            self._admission,
+            self._stop_batching,
+            layout,
+            cost_model.thread_work.observe,
         )
         self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._cost_model = cost_model
+        self._rest = LoopRest(mailbox, policy.batch.objective_ns)
         self._restore_requested = False  # guarded by _lock, as the first mismatch of outputs
         self._instance_group = ModelInstances(
             name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
@@ -135,6 +146,17 @@ class ModelHandle(VersionHandle):
             raise instances.all_dead_error()
         if instances.isolated is not None:
             instances.admit()
+
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        """See `VersionHandle`: rejects what the latest rejection applies to. The response cache may have any response."""
+        if self._admission.standing is not None and self._cache is None and self.policy.levels == 1:
+            now_ns = self._clock()
+            error = self._admission.standing_error(received_ns, deadline_ns, now_ns)
+            if error is not None:
+                if self._quotas is not None:
+                    self._quotas.charge(client, now_ns)
+                self._rest.schedule()
+                raise error
 
     def compute(self, request: InferRequest) -> LoopCompletion:
         """Queue a request and return its completion, to be awaited.
@@ -267,9 +289,11 @@ class ModelHandle(VersionHandle):
         if self._quotas is not None:
             self._quotas.charge(request.client, now_ns)
         entries = self._entry_factory.entries(request, completion, now_ns)
-        if entries[-1].due_ns != FAR_NS:
+        admission = self._admission
+        has_due_time = entries[-1].due_ns != FAR_NS
+        if has_due_time or (admission.max_wait_ns and not request.internal):
             try:
-                self._admission.admit(entries, now_ns)
+                admission.admit(entries, now_ns) if has_due_time else admission.check_wait(entries, now_ns)
             except Unavailable:
                 _withdraw(completion, entries)
                 raise

@@ -138,6 +138,7 @@ class HandlePolicy:
     Attributes:
         batch: batching rules.
         limits: bounds of the queue.
+        max_wait_ns: longest predicted time in the queue of a request without a due time, 0 for no limit.
         instances: number of instances.
         split_oversized: split a request with more rows than a batch; False rejects it.
         preserve_ordering: return responses in the order of arrival.
@@ -173,6 +174,7 @@ class HandlePolicy:
     by_member: bool = False
     ragged: RaggedPolicy | None = None
     padding: PaddingPolicy | None = None
+    max_wait_ns: int = 0
 
     @property
     def queue_limits(self) -> QueueLimits:

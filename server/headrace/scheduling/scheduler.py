@@ -222,7 +222,8 @@ class BatchSelector:
                 cost_model.crowded = order.crowded
             answer = decide(shape_queue, at_ns, self.policy, cost_model.current)
         else:
-            answer = decide(shape_queue, at_ns, self.policy)
+            efficient_rows = 0 if cost_model is None else cost_model.efficient_rows
+            answer = decide(shape_queue, at_ns, self.policy, None, efficient_rows)
         if closed and type(answer) is WaitUntil:
             return Take(shape_queue.count, CloseReason.DRAIN)
         return answer

@@ -206,6 +206,18 @@ class VersionHandle(ABC):
     def admit(self) -> None:
         """Check that the version can serve, before a request is decoded; raises Unavailable."""
 
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:  # noqa: B027  # not of pipelines
+        """Reject a request before it is decoded, if the version is overloaded.
+
+        Args:
+            received_ns: monotonic time of arrival.
+            deadline_ns: monotonic deadline, 0 for none.
+            client: name of the client, "" for none.
+
+        Raises:
+            HeadraceError: `infer` would raise it for a request of any content.
+        """
+
     @abstractmethod
     def compute(self, request: InferRequest) -> LoopCompletion:
         """Start a request, without the cache; raises HeadraceError if it is rejected."""

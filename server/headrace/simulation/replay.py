@@ -664,7 +664,7 @@ def replay(
         pipelines: pipelines that call the models; their names follow those of the models in `trace.names`.
     """
     loop = VirtualLoop()
-    mailbox = Mailbox(cast("asyncio.AbstractEventLoop", loop))
+    mailbox = Mailbox(cast("asyncio.AbstractEventLoop", loop), loop.clock)
     shared: dict[int, VirtualDevice] = {}
     devices: list[VirtualDevice] = []
     handles: list[_Handle] = []

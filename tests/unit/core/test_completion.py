@@ -155,3 +155,52 @@ def test_late_and_repeated_awaits_return_the_outcome() -> None:
                 await refused
 
     asyncio.run(main())
+
+
+def test_a_completion_ends_the_rest_of_the_loop() -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        completion = LoopCompletion(mailbox)
+        thread = threading.Thread(target=completion.settle, args=(InferResponse({}),))
+        asyncio.get_running_loop().call_soon(thread.start)
+        asyncio.get_running_loop().call_soon(mailbox.rest, 60.0)
+        assert (await completion).outputs == {}, "not after a minute"
+        thread.join()
+        settled = LoopCompletion(mailbox)
+        settled.settle(InferResponse({}))
+        mailbox.rest(60.0)  # it is posted already
+        await settled
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_rest_ends_by_itself() -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox.rest(0.001)
+        completion = LoopCompletion(mailbox)
+        completion.settle(InferResponse({}))
+        await completion
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_the_lag_follows_repeated_delays_and_forgets_single_ones() -> None:
+    async def scenario() -> None:
+        now_ns = [0]
+        mailbox = Mailbox(asyncio.get_running_loop(), lambda: now_ns[0])
+
+        def deliver(lag_ns: int) -> int:
+            now_ns[0] += 1
+            LoopCompletion(mailbox).settle(InferResponse({}))
+            now_ns[0] += lag_ns
+            mailbox.deliver()
+            return mailbox.lag_ns
+
+        assert deliver(100_000_000) == 50_000, "a stall of 100 ms"
+        for _ in range(40):
+            deliver(2_000_000)
+        assert mailbox.lag_ns == 2_000_000
+        assert 1_900_000 < deliver(0) < 2_000_000
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

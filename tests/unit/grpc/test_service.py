@@ -73,6 +73,9 @@ class Model:
     def admit(self) -> None:
         pass
 
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        pass
+
     def probes(self) -> list[Probe]:
         return []
 

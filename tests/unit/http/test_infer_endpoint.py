@@ -62,6 +62,7 @@ class Handle:
         self.error = error
         self.silent = silent
         self.refuses: HeadraceError | None = None
+        self.overloaded: HeadraceError | None = None
         self.requests: list[InferRequest] = []
         self.completions: list[LoopCompletion] = []
         self.failures: list[HeadraceError] = []
@@ -70,6 +71,10 @@ class Handle:
     def admit(self) -> None:
         if self.refuses is not None:
             raise self.refuses
+
+    def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
+        if self.overloaded is not None:
+            raise self.overloaded
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         self.requests.append(request)

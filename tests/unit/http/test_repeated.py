@@ -13,6 +13,7 @@ from headrace.core.limits import ClientLimits, Limits
 from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.infer_endpoint import InferEndpoint
 from headrace.http.repeated_request import RepeatedRequest
+from headrace.http.socket_reader import READ_BYTES, WIDE_READ_BYTES
 from headrace.http.timeouts import ConnectionTimeouts
 from uvicorn.server import ServerState
 
@@ -342,5 +343,69 @@ def test_heads_of_failed_requests_are_not_cached() -> None:
         await case.exchange(http(json_body(), model="other"))
         assert not case.endpoint.heads(())
         case.check_clean()
+
+    run(test)
+
+
+def test_a_new_connection_repeats_the_heads_of_others() -> None:
+    async def test() -> None:
+        first, second = Case(), Case()
+        second.protocol._repeated_heads = first.protocol._repeated_heads
+        response = await first.exchange(JSON)
+        assert await second.exchange(JSON) == response
+        assert second.is_repeated, "its first request"
+        assert await second.exchange(http(json_body(), "X: 1")) == response
+        assert not second.is_repeated, "an unknown head"
+
+    run(test)
+
+
+def test_a_rejected_request_is_repeated_without_the_parser() -> None:
+    async def test() -> None:
+        case = Case()
+        case.handle.overloaded = Overloaded("too much", 2.0)
+        first = await case.exchange(JSON)
+        assert first.startswith(b"HTTP/1.1 503")
+        assert not case.is_repeated
+        assert await case.exchange(JSON) == first
+        assert case.is_repeated
+        assert not case.handle.requests, "nothing was decoded"
+        assert [type(error) for error in case.handle.failures] == [Overloaded, Overloaded]
+        case.check_clean()
+
+    run(test)
+
+
+def test_a_request_is_rejected_before_its_body_arrives() -> None:
+    async def test() -> None:
+        case = Case()
+        whole = await case.exchange(JSON)
+        case.handle.overloaded = Overloaded("too much", 2.0)
+        cut = len(JSON) - 30
+        early = await case.exchange(JSON[:cut])
+        assert early.startswith(b"HTTP/1.1 503")
+        case.handle.overloaded = None
+        assert await case.exchange(JSON[cut:]) == b"", "the rest of the body is dropped"
+        assert await case.exchange(JSON) == whole, "the connection goes on"
+        case.check_clean()
+
+    run(test)
+
+
+def test_bodies_of_a_few_reads_are_read_at_once() -> None:
+    async def test() -> None:
+        case = Case()
+        large = http(b"{" + b" " * 20_000 + json_body()[1:])
+        reader = case.protocol._reader
+        assert len(reader.get_buffer(-1)) == READ_BYTES
+        response = await case.exchange(large)
+        assert response.startswith(b"HTTP/1.1 200")
+        assert len(reader.get_buffer(-1)) == WIDE_READ_BYTES
+        buffer = reader.get_buffer(-1)
+        buffer[: len(large)] = large
+        reader.buffer_updated(len(large))
+        await turns()
+        assert b"".join(case.transport.written) == response
+        assert case.is_repeated
 
     run(test)

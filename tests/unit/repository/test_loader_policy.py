@@ -70,3 +70,21 @@ def test_clients_share_and_are_limited() -> None:
     assert policy(rate_limits={"clients": {"shop": {"requests_per_s": 1}}}).rate_limits == RateLimits(
         {"shop": Quota(1.0, 1)}, None
     )
+
+
+def test_predicted_waits_are_bounded_unless_the_configuration_bounds_the_queue() -> None:
+    def wait_ns(**fields: Any) -> int:
+        return policy(**fields).max_wait_ns
+
+    def queue(**fields: Any) -> dict[str, Any]:
+        return {"dynamic_batching": {"default_queue_policy": fields}}
+
+    assert wait_ns() == wait_ns(dynamic_batching={}) == NS_PER_S
+    assert wait_ns(**queue(max_queue_size=9)) == 0, "the operator's own bound"
+    assert wait_ns(**queue(default_timeout_microseconds=5_000_000)) == 0
+    assert wait_ns(max_queue_wait_microseconds=0) == 0
+    assert wait_ns(max_queue_wait_microseconds=7_000, **queue(max_queue_size=9)) == 7 * NS_PER_MS
+    levels = {"priority_levels": 2, "default_priority_level": 1}
+    one = {**levels, "priority_queue_policy": {1: {"max_queue_size": 5}}}
+    assert wait_ns(dynamic_batching=one) == NS_PER_S, "the other level has no bound"
+    assert wait_ns(dynamic_batching={**one, "default_queue_policy": {"max_queue_size": 5}}) == 0

@@ -8,7 +8,7 @@ import pytest
 from headrace.core.clock import NS_PER_MS as MS
 from headrace.core.clock import NS_PER_S
 from headrace.core.completion import ThreadCompletion
-from headrace.core.errors import WouldMiss
+from headrace.core.errors import Overloaded, WouldMiss
 from headrace.core.request import InferRequest
 from headrace.scheduling.admission import AdmissionController, InFlightWork, _nth_start
 from headrace.scheduling.batching import CostModel
@@ -358,3 +358,106 @@ def test_observed_slow_batches_count_soon() -> None:
     assert case.predict_ms() == 10
     case.planner.batch(40 * MS)
     assert case.predict_ms() > 30, "it is 40 for one row, and still less for eight"
+
+
+def rejected(case: Case) -> WouldMiss:
+    with pytest.raises(WouldMiss) as refused:
+        case.admission.admit([case.entry()], NOW)
+    return refused.value
+
+
+def test_a_rejection_stands_until_a_batch_starts_or_ends() -> None:
+    case = Case()
+    case.busy((-4, 8))
+    case.line.waiting_rows = 40
+    first = rejected(case)
+    later = NOW + MS
+    again = case.admission.standing_error(later, 0, later)
+    assert again is not None, "the same request a millisecond later"
+    assert (str(again), again.retry_after_s) != (str(first), first.retry_after_s), "times are those of the request"
+    case.admission.changed = True
+    assert case.admission.standing_error(later, 0, later) is None
+    assert case.admission.standing is None
+
+
+def test_a_standing_rejection_has_the_numbers_of_a_full_prediction() -> None:
+    case = Case()
+    case.busy((-4, 8))
+    case.line.waiting_rows = 40
+    first = rejected(case)
+    same = case.admission.standing_error(NOW, 0, NOW)
+    assert same is not None
+    assert (str(same), same.retry_after_s) == (str(first), first.retry_after_s)
+
+
+def test_a_standing_rejection_ends_when_the_queue_shrinks_or_time_suffices() -> None:
+    case = Case()
+    case.busy((-4, 8))
+    case.line.waiting_rows = 40
+    rejected(case)
+    assert case.admission.standing_error(NOW + 49 * MS, 0, NOW + 49 * MS) is None, "it would be in time then"
+    case.line.waiting_rows = 39
+    assert case.admission.standing_error(NOW, 0, NOW) is None, "a request has left the queue"
+
+
+def test_a_standing_rejection_does_not_apply_to_more_urgent_requests() -> None:
+    case = Case()
+    case.busy((-4, 8))
+    case.line.waiting_rows = 40
+    rejected(case)
+    assert case.admission.standing_error(NOW, NOW + 5 * MS, NOW) is None, "it is served before those that are queued"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rejections_of_large_requests_and_of_shared_models_do_not_stand(shared: bool) -> None:
+    case = Case(shared=shared)
+    case.busy((-4, 8))
+    case.line.waiting_rows = 40
+    with pytest.raises(WouldMiss):
+        case.admission.admit([case.entry(1 if shared else 8)], NOW)
+    assert case.admission.standing is None
+
+
+def unpromised(rows: int = 0, longest_ms: int = 100) -> Case:
+    case = Case(objective_ms=0)
+    case.admission.max_wait_ns = longest_ms * MS
+    case.busy((-4, 8))
+    case.line.waiting_rows = rows
+    return case
+
+
+def test_the_predicted_wait_of_requests_without_a_due_time_is_bounded() -> None:
+    case = unpromised(72)
+    case.admission.check_wait([case.entry()], NOW)  # 6 ms, then nine batches: 96 ms
+    case.line.waiting_rows = 80
+    with pytest.raises(Overloaded, match="a request would wait for 106 ms, 100 ms are allowed") as refused:
+        case.admission.check_wait([case.entry()], NOW)
+    assert refused.value.retry_after_s == pytest.approx(0.106), "what runs, and what waits"
+    again = case.admission.standing_error(NOW, 0, NOW)
+    assert (str(again), type(again)) == (str(refused.value), Overloaded)
+    assert case.admission.standing_error(NOW + 6 * MS, 0, NOW + 6 * MS) is None, "the batch that runs has ended"
+
+
+def test_two_slow_batches_may_always_wait() -> None:
+    case = unpromised(8, longest_ms=5)
+    case.admission.check_wait([case.entry()], NOW)  # 16 ms: more than allowed, less than two batches
+    case.line.waiting_rows = 16
+    with pytest.raises(Overloaded, match="26 ms, 20 ms are allowed"):
+        case.admission.check_wait([case.entry()], NOW)
+
+
+def test_waits_are_not_bounded_while_latencies_are_unmeasured() -> None:
+    case = Case(objective_ms=0, row=False)
+    case.admission.max_wait_ns = MS
+    case.line.waiting_rows = 4096
+    case.admission.check_wait([case.entry()], NOW)
+
+
+def test_waits_that_are_longer_than_predicted_are_learned() -> None:
+    case = unpromised(72)
+    entry = case.entry()
+    case.admission.check_wait([entry], NOW)
+    for _ in range(200):
+        case.admission.record_wait(entry, NOW + 2 * 96 * MS)
+    with pytest.raises(Overloaded, match=r"would wait for 1[89]\d ms"):
+        case.admission.check_wait([case.entry()], NOW)

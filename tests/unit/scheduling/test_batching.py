@@ -20,6 +20,7 @@ from headrace.scheduling.batching import (
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import FAR_NS
+from headrace.scheduling.thread_work import WAKE_UP_NS, ThreadWork
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -210,3 +211,59 @@ def test_models_without_batching_gain_run_in_small_batches() -> None:
     assert crowded is not None
     assert (alone.best[32], crowded.best[32]) == (28, 18), "98 % of 32 rows in 9 ms, and 92 %"
     assert alone.best[20] == 20
+
+
+def works(measured_ns: dict[int, int]) -> ThreadWork:
+    work = ThreadWork()
+    for rows, time_ns in measured_ns.items():
+        for _ in range(5):
+            work.observe(rows, time_ns)
+    return work
+
+
+MS = 1_000_000
+LINEAR = {rows: [rows * MS] for rows in range(1, 9)}
+
+
+def test_batch_sizes_are_compared_by_processor_time() -> None:
+    profile = LatencyTable()
+    profile.seed({rows: [10 * MS + rows * MS] for rows in range(1, 9)})  # durations: the largest batch is the best
+    alone = draw_costs(profile, BatchPolicy(8, objective_ns=100 * MS))
+    assert alone.best[8] == 8
+    work = works({rows: rows * 8 * MS + (rows == 2) * -2 * MS for rows in range(1, 9)})
+    costs = draw_costs(profile, BatchPolicy(8, objective_ns=100 * MS), thread_work=work)
+    assert costs.best == [0, 1, 2, 2, 2, 2, 2, 2, 2], "two rows take the least processor time a row"
+    assert costs.estimates_ns == alone.estimates_ns, "predictions are durations"
+
+
+def test_a_backend_that_computes_elsewhere_is_compared_by_durations() -> None:
+    estimates_ns = [0, 10 * MS, 20 * MS]
+    assert works({1: MS, 2: 4 * MS}).costs_ns(estimates_ns) is None
+    assert ThreadWork().costs_ns(estimates_ns) is None
+    few = ThreadWork()
+    few.observe(1, 9 * MS)
+    assert few.costs_ns(estimates_ns) is None, "one time is no measurement"
+
+
+def test_sizes_without_processor_times_are_scaled() -> None:
+    costs_ns = works({1: 5 * MS}).costs_ns([0, 10 * MS, 18 * MS])
+    assert costs_ns == [WAKE_UP_NS, 5 * MS + WAKE_UP_NS, 9 * MS + WAKE_UP_NS]
+
+
+def test_a_queue_without_due_times_is_cut_into_efficient_batches() -> None:
+    profile = LatencyTable()
+    profile.seed(LINEAR)
+    planner = CostModel(profile, BatchPolicy(8))
+    planner.batch(100 * MS)
+    assert planner.efficient_rows == 0, "no processor times: the largest batch"
+    for rows in (1, 2, 4, 8):
+        for _ in range(5):
+            planner.thread_work.observe(rows, rows * MS + (rows == 8) * 2 * MS)
+    planner.batch(100 * MS)
+    assert planner.efficient_rows == 3, "8 rows are clearly worse, 3 nearly as good as 4"
+    view = View([1] * 20)
+    assert decide(view, 0, BatchPolicy(8), None, 4) == Take(4, CloseReason.FULL)
+    assert decide(view, 0, BatchPolicy(8)) == Take(8, CloseReason.FULL)
+    assert decide(view, 0, BatchPolicy(8, (8,)), None, 4) == Take(8, CloseReason.PREFERRED), "as configured"
+    few = View([1] * 3)
+    assert decide(few, 0, BatchPolicy(8), None, 4) == Take(3, CloseReason.IDLE)
