@@ -28,7 +28,7 @@ from headrace_engines.optimize.sparse_build import choose_sparse
 from headrace_engines.optimize.sparsity import sparse_nodes
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.precision.methods import EXPLICIT, STRIPPED, precisions_without_samples, with_method
-from headrace_engines.progress import PLUGIN_PHASES, Report, part, silent
+from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildData, BuildSpec, Project, open_data
 from headrace_engines.quantization.explicit import refused_by_tensorrt, without_qdq
 from headrace_engines.quantization.refinement import PatternTimes, Refinement
@@ -220,8 +220,6 @@ class _Builder:
         )
         with self.store.scratch() as scratch:
             artefact = scratch / f"model{self.target.suffix}"
-            if self.spec.plugins != "off":
-                report(0.45, f"{PLUGIN_PHASES}building the engine without plug-ins")
             lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.6))
             lowered, refinement = self._refine(lowered, artefact, part(report, 0.6, 0.7))
             sparsity = self._choose_sparse(lowered, artefact, part(report, 0.7, 0.8))

@@ -212,6 +212,8 @@ class Settings:
         front_ends: processes with the sockets and the protocols, in front of one engine process; 0 for one process for all,
             AUTO for a number by the cores of the machine.
         front_ends_reason: why AUTO chose `front_ends`; "" if it did not.
+        grpc_max_connection_age_s: with front ends, age of a gRPC connection after which its client connects again, so that
+            long-lived connections spread over all front ends, seconds; 0 for no limit.
         hang_timeout_s: time without an answer of a front-end or engine process after which it is killed and started again.
     """
 
@@ -261,6 +263,7 @@ class Settings:
     front_ends: int = 0
     front_ends_reason: str = ""
     hang_timeout_s: float = 5.0
+    grpc_max_connection_age_s: float = 600.0
 
 
 def names(option: str) -> list[str]:
@@ -491,6 +494,12 @@ OPTIONS: tuple[_Option, ...] = (
         "auto: by the cores)",
         _front_ends,
         "N|auto",
+    ),
+    _Option(
+        "grpc_max_connection_age_s",
+        "with --front-ends: age of a gRPC connection after which its client is told to connect again (%(default)s; 0: none)",
+        _seconds,
+        "S",
     ),
     _Option(
         "hang_timeout_s",

@@ -17,7 +17,8 @@ import msgspec
 
 from headrace.settings import Settings
 
-_MAX_BYTES = 1 << 20
+# Of the first message, and of all others.
+_MAX_BYTES, _READ_BYTES = 1 << 20, 4 << 10
 _MAX_DESCRIPTORS = 16
 # Messages that one event reads, before the event loop continues.
 _MAX_READS = 64
@@ -151,7 +152,7 @@ class SupervisorChannel:
             if self._socket.fileno() < 0:
                 return
             try:
-                content, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
+                content, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:

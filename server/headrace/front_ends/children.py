@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.backends.process.lifetime import PAUSES_S, SETTLED_S
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.front_ends.channel import Start, SupervisorChannel, channel_pair, close_all, process_name, send_start
 
@@ -22,6 +21,9 @@ logger = logging.getLogger("headrace")
 
 # Interval of the heartbeat.
 PING_S = 0.5
+# Pause before the next process, by the number of ends in a row within `_SETTLED_S` after "ready", or before it.
+_PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SETTLED_S = 1.0
 _PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
 
 
@@ -65,7 +67,7 @@ class Child:
         self._watched = -1
         self._unanswered = 0
         self._deaths = 0
-        self._started_ns = 0
+        self._ready_ns = 0  # monotonic time of "ready"; 0 before it
         self._ping_timer: asyncio.TimerHandle | None = None
         self._restart_timer: asyncio.TimerHandle | None = None
 
@@ -103,7 +105,7 @@ class Child:
             theirs.close()
         self.is_ready = False
         self._unanswered = 0
-        self._started_ns = monotonic_ns()
+        self._ready_ns = 0
         self._channel = SupervisorChannel(ours, self._receive, self._channel_closed)
         self._watched = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._watched, self._reap)
@@ -130,9 +132,9 @@ class Child:
         Returns:
             The pause in seconds.
         """
-        is_settled = monotonic_ns() - self._started_ns >= SETTLED_S * NS_PER_S
-        self._deaths = 1 if is_settled else self._deaths + 1
-        pause_s = PAUSES_S[min(self._deaths, len(PAUSES_S)) - 1]
+        served_s = (monotonic_ns() - self._ready_ns) / NS_PER_S if self._ready_ns else 0.0
+        self._deaths = 1 if served_s >= _SETTLED_S else self._deaths + 1
+        pause_s = _PAUSES_S[min(self._deaths, len(_PAUSES_S)) - 1]
         self._restart_timer = self._loop.call_later(pause_s, self._restart)
         return pause_s
 
@@ -150,6 +152,7 @@ class Child:
             return
         if name == "ready":
             self.is_ready = True
+            self._ready_ns = monotonic_ns()
             self._ping()
         self._on_message(self, name, content)
 

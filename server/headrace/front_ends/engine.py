@@ -33,6 +33,8 @@ from headrace.wiring import Reloads, Wiring
 
 logger = logging.getLogger("headrace")
 
+_FLUSH_S = 0.5
+
 
 class EngineProcess:
     """Loads the models and answers the front ends until the supervisor sends "stop", or ends.
@@ -88,8 +90,10 @@ class EngineProcess:
         self._writer = PageWriter(self._page, loop, self._arrays.arrays)
         self._requests = EngineRequests(registry, self._writer.touch)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
-        self._update_record_needs()
-        wiring.observer.on_change(self._update_record_needs)
+        self._log_settings = wiring.services.logs.settings()
+        self._update_settings()
+        wiring.observer.on_change(self._update_settings)
+        wiring.services.access.on_change(lambda: self._broadcast("keys", None))
         self._tables = TableSync(loop, registry, self._requests, self._writer, self._peers)
         registry.on_published = self._tables.publish
         if wiring.keys is not None:
@@ -156,7 +160,9 @@ class EngineProcess:
             greeting.sock.close()
             return
         arena = descriptors[0] if descriptors else None
+        await peer.opened.wait()
         await self._requests.attach(hello.number, hello.incarnation, greeting.sock, arena)
+        peer.notify_later("logs", self._log_settings)
         await self._tables.send(peer)
 
     async def _open_control(self, greeting: Greeting) -> None:
@@ -168,8 +174,9 @@ class EngineProcess:
             methods,
             limits.http,
             limits.grpc,
+            self._flush_counts,
             self._records.receive,
-            self._update_record_needs,
+            self._update_settings,
             partial(self._on_peer_closed, number),
         )
         facts = EngineFacts(os.getpid())
@@ -180,12 +187,30 @@ class EngineProcess:
         except OSError:  # the front end has ended
             greeting.sock.close()
             return
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: peer.stream, greeting.sock)
         self._peers[number] = peer
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: peer.stream, greeting.sock)
+        peer.opened.set()
 
-    def _update_record_needs(self) -> None:
-        """Say on the shared page which records of requests are logged or traced."""
+    def _update_settings(self) -> None:
+        """Pass settings that a request has changed to the front ends."""
         self._page.set_record_needs(record_needs(self._wiring.observer))
+        settings = self._wiring.services.logs.settings()
+        if settings != self._log_settings:
+            self._log_settings = settings
+            self._broadcast("logs", settings)
+
+    async def _flush_counts(self) -> None:
+        """Wait until all front ends have sent their counts; a hanging one delays a report by `_FLUSH_S` only."""
+        waiting = [asyncio.ensure_future(peer.notify("flush", None)) for peer in self._peers.values()]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=_FLUSH_S)
+            for each in late:
+                each.cancel()
+
+    def _broadcast(self, name: str, content: object) -> None:
+        """Send a change to all front ends, without a wait."""
+        for peer in self._peers.values():
+            peer.notify_later(name, content)
 
     def _on_peer_closed(self, number: int, peer: FrontEndPeer) -> None:
         if self._peers.get(number) is peer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from headrace.inference.request_options import RequestOptions
 logger = logging.getLogger("headrace.front_ends")
 
 Application = Callable[..., Any]
+# Ends of the paths of reports with counts of requests.
+_REPORTS = ("/metrics", "/stats", "/status", "/explain")
 
 
 def pieces(part: bytes | memoryview) -> list[memoryview]:
@@ -194,12 +196,14 @@ class HttpExchange(Exchange):
             "headrace.reservation": self._reservation,
         }
 
-    def start(self, application: Application) -> None:
-        """Run the request."""
-        self._run(asyncio.get_running_loop().create_task(self._serve(application)))
+    def start(self, application: Application, before: Awaitable[None] | None) -> None:
+        """Run the request, after `before`."""
+        self._run(asyncio.get_running_loop().create_task(self._serve(application, before)))
 
-    async def _serve(self, application: Application) -> None:
+    async def _serve(self, application: Application, before: Awaitable[None] | None) -> None:
         try:
+            if before is not None:
+                await before
             await application(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
             if not self.is_gone:
@@ -311,10 +315,12 @@ class CallExchange(Exchange):
         self._client_limits = client_limits
         self._room: ResponseRoom | None = None
         self._message: list[bytes] = []
+        self._before: Awaitable[None] | None = None
         self._is_half_closed = False
 
-    def start(self) -> None:
-        """Run a method with streams; a unary one starts with its message."""
+    def start(self, before: Awaitable[None] | None) -> None:
+        """Run a method with streams; a unary one starts with its message, after `before`."""
+        self._before = before
         method = self._methods.streams.get(self._head.path)
         if method is not None:
             self._run(asyncio.get_running_loop().create_task(self._serve_stream(method)))
@@ -353,6 +359,8 @@ class CallExchange(Exchange):
 
     async def _serve_unary(self, method: UnaryMethod, message: bytes) -> None:
         try:
+            if self._before is not None:
+                await self._before
             response = await method(message, self)
             del message
             for part in response[:-1]:
@@ -461,9 +469,14 @@ class FrontEndPeer:
         applications: ASGI applications by port: "http", "metrics".
         methods: of gRPC; None without gRPC.
         http_limits, grpc_limits: limits of the engine process.
+        flush: collects the counts of all front ends, before a report is made from them.
         on_record: takes records of requests that the front end has served.
         on_answered: called after each exchange, which may have changed settings.
         on_closed: called once after the stream is closed.
+
+    Attributes:
+        stream: the stream.
+        opened: set once the stream is open.
     """
 
     def __init__(
@@ -472,6 +485,7 @@ class FrontEndPeer:
         methods: Methods | None,
         http_limits: ClientLimits,
         grpc_limits: ClientLimits,
+        flush: Callable[[], Awaitable[None]],
         on_record: Callable[[bytes], None],
         on_answered: Callable[[], None],
         on_closed: Callable[[FrontEndPeer], None],
@@ -480,6 +494,7 @@ class FrontEndPeer:
         self._methods = methods
         self._http_limits = http_limits
         self._grpc_limits = grpc_limits
+        self._flush = flush
         self._on_record = on_record
         self._on_answered = on_answered
         self._on_closed = on_closed
@@ -487,6 +502,7 @@ class FrontEndPeer:
         self._notices: dict[int, asyncio.Future[None]] = {}
         self._last_notice = 0
         self.stream = ControlStream(self._on_message, self._closed)
+        self.opened = asyncio.Event()
 
     async def notify(self, name: str, content: object) -> None:
         """Send a change and wait until the front end has applied it, or has ended."""
@@ -496,6 +512,10 @@ class FrontEndPeer:
         waiter = self._notices[self._last_notice] = asyncio.get_running_loop().create_future()
         self.stream.send(MessageKind.NOTICE, self._last_notice, name, content)
         await waiter
+
+    def notify_later(self, name: str, content: object) -> None:
+        """Send a change, without a wait."""
+        self.stream.send(MessageKind.NOTICE, 0, name, content)
 
     def cancel(self) -> None:
         """End all exchanges."""
@@ -519,14 +539,14 @@ class FrontEndPeer:
             head = msgspec.convert(fields[0], HttpHead)
             http = HttpExchange(self.stream, number, self._forget, head, fields[1], self._http_limits)
             self._exchanges[number] = http
-            http.start(self._applications[head.port])
+            http.start(self._applications[head.port], self._flush() if head.path.endswith(_REPORTS) else None)
             return
         if kind in (MessageKind.CALL, MessageKind.STREAM):
             assert self._methods is not None
             call_head = msgspec.convert(fields[0], CallHead)
             call = CallExchange(self.stream, number, self._forget, call_head, self._methods, self._grpc_limits)
             self._exchanges[number] = call
-            call.start()
+            call.start(self._flush() if call_head.path.endswith("/ModelStatistics") else None)
             return
         if kind == MessageKind.RECORD:
             self._on_record(*fields)

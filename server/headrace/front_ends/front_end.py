@@ -33,12 +33,15 @@ from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
 from headrace.listen import GrpcListener, UvicornServer, origin_policy, raise_file_limit, server_tls
+from headrace.observability.logs import LogSettings
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, open_access, open_keys
 
 logger = logging.getLogger("headrace")
 
 _POOL_THREADS = 2
+# Time in which a new connection without TLS is counted.
+_COUNTED_S = 0.005
 
 
 class PassedHttpServer(UvicornServer):
@@ -93,6 +96,8 @@ class FrontEndProcess:
         self._settings = replace(settings, limits=limits)
         self._arrays = shared_arrays(start)
         self._limits = shared_limits(self._arrays, self._settings)
+        self._logs = LogSettings(logging.getLogger("headrace"))
+        self._uncounted = 0
         self._models = ServedModels()
         self._http: FrontEndHttp | None = None
         self._data: asyncio.Task[None] | None = None
@@ -193,13 +198,13 @@ class FrontEndProcess:
         if settings.grpc_engine == "fast":
             from headrace.grpc.fast_server import FastGrpcServer
 
-            fast = FastGrpcServer(methods, self._limits.grpc, self._tls)
+            fast = FastGrpcServer(methods, self._limits.grpc, self._tls, max_age_s=settings.grpc_max_connection_age_s)
             self._takers["grpc"] = fast.open()
             engine = fast
         else:
             from headrace.grpc.grpcio_server import GrpcioServer
 
-            engine = GrpcioServer(methods, self._limits.grpc, self._tls, shares_port=True)
+            engine = GrpcioServer(methods, self._limits.grpc, self._tls, True, settings.grpc_max_connection_age_s)
             await engine.start(settings.host, self._start.ports.grpc_port)
         self._grpc = GrpcListener(engine, settings.drain_timeout_s)
         return self._grpc.serve()
@@ -264,6 +269,11 @@ class FrontEndProcess:
         if name == "table":
             self._models.apply_table(content)
             self._forget_heads()
+        elif name == "flush":
+            self._models.flush_counts()
+            self._observer.flush()
+        elif name == "logs":
+            self._logs.apply(content)
         elif name == "keys" and self._keys is not None:
             self._keys.reload()
 
@@ -295,6 +305,14 @@ class FrontEndProcess:
                 sock.close()
             else:
                 taker.take(sock)
+        if not self._uncounted:
+            asyncio.get_running_loop().call_later(_COUNTED_S, self._report_counted)
+        self._uncounted += len(descriptors)
+
+    def _report_counted(self) -> None:
+        """Report connections to the supervisor that the counters have now."""
+        self._channel.send("counted", self._uncounted)
+        self._uncounted = 0
 
     def _drain(self) -> None:
         for server in self._servers.values():

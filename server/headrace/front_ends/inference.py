@@ -48,6 +48,11 @@ class ServedModels:
         if models is not None:
             models.detached()
 
+    def flush_counts(self) -> None:
+        """Send all counts of requests now."""
+        if self.current is not None:
+            self.current.flush_counts()
+
     def apply_table(self, content: bytes) -> None:
         """Replace the table of versions; see `RemoteModels.apply_table`."""
         if self.current is not None:

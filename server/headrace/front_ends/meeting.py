@@ -189,9 +189,16 @@ def _send(sock: socket.socket, content: bytes, descriptors: Sequence[int]) -> No
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the content of a first message, b"" if the peer has closed, and its descriptors."""
+    """Return the content of a first message, b"" if the peer has closed, and its descriptors.
+
+    It was sent at once, so all of it has arrived. Bytes behind it belong to the stream, and stay unread.
+    """
+    descriptors: list[int] = []
     try:
-        data, descriptors, _, _ = socket.recv_fds(sock, _MAX_HELLO_BYTES, _MAX_DESCRIPTORS)
+        header, descriptors, _, _ = socket.recv_fds(sock, SIZE.size, _MAX_DESCRIPTORS)
+        if len(header) < SIZE.size:
+            return b"", descriptors
+        (size,) = SIZE.unpack(header)
+        return sock.recv(min(size, _MAX_HELLO_BYTES)), descriptors
     except OSError:
-        return b"", []
-    return data[SIZE.size :], descriptors
+        return b"", descriptors

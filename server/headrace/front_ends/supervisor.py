@@ -32,8 +32,6 @@ logger = logging.getLogger("headrace")
 
 # Time beyond the drain timeout after which a process that has not ended is killed.
 _GRACE_S = 10.0
-# Time in which a front end counts a connection that it was passed.
-_COUNTED_S = 0.02
 
 
 class ServerSupervisor:
@@ -56,8 +54,8 @@ class ServerSupervisor:
         self._acceptors: list[Acceptor] = []
         self._shared_port: socket.socket | None = None
         self._front_ends: list[Child] = []
-        # Connections passed within `_COUNTED_S`, by front end: it may not have counted them yet.
-        self._passed: dict[int, int] = {}
+        # Connections that were passed to each front end, and that it has not counted yet.
+        self._passed = [0] * (settings.front_ends + 1)
         self._is_loaded = self._is_announced = self._is_stopping = False
         self._exit_status = 0
         self._time_limits: list[asyncio.TimerHandle] = []
@@ -144,18 +142,15 @@ class ServerSupervisor:
 
     def _pass_on(self, port: str, sock: socket.socket) -> bool:
         """Pass a connection to a front end, which serves it."""
-        passed = self._passed
         for child in sorted(self._front_ends, key=lambda child: self._connections(child.number)):
             if child.is_ready and child.send("connection", port, (sock.fileno(),)):
-                passed[child.number] = passed.get(child.number, 0) + 1
-                if len(passed) == 1:
-                    self._passed_timer = asyncio.get_running_loop().call_later(_COUNTED_S, passed.clear)
+                self._passed[child.number] += 1
                 return True
         return False
 
     def _connections(self, number: int) -> int:
         """Return the open connections of a front end: those that it counts, and those that it has just been passed."""
-        return self._arrays[number].all_connections + self._passed.get(number, 0)
+        return self._arrays[number].all_connections + self._passed[number]
 
     def _update_acceptors(self) -> None:
         is_open = not self._is_stopping and any(child.is_ready for child in self._front_ends)
@@ -168,6 +163,9 @@ class ServerSupervisor:
     # --- Children -----------------------------------------------------------------------------------------------------
 
     def _on_message(self, child: Child, name: str, content: Any) -> None:
+        if name == "counted":
+            self._passed[child.number] -= content
+            return
         if name == "loaded":
             self._is_loaded = True
         elif name == "refused":  # the initial load
@@ -183,6 +181,7 @@ class ServerSupervisor:
 
     def _on_ended(self, child: Child, status: int, cpu_ns: int) -> None:
         self._arrays[child.number].end(cpu_ns)
+        self._passed[child.number] = 0
         self._update_acceptors()
         if self._is_stopping:
             self._continue_stop(child, status)

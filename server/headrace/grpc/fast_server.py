@@ -47,6 +47,7 @@ class FastGrpcServer:
         client_limits: limits of all connections and requests.
         tls: TLS of the server, None for HTTP/2 with prior knowledge.
         limits: of one connection; None: from `client_limits`.
+        max_age_s: age of a connection at which it is shut down gracefully; 0 for never.
 
     Attributes:
         client_limits: see Args.
@@ -60,7 +61,12 @@ class FastGrpcServer:
     deadline_timer: DeadlineTimer
 
     def __init__(
-        self, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None, limits: Http2Limits | None = None
+        self,
+        methods: Methods,
+        client_limits: ClientLimits,
+        tls: ServerTls | None,
+        limits: Http2Limits | None = None,
+        max_age_s: float = 0.0,
     ) -> None:
         self._methods = methods
         self.client_limits = client_limits
@@ -72,6 +78,7 @@ class FastGrpcServer:
         max_message_bytes = client_limits.limits.max_body_bytes
         self._limits = replace(
             limits,
+            max_age_s=max_age_s or limits.max_age_s,
             max_granted_bytes=max(limits.max_granted_bytes, max_message_bytes + PREFIX_BYTES),
             max_unsent_bytes=max(limits.max_unsent_bytes, max_held_bytes(max_message_bytes)),
         )

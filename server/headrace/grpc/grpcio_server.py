@@ -61,6 +61,7 @@ class GrpcioServer:
             all bodies is enforced here. It counts complete messages only: grpcio does not expose parts of them.
         tls: TLS of the server, None for plain text.
         shares_port: several processes listen on the port (SO_REUSEPORT).
+        max_age_s: age of a connection at which it is shut down gracefully; 0 for never.
 
     Attributes:
         methods, client_limits: see Args.
@@ -69,8 +70,14 @@ class GrpcioServer:
     """
 
     def __init__(
-        self, methods: Methods, client_limits: ClientLimits, tls: ServerTls | None, shares_port: bool = False
+        self,
+        methods: Methods,
+        client_limits: ClientLimits,
+        tls: ServerTls | None,
+        shares_port: bool = False,
+        max_age_s: float = 0.0,
     ) -> None:
+        self._max_age_s = max_age_s
         self.methods = methods
         self._shares_port = shares_port
         self.client_limits = client_limits
@@ -127,7 +134,9 @@ class GrpcioServer:
     def _options(self) -> list[tuple[str, int]]:
         limits = self.client_limits.limits
         handshake_s = min(HANDSHAKE_TIMEOUT_S, limits.header_timeout_s)
+        age = [("grpc.max_connection_age_ms", round(self._max_age_s * 1000))] if self._max_age_s else []
         return [
+            *age,
             ("grpc.so_reuseport", int(self._shares_port)),  # without it, a port in use is an error
             ("grpc.max_receive_message_length", limits.max_body_bytes),
             ("grpc.max_send_message_length", -1),

@@ -68,6 +68,7 @@ class Http2Limits:
         keepalive_s: silence of the peer after which the server sends a PING.
         keepalive_timeout_s: timeout for any bytes after that PING.
         idle_s: time without a stream after which the connection is shut down.
+        max_age_s: age of a connection at which it is shut down gracefully, within one part in ten; 0 for never.
         drain_s: timeout for the PING between the two GOAWAY frames of a shutdown.
         linger_s: time for the peer to read the last bytes of a closed connection.
         on_limit_reached: called with the name of a limit that the peer has reached (see `headrace.core.limits`), for metrics.
@@ -91,6 +92,7 @@ class Http2Limits:
     keepalive_s: float = 60.0
     keepalive_timeout_s: float = 20.0
     idle_s: float = 3600.0
+    max_age_s: float = 0.0
     drain_s: float = 1.0
     linger_s: float = 2.0
     on_limit_reached: Callable[[str], None] = lambda limit: None

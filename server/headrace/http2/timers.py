@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import random
 from typing import Protocol
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
@@ -15,6 +16,8 @@ _SHUTDOWN_PING = b"draining"
 # Event loop iterations from the reset of a stream to the end of its task: the completion's wake-up, the task's step, the task's
 # callback, and one spare.
 MAX_PAUSED_ITERATIONS = 4
+# Part of the maximum age of a connection by which it varies.
+_AGE_JITTER = 0.1
 
 
 class TimedConnection(StreamConnection, Protocol):
@@ -66,6 +69,9 @@ class ConnectionTimers:
         self._last_received_ns = self.last_active_ns = monotonic_ns()
         self._keepalive_sent = False
         self._last_stream_id = 0
+        # With jitter: connections that were opened together must not return together.
+        age_s = limits.max_age_s * (1 + _AGE_JITTER * (2 * random() - 1))
+        self._old_from_ns = self.last_active_ns + round(age_s * NS_PER_S) if limits.max_age_s else 0
 
     def start(self) -> None:
         """Schedule the next tick."""
@@ -139,6 +145,8 @@ class ConnectionTimers:
                 self._keepalive_sent = True
                 connection.write_buffer.write_control(frames.ping(_KEEPALIVE_PING, ack=False))
             self._check_streams(now_ns)
+            if self._old_from_ns and now_ns >= self._old_from_ns:
+                self.start_graceful_shutdown()
             if not connection.transport.is_closing():
                 self.start()
 

@@ -268,6 +268,16 @@ class LogSettings:
             self._apply(name, value)
         return self.settings()
 
+    def apply(self, settings: Mapping[str, object]) -> None:
+        """Take over the settings of another process, without a line in the log.
+
+        Args:
+            settings: of `settings` there.
+        """
+        for name, value in settings.items():
+            if name != "log_file":
+                self._apply(name, value)
+
     def close(self) -> None:
         """Take the switches off the handlers and put back the level INFO."""
         for handler in _handlers(self._logger):

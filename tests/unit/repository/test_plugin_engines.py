@@ -64,11 +64,7 @@ def repository(trt: Any, kernels: None, tmp_path: Path, capsys: pytest.CaptureFi
     words = ["build", "m", "--model-repository", str(folder.parent), "--cache", str(tmp_path / "cache")]
     words += ["--target", "tensorrt", "--plugins", "conv1,conv3", "--json", str(tmp_path / "build.json")]
     assert main(words) == 0, capsys.readouterr()
-    printed = capsys.readouterr().out
-    first, second = (
-        f"m: plug-ins: building {which}" for which in ("the engine without plug-ins", "with 2 plug-in layers")
-    )
-    assert 0 <= printed.index(first) < printed.index(second)
+    assert "m: plug-ins: building with 2 plug-in layers" in capsys.readouterr().out
     return folder.parent
 
 

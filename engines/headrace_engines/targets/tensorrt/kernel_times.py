@@ -1,15 +1,14 @@
 """Times our convolution algorithms on a model's layers, to choose those worth building into an engine.
 
 Random inputs, warm caches as after the layer before, a CUDA graph of repeated launches, CUDA events around it, the median of
-several rounds. A kernel whose result is wrong is left out. The layers of one shape are measured once. Algorithms are compiled
-ahead, at the same time on several threads.
+several rounds. A kernel whose result is wrong is left out. The layers of one shape are measured once. Algorithms are compiled at
+the same time on several threads.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -31,7 +30,7 @@ _LAUNCHES = 8
 # Variants of an algorithm, e.g. tile sizes, that are measured.
 _VARIANTS = 3
 _ROUNDS = 7
-_THREADS = 12
+_THREADS = 8
 # Random values of one operand; larger operands repeat them.
 _VALUES = 1 << 20
 # Difference from the reference, relative to the largest value, from which a kernel is wrong: float16 rounds by 0.0005.
@@ -61,33 +60,6 @@ class KernelTimes:
             major, minor = loaded().Device(device).compute_capability()
         self._capability = major, minor
 
-    def compile_ahead(self, convolutions: Sequence[FusedConvolution], until_s: float) -> int:
-        """Compile the candidates of all layers in parallel, in the order of the layers; results stay in the compiler's cache.
-
-        Args:
-            convolutions: the layers.
-            until_s: value of `time.monotonic()` after which no further compilation begins.
-
-        Returns:
-            The number of shapes whose candidates are all compiled.
-        """
-        shapes = {(replace(one.shape, n=self._rows), one.epilogue): one for one in reversed(convolutions)}
-        jobs = [(key, one, each) for key, one in reversed(shapes.items()) for each in self._candidates(key[0])]
-
-        def compile_one(job: tuple[tuple[ConvShape, Epilogue], FusedConvolution, Algorithm]) -> bool:
-            key, convolution, algorithm = job
-            if time.monotonic() >= until_s:
-                return False
-            opened = self._open_one(convolution, key[0], algorithm)
-            if opened is not None:
-                opened.close()
-            return True
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            finished = list(pool.map(compile_one, jobs))
-        left_out = {job[0] for job, done in zip(jobs, finished, strict=True) if not done}
-        return len(shapes) - len(left_out)
-
     def fastest(self, convolution: FusedConvolution) -> tuple[Algorithm, float] | None:
         """Return the fastest algorithm and its time in microseconds; None if none supports the shape.
 
@@ -112,20 +84,20 @@ class KernelTimes:
         return [variant for one in fitting for variant in variants_of(one, shape)[:_VARIANTS]]
 
     def _open(self, convolution: FusedConvolution, shape: ConvShape) -> Sequence[tuple[Algorithm, Convolution]]:
-        candidates = self._candidates(shape)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            opened = list(pool.map(lambda one: self._open_one(convolution, shape, one), candidates))
-        return [(one, each) for one, each in zip(candidates, opened, strict=True) if each is not None]
+        weights = convolution.weights.astype(np.float32)
 
-    def _open_one(self, convolution: FusedConvolution, shape: ConvShape, algorithm: Algorithm) -> Convolution | None:
-        try:
-            weights, epilogue, bias = convolution.weights.astype(np.float32), convolution.epilogue, convolution.bias
-            # PyCUDA destroys a stream only where its context is current.
-            with current(self._device):
-                return algorithm.open(self._device, shape, np.float16, epilogue, weights, bias)
-        except HeadraceError as error:
-            logger.info("%s %s does not run %s: %s", algorithm.name, algorithm.variant, shape, error)
-            return None
+        def open_one(algorithm: Algorithm) -> tuple[Algorithm, Convolution] | None:
+            try:
+                epilogue, bias = convolution.epilogue, convolution.bias
+                # PyCUDA destroys a stream only where its context is current.
+                with current(self._device):
+                    return algorithm, algorithm.open(self._device, shape, np.float16, epilogue, weights, bias)
+            except HeadraceError as error:
+                logger.info("%s %s does not run %s: %s", algorithm.name, algorithm.variant, shape, error)
+                return None
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [result for result in pool.map(open_one, self._candidates(shape)) if result is not None]
 
     def _time(self, algorithm: Algorithm, opened: Convolution, operands: _Operands) -> float:
         """Return the microseconds of one launch; infinite if it fails or computes another result."""

@@ -37,8 +37,8 @@ OFF, AUTO = "off", "auto"
 _SHARE = 0.97
 # Engines with plug-ins: all promising layers, those that are faster there, and one more try.
 _BUILDS = 3
-# Shares of the budget until which kernels are compiled, and until which they are timed alone; the rest is for engines.
-_COMPILE_SHARE, _KERNELS_SHARE = 0.35, 0.5
+# Share of the budget for our kernels alone; the rest is for engines.
+_KERNELS_SHARE = 0.5
 _ROUNDS = 11
 _ROUND_S = 0.12
 # Two standard errors: 95 % of normally distributed means.
@@ -218,13 +218,8 @@ class PluginChooser:
 
     def _timed_rows(self, before: Mapping[str, float]) -> list[PluginRow]:
         """Time our kernels alone, for the longest layers first, while the budget lasts."""
-        longest = sorted(before, key=lambda name: -before[name])
-        self._say(0.1, "compiling our kernels")
-        until_s = self._started_s + _COMPILE_SHARE * self._budget_s
-        compiled = self._times.compile_ahead([self._convolutions[name] for name in longest], until_s)
-        self._say(0.1, f"compiled our kernels for {plural(compiled, 'shape')}, {self._spent():.0f} s so far")
         rows: list[PluginRow] = []
-        for index, name in enumerate(longest):
+        for index, name in enumerate(sorted(before, key=lambda name: -before[name])):
             number = f"layer {index + 1} of {len(before)}, {name}: TensorRT {before[name]:.1f} us"
             # The first layer is measured in any case.
             if index and self._spent() >= _KERNELS_SHARE * self._budget_s:

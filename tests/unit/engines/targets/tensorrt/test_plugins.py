@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from headrace_engines.onnx_graph import OnnxRunner
 from headrace_engines.progress import PLUGIN_PHASES, silent
 from headrace_engines.targets.tensorrt import plugin_choice
 from headrace_engines.targets.tensorrt.convolutions import find_convolutions, replace_convolutions
-from headrace_engines.targets.tensorrt.kernel_times import KernelTimes
 from headrace_engines.targets.tensorrt.plugin_choice import (
     EngineComparison,
     PluginChooser,
@@ -107,8 +105,6 @@ def test_each_measurement_is_reported_as_soon_as_it_is_known(
     phases, choice = phases_of(tmp_path, 60)
     patterns = [
         "timing TensorRT's layers",
-        "compiling our kernels",
-        "compiled our kernels for 3 shapes, [0-9]+ s so far",
         r"layer 1 of 3, conv1: TensorRT 9000000.0 us, ours [0-9.]+ us \(direct\), ratio [0-9.]+",
         r"layer 2 of 3, conv3: TensorRT 8000000.0 us, ours .*",
         r"layer 3 of 3, conv2: TensorRT 3000000.0 us, ours .*",
@@ -132,24 +128,6 @@ def test_layers_beyond_the_budget_are_not_measured(
     assert choice.report.table[0].kernel_us > 0
     assert "the budget is spent before 2 layers of 3" in phases
     assert not choice.layers
-
-
-def test_kernels_are_compiled_once_and_not_after_the_time(
-    trt: Any, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[tuple[str, int]] = []
-    right = DirectAlgorithm.open
-
-    def recorded(self: Any, device: int, shape: Any, *arguments: Any) -> Any:
-        opened.append((f"{shape.r}x{shape.s}", shape.n))
-        return right(self, device, shape, *arguments)
-
-    monkeypatch.setattr(DirectAlgorithm, "open", recorded)
-    found = find_convolutions(residual_block(), 4)
-    assert KernelTimes(0, 2).compile_ahead(found, time.monotonic() - 1) == 0
-    assert opened == []
-    assert KernelTimes(0, 2).compile_ahead([*found, *found], time.monotonic() + 600) == 3
-    assert sorted(opened) == [("1x1", 2), ("1x1", 2), ("3x3", 2)]
 
 
 def test_no_engine_is_built_after_the_budget(
