@@ -145,6 +145,7 @@ async def _interruptible(bench: Bench, loop: asyncio.AbstractEventLoop) -> dict[
     task = loop.create_task(bench.run())
 
     def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)  # the second Ctrl-C ends the process
         if bench.has_begun:
             bench.interrupt()
         else:

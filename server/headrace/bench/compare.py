@@ -169,6 +169,12 @@ def change_text(row: Mapping[str, Any]) -> str:
     return f"{row['change_percent']:+.1f} %{margin}"
 
 
+def number_text(value: float) -> str:
+    """Format a figure with at least three digits: 0.116, 13.5, 1,234."""
+    digits = 3 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
+    return f"{value:,.{digits}f}"
+
+
 def show_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
     """Print a row for each load and figure."""
     first, second = comparison["names"]
@@ -183,7 +189,8 @@ def show_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
         table.add_column(heading, justify="left" if heading in ("load", "figure", "verdict") else "right", no_wrap=True)
     styles = {"better": "green", "worse": "red"}
     for row in comparison["rows"]:
-        values = [f"{row[name]:,.3f} {row['unit']}" for name in ("first", "second")]
+        values = [number_text(row[name]) for name in ("first", "second")]
         verdict = Text(row["verdict"], style=styles.get(row["verdict"], "dim"))
-        table.add_row(printable(row["load"]), row["figure"], *values, change_text(row), verdict)
+        unit = "" if row["unit"] == "1/s" else f" {row['unit']}"
+        table.add_row(printable(row["load"]), row["figure"] + unit, *values, change_text(row), verdict)
     console.print(fit_title(table, console.width))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,35 +28,62 @@ def title(document: Mapping[str, Any]) -> str:
     )
 
 
+class Column(NamedTuple):
+    """A column of the table.
+
+    Attributes:
+        heading: of the column.
+        rank: columns with the largest rank are left out first where the terminal is narrow.
+        cells: one for each load.
+    """
+
+    heading: str
+    rank: int
+    cells: list[str]
+
+
 def show(console: Console, document: Mapping[str, Any]) -> None:
     """Print a row for each load, then errors and warnings."""
-    points = document["points"]
-    has_slo, has_server = document["slo_ms"] is not None, any(point.get("server") for point in points)
     table = Table(title=title(document), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    headings = ["load", "requests/s", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "max ms", "errors"]
-    headings += [f"in {document['slo_ms']:g} ms/s"] if has_slo else []
-    headings += ["batch", "queue ms", "compute ms"] if has_server else []
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "load" else "right", no_wrap=True)
-    for point in points:
-        table.add_row(*(Text(cell) for cell in _cells(point, has_slo, has_server)))
+    columns = fitting(_columns(document), console.width)
+    for column in columns:
+        table.add_column(column.heading, justify="left" if column.heading == "load" else "right", no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*(Text(cell) for cell in cells))
     console.print(fit_title(table, console.width))
     for style, line in notes(document):
         console.print(Text(printable(line), style=style), soft_wrap=console.width >= PIPE_WIDTH)
 
 
-def _cells(point: Mapping[str, Any], has_slo: bool, has_server: bool) -> list[str]:
-    latency = point["latency_ms"]
-    names = ("p50", "p90", "p99", "p99.9", "max")
-    errors = sum(point["errors"].values())
-    cells = [point["label"], f"{point['throughput_per_s']:,.1f}"]
-    cells += [f"{latency[name]:.3f}" if latency else "-" for name in names]
-    cells.append(f"{errors:,}")
-    if has_slo:
-        cells.append(f"{point['goodput_per_s']:,.1f}")
-    if has_server:
-        cells += server_cells(point.get("server"))
-    return cells
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """Return the columns that fit into so many characters; those of rank 0 always."""
+    kept = list(columns)
+    while True:
+        sizes = [max(cell_len(text) for text in (column.heading, *column.cells)) for column in kept]
+        least = max(kept, key=lambda column: column.rank)
+        if sum(sizes) + 2 * (len(kept) - 1) <= width or least.rank == 0:
+            return kept
+        kept.remove(least)
+
+
+def _columns(document: Mapping[str, Any]) -> list[Column]:
+    points = document["points"]
+    columns = [
+        Column("load", 0, [point["label"] for point in points]),
+        Column("requests/s", 0, [f"{point['throughput_per_s']:,.1f}" for point in points]),
+    ]
+    for name, rank in (("p50", 0), ("p90", 4), ("p99", 0), ("p99.9", 6), ("max", 5)):
+        latencies = [point["latency_ms"] for point in points]
+        columns.append(Column(f"{name} ms", rank, [f"{each[name]:.3f}" if each else "-" for each in latencies]))
+    columns.append(Column("errors", 0, [f"{sum(point['errors'].values()):,}" for point in points]))
+    if document["slo_ms"] is not None:
+        goodputs = [f"{point['goodput_per_s']:,.1f}" for point in points]
+        columns.append(Column(f"in {document['slo_ms']:g} ms/s", 1, goodputs))
+    if any(point.get("server") for point in points):
+        cells = list(zip(*(server_cells(point.get("server")) for point in points), strict=True))
+        for heading, rank, column in zip(("batch", "queue ms", "compute ms"), (2, 3, 7), cells, strict=True):
+            columns.append(Column(heading, rank, list(column)))
+    return columns
 
 
 def server_cells(server: Mapping[str, Any] | None) -> list[str]:

@@ -157,7 +157,8 @@ def merge_repeats(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         points: results of `summarize` for the same load, at least one.
 
     Returns:
-        The run with the median throughput. With several runs its `repeats` has the figures of each for error bars.
+        The run with the median throughput. Its counts of requests and errors are those of all runs: no error is lost. With
+        several runs its `repeats` has the figures of each for error bars.
     """
     order = sorted(range(len(points)), key=lambda number: points[number]["throughput_per_s"])
     median = dict(points[order[len(points) // 2]])
@@ -167,6 +168,14 @@ def merge_repeats(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("mean", *(percentile_name(percent) for percent in PERCENTILES)):
             repeats[name] = [point["latency_ms"][name] for point in points if point["latency_ms"]]
         median["repeats"] = repeats
+        for name in ("requests", "succeeded", "sent_late"):
+            if name in median:
+                median[name] = sum(point[name] for point in points)
+        statuses = dict.fromkeys(status for point in points for status in point["errors"])
+        median["errors"] = {status: sum(point["errors"].get(status, 0) for point in points) for status in statuses}
+        median["error_texts"] = {
+            status: text for point in reversed(points) for status, text in point["error_texts"].items()
+        }
     return median
 
 

@@ -107,6 +107,19 @@ def test_the_table_names_errors_and_limits() -> None:
     assert row.split()[-3:] == ["2.50", "1.500", "0.250"]
 
 
+def test_a_narrow_terminal_has_fewer_columns_and_whole_numbers() -> None:
+    for width in (60, 80, 100):
+        out = io.StringIO()
+        show(Console(file=out, width=width), RUN)
+        text = out.getvalue()
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        row = next(line for line in text.splitlines() if line.startswith("concurrency 8 "))
+        assert "18.0" in row
+    out = io.StringIO()
+    show_comparison(Console(file=out, width=80), compare(RUN, RUN, ["a", "b"]))
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
+
+
 def test_a_comparison_has_a_table_and_a_page() -> None:
     comparison = compare(RUN, RUN, ["a", HOSTILE])
     assert {row["verdict"] for row in comparison["rows"]} == {"no difference"}

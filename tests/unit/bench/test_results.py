@@ -165,11 +165,21 @@ def test_small_samples_have_no_interval() -> None:
 
 
 def test_of_several_runs_the_median_is_reported() -> None:
-    runs = [
+    runs: list[dict[str, Any]] = [
         {"throughput_per_s": rate, "latency_ms": dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "p99.9"), rate)}
         for rate in (3.0, 1.0, 2.0)
     ]
+    for number, run in enumerate(runs):
+        run |= {
+            "requests": 10,
+            "succeeded": 9,
+            "errors": {"503": number, f"50{number}": 1},
+            "error_texts": {"503": str(number)},
+        }
     merged = merge_repeats(runs)
+    assert (merged["requests"], merged["succeeded"]) == (30, 27)
+    assert merged["errors"] == {"503": 3, "500": 1, "501": 1, "502": 1}
+    assert merged["error_texts"] == {"503": "0"}
     assert merged["throughput_per_s"] == 2.0
     assert merged["repeats"]["throughput_per_s"] == [3.0, 1.0, 2.0]
     assert merged["repeats"]["p99.9"] == [3.0, 1.0, 2.0]
