@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from headrace.bench import report
-from headrace.bench.inputs import InputOptions
+from headrace.bench.inputs import InputOptions, InputSpec
 from headrace.bench.processes import default_processes
 from headrace.bench.session import FORMAT, Bench, BenchOptions, Events, LoadPoint, read_arrivals
 from headrace.bench.target import parse_url
@@ -24,6 +24,7 @@ from headrace.bench.wire import parse_headers
 from headrace.commands.connection import ConnectionOptions
 from headrace.core.command_line import is_pipe, open_console, printable
 from headrace.core.errors import BadRequest, HeadraceError
+from headrace.core.tensor import BY_NAME
 
 _DURATION_S = 10.0
 _CONCURRENCY = (8,)
@@ -91,8 +92,16 @@ def read_options(args: argparse.Namespace) -> BenchOptions:
             f"--connections {args.connections} carry fewer requests than --concurrency {callers}: a connection of HTTP/1.1 "
             "carries one request at a time; raise --connections or leave it out"
         )
+    described = [InputSpec(name, BY_NAME[datatype], shape) for name, datatype, shape in args.input]
     inputs = InputOptions(
-        args.batch or 0, dict(args.shape), dict(args.range), args.distinct, args.npz, args.pictures, args.seed
+        args.batch or 0,
+        dict(args.shape),
+        dict(args.range),
+        args.distinct,
+        args.npz,
+        args.pictures,
+        args.seed,
+        described,
     )
     is_trace = trace_s is not None
     return BenchOptions(

@@ -70,6 +70,7 @@ class InputOptions:
         npz: file with arrays by input name; None for none.
         pictures: folder or file with pictures; None for none.
         seed: of the random values.
+        described: inputs of the model, for servers whose metadata have none; they replace those of the metadata.
     """
 
     batch: int = 0
@@ -79,6 +80,7 @@ class InputOptions:
     npz: Path | None = None
     pictures: Path | None = None
     seed: int = 0
+    described: Sequence[InputSpec] = ()
 
 
 Request = tuple[RequestTensor, ...]
@@ -93,7 +95,7 @@ def read_specs(metadata: Mapping[str, Any]) -> list[InputSpec]:
     try:
         return [
             InputSpec(each["name"], BY_NAME[each["datatype"]], tuple(int(size) for size in each["shape"]))
-            for each in metadata["inputs"]
+            for each in metadata.get("inputs") or ()
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ModelFailed(
@@ -119,7 +121,14 @@ def make_requests(
         BadRequest: the inputs do not fit the model.
         ModelFailed: the metadata are wrong.
     """
-    specs = read_specs(metadata)
+    specs = list(options.described) or read_specs(metadata)
+    if not specs and options.npz is not None:
+        specs = _described_by(options.npz)
+    if not specs:
+        raise BadRequest(
+            "the server's metadata name no inputs of the model: describe each with --input NAME:DATATYPE:SIZE,..., e.g. "
+            "--input x:FP32:1,16, or send arrays with --npz FILE"
+        )
     names = {spec.name for spec in specs}
     for option, given in (("--shape", options.shapes or {}), ("--range", options.ranges or {})):
         if unknown := sorted(set(given) - names):
@@ -275,6 +284,17 @@ def _from_npz(specs: Sequence[InputSpec], options: InputOptions) -> tuple[list[d
     rows = options.batch
     starts = range(0, min(lengths) - rows + 1, rows)
     return [{name: array[start : start + rows] for name, array in arrays.items()} for start in starts], rows
+
+
+def _described_by(file: Path) -> list[InputSpec]:
+    """Return inputs of the datatypes and shapes of a file's arrays, with any number of rows."""
+    from headrace.commands.infer_client import datatype_of, read_npz  # takes 0.3 s to import
+
+    arrays = read_npz(file)
+    return [
+        InputSpec(name, BY_NAME[datatype_of(array, name)], (-1, *array.shape[1:])[: array.ndim])
+        for name, array in arrays.items()
+    ]
 
 
 def _converted(array: AnyArray, spec: InputSpec, file: str) -> AnyArray:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from headrace.commands import connection
 from headrace.core.command_line import number_parser, positive_count
+from headrace.core.tensor import BY_NAME
 
 Value = TypeVar("Value")
 
@@ -38,6 +39,19 @@ def _range(text: str) -> tuple[str, tuple[float, float]]:
     if not colon or not name or not low <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is no range: write NAME:LOWEST,HIGHEST, e.g. tokens:0,30521")
     return name, (low, high)
+
+
+def _input(text: str) -> tuple[str, str, tuple[int, ...]]:
+    name, _, rest = text.partition(":")
+    datatype, colon, sizes = rest.partition(":")
+    parts = [part.strip() for part in sizes.split(",")] if sizes.strip() else []
+    is_shape = all(part.removeprefix("-").isdecimal() and int(part) >= -1 for part in parts)
+    if not name or not colon or datatype not in BY_NAME or not is_shape:
+        names = ", ".join(BY_NAME)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no input: write NAME:DATATYPE:SIZE,..., e.g. x:FP32:-1,16 (-1: rows), with a datatype of {names}"
+        )
+    return name, datatype, tuple(int(part) for part in parts)
 
 
 def add_arguments(parser: argparse.ArgumentParser, api_key: str = "") -> None:
@@ -96,6 +110,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     text = "shape of an input whose sizes the model leaves open, with or without the rows; repeat it for more"
     add("--shape", type=_shape, action="append", default=[], metavar="NAME:SIZE,...", help=text)
     text = "lowest and highest random value of an input; repeat it for more"
+    text = "an input of the model (-1: rows), for servers whose metadata name none; repeat it for more"
+    add("--input", type=_input, action="append", default=[], metavar="NAME:TYPE:SIZE,...", help=text)
     add("--range", type=_range, action="append", default=[], metavar="NAME:LOW,HIGH", help=text)
     add("--distinct", type=positive_count, default=16, metavar="N", help="different random requests (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of random values and arrivals (%(default)s)")

@@ -410,6 +410,12 @@ def _first_error(options: BenchOptions, status: str, text: str) -> HeadraceError
         "INVALID_ARGUMENT": "give inputs that the model accepts: --shape, --range, --npz or --pictures",
         "415": "try --body json: the server may lack the binary extension",
         "422": "try --body json: the server may lack the binary extension",
+        "500": "read the server's log"
+        + (
+            ""
+            if options.as_json or options.uses_shared_memory
+            else "; a server without the binary extension needs --body json"
+        ),
     }
     number: int | str = int(status) if status.isdigit() else status
     cure = options.connection.refusal_cure(number, url.host) or cures.get(status, "read the server's log")

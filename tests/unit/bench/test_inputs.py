@@ -17,7 +17,7 @@ from headrace.bench.answers import (
     join_bytes,
     split_bytes,
 )
-from headrace.bench.inputs import InputOptions, Request, make_requests, random_array
+from headrace.bench.inputs import InputOptions, InputSpec, Request, make_requests, random_array
 from headrace.bench.pool import Answer
 from headrace.bench.target import parse_url
 from headrace.core.errors import BadRequest, ModelFailed
@@ -96,9 +96,25 @@ def test_wrong_shapes_are_refused(shape: list[int], options: dict[str, Any], mes
 
 
 def test_wrong_metadata_are_refused() -> None:
-    for document in ({}, {"inputs": [{"name": "x"}]}, {"inputs": [{"name": "x", "datatype": "FP7", "shape": []}]}):
+    for document in ({"inputs": [{"name": "x"}]}, {"inputs": [{"name": "x", "datatype": "FP7", "shape": []}]}):
         with pytest.raises(ModelFailed, match="check that the URL"):
             make_requests(document, {}, InputOptions())
+
+
+def test_inputs_are_described_for_servers_whose_metadata_name_none(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"name no inputs of the model: describe each with --input"):
+        requests()
+    spec = InputSpec("x", BY_NAME["INT8"], (-1, 3))
+    (request,), rows = requests(described=[spec], batch=2, distinct=1)
+    assert (request[0].name, request[0].shape, rows) == ("x", (2, 3), 2)
+    np.savez(tmp_path / "a.npz", x=np.ones((4, 2), np.float32), y=np.array(["a", "b", "c", "d"]))
+    (first, second), rows = requests(npz=tmp_path / "a.npz", batch=2)
+    assert [(each.name, each.datatype.name, each.shape) for each in second] == [
+        ("x", "FP32", (2, 2)),
+        ("y", "BYTES", (2,)),
+    ]
+    assert split_bytes(first[1].raw) == [b"a", b"b"]
+    assert rows == 2
 
 
 def test_npz_files_are_cut_into_rows(tmp_path: Path) -> None:
