@@ -22,10 +22,12 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import yaml
 from headrace.access.keys_file import parse_keys
 from PIL import Image
 
@@ -388,10 +390,21 @@ CONFIGURATIONS = [
 ]
 
 
+def containers(manifest: Any) -> list[dict[str, Any]]:
+    """The containers of a Kubernetes manifest with a pod template; [] without one."""
+    result: list[dict[str, Any]] = manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
+    return result
+
+
 @pytest.mark.parametrize("snippet", CONFIGURATIONS, ids=lambda snippet: f"{snippet.page}:{snippet.line}")
 def test_configurations_are_read(snippet: Snippet) -> None:
     if snippet.text.startswith("clients:"):
         assert parse_keys(snippet.text, "keys.yaml").clients
+        return
+    if container := re.match(r"# of the container, in (\S+)\n", snippet.text):
+        manifests = yaml.safe_load_all((ROOT / container[1]).read_text())
+        (deployed,) = [found for manifest in manifests for found in containers(manifest)]
+        assert set(yaml.safe_load(snippet.text)) <= set(deployed)
         return
     name = "config.yaml" if snippet.kind == "yaml" else "config.pbtxt"
     config, findings = read_config_text(snippet.text, f"m/{name}")
