@@ -33,17 +33,22 @@ class ServedModels:
 
     def __init__(self) -> None:
         self.current: RemoteModels | None = None
+        self._table: bytes | None = None  # of the engine that runs now, which may send it before `attach`
 
     async def attach(self, sock: socket.socket, state: EngineState | None = None) -> RemoteModels:
         """Use the data stream of a new engine process."""
+        table = self._table
         self.detach()
         models = RemoteModels(asyncio.get_running_loop(), state)
-        self.current = models  # the table may arrive before the stream is open
+        self.current = models  # the table may also arrive before the stream is open
+        if table is not None:
+            self.apply_table(table)
         await models.attached(sock)
         return models
 
     def detach(self) -> None:
         """Fail all requests in flight: the engine process has ended."""
+        self._table = None
         models, self.current = self.current, None
         if models is not None:
             models.detached()
@@ -54,7 +59,8 @@ class ServedModels:
             self.current.flush_counts()
 
     def apply_table(self, content: bytes) -> None:
-        """Replace the table of versions; see `RemoteModels.apply_table`."""
+        """Replace the table of versions, now or at `attach`; see `RemoteModels.apply_table`."""
+        self._table = content
         if self.current is not None:
             self.current.apply_table(content)
 
