@@ -279,3 +279,16 @@ def test_keys_tls_and_headers(protocol: str, tmp_path: Path) -> None:
         document = secured.measure(url, "net", *ca, "--header", f"Authorization: Bearer {key}", "--rate", "50")
         assert document["points"][0]["requests"] == 20
         assert key not in json.dumps(document)
+
+
+def test_the_http2_of_grpcio_is_understood(tmp_path: Path) -> None:
+    """Another implementation of HTTP/2 on the server's side: dynamic header tables, its own windows and settings."""
+    add_model(tmp_path / "repository", "net", affine())
+    with serving(tmp_path / "repository", tmp_path, "--grpc-engine", "grpcio") as server:
+        other = Bench(server, tmp_path)
+        # 256 KB a request: more than the window of a new stream.
+        for words in (("--concurrency", "12"), ("--concurrency", "3", "--batch", "4096"), ("--rate", "50")):
+            document = other.measure(f"grpc://{server.grpc_address}", "net", "--check", *words)
+            (point,) = document["points"]
+            assert point["errors"] == {}
+            assert point["succeeded"] > 0
