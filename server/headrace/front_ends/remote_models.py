@@ -43,7 +43,7 @@ class EngineState(Protocol):
     def load(self, version: int) -> ModelLoad:
         """Return the load of a version."""
 
-    def admit(self, version: int) -> None:
+    def check_load(self, version: int, deadline_ns: int) -> None:
         """Raise the error with which the engine would reject any request of a version now."""
 
     def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
@@ -57,7 +57,7 @@ class NoState:
         """Return zeros."""
         return _NO_LOAD
 
-    def admit(self, version: int) -> None:
+    def check_load(self, version: int, deadline_ns: int) -> None:
         """Accept."""
 
     def count_failure(self, version: int, reason: str, time_ns: int) -> bool:
@@ -208,11 +208,11 @@ class RemoteHandle:
             self.models.end_version(self)
 
     def admit(self) -> None:
-        """Check by the engine's page that the version accepts requests; raises HeadraceError before a request is decoded."""
-        self.models.admit(self.number)
+        """Accept: the engine checks the version."""
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        """See `HasLoad`: `admit` has rejected by the engine's page what would be late."""
+        """See `HasLoad`: by the engine's page."""
+        self.models.check_load(self.number, deadline_ns)
 
     def probes(self) -> Sequence[Probe]:
         """Return nothing: readiness is a route of the engine."""
@@ -299,7 +299,7 @@ class RemoteModels:
         self.mailbox = Mailbox(loop)
         self.is_attached = False
         self.state: EngineState = NoState() if state is None else state
-        self.admit = self.state.admit
+        self.check_load = self.state.check_load
         self._loop = loop
         self._control = control
         self._stream: FrameStream | None = None

@@ -34,14 +34,14 @@ from headrace.front_ends.counter_array import (
     version_key,
 )
 from headrace.observability.counters import Recorder
-from headrace.scheduling.admission import LATE_TEXT, STANDING_TEXT, rejection
+from headrace.scheduling.admission import LATE_TEXT, STANDING_TEXT, WaitForecast, rejection, wait_too_long
 from headrace.scheduling.queue import FAR_NS
 from headrace.scheduling.scheduler import queue_full
 from headrace.scheduling.version_handle import OverloadFigures
 
 # Cells of a record before its figures: key of the version, whether requests may be rejected, sequence number, checksum.
 _KEY, _REJECTS, _SEQUENCE, _CHECKSUM, _FIRST = range(5)
-_FIGURES = struct.Struct("<7qdq9q")
+_FIGURES = struct.Struct("<7qdq11q")
 _RECORD_CELLS = 32
 _LAST = _FIRST + _FIGURES.size // 8
 _HEADER_CELLS = _RECORD_CELLS
@@ -67,6 +67,7 @@ class VersionRecord(NamedTuple):
         max_count, max_size_bytes: bounds of the queue; `max_count` is 0 if the engine process decides.
         objective_ns: promised latency.
         retry_after_ns: delay before a retry.
+        wait_until_ns, wait_bound_ns: as in `headrace.scheduling.admission.WaitForecast`; 0 without one.
     """
 
     depth: int
@@ -87,13 +88,15 @@ class VersionRecord(NamedTuple):
     max_size_bytes: int
     objective_ns: int
     retry_after_ns: int
+    wait_until_ns: int = 0
+    wait_bound_ns: int = 0
 
     @property
     def load(self) -> ModelLoad:
         """Load of the version, without that of its levels."""
         return ModelLoad(*self[:9], ())
 
-    def rejection(self, now_ns: int) -> HeadraceError | None:
+    def rejection(self, now_ns: int, has_deadline: bool = False) -> HeadraceError | None:
         """Return the error of a request that arrives now; None if it is accepted, or the engine process decides."""
         if now_ns - self.written_ns > _MAX_AGE_NS:
             return None
@@ -104,6 +107,8 @@ class VersionRecord(NamedTuple):
                 return rejection(LATE_TEXT, self.done_ns, due_ns, now_ns, retry_after_s)
             if self.max_wait_ns < FAR_NS and self.start_ns > now_ns + self.max_wait_ns:
                 return rejection(STANDING_TEXT, self.done_ns, due_ns, now_ns, retry_after_s)
+        if now_ns < self.wait_until_ns and not has_deadline:
+            return wait_too_long(WaitForecast(self.wait_until_ns, self.wait_bound_ns), now_ns, retry_after_s)
         if self.max_count and (self.depth >= self.max_count or (self.depth and self.size_bytes >= self.max_size_bytes)):
             return queue_full(self.depth, self.size_bytes, self.max_count, self.max_size_bytes, retry_after_s)
         return None
@@ -184,7 +189,7 @@ class SharedPage:
         record = self.read(slot, serial)
         return _NO_LOAD if record is None else record.load
 
-    def rejection(self, slot: int, serial: int, now_ns: int) -> HeadraceError | None:
+    def rejection(self, slot: int, serial: int, now_ns: int, has_deadline: bool = False) -> HeadraceError | None:
         """Return the error of a request that arrives now; None if it is accepted, or the engine process decides.
 
         While nothing can be rejected this is one comparison.
@@ -192,7 +197,7 @@ class SharedPage:
         if slot < 0 or not self._cells[_HEADER_CELLS + slot * _RECORD_CELLS + _REJECTS]:
             return None
         record = self.read(slot, serial)
-        return None if record is None else record.rejection(now_ns)
+        return None if record is None else record.rejection(now_ns, has_deadline)
 
     # In the engine process
 
@@ -238,10 +243,16 @@ class PageState:
         """Return the load of a version by its number; zeros if it has no slot."""
         return self._page.load(self._slot(version), version)
 
-    def admit(self, version: int) -> None:
-        """Raise the error with which the engine process would reject any request of a version now."""
+    def check_load(self, version: int, deadline_ns: int) -> None:
+        """Raise the error with which the engine process would reject any request of a version now.
+
+        Args:
+            version: its number.
+            deadline_ns: monotonic deadline of the request; 0 for none.
+        """
         slot = self._slots.get(version, -1)
-        error = self._page.rejection(self._slot(version) if slot < 0 else slot, version, monotonic_ns())
+        slot = self._slot(version) if slot < 0 else slot
+        error = self._page.rejection(slot, version, monotonic_ns(), deadline_ns != 0)
         if error is not None:
             raise error
 
@@ -417,4 +428,6 @@ def version_record(load: ModelLoad, figures: OverloadFigures | None, now_ns: int
         max_size_bytes=0 if figures is None else figures.max_size_bytes,
         objective_ns=0 if figures is None else figures.objective_ns,
         retry_after_ns=retry_after_ns,
+        wait_until_ns=0 if figures is None or figures.wait is None else figures.wait.until_ns,
+        wait_bound_ns=0 if figures is None or figures.wait is None else figures.wait.bound_ns,
     )

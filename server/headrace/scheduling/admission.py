@@ -108,6 +108,24 @@ class AdmissionForecast(NamedTuple):
     max_wait_ns: int
 
 
+class WaitForecast(NamedTuple):
+    """Wait of a request without a due time that is longer than allowed.
+
+    Attributes:
+        until_ns: monotonic time until which it is too long, without further arrivals.
+        bound_ns: longest allowed wait in nanoseconds.
+    """
+
+    until_ns: int
+    bound_ns: int
+
+
+def wait_too_long(wait: WaitForecast, now_ns: int, retry_after_s: float) -> Overloaded:
+    """Return the error of a request that would wait for too long."""
+    bound_ms = wait.bound_ns / NS_PER_MS
+    return Overloaded(_LONG_QUEUE.format((wait.until_ns - now_ns) / NS_PER_MS + bound_ms, bound_ms), retry_after_s)
+
+
 class StandingRejection(NamedTuple):
     """The latest rejection, which applies to later requests that would be served behind the same queued requests.
 
@@ -329,10 +347,8 @@ class AdmissionController:
         if costs is None or not free_ns:
             return
         entry = entries[0]
-        usual = self._usual_rows(costs)
-        cycle_ns = costs.estimates_ns[usual] * self._stretch
-        bound_ns = max(self.max_wait_ns, int(_STANDING * cycle_ns))
-        self._short_rows = int(usual * len(free_ns) * bound_ns / cycle_ns / 2)
+        bound_ns, cycle_ns = self._wait_bound_ns(costs)
+        self._short_rows = int(self._usual_rows(costs) * len(free_ns) * bound_ns / cycle_ns / 2)
         ahead = self.queue.rows_ahead(entry.level, FAR_NS, entry.client)
         start_ns = self._start(costs, free_ns, ahead, min(entry.rows, self.policy.max_rows), now_ns)[0]
         wait_ns = int((start_ns - now_ns) * self._stretch)
@@ -345,6 +361,24 @@ class AdmissionController:
         if not self.shared:
             self.standing = latest
         raise _too_long(latest, now_ns)
+
+    def _wait_bound_ns(self, costs: BatchCosts) -> tuple[int, float]:
+        """Return the longest wait of a request without a due time, and the time of a batch under load."""
+        cycle_ns = costs.estimates_ns[self._usual_rows(costs)] * self._stretch
+        return max(self.max_wait_ns, int(_STANDING * cycle_ns)), cycle_ns
+
+    def forecast_wait(self, now_ns: int) -> WaitForecast | None:
+        """Predict the wait of a request of one row without a due time; None if `check_wait` accepts it."""
+        costs = self.cost_model.current
+        if costs is None or not self.max_wait_ns or self.policy.objective_ns or self.shared:
+            return None
+        free_ns = self._free_ns(costs, now_ns)
+        if not free_ns:
+            return None
+        bound_ns, _ = self._wait_bound_ns(costs)
+        start_ns = self._start(costs, free_ns, self.queue.rows_ahead(0, FAR_NS, ""), 1, now_ns)[0]
+        wait_ns = int((start_ns - now_ns) * self._stretch)
+        return WaitForecast(now_ns + wait_ns - bound_ns, bound_ns) if wait_ns > bound_ns else None
 
     def record_wait(self, entry: Entry, taken_ns: int) -> None:
         """Learn how much longer waits are than predicted from a request without a due time that has left the queue."""
@@ -526,9 +560,8 @@ class AdmissionController:
 
 
 def _too_long(standing: StandingRejection, now_ns: int) -> Overloaded:
-    bound_ms = standing.done_ns / NS_PER_MS
-    text = standing.refusal.format((standing.until_ns - now_ns) / NS_PER_MS + bound_ms, bound_ms)
-    return Overloaded(text, max(standing.retry_ns - now_ns, NS_PER_MS) / NS_PER_S)
+    retry_after_s = max(standing.retry_ns - now_ns, NS_PER_MS) / NS_PER_S
+    return wait_too_long(WaitForecast(standing.until_ns, standing.done_ns), now_ns, retry_after_s)
 
 
 def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:

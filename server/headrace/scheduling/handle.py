@@ -378,6 +378,7 @@ class ModelHandle(VersionHandle):
             limits.max_count,
             limits.max_size_bytes,
             policy.batch.objective_ns,
+            self._admission.forecast_wait(now_ns),
         )
 
     def learn_rejections(self, count: int, kind: int) -> None:

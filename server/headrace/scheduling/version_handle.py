@@ -20,7 +20,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder, StepTotal
-from headrace.scheduling.admission import AdmissionForecast
+from headrace.scheduling.admission import AdmissionForecast, WaitForecast
 from headrace.scheduling.instance import WarmUp
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
@@ -49,6 +49,7 @@ class OverloadFigures(NamedTuple):
         size_bytes: memory of the queued requests.
         max_count, max_size_bytes: bounds of the queue.
         objective_ns: promised latency; 0 for none.
+        wait: wait of a request without a due time; None if it is allowed.
     """
 
     forecast: AdmissionForecast | None
@@ -57,6 +58,7 @@ class OverloadFigures(NamedTuple):
     max_count: int
     max_size_bytes: int
     objective_ns: int
+    wait: WaitForecast | None = None
 
 
 class RequestCache(Protocol):

@@ -101,9 +101,11 @@ def test_versions_are_found_by_number_and_epoch() -> None:
 
 
 class Model:
-    """A model whose batches of up to 8 rows take 10 ms each, promised in 50 ms."""
+    """A model whose batches of up to 8 rows take 10 ms each, promised in 50 ms; or without a promise, with a longest wait."""
 
-    def __init__(self, waiting: int, running: list[int], margin_ms: int = 0, objective_ms: int = 50) -> None:
+    def __init__(
+        self, waiting: int, running: list[int], margin_ms: int = 0, objective_ms: int = 50, max_wait_ms: int = 0
+    ) -> None:
         self.objective_ns = objective_ms * MS
         latency_table = LatencyTable()
         latency_table.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
@@ -112,9 +114,12 @@ class Model:
         self.scheduler = Scheduler(policy, self.limits, clock=lambda: NOW)
         works = [InFlightWork(0, [(NOW - ms * MS, 8)]) for ms in running] or [InFlightWork(NOW - 1, ())]
         cost_model = CostModel(latency_table, policy)
-        self.admission = AdmissionController(cost_model, policy, self.scheduler, lambda: works)
+        self.admission = AdmissionController(
+            cost_model, policy, self.scheduler, lambda: works, max_wait_ns=max_wait_ms * MS
+        )
         self.scheduler.retry_after_s = self.admission.retry_after_s
-        self.admission.admit([self.entry()], NOW)
+        if objective_ms:
+            self.admission.admit([self.entry()], NOW)
         kind = self.objective_ns.bit_length()
         self.admission._margins._ns[kind] = margin_ms * MS
         for _ in range(waiting):
@@ -129,14 +134,23 @@ class Model:
         load = LOAD._replace(depth=scheduler.depth, drain_ns=self.admission.drain_ns(NOW))
         forecast = self.admission.forecast(NOW)
         figures = OverloadFigures(
-            forecast, scheduler.depth, scheduler.size_bytes, limits.max_count, limits.max_size_bytes, self.objective_ns
+            forecast,
+            scheduler.depth,
+            scheduler.size_bytes,
+            limits.max_count,
+            limits.max_size_bytes,
+            self.objective_ns,
+            self.admission.forecast_wait(NOW),
         )
         return version_record(load, figures, NOW)
 
     def admit(self) -> Exception | None:
         try:
             entry = self.entry()
-            self.admission.admit([entry], NOW)
+            if self.objective_ns:
+                self.admission.admit([entry], NOW)
+            elif self.admission.max_wait_ns:
+                self.admission.check_wait([entry], NOW)
             self.scheduler.enqueue([entry])
         except (WouldMiss, Overloaded) as error:
             return error
@@ -161,6 +175,23 @@ def test_rejections_equal_those_of_the_engine_process(
     assert (type(rejection), str(rejection)) == (type(error), str(error))
     if isinstance(rejection, WouldMiss | Overloaded) and isinstance(error, WouldMiss | Overloaded):
         assert rejection.retry_after_s == error.retry_after_s
+
+
+@given(waiting=st.integers(0, 40), running=st.lists(st.integers(0, 12), max_size=3), max_wait_ms=st.integers(0, 60))
+@settings(max_examples=examples(200), deadline=None)
+def test_waits_that_are_too_long_are_rejected_as_in_the_engine_process(
+    waiting: int, running: list[int], max_wait_ms: int
+) -> None:
+    model = Model(waiting, running, objective_ms=0, max_wait_ms=max_wait_ms)
+    figures = model.record()
+    rejection, error = figures.rejection(NOW), model.admit()
+    assert (type(rejection), str(rejection)) == (type(error), str(error))
+    if waiting < 40:
+        assert figures.rejection(NOW, has_deadline=True) is None, "its deadline may be later"
+    if rejection is not None:
+        later_ns = max(figures.wait_until_ns, NOW)
+        assert waiting == 40 or figures.rejection(later_ns) is None
+        assert "queue is full" in str(rejection)
 
 
 def test_a_full_queue_rejects_without_a_forecast() -> None:
@@ -299,12 +330,12 @@ def test_pages_that_reject_nothing_are_not_read(rejects: bool, monkeypatch: pyte
 def test_a_front_end_reads_and_counts_by_version() -> None:
     page, array = SharedPage.create(1), CounterArray.create()
     state = PageState(SharedPage(page.fd), array)
-    state.admit(4)  # has no slot yet
+    state.check_load(4, 0)  # has no slot yet
     assert (state.load(4).depth, state.count_failure(4, "overloaded", 5)) == (0, False)
     page.write(3, version_key(1, 4), record(0, written_ns=time.monotonic_ns(), depth=4, max_count=4), True)
     assert state.load(4).depth == 4
     with pytest.raises(Overloaded, match="the queue is full: 4 requests"):
-        state.admit(4)
+        state.check_load(4, 0)
     assert state.count_failure(4, "overloaded", 5)
     assert FailureTotals([array], 3, version_key(1, 4)).collect() == [("overloaded", 1, 5)]
     page.clear(3)
