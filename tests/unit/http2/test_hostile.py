@@ -359,6 +359,20 @@ async def test_an_idle_connection_is_closed_without_an_error() -> None:
 
 
 @on_a_loop
+async def test_an_old_connection_is_closed_after_its_streams() -> None:
+    wire = Wire(limits=Http2Limits(handshake_s=0.1, max_age_s=0.05, drain_s=0.05))
+    wire.application.answers = False
+    await wire.send(request(1))
+    sent: list[Frame] = []
+    while not any(frame.kind == frames.GOAWAY and frame.payload[:4] == b"\0\0\0\1" for frame in sent):
+        await asyncio.sleep(0.02)
+        sent += await wire.frames()
+    assert not wire.transport.closed
+    wire.application.streams[1].answer(b"done")
+    await _until_closed(wire)
+
+
+@on_a_loop
 async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
     wire = Wire()
     wire.application.answers = False
