@@ -13,6 +13,8 @@ from headrace.tls import ServerTls
 # Longest TLS handshake; `--header-timeout-s` shortens it.
 HANDSHAKE_TIMEOUT_S = 10.0
 BACKLOG = 4096
+# Handshakes of connections over the limit that may end in a refusal, in multiples of the connections that the protocol accepts.
+_RESERVES = 4
 # Connections that one event accepts, before the event loop continues.
 _ACCEPTS = 32
 # Pause after an accept that failed because descriptors or memory are used up: the socket stays readable.
@@ -49,9 +51,9 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 class Handshakes:
     """Opens connections on accepted sockets; counts each over TLS from accept on and bounds the time of its handshake.
 
-    The server of asyncio counts nothing before the end of the handshake, and cannot replace its certificate. A connection over
-    the limit takes the place of the oldest one whose handshake has not ended. Without such a one it is closed once
-    `reserved` connections are over the limit.
+    The server of asyncio counts nothing before the end of the handshake, and cannot replace its certificate. Connections over the
+    limit complete their handshake, so that the protocol can refuse them with a response. Once four times `reserved` connections
+    are over the limit, the next takes the place of the oldest one whose handshake has not ended. Without such a one it is closed.
 
     Ownership: the event loop.
 
@@ -61,7 +63,7 @@ class Handshakes:
         alpn: the protocol that is offered.
         client_limits: limit and number of connections whose handshake has ended.
         timeout_s: maximum time of a handshake in seconds.
-        reserved: connections over the limit that are accepted.
+        reserved: connections over the limit that the protocol accepts; 0 to end the handshakes of all over it.
 
     Raises:
         OSError: a TLS file is invalid.
@@ -104,7 +106,8 @@ class Handshakes:
         over = limits.all_connections + len(self._handshakes) + 1 - limits.limits.max_connections
         if over > 0 and self._tls is not None:
             limits.hit("max_connections")
-            if not self._abort_oldest() and over > self._reserved:
+            # The refusal is a response, which needs the handshake. Too many would use up descriptors and processor time.
+            if over > _RESERVES * self._reserved and not self._abort_oldest():
                 sock.close()
                 return
         sock.setblocking(False)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,25 @@ def test_a_reserve_serves_health_and_metrics(small: Attacked, metrics_port: int)
             wire.pour([body[-1:]])
             assert wire.answer() == (200, "")
     watch.check()
+    small.still_serves()
+
+
+def test_connections_over_the_limit_get_a_response(small: Attacked) -> None:
+    """Many times the limit connect before any of them sends its request: none is closed without a response."""
+    body = http_body()
+    with ExitStack() as stack:
+        busy = [stack.enter_context(small.connect()) for _ in range(MAX_CONNECTIONS)]
+        for wire in busy:
+            wire.pour([infer_head(body) + body[:-1]])
+        time.sleep(0.5)
+        refused = [stack.enter_context(small.connect()) for _ in range(5 * MAX_CONNECTIONS)]
+        for wire in refused:
+            with suppress(OSError):  # it is closed already, behind its response
+                wire.pour([infer_head(body) + body])
+        assert [wire.answer()[0] for wire in refused] == [503] * len(refused)
+        for wire in busy:
+            wire.pour([body[-1:]])
+            assert wire.answer() == (200, "")
     small.still_serves()
 
 

@@ -40,14 +40,16 @@ class Mailbox:
 
     Attributes:
         loop: see Args.
+        measures_lag: True once a request has a due time.
         lag_ns: delay of the loop, from a post to its delivery: large ones of the latest deliveries.
     """
 
-    __slots__ = ("_armed", "_bell", "_clock", "_posted_ns", "_rests", "_settled", "lag_ns", "loop")
+    __slots__ = ("_armed", "_bell", "_clock", "_posted_ns", "_rests", "_settled", "lag_ns", "loop", "measures_lag")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock = monotonic_ns) -> None:
         self.loop = loop
         self.lag_ns = 0
+        self.measures_lag = False
         self._clock = clock
         self._posted_ns = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
@@ -63,7 +65,8 @@ class Mailbox:
             self._bell.put(None)
         if not self._armed:
             self._armed = True
-            self._posted_ns = self._clock()
+            if self.measures_lag:
+                self._posted_ns = self._clock()
             try:
                 self.loop.call_soon_threadsafe(self.deliver)
             except RuntimeError:  # the loop is closed, so nothing waits

@@ -524,7 +524,11 @@ class LimitedConnection(Protocol):
         """Close the connection, which is idle."""
 
     def refuse_connection(self, with_response: bool) -> None:
-        """Close a connection over the limit that has sent no complete request, with or without a response."""
+        """Close a connection over the limit that has sent no complete request.
+
+        Args:
+            with_response: wait until the client has read the refusal; False closes at once behind it.
+        """
 
 
 class ConnectionReserve:

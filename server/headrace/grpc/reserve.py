@@ -38,10 +38,10 @@ class LimitedGrpcConnection:
 
     def refuse_connection(self, with_response: bool) -> None:
         """See `LimitedConnection`."""
-        if with_response:
-            self._connection.timers.send_final_goaway()
-        else:
-            self._connection.transport.abort()
+        connection = self._connection
+        connection.timers.send_final_goaway()
+        if not with_response and not connection.transport.is_closing():
+            connection.transport.close()
 
 
 class GrpcReserve:

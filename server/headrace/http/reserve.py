@@ -59,15 +59,18 @@ class LimitedHttpProtocol(HeadraceHttpProtocol):
         return None if self._is_over else super()._join_endpoint()
 
     def close_idle(self) -> None:
-        """See `LimitedConnection`."""
+        """See `LimitedConnection`. The first request may be on its way: it gets a response."""
+        if not self._has_received:
+            self._refuse(
+                503, "the server has closed a connection without a request in favour of another one: retry later"
+            )
         self.transport.close()
 
     def refuse_connection(self, with_response: bool) -> None:
         """See `LimitedConnection`."""
-        if with_response:
-            self._refuse(503, self._over_text)
-        else:
-            self.abort()
+        self._refuse(503, self._over_text)
+        if not with_response and not self.transport.is_closing():
+            self.transport.close()
 
     def idle_rank(self) -> tuple[bool, float] | None:
         """See `LimitedConnection`."""

@@ -168,6 +168,7 @@ class AdmissionController:
         max_wait_ns: longest predicted wait of a request without a due time; 0 for any.
         has_due_times: True if the model has an objective or a request had a deadline.
         changed: True if a batch started or ended since the free times were computed; set by the instances.
+        short_rows: queued rows that take less than half of `max_wait_ns`.
         standing: the latest rejection, None if later requests may be admitted.
     """
 
@@ -187,7 +188,7 @@ class AdmissionController:
         self._lock = threading.Lock()
         self._overhead_ns = 0.0  # smoothed busy time of a batch beyond its usual compute time
         self._stretch = 1.0  # smoothed ratio of waits to their predictions
-        self._short_rows = 0  # queued rows that take less than half of the longest wait
+        self.short_rows = 0
         self._rows = 1.0  # smoothed rows of a batch
         self._margins, self._arrivals = SafetyMargins(), RecentArrivals()
         self._flowed_ns = 0  # last time with less than half a batch queued; recurs whenever capacity exceeds arrivals
@@ -327,11 +328,12 @@ class AdmissionController:
         """Return what is added to a prediction: learned errors, and the delay of the event loop at arrival and response."""
         margin_ns = self._margins.ns(kind)
         if self.mailbox is not None:
+            self.mailbox.measures_lag = True
             margin_ns += min(2 * self.mailbox.lag_ns, (self.policy.objective_ns or NS_PER_S) // _LAG_PARTS)
         return margin_ns
 
     def check_wait(self, entries: list[Entry], now_ns: int) -> None:
-        """Check the predicted wait of a request without a due time, before it is queued.
+        """Check the predicted wait of a request without a due time, before it is queued behind more than `short_rows`.
 
         Args:
             entries: the entries of one request.
@@ -340,15 +342,13 @@ class AdmissionController:
         Raises:
             Overloaded: the request would wait longer than `max_wait_ns`, and for more than two batches of each instance.
         """
-        if self.queue.waiting_rows < self._short_rows:  # far from the bound: most requests
-            return
         costs = self.cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
             return
         entry = entries[0]
         bound_ns, cycle_ns = self._wait_bound_ns(costs)
-        self._short_rows = int(self._usual_rows(costs) * len(free_ns) * bound_ns / cycle_ns / 2)
+        self.short_rows = int(self._usual_rows(costs) * len(free_ns) * bound_ns / cycle_ns / 2)
         ahead = self.queue.rows_ahead(entry.level, FAR_NS, entry.client)
         start_ns = self._start(costs, free_ns, ahead, min(entry.rows, self.policy.max_rows), now_ns)[0]
         wait_ns = int((start_ns - now_ns) * self._stretch)

@@ -149,6 +149,9 @@ def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
 
 logger = logging.getLogger("headrace.instance")
 
+# Processor times of shorter batches are not measured: among those the largest batch is the best.
+_MIN_WORK_NS = 200 * NS_PER_US
+
 Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], list[Completion]]
 
 
@@ -471,6 +474,7 @@ class SerialRunner:
         self._staging = Staging(self.max_rows)
         # Error of a run on another thread; the instance's thread ends with it.
         self._inline_error: BaseException | None = None
+        self._busy_ns = 0  # of the latest batch
         self._on_loop = False  # a run blocks the event loop and its timers
         self._running: Batch | None = None
 
@@ -484,7 +488,7 @@ class SerialRunner:
             if self.inline_gate is not None:
                 self.inline_gate.support(self.execution)
         wait_ready = None if self._members is None else self._members.wait_ready
-        observe_work, cpu_ns = self.batch_results.observe_work, thread_time_ns()
+        observe_work, cpu_ns = self.batch_results.observe_work, 0
         while True:
             if wait_ready is not None:
                 wait_ready(self.scheduler.is_ending)
@@ -492,8 +496,12 @@ class SerialRunner:
             if batch is None:
                 break
             self._run_batch(batch)
-            before_ns, cpu_ns = cpu_ns, thread_time_ns()
-            observe_work(batch.rows, cpu_ns - before_ns)
+            if self._busy_ns >= _MIN_WORK_NS:
+                before_ns, cpu_ns = cpu_ns, thread_time_ns()
+                if before_ns:
+                    observe_work(batch.rows, cpu_ns - before_ns)
+            else:
+                cpu_ns = 0
             del batch  # its arrays may be large, and the next batch may come late
         if self._inline_error is not None:
             raise self._inline_error
@@ -578,7 +586,7 @@ class SerialRunner:
             return
         if self._on_loop and batch.entries[0].deadline_ns <= times.split_ns:
             exceed_deadline(batch.entries[0])  # the loop was blocked, and its timer with it
-        busy_ns = times.split_ns - times.taken_ns
+        busy_ns = self._busy_ns = times.split_ns - times.taken_ns
         self.batch_results.busy_runners.discard(self)  # before `settle`: its caller may send the next request at once
         gate = self.inline_gate if self._on_loop else None
         self.batch_results.settle(batch, times, results, busy_ns, None if gate is None else gate.mailbox.loop.call_soon)

@@ -290,8 +290,10 @@ class ModelHandle(VersionHandle):
             self._quotas.charge(request.client, now_ns)
         entries = self._entry_factory.entries(request, completion, now_ns)
         admission = self._admission
-        has_due_time = entries[-1].due_ns != FAR_NS
-        if has_due_time or (admission.max_wait_ns and not request.internal):
+        has_due_time, waiting_rows = entries[-1].due_ns != FAR_NS, self._scheduler.waiting_rows
+        if has_due_time or (
+            waiting_rows >= admission.short_rows and waiting_rows and admission.max_wait_ns and not request.internal
+        ):
             try:
                 admission.admit(entries, now_ns) if has_due_time else admission.check_wait(entries, now_ns)
             except Unavailable:

@@ -189,6 +189,7 @@ def test_the_lag_follows_repeated_delays_and_forgets_single_ones() -> None:
     async def scenario() -> None:
         now_ns = [0]
         mailbox = Mailbox(asyncio.get_running_loop(), lambda: now_ns[0])
+        mailbox.measures_lag = True
 
         def deliver(lag_ns: int) -> int:
             now_ns[0] += 1
