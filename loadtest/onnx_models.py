@@ -146,6 +146,37 @@ def transformer(
     return onnx_model(nodes, {"ids": text, "mask": text}, outputs, constants)
 
 
+def convolution(channels: Sequence[int] = (64, 64), side: int = 48, classes: int = 10) -> onnx.ModelProto:
+    """pixels (rows, 3, side, side) FP32 -> scores (rows, classes) FP32: 3 x 3 convolutions at full resolution, random weights.
+
+    On a CPU small batches of it are the most efficient ones: the activations of more rows do not fit into the caches.
+
+    Args:
+        channels: of each convolution.
+        side: of the picture in pixels; 48 makes a row of 27 KiB.
+        classes: of the scores.
+    """
+    random = np.random.default_rng(0)
+    node, before, state = helper.make_node, 3, "pixels"
+    constants: dict[str, Array] = {"classes": random.standard_normal((channels[-1], classes), np.float32)}
+    nodes: list[onnx.NodeProto] = []
+    for layer, count in enumerate(channels):
+        scale = np.float32((2 / (before * 9)) ** 0.5)
+        constants[f"filters{layer}"] = random.standard_normal((count, before, 3, 3), np.float32) * scale
+        nodes += [
+            node("Conv", [state, f"filters{layer}"], [f"sums{layer}"], pads=[1, 1, 1, 1]),
+            node("Relu", [f"sums{layer}"], [f"state{layer}"]),
+        ]
+        before, state = count, f"state{layer}"
+    nodes += [
+        node("GlobalAveragePool", [state], ["means"]),
+        node("Flatten", ["means"], ["flat"]),
+        node("MatMul", ["flat", "classes"], ["scores"]),
+    ]
+    pixels = {"pixels": (TensorProto.FLOAT, ("rows", 3, side, side))}
+    return onnx_model(nodes, pixels, {"scores": (TensorProto.FLOAT, ("rows", classes))}, constants)
+
+
 def _encoder_layer(
     layer: int, width: int, constants: dict[str, Array], random: np.random.Generator
 ) -> list[onnx.NodeProto]:

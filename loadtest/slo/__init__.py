@@ -7,5 +7,6 @@ tenants     two clients, one of them flooding
 simulator   the simulator against a real run of the same trace
 deep_queue  CPU time of admission and decision while 10,000 requests wait
 over_http   the overload once more: a real server, ONNX Runtime, real sockets
+convolution the same for a net that shares its core with the front end, for objectives of 2 to 10 batches and without one
 curves      goodput and latency over the load, drawn from the simulator
 """

@@ -32,7 +32,7 @@ from loadtest.bench.report import (
 )
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Cores
-from loadtest.slo import curves, deep_queue, over_http, parts
+from loadtest.slo import convolution, curves, deep_queue, over_http, parts
 from loadtest.slo.parts import Plan
 
 PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
@@ -42,6 +42,7 @@ PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
     "simulator": parts.simulator,
     "queue": deep_queue.run,
     "http": over_http.run,
+    "convolution": convolution.run,
 }
 BUSY_WARNING = 0.1
 
