@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -52,7 +53,8 @@ class Pair:
     async def attach(self, number: int) -> None:
         """Connect a front end, again if it was detached."""
         engine_end, front_end_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        await self.engine.attach(number, 1, engine_end)
+        arena = os.dup(self.front_ends[number].new_arena())
+        await self.engine.attach(number, 1, engine_end, arena)
         await self.front_ends[number].attached(front_end_end)
 
 

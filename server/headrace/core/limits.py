@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields
 from heapq import nsmallest
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
 
@@ -170,9 +173,11 @@ class BodyMemory:
         max_large_bytes: largest sum that a body or a response above `SMALL_BODY_BYTES` may reach; the rest is for small ones.
         unchecked_bytes: sum of this process up to which every body fits.
         rates: transfers that a protocol observes now, by their reservation.
+        allocate: returns memory for a large body, uint8[size], for its size and that of its header in bytes; None for memory of
+            the process.
     """
 
-    __slots__ = ("_others", "cells", "max_bytes", "max_large_bytes", "rates", "unchecked_bytes")
+    __slots__ = ("_others", "allocate", "cells", "max_bytes", "max_large_bytes", "rates", "unchecked_bytes")
 
     CELLS: ClassVar[int] = 3
     RESERVED: ClassVar[int] = 0
@@ -194,6 +199,7 @@ class BodyMemory:
         if others is not None:
             self.unchecked_bytes = self.max_bytes // SMALL_BODY_RESERVE // max(processes, 1)
         self.rates: dict[BodyReservation | UnreadResponses, TransferRate] = {}
+        self.allocate: Callable[[int, int], npt.NDArray[np.uint8]] | None = None
 
     @property
     def reserved_bytes(self) -> int:

@@ -7,24 +7,32 @@ front end has stopped using it, so that requests that arrive during a reload are
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.core.completion import GroupCompletion, LoopCompletion, Outcome
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
 from headrace.core.request import NO_PARAMETERS, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
+from headrace.core.tensor import Array
 from headrace.front_ends import frames
+from headrace.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.front_ends.errors import describe_error
 from headrace.front_ends.frame_stream import FrameStream
-from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame
+from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace
 from headrace.front_ends.table import VersionRow, encode_table, version_row
-from headrace.front_ends.tensors import InlineLayout, TensorReader, TensorWriter
+from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.repository.registry import Registry
+from headrace.repository.shared_memory import Pin
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -55,10 +63,17 @@ class ServedVersion:
         self.reader = TensorReader(handle.spec.inputs)
         self.writer = TensorWriter(handle.spec.outputs)
         self._shapes = CheckedShapes(handle.spec)
-        self._checked: dict[bytes, tuple[InlineLayout, int, object]] = {}
+        self._checked: dict[bytes, tuple[BlockLayout, int, object]] = {}
 
-    def request(self, frame: RequestsFrame, buffer: bytes, size_bytes: int) -> InferRequest:
-        """Make the request of a frame, for all its members; its inputs are views of the buffer.
+    def layout(self, block: bytes) -> BlockLayout:
+        """Parse the tensor block of a request, or return its cached form; raises FrameError."""
+        checked = self._checked.get(block)
+        return self.reader.layout(block) if checked is None else checked[0]
+
+    def request(
+        self, frame: RequestsFrame, layout: BlockLayout, buffer: bytes, size_bytes: int, arena: MappedArena | None
+    ) -> InferRequest:
+        """Make the request of a frame, for all its members; its inputs are views of the buffer and of the arena.
 
         Raises:
             FrameError: the frame does not follow the layout.
@@ -66,11 +81,17 @@ class ServedVersion:
         """
         block = frame.block
         checked = self._checked.get(block)
-        layout = self.reader.layout(block) if checked is None else checked[0]
         inputs = self.reader.read(layout, buffer, frame.data_start, frame.data_end)
+        for spec, tensor in layout.slots:
+            if arena is None:
+                raise FrameError(f"input '{spec.name}' is in a slot, and the front end has no arena")
+            view = arena.view(tensor.slot, tensor.generation, tensor.offset, tensor.size_bytes)
+            on_gpu = bool(self.handle.spec.resident_devices)
+            inputs[spec.name] = arena.tensor(view, spec.datatype.dtype, tensor.shape, on_gpu)
+            size_bytes += tensor.size_bytes
         if checked is None:
             checked = (layout, *self._shapes.rows(inputs))
-            if len(block) <= _MAX_BLOCK_BYTES:
+            if len(block) <= _MAX_BLOCK_BYTES and not layout.slots and layout.room is None:
                 if len(self._checked) >= _MAX_BLOCKS:
                     self._checked.clear()
                 self._checked[block] = checked
@@ -98,13 +119,20 @@ class EngineRequests:
     Args:
         registry: its versions.
         on_traffic: called with a version whose requests have arrived or were answered; cheap.
+        pin: pins arenas for models on GPUs, as in `headrace.repository.shared_memory`; None without GPUs.
 
     Attributes:
+        on_traffic, pin: see Args.
         versions: by number, those of the last table, and those that a front end still holds.
     """
 
-    def __init__(self, registry: Registry, on_traffic: Callable[[VersionHandle], None] = lambda _handle: None) -> None:
-        self.on_traffic = on_traffic
+    def __init__(
+        self,
+        registry: Registry,
+        on_traffic: Callable[[VersionHandle], None] = lambda _handle: None,
+        pin: Pin | None = None,
+    ) -> None:
+        self.on_traffic, self.pin = on_traffic, pin
         self.versions: dict[int, ServedVersion] = {}
         self._registry = registry
         self._listed: frozenset[int] = frozenset()
@@ -125,6 +153,7 @@ class EngineRequests:
                 self.versions[handle.serial] = ServedVersion(handle)
         for link in self._links.values():
             link.hold(names)
+            link.pin_arena()
         self._forget_versions()
         return encode_table(_row(handle, versions) for handle, versions in names.items())
 
@@ -154,6 +183,11 @@ class EngineRequests:
             del self._links[link.number]
         self._forget_versions()
 
+    def devices(self) -> frozenset[int]:
+        """Return the numbers of the GPUs whose instances read inputs without a host copy."""
+        devices: frozenset[int] = frozenset()
+        return devices.union(*(version.handle.spec.resident_devices for version in self.versions.values()))
+
     def _forget_versions(self) -> None:
         held = self._listed.union(*(link.held for link in self._links.values()))
         for number in [number for number in self.versions if number not in held]:
@@ -182,14 +216,39 @@ class _Group:
         received_ns: monotonic arrival of each member.
         unanswered: members without an answer.
         completions: of its parts, to cancel them.
+        room: slot for its outputs, None for none.
     """
 
-    __slots__ = ("completions", "number", "received_ns", "unanswered", "version")
+    __slots__ = ("completions", "number", "received_ns", "room", "unanswered", "version")
 
     def __init__(self, number: int, version: ServedVersion, received_ns: Sequence[int]) -> None:
         self.number, self.version, self.received_ns = number, version, received_ns
         self.unanswered = len(received_ns)
         self.completions: list[LoopCompletion] = []
+        self.room: Room | None = None
+
+
+Room = tuple[npt.NDArray[np.uint8], TensorPlace]
+"""Slot for the outputs of a request: its memory and its place."""
+
+
+def _fill_room(
+    room: Room, outputs: Mapping[str, Array], writer: TensorWriter
+) -> tuple[dict[str, Array], list[TensorPlace]]:
+    """Copy outputs into a slot; returns those that must go with the frame, and the places of the others."""
+    memory, place = room
+    inline: dict[str, Array] = {}
+    places: list[TensorPlace] = []
+    offset = 0
+    for name, array in outputs.items():
+        end = offset + array.nbytes
+        if array.dtype.hasobject or not array.nbytes or end > len(memory):
+            inline[name] = array
+            continue
+        np.copyto(np.ndarray(array.shape, array.dtype, memory.data, offset), array)
+        places.append(writer.place(name, array, place.slot, place.generation, place.offset + offset))
+        offset = end + -end % ALIGNMENT
+    return inline, places
 
 
 class FrontEndLink:
@@ -212,7 +271,11 @@ class FrontEndLink:
         self.held: dict[int, VersionHandle] = {}
         self._requests = requests
         self._groups: dict[int, _Group] = {}
-        self._arena = arena
+        self._loop = asyncio.get_running_loop()
+        self._released: deque[tuple[int, int]] = deque()  # appended by any thread
+        self._is_releasing = False
+        self._arena = None if arena is None else MappedArena(arena, self._release)
+        self.pin_arena()
 
     def hold(self, handles: Iterable[VersionHandle]) -> None:
         """Keep versions open that are in the table of the front end from now on."""
@@ -264,12 +327,19 @@ class FrontEndLink:
         if number in self._groups:
             raise FrameError(f"front end {self.number} sent group {number} twice")
         if version is None or not version.handle.lease(members):
+            for tensor in frames.parse_tensor_block(frame.block).tensors:
+                if tensor.place == frames.SLOT:
+                    self._release(tensor.slot, tensor.generation)
             self._write_error(number, 0, members, Unavailable(_REPLACED))
             return
         self._requests.on_traffic(version.handle)
         group = self._groups[number] = _Group(number, version, frame.received_ns)
         try:
-            request = version.request(frame, buffer, size_bytes)
+            layout = version.layout(frame.block)
+            room = layout.room
+            if room is not None and self._arena is not None:
+                group.room = self._arena.view(room.slot, room.generation, room.offset, room.size_bytes), room
+            request = version.request(frame, layout, buffer, size_bytes, self._arena)
             version.handle.admit()
         except HeadraceError as error:
             self._settle(group, 0, members, error)
@@ -333,11 +403,37 @@ class FrontEndLink:
             self._requests.on_traffic(handle)
 
     def _write_answer(self, group: _Group, first: int, members: int, response: InferResponse) -> None:
-        block, data, data_bytes = group.version.writer.write((response.outputs,), 0, response.closed)
+        writer, outputs = group.version.writer, response.outputs
+        if group.room is None:
+            block, data, data_bytes = writer.write((outputs,), 0, response.closed)
+        else:
+            inline, slots = _fill_room(group.room, outputs, writer)
+            block, data, data_bytes = writer.write((inline,), 0, response.closed, slots)
         self.stream.write(frames.answers_frame(group.number, first, members, response, block, data, data_bytes))
 
     def _write_error(self, group: int, first: int, members: int, error: BaseException) -> None:
         self.stream.write((frames.error_frame(group, first, members, describe_error(error)),))
+
+    def pin_arena(self) -> None:
+        """Pin the arena if a model on a GPU reads it."""
+        if self._arena is not None and self._requests.pin is not None:
+            self._arena.start_pinning(self._requests.pin, self._requests.devices())
+
+    def _release(self, slot: int, generation: int) -> None:
+        """Release a slot in the front end; any thread may call."""
+        self._released.append((slot, generation))
+        if not self._is_releasing:
+            self._is_releasing = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._send_released)
+
+    def _send_released(self) -> None:
+        self._is_releasing = False
+        slots: list[tuple[int, int]] = []
+        while self._released:
+            slots.append(self._released.popleft())
+        if slots and not self.stream.is_lost:
+            self.stream.write((frames.release_frame(slots),))
 
     def _count_lost(self, group: _Group, first: int, members: int, outcome: Outcome | None) -> None:
         """Count requests whose front end has ended, as cancelled: it cannot count them any more."""
@@ -354,6 +450,5 @@ class FrontEndLink:
         for number in tuple(self.held):
             self._release_version(number)
         if self._arena is not None:
-            os.close(self._arena)
-            self._arena = None
+            self._arena.close()
         self._requests.end_link(self)

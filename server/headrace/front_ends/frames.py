@@ -51,6 +51,9 @@ MAX_FRAME_BYTES = 1 << 31
 MAX_MEMBERS = 4096
 MAX_DIMENSIONS = 32
 
+ROOM = 0xFFFF
+"""Number of a tensor of a request that is no input: a slot for large outputs, of which the engine uses a part or nothing."""
+
 INLINE, SLOT, REGION = range(3)
 """Places of a tensor: data of the frame; a slot of the front end's arena; shared memory that a client has registered."""
 

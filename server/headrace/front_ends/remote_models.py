@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
@@ -19,11 +23,12 @@ from headrace.core.errors import HeadraceError, NotFound, Unavailable
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import Array, ModelSpec
 from headrace.front_ends import frames
+from headrace.front_ends.arena import ALIGNMENT, DEFAULT_ARENA_BYTES, Arena
 from headrace.front_ends.errors import restore_error
 from headrace.front_ends.frame_stream import FrameStream
-from headrace.front_ends.frames import CountEvent, FrameError
+from headrace.front_ends.frames import CountEvent, FrameError, TensorPlace
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
-from headrace.front_ends.tensors import TensorReader, TensorWriter
+from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.inference.services import Models
 from headrace.observability.counters import Recorder
 
@@ -33,6 +38,10 @@ ENGINE_LOST = "the engine process of this server is restarting: retry"
 # Codec times and events wait at most this long for a frame that carries them along.
 _COUNTS_DELAY_S = 0.02
 _MAX_CODEC_TIMES = 1024
+
+# Smaller tensors are sent in frames: copying them costs less than a slot.
+MIN_SLOT_BYTES = 32 << 10
+UINT8 = frames.datatype_number("UINT8")
 
 _NO_LOAD = ModelLoad(0, 0, 0, 0, 0, 0, 0, 0.0, 0, ())
 
@@ -98,13 +107,14 @@ class Group:
         rows: of the members.
     """
 
-    __slots__ = ("completions", "handle", "number", "rows", "unanswered", "waiting")
+    __slots__ = ("completions", "handle", "number", "room", "rows", "unanswered", "waiting")
 
     def __init__(
         self, handle: RemoteHandle, number: int, completions: Sequence[RemoteCompletion], rows: Sequence[int]
     ) -> None:
         self.handle, self.number = handle, number
         self.completions, self.rows = completions, rows
+        self.room: npt.NDArray[np.uint8] | None = None  # slot for the outputs
         self.waiting = self.unanswered = len(completions)  # `waiting`: members that are not cancelled
         for completion in completions:
             completion.group = self
@@ -173,6 +183,7 @@ class RemoteHandle:
         spec, recorder, has_cache: see `Handle`.
         number: of the version.
         pending: requests of this turn of the loop, with their completions.
+        row_bytes: outputs of one row, 0 if that differs from request to request.
     """
 
     def __init__(self, models: RemoteModels, row: VersionRow) -> None:
@@ -185,6 +196,7 @@ class RemoteHandle:
         self._leases, self._is_retired = 0, False
         self.writer = TensorWriter(self.spec.inputs)
         self.reader = TensorReader(self.spec.outputs)
+        self.row_bytes = _row_bytes(self.spec)
 
     @property
     def latency_table(self) -> _NoTimes:
@@ -212,7 +224,7 @@ class RemoteHandle:
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
         """See `HasLoad`: by the engine's page."""
-        self.models.check_load(self.number, deadline_ns)
+        self.models.state.check_load(self.number, deadline_ns)
 
     def probes(self) -> Sequence[Probe]:
         """Return nothing: readiness is a route of the engine."""
@@ -250,7 +262,7 @@ class RemoteHandle:
         open_groups: dict[object, tuple[list[tuple[InferRequest, RemoteCompletion]], int]] = {}
         for pair in alive:
             request = pair[0]
-            if request.rows >= max_rows or not _is_plain(request):
+            if request.rows >= max_rows or request.size_bytes >= MIN_SLOT_BYTES or not _is_plain(request):
                 groups.append([pair])
                 continue
             key = request.shape_key
@@ -270,6 +282,12 @@ def _is_plain(request: InferRequest) -> bool:
     )
 
 
+def _row_bytes(spec: ModelSpec) -> int:
+    start = 1 if spec.max_batch_size else 0
+    sizes = [math.prod(each.shape[start:]) * each.datatype.size_bytes for each in spec.outputs.values()]
+    return 0 if min(sizes, default=0) <= 0 else sum(sizes)
+
+
 class _NoTimes:
     def table(self) -> Sequence[Mapping[str, object]]:
         """Return nothing."""
@@ -284,8 +302,9 @@ class RemoteModels:
 
     Args:
         loop: event loop of the front end.
-        state: shared page of the engine; None for none.
+        state: shared page of the engine, until `attached` replaces it; None for none.
         control: answers every other question about models, by the engine; None for none.
+        arena_bytes: size of the arena for large tensors.
 
     Attributes:
         mailbox: of the loop.
@@ -294,12 +313,17 @@ class RemoteModels:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, state: EngineState | None = None, control: Models | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        state: EngineState | None = None,
+        control: Models | None = None,
+        arena_bytes: int = DEFAULT_ARENA_BYTES,
     ) -> None:
+        self._arena_bytes = arena_bytes
+        self._arena: Arena | None = None
         self.mailbox = Mailbox(loop)
         self.is_attached = False
         self.state: EngineState = NoState() if state is None else state
-        self.check_load = self.state.check_load
         self._loop = loop
         self._control = control
         self._stream: FrameStream | None = None
@@ -314,8 +338,35 @@ class RemoteModels:
 
     # Connection and table, called by the control stream
 
-    async def attached(self, sock: socket.socket) -> None:
-        """Use a connected data stream; requests are accepted from now on."""
+    def new_arena(self) -> int:
+        """Create the arena of the next connection; returns its descriptor, for the engine. Owned by this object."""
+        self._close_arena()
+        arena = self._arena = Arena(self._arena_bytes)
+        return arena.fd
+
+    def _close_arena(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    def allocate_body(self, size_bytes: int, head_bytes: int = 0) -> npt.NDArray[np.uint8]:
+        """Allocate memory for a body, uint8[size_bytes], in the arena if it has room.
+
+        Args:
+            size_bytes: of the body.
+            head_bytes: size of its header; the tensors behind it are aligned.
+        """
+        memory = None if self._arena is None else self._arena.allocate(size_bytes, head_bytes)
+        return np.empty(size_bytes, np.uint8) if memory is None else memory
+
+    async def attached(self, sock: socket.socket, state: EngineState | None = None) -> None:
+        """Use a connected data stream; requests are accepted from now on.
+
+        Args:
+            sock: connected socket; owned by the stream from now on.
+            state: shared page of this engine process; None keeps the present one.
+        """
+        self.state = self.state if state is None else state
         stream = FrameStream(self._on_frame, self._on_lost, self._flush)
         self._stream = stream
         await stream.open(sock)
@@ -327,6 +378,7 @@ class RemoteModels:
         self.is_attached = False
         if stream is not None:
             stream.close()
+        self._close_arena()
         self._fail_all()
 
     def apply_table(self, content: bytes) -> None:
@@ -357,6 +409,11 @@ class RemoteModels:
     def in_flight(self) -> int:
         """Number of groups that wait for answers of the engine."""
         return len(self._groups)
+
+    @property
+    def arena_bytes_in_use(self) -> int:
+        """Bytes of the arena that requests use."""
+        return 0 if self._arena is None else self._arena.allocated_bytes
 
     # `headrace.inference.services.Models`
 
@@ -438,6 +495,9 @@ class RemoteModels:
         if self._stream is None:
             raise Unavailable(ENGINE_LOST)
         number = self._next_group
+        if len(pairs) == 1 and self._arena is not None and pairs[0][0].size_bytes >= MIN_SLOT_BYTES:
+            self._send_large(handle, *pairs[0])
+            return
         requests = [request for request, _ in pairs]
         member_rows = [request.rows for request in requests]
         extras = frames.extras_of(requests[0], handle.row.has_details) if len(requests) == 1 else None
@@ -448,6 +508,53 @@ class RemoteModels:
         self._next_group = number + 1
         self._groups[number] = Group(handle, number, [completion for _, completion in pairs], member_rows)
         self._stream.write(parts)
+
+    def _send_large(self, handle: RemoteHandle, request: InferRequest, completion: RemoteCompletion) -> None:
+        """Send a request whose large inputs are in slots of the arena, with a slot for large outputs."""
+        arena, stream, number = self._arena, self._stream, self._next_group
+        assert arena is not None
+        assert stream is not None
+        inline: dict[str, Array] = {}
+        places: list[TensorPlace] = []
+        copies: list[Array] = []  # until the request counts as a user of their slots
+        for name, array in request.inputs.items():
+            slot = None
+            if array.nbytes >= MIN_SLOT_BYTES and array.dtype == handle.spec.inputs[name].datatype.dtype:
+                slot = arena.find(array)
+                if slot is None:
+                    memory = arena.allocate(array.nbytes)
+                    if memory is not None:
+                        np.copyto(np.ndarray(array.shape, array.dtype, memory.data), array)
+                        copies.append(memory)
+                        slot = arena.find(memory)
+            if slot is None:
+                inline[name] = array
+            else:
+                places.append(handle.writer.place(name, array, *slot))
+        room = self._room(arena, request.rows * handle.row_bytes, len(handle.spec.outputs), places)
+        extras = frames.extras_of(request, handle.row.has_details)
+        block, data, data_bytes = handle.writer.write((inline,), 0, "", places)
+        parts = frames.requests_frame(
+            number, handle.number, (request.received_ns,), (request.rows,), block, data, data_bytes, extras
+        )
+        self._next_group = number + 1
+        group = self._groups[number] = Group(handle, number, (completion,), (request.rows,))
+        group.room = room
+        for place in places:
+            arena.use(place.slot)
+        stream.write(parts)
+
+    def _room(
+        self, arena: Arena, size_bytes: int, outputs: int, places: list[TensorPlace]
+    ) -> npt.NDArray[np.uint8] | None:
+        """Allocate a slot for large outputs, and add it to the places of a request."""
+        room = arena.allocate(size_bytes + ALIGNMENT * outputs) if size_bytes >= MIN_SLOT_BYTES else None
+        if room is not None:
+            slot = arena.find(room)
+            assert slot is not None
+            size = len(room)
+            places.append(TensorPlace(frames.ROOM, UINT8, (size,), size, frames.SLOT, slot[2], slot[0], slot[1]))
+        return room
 
     # Answers
 
@@ -464,6 +571,10 @@ class RemoteModels:
             self._end_members(group, completions)
             for completion in completions:
                 completion.settle_now(restore_error(record))
+        elif kind == frames.RELEASE:
+            if self._arena is not None:
+                for slot in frames.parse_release(buffer, start, end):
+                    self._arena.release(*slot)
         else:
             raise FrameError(f"the engine sent a frame of kind {kind}")
 
@@ -474,6 +585,8 @@ class RemoteModels:
         handle, first, count = group.handle, frame.first, frame.members
         layout = handle.reader.layout(frame.block)
         outputs = handle.reader.read(layout, buffer, frame.data_start, frame.data_end)
+        if layout.slots:
+            self._read_room(group, layout, outputs)
         response = frame.response
         response.closed = layout.text
         completions = group.completions[first : first + count]
@@ -495,6 +608,19 @@ class RemoteModels:
                 InferResponse(part, times, batch_rows, closed, (), response.cached, None, response.done_ns),
             )
 
+    def _read_room(self, group: Group, layout: BlockLayout, outputs: dict[str, Array]) -> None:
+        """Add the outputs of an answer that are in the slot of its request, as views of the slot."""
+        room, arena = group.room, self._arena
+        if room is None or arena is None:
+            raise FrameError(f"an answer to group {group.number} is in a slot that the request did not name")
+        found = arena.find(room)
+        assert found is not None
+        for spec, place in layout.slots:
+            start = place.offset - found[2]
+            if not 0 <= start <= len(room) - place.size_bytes:
+                raise FrameError(f"output '{spec.name}' is not in the slot of its request")
+            outputs[spec.name] = np.ndarray(place.shape, spec.datatype.dtype, room.data, start)
+
     def _end_members(self, group: Group, completions: Sequence[RemoteCompletion]) -> None:
         """Count members as answered; the group ends with its last one."""
         for completion in completions:
@@ -508,6 +634,7 @@ class RemoteModels:
             logger.warning("the engine process has closed its stream: %s", error or "it ended")
             self._stream = None
             self.is_attached = False
+            self._close_arena()
             self._fail_all()
 
     def _fail_all(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -12,9 +12,10 @@ from headrace.core.errors import BadRequest
 from headrace.core.tensor import BYTES, Array, Datatype, TensorSpec
 from headrace.front_ends.frames import (
     INLINE,
+    ROOM,
+    SLOT,
     Buffer,
     FrameError,
-    TensorBlock,
     TensorPlace,
     datatype_number,
     padding,
@@ -40,20 +41,22 @@ class _View(NamedTuple):
     elements: int
 
 
-class InlineLayout(NamedTuple):
-    """Parsed block whose tensors are all in the frame.
+class BlockLayout(NamedTuple):
+    """Parsed block, checked against the specs of a version.
 
     Attributes:
         text: of the block.
-        views: one for each tensor.
+        views: one for each tensor in the frame.
+        slots: tensors in the arena, with their specs.
+        room: slot for the outputs, None for none.
         data_bytes: size of the data.
-        blocks: the parsed block.
     """
 
     text: str
     views: tuple[_View, ...]
+    slots: tuple[tuple[TensorSpec, TensorPlace], ...]
+    room: TensorPlace | None
     data_bytes: int
-    block: TensorBlock
 
 
 class TensorReader:
@@ -65,9 +68,9 @@ class TensorReader:
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self._specs = tuple(specs.values())
-        self._layouts: dict[bytes, InlineLayout] = {}
+        self._layouts: dict[bytes, BlockLayout] = {}
 
-    def layout(self, block: bytes) -> InlineLayout:
+    def layout(self, block: bytes) -> BlockLayout:
         """Parse a block, or return its cached form.
 
         Raises:
@@ -76,13 +79,13 @@ class TensorReader:
         layout = self._layouts.get(block)
         if layout is None:
             layout = self._parse(block)
-            if len(block) <= _MAX_BLOCK_BYTES:
+            if len(block) <= _MAX_BLOCK_BYTES and not layout.slots and layout.room is None:
                 if len(self._layouts) >= _MAX_BLOCKS:
                     self._layouts.clear()
                 self._layouts[block] = layout
         return layout
 
-    def read(self, layout: InlineLayout, buffer: bytes, start: int, end: int) -> dict[str, Array]:
+    def read(self, layout: BlockLayout, buffer: bytes, start: int, end: int) -> dict[str, Array]:
         """Return the INLINE tensors of a frame by name: views of its data, new arrays for BYTES.
 
         Args:
@@ -109,10 +112,15 @@ class TensorReader:
                 arrays[spec.name] = np.empty(shape, dtype)
         return arrays
 
-    def _parse(self, block: bytes) -> InlineLayout:
+    def _parse(self, block: bytes) -> BlockLayout:
         parsed = parse_tensor_block(block)
         views: list[_View] = []
+        slots: list[tuple[TensorSpec, TensorPlace]] = []
+        room: TensorPlace | None = None
         for tensor in parsed.tensors:
+            if tensor.number == ROOM and tensor.place == SLOT:
+                room = tensor
+                continue
             if tensor.number >= len(self._specs):
                 raise FrameError(f"a tensor has number {tensor.number}, the version has {len(self._specs)} tensors")
             spec = self._specs[tensor.number]
@@ -121,7 +129,11 @@ class TensorReader:
             if tensor.place == INLINE:
                 elements = prod(tensor.shape)
                 views.append(_View(spec, spec.datatype.dtype, tensor.shape, tensor.offset, tensor.size_bytes, elements))
-        return InlineLayout(parsed.text, tuple(views), parsed.data_bytes, parsed)
+            elif tensor.place == SLOT and spec.datatype is not BYTES:
+                slots.append((spec, tensor))
+            else:
+                raise FrameError(f"tensor '{spec.name}' of {spec.datatype} is in place {tensor.place}")
+        return BlockLayout(parsed.text, tuple(views), tuple(slots), room, parsed.data_bytes)
 
 
 class TensorWriter:
@@ -140,7 +152,11 @@ class TensorWriter:
         self._blocks: dict[object, bytes] = {}
 
     def write(
-        self, requests: Sequence[Mapping[str, Array]], rows: int, text: str = ""
+        self,
+        requests: Sequence[Mapping[str, Array]],
+        rows: int,
+        text: str = "",
+        slots: Sequence[TensorPlace] = (),
     ) -> tuple[bytes, list[Buffer], int]:
         """Encode the tensors of requests with equal names and row shapes, or of one request.
 
@@ -148,6 +164,7 @@ class TensorWriter:
             requests: arrays by name of each member.
             rows: of all members; ignored for one request, whose arrays may be of any shape.
             text: of the block.
+            slots: further tensors, that are in the arena.
 
         Returns:
             Tensor block, parts of the data, and their size in bytes.
@@ -172,8 +189,8 @@ class TensorWriter:
             shapes = [array.shape for array in first.values()]
         else:
             shapes = [(rows, *array.shape[1:]) for array in first.values()]
-        if self._has_bytes:
-            return self._block(first, shapes, sizes, text), data, total_bytes
+        if self._has_bytes or slots:
+            return self._block(first, shapes, sizes, text, slots), data, total_bytes
         key = (text, *first, *shapes)
         block = self._blocks.get(key)
         if block is None:
@@ -182,16 +199,24 @@ class TensorWriter:
             block = self._blocks[key] = self._block(first, shapes, sizes, text)
         return block, data, total_bytes
 
+    def place(self, name: str, array: Array, slot: int, generation: int, offset: int) -> TensorPlace:
+        """Return the entry of a tensor in a slot; `offset` is that in the arena, bytes."""
+        number, datatype, _ = self._places[name]
+        return TensorPlace(number, datatype, array.shape, array.nbytes, SLOT, offset, slot, generation)
+
     def _block(
-        self, names: Mapping[str, Array], shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], text: str
+        self,
+        names: Iterable[str],
+        shapes: Sequence[tuple[int, ...]],
+        sizes: Sequence[int],
+        text: str,
+        slots: Sequence[TensorPlace] = (),
     ) -> bytes:
-        return tensor_block(
-            [
-                TensorPlace(*self._places[name][:2], shape, size_bytes)
-                for name, shape, size_bytes in zip(names, shapes, sizes, strict=True)
-            ],
-            text,
-        )
+        inline = [
+            TensorPlace(*self._places[name][:2], shape, size_bytes)
+            for name, shape, size_bytes in zip(names, shapes, sizes, strict=True)
+        ]
+        return tensor_block([*inline, *slots], text)
 
 
 def _data(array: Array, datatype: Datatype) -> Buffer:

@@ -32,7 +32,7 @@ from headrace.core.access import certificate_names
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
 from headrace.core.limits import BodyReservation, ClientLimits, UnreadResponses
-from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response
+from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response, json_length
 from headrace.http.origins import ANY_HOST, HostPolicy
 from headrace.http.repeated_request import RepeatedHeads, RepeatedRequest
 from headrace.http.socket_reader import MIN_DIRECT_BYTES, READ_BYTES, WIDE_READ_BYTES, SocketReader
@@ -716,7 +716,9 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self._reservation.pause()
             self._new_parser()
 
-        self._direct_body = cycle, self._reader.receive_body(size_bytes, cycle.body, complete)
+        allocate = self._client_limits.bodies.allocate
+        memory = None if allocate is None else allocate(size_bytes, json_length(cycle.scope["headers"]))  # type: ignore[arg-type]
+        self._direct_body = cycle, self._reader.receive_body(size_bytes, cycle.body, complete, memory)
 
     def _direct_data(self, size_bytes: int) -> None:
         """Reserve memory for a part of a direct body."""

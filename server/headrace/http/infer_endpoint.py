@@ -577,7 +577,16 @@ def _length(name: bytes, value: bytes) -> int:
 
 def content_length(headers: Sequence[tuple[bytes, bytes]]) -> int:
     """Return the Content-Length in bytes, 0 for none or an invalid one."""
+    return _number(headers, b"content-length")
+
+
+def json_length(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Return the size of the JSON in front of binary tensors in bytes, 0 for none or an invalid one."""
+    return _number(headers, b"inference-header-content-length")
+
+
+def _number(headers: Sequence[tuple[bytes, bytes]], header: bytes) -> int:
     for name, value in headers:
-        if name == b"content-length" and value.isdigit() and len(value) < 20:
+        if name == header and value.isdigit() and len(value) < 20:
             return int(value)
     return 0

@@ -54,7 +54,11 @@ class SocketReader(asyncio.BufferedProtocol):
         self._scratch = _WIDE
 
     def receive_body(
-        self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
+        self,
+        size_bytes: int,
+        start: bytes | bytearray,
+        on_complete: Callable[[BodyBytes | None], None],
+        memory: BodyBytes | None = None,
     ) -> asyncio.Future[BodyBytes | None]:
         """Receive the rest of a body directly into one array.
 
@@ -65,11 +69,12 @@ class SocketReader(asyncio.BufferedProtocol):
             start: first part of the body, already received.
             on_complete: called with the complete body as uint8[size_bytes], or None if it was dropped, before further bytes
                 are read.
+            memory: receives the body, uint8[size_bytes]; None for a new array.
 
         Returns:
             Future of the complete body; its result is None if the client disconnects first or the body is dropped.
         """
-        array: BodyBytes = np.empty(size_bytes, np.uint8)
+        array: BodyBytes = np.empty(size_bytes, np.uint8) if memory is None else memory
         array.data[: len(start)] = start
         complete: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
         self._body = _Body(array, size_bytes - len(start), complete, on_complete)

@@ -38,6 +38,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.add_model(folder, "text", text, config=BATCHES)
     wide = identity_model({"x": (TensorProto.FLOAT16, ["batch", "n"])}, {"y": (TensorProto.FLOAT16, ["batch", "n"])})
     models.add_model(folder, "wide", wide, config=BATCHES)
+    large = identity_model({"x": (TensorProto.FLOAT, ["batch", 20_000])}, {"y": (TensorProto.FLOAT, ["batch", 20_000])})
+    models.add_model(folder, "large", large, config=BATCHES)
     models.add_model(folder, "bias", models.optional_bias(), config=BATCHES)
     models.add_model(folder, "cached", models.affine(), config=BATCHES + "\nresponse_cache { enable: true }")
     models.add_model(folder, "scores", models.scores(), config=BATCHES)
@@ -266,6 +268,46 @@ def test_requests_of_one_turn_are_one_group_and_counted_one_by_one(run: Callable
         totals = local.recorder.totals()
         assert (totals.successes, totals.rows) == (10, 14)
         await until(lambda: not local.in_flight)
+
+    run(test)
+
+
+def test_large_tensors_go_through_the_arena_and_leave_it(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end = pair.front_ends[0]
+        handle = front_end.lease("large", "")
+
+        async def one(number: int) -> None:
+            rows = np.full((2, 20_000), number, np.float32)
+            if number % 2:  # as a body that was received into a slot
+                memory = front_end.allocate_body(rows.nbytes + 13, 13)
+                memory[13:] = rows.reshape(-1).view(np.uint8)
+                rows = memory[13:].view(np.float32).reshape(rows.shape)
+                del memory
+            request = infer_request(handle, rows)
+            request.size_bytes = rows.nbytes
+            response = await handle.infer(request)
+            np.testing.assert_array_equal(response.outputs["y"], rows)
+
+        await asyncio.gather(*(one(number) for number in range(1, 14)))
+        assert front_end.arena_bytes_in_use >= 0
+        handle.release()
+        await until(lambda: front_end.arena_bytes_in_use == 0)
+
+    run(test)
+
+
+def test_requests_larger_than_the_arena_go_with_the_frame(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        front_end = pair.front_ends[0]
+        handle = front_end.lease("large", "")
+        held = [front_end.allocate_body(64 << 20) for _ in range(4)]
+        request = infer_request(handle, np.full((2, 20_000), 7, np.float32))
+        request.size_bytes = 160_000
+        response = await handle.infer(request)
+        np.testing.assert_array_equal(response.outputs["y"], np.full((2, 20_000), 7, np.float32))
+        assert len(held) == 4
+        handle.release()
 
     run(test)
 

@@ -1,0 +1,135 @@
+"""The arena: blocks never overlap, slots are free once nothing reads them, and memory that could shrink is refused."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+
+import numpy as np
+import pytest
+from headrace.core.tensor import PINNED, is_resident
+from headrace.front_ends.arena import ALIGNMENT, UNIT_BYTES, Arena, BuddyBlocks, MappedArena
+from headrace.front_ends.frames import FrameError
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.integers(1, 70), st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=60))
+def test_blocks_never_overlap_and_join_again(units: int, steps: list[tuple[bool, int]]) -> None:
+    blocks = BuddyBlocks(units)
+    used: dict[int, int] = {}
+    for is_free, number in steps:
+        if is_free and used:
+            start = sorted(used)[number % len(used)]
+            blocks.free(start)
+            del used[start]
+            continue
+        start = blocks.allocate(number)
+        if start < 0:
+            continue
+        size = 1 << (number - 1).bit_length()
+        assert size >= number
+        assert start + size <= units
+        assert all(start + size <= other or other + more <= start for other, more in used.items())
+        used[start] = size
+        assert {blocks.block(unit) for unit in range(start, start + size)} == {start}
+    assert blocks.allocated == sum(used.values())
+    for start in used:
+        blocks.free(start)
+    assert blocks.allocated == 0
+    assert blocks.allocate(1 << units.bit_length() - 1) == 0
+
+
+def test_a_slot_is_free_when_front_end_and_engine_have_ended_it() -> None:
+    arena = Arena(4 * UNIT_BYTES)
+    body = arena.allocate(100_000, head_bytes=77)
+    assert body is not None
+    assert body[77:].__array_interface__["data"][0] % ALIGNMENT == 0
+    found = arena.find(body[77:])
+    assert found is not None
+    slot, generation, offset = found
+    assert offset % ALIGNMENT == 0
+    arena.use(slot)
+    view = body[500:].view()
+    del body
+    assert arena.allocated_bytes == 2 * UNIT_BYTES
+    del view
+    assert arena.allocated_bytes == 2 * UNIT_BYTES
+    arena.release(slot, generation + 1)  # of another generation: ignored
+    assert arena.allocated_bytes == 2 * UNIT_BYTES
+    arena.release(slot, generation)
+    assert arena.allocated_bytes == 0
+    arena.release(slot, generation)
+    arena.release(99_999, 1)
+    arena.close()
+
+
+def test_a_full_arena_allocates_nothing() -> None:
+    arena = Arena(UNIT_BYTES)
+    first = arena.allocate(10)
+    assert first is not None
+    assert arena.allocate(10) is None
+    assert arena.find(np.zeros(10, np.uint8)) is None
+    del first
+    assert arena.allocate(10) is not None
+    arena.close()
+
+
+def test_the_engine_reads_a_slot_and_releases_it_once() -> None:
+    arena = Arena(4 * UNIT_BYTES)
+    body = arena.allocate(64)
+    assert body is not None
+    body[:] = np.arange(64)
+    slot, generation, offset = arena.find(body) or (0, 0, 0)
+    released: list[tuple[int, int]] = []
+    engine = MappedArena(os.dup(arena.fd), lambda *which: released.append(which))
+    tensor = engine.tensor(engine.view(slot, generation, offset, 64), np.dtype(np.float32), (4, 4), on_gpu=True)
+    np.testing.assert_array_equal(tensor.view(np.uint8).reshape(-1), np.arange(64))
+    part = tensor[1:]
+    engine.close()
+    del tensor
+    assert released == []
+    np.testing.assert_array_equal(part.copy().view(np.uint8).reshape(-1), np.arange(16, 64))
+    del part
+    gc.collect()
+    assert released == [(slot, generation)]
+
+
+def test_a_pinned_arena_gives_rows_for_kernels() -> None:
+    class Pinned:
+        address = 1 << 40
+
+    arena = Arena(2 * UNIT_BYTES)
+    body = arena.allocate(256)
+    assert body is not None
+    body[:] = np.arange(256)
+    slot, generation, offset = arena.find(body) or (0, 0, 0)
+    released: list[tuple[int, int]] = []
+    engine = MappedArena(os.dup(arena.fd), lambda *which: released.append(which))
+    pins: list[tuple[int, int]] = []
+    engine.start_pinning(lambda fd, start, size, device, done: (pins.append((size, device)), done(Pinned())), {3, 1})
+    engine.start_pinning(lambda *_: pytest.fail("pinned twice"), {1})
+    assert pins == [(2 * UNIT_BYTES, 1)]
+    rows = engine.tensor(engine.view(slot, generation, offset, 256), np.dtype("<f4"), (8, 8), on_gpu=True)
+    assert is_resident(rows)
+    assert (rows.address, rows.device, rows.shape) == (Pinned.address + offset, PINNED, (8, 8))
+    np.testing.assert_array_equal(np.asarray(rows[2:4]).view(np.uint8).reshape(-1), np.arange(64, 128))
+    del rows
+    gc.collect()
+    assert released == [(slot, generation)]
+    engine.close()
+
+
+def test_memory_that_can_shrink_and_ranges_outside_are_refused() -> None:
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, UNIT_BYTES)
+    with pytest.raises(FrameError, match="sealed"):
+        MappedArena(fd, lambda *_: None)
+    arena = Arena(UNIT_BYTES)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(arena.fd, 0)
+    engine = MappedArena(os.dup(arena.fd), lambda *_: None)
+    with pytest.raises(FrameError):
+        engine.view(0, 0, UNIT_BYTES - 8, 9)
+    assert mmap.PAGESIZE <= UNIT_BYTES
