@@ -21,6 +21,7 @@ from headrace.grpc.infer import GrpcInference
 from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.request_options import RequestOptions
 from headrace.inference.services import Models, Services
+from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 
 from tests.support.access_recorder import AccessRecorder
@@ -38,11 +39,13 @@ class Pair:
         plane: the engine's data plane.
         engine: the engine's end of the streams.
         front_ends: their models.
+        regions: shared memory of clients.
     """
 
     plane: DataPlane
     engine: EngineRequests
     front_ends: list[RemoteModels]
+    regions: SharedMemoryRegions
 
     def apply_table(self) -> None:
         """Send the table to all front ends."""
@@ -72,7 +75,9 @@ async def open_pair(repository: Path, front_ends: int = 1, **options: Any) -> As
     if failures:
         await asyncio.to_thread(plane.stop, 10.0)
         raise AssertionError(failures)
-    pair = Pair(plane, EngineRequests(plane.registry), [RemoteModels(loop) for _ in range(front_ends)])
+    regions = SharedMemoryRegions(True, None)
+    engine = EngineRequests(plane.registry, regions=regions)
+    pair = Pair(plane, engine, [RemoteModels(loop) for _ in range(front_ends)], regions)
     try:
         pair.apply_table()
         for number in range(front_ends):
@@ -85,18 +90,23 @@ async def open_pair(repository: Path, front_ends: int = 1, **options: Any) -> As
         await asyncio.to_thread(plane.stop, 10.0)
 
 
-def services(models: Any, observer: AccessRecorder | None = None) -> Services:
-    """Services for inference alone."""
+def services(models: Any, regions: Any = None) -> Services:
+    """Services for inference alone; with `regions` requests may name shared memory."""
     nothing: Any = None
-    recorder = observer or AccessRecorder()
-    return Services(models, nothing, nothing, nothing, recorder, nothing, nothing, "0", (), nothing)
+    extensions = () if regions is None else ("system_shared_memory",)
+    return Services(models, nothing, regions, nothing, AccessRecorder(), nothing, nothing, "0", extensions, nothing)
 
 
 async def over_http(
-    models: Models | RemoteModels, model: str, body: bytes, headers: Mapping[str, str] | None = None, version: str = ""
+    models: Models | RemoteModels,
+    model: str,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    version: str = "",
+    regions: Any = None,
 ) -> Answer:
     """One HTTP request to an inference endpoint: status, headers without load figures, body."""
-    endpoint = InferEndpoint(services(models), ClientLimits(Limits()))
+    endpoint = InferEndpoint(services(models, regions), ClientLimits(Limits()))
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[dict[str, Any]] = []
 

@@ -13,6 +13,7 @@ from headrace.core.tensor import Array
 ParameterValue = str | int | float | bool
 
 NO_PARAMETERS: Mapping[str, ParameterValue] = MappingProxyType({})
+NO_RANGES: Mapping[str, tuple[str, int, int]] = MappingProxyType({})
 
 
 class GroupMembers(NamedTuple):
@@ -49,6 +50,8 @@ class InferRequest:
         due_ns: monotonic time at which the later steps of a pipeline need the result; 0 for the deadline.
         call: call of a Python model that sent the request; None for any other.
         resident_outputs: outputs that may be `ResidentRows` in the response, since every reader takes them.
+        output_ranges: by output, name of a region of shared memory, offset and size in bytes: for an engine in another process,
+            which writes the output there. `NO_RANGES` for a request without any shared memory.
         members: requests that this one stands for; None for a single request. See `headrace.core.completion.GroupCompletion`.
         internal: True for a part of a request that the server has accepted: a step of a pipeline, a call of a Python model.
     """
@@ -68,6 +71,7 @@ class InferRequest:
     due_ns: int = 0
     call: object = None
     resident_outputs: frozenset[str] = frozenset()
+    output_ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=lambda: NO_RANGES)
     members: GroupMembers | None = None
     internal: bool = False
 

@@ -15,6 +15,7 @@ import uvloop
 
 from headrace.banner import Addresses, announce, describe_access, describe_processes, log_announcement
 from headrace.core.errors import ConfigError, Unavailable
+from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
 from headrace.front_ends.engine_requests import EngineRequests
@@ -28,6 +29,7 @@ from headrace.listen import has_metrics_port, is_loopback, metrics_application, 
 from headrace.observability.counters import Recorder
 from headrace.observability.output import end_output
 from headrace.repository.registry import Registry
+from headrace.repository.shared_memory import Pinned
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, Wiring
 
@@ -57,6 +59,7 @@ class EngineProcess:
         self._peers: dict[int, FrontEndPeer] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._methods: Methods | None = None
+        self._memory: ClientMemory | None = None  # pins arenas; created for the first model on a GPU
         self._exit_status = 0
 
     def run(self) -> int:
@@ -88,7 +91,7 @@ class EngineProcess:
         registry = wiring.data_plane.registry
         self._page = SharedPage.create(epoch=self._arrays.own.starts)
         self._writer = PageWriter(self._page, loop, self._arrays.arrays)
-        self._requests = EngineRequests(registry, self._writer.touch)
+        self._requests = EngineRequests(registry, self._writer.touch, self._pin, wiring.services.regions)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
         self._log_settings = wiring.services.logs.settings()
         self._update_settings()
@@ -123,6 +126,17 @@ class EngineProcess:
             end_output()
             os._exit(1)
         return self._exit_status
+
+    def _pin(
+        self, descriptor: int, start: int, size_bytes: int, device: int, done: Callable[[Pinned | None], None]
+    ) -> None:
+        """Pin the arena of a front end; see `headrace.repository.shared_memory.Pin`."""
+        if self._memory is None:
+            self._memory = find_client_memory()
+        if self._memory is None:
+            done(None)
+        else:
+            self._memory.pin(descriptor, start, size_bytes, device, done)
 
     def _create_applications(self, tls: ServerTls | None) -> Mapping[str, Callable[..., Any]]:
         settings, wiring = self._settings, self._wiring

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,7 @@ from headrace.core.completion import GroupCompletion, LoopCompletion, Outcome
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, Unavailable
 from headrace.core.request import NO_PARAMETERS, GroupMembers, InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
-from headrace.core.tensor import Array
+from headrace.core.tensor import Array, Region
 from headrace.front_ends import frames
 from headrace.front_ends.arena import ALIGNMENT, MappedArena
 from headrace.front_ends.errors import describe_error
@@ -31,8 +33,11 @@ from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, RequestsFrame, TensorPlace
 from headrace.front_ends.table import VersionRow, encode_table, version_row
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
+from headrace.inference.request_options import SharedRange
+from headrace.inference.request_template import RawInput, named_tensor, read_shared_input, write_shared_output
+from headrace.inference.services import Regions
 from headrace.repository.registry import Registry
-from headrace.repository.shared_memory import Pin
+from headrace.repository.shared_memory import Pin, SharedMemoryRegions
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.version_handle import VersionHandle
 
@@ -71,7 +76,13 @@ class ServedVersion:
         return self.reader.layout(block) if checked is None else checked[0]
 
     def request(
-        self, frame: RequestsFrame, layout: BlockLayout, buffer: bytes, size_bytes: int, arena: MappedArena | None
+        self,
+        frame: RequestsFrame,
+        layout: BlockLayout,
+        buffer: bytes,
+        size_bytes: int,
+        arena: MappedArena | None,
+        regions: Regions,
     ) -> InferRequest:
         """Make the request of a frame, for all its members; its inputs are views of the buffer and of the arena.
 
@@ -89,9 +100,15 @@ class ServedVersion:
             on_gpu = bool(self.handle.spec.resident_devices)
             inputs[spec.name] = arena.tensor(view, spec.datatype.dtype, tensor.shape, on_gpu)
             size_bytes += tensor.size_bytes
+        for spec, tensor in layout.regions:
+            entry = RawInput(spec, tensor.shape, prod(tensor.shape), tensor.size_bytes)
+            with named_tensor(f"input '{spec.name}'"):
+                region = regions.find(tensor.region)
+                devices = self.handle.spec.resident_devices
+                size_bytes += read_shared_input(entry, region, tensor.offset, devices, inputs)
         if checked is None:
             checked = (layout, *self._shapes.rows(inputs))
-            if len(block) <= _MAX_BLOCK_BYTES and not layout.slots and layout.room is None:
+            if len(block) <= _MAX_BLOCK_BYTES and layout.repeats:
                 if len(self._checked) >= _MAX_BLOCKS:
                     self._checked.clear()
                 self._checked[block] = checked
@@ -120,9 +137,10 @@ class EngineRequests:
         registry: its versions.
         on_traffic: called with a version whose requests have arrived or were answered; cheap.
         pin: pins arenas for models on GPUs, as in `headrace.repository.shared_memory`; None without GPUs.
+        regions: shared memory that clients have registered; None if it is disabled.
 
     Attributes:
-        on_traffic, pin: see Args.
+        on_traffic, pin, regions: see Args.
         versions: by number, those of the last table, and those that a front end still holds.
     """
 
@@ -131,8 +149,10 @@ class EngineRequests:
         registry: Registry,
         on_traffic: Callable[[VersionHandle], None] = lambda _handle: None,
         pin: Pin | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self.on_traffic, self.pin = on_traffic, pin
+        self.regions: Regions = SharedMemoryRegions(False, None) if regions is None else regions
         self.versions: dict[int, ServedVersion] = {}
         self._registry = registry
         self._listed: frozenset[int] = frozenset()
@@ -217,15 +237,44 @@ class _Group:
         unanswered: members without an answer.
         completions: of its parts, to cancel them.
         room: slot for its outputs, None for none.
+        targets: shared memory of clients for outputs, by their names.
     """
 
-    __slots__ = ("completions", "number", "received_ns", "room", "unanswered", "version")
+    __slots__ = ("completions", "number", "received_ns", "room", "targets", "unanswered", "version")
 
     def __init__(self, number: int, version: ServedVersion, received_ns: Sequence[int]) -> None:
         self.number, self.version, self.received_ns = number, version, received_ns
         self.unanswered = len(received_ns)
         self.completions: list[LoopCompletion] = []
         self.room: Room | None = None
+        self.targets: dict[str, OutputTarget] = {}
+
+
+class OutputTarget(NamedTuple):
+    """Range of a client's shared memory that receives an output."""
+
+    region: Region
+    shared_range: SharedRange
+
+
+def _write_targets(group: _Group, response: InferResponse) -> tuple[dict[str, Array], list[TensorPlace]]:
+    """Write outputs to shared memory of clients; returns the other outputs, and the places of those.
+
+    Raises:
+        BadRequest: an output is larger than its range, or the memory no longer exists.
+    """
+    inline: dict[str, Array] = {}
+    places: list[TensorPlace] = []
+    for name, array in response.outputs.items():
+        target = group.targets.get(name)
+        if target is None:
+            inline[name] = array
+            continue
+        region, (region_name, offset) = target.region, (target.shared_range.region, target.shared_range.offset)
+        datatype = group.version.handle.spec.outputs[name].datatype
+        size_bytes = write_shared_output(name, region, target.shared_range, array, datatype)
+        places.append(group.version.writer.region_place(name, array.shape, region_name, offset, size_bytes))
+    return inline, places
 
 
 Room = tuple[npt.NDArray[np.uint8], TensorPlace]
@@ -339,7 +388,14 @@ class FrontEndLink:
             room = layout.room
             if room is not None and self._arena is not None:
                 group.room = self._arena.view(room.slot, room.generation, room.offset, room.size_bytes), room
-            request = version.request(frame, layout, buffer, size_bytes, self._arena)
+            if layout.ranges:
+                group.targets = self._find_targets(version, layout)
+            request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
+            if not version.handle.has_cache:  # which stores arrays
+                devices = version.handle.spec.resident_devices
+                request.resident_outputs = frozenset(
+                    name for name, target in group.targets.items() if target.region.gpu in devices
+                )
             version.handle.admit()
         except HeadraceError as error:
             self._settle(group, 0, members, error)
@@ -351,6 +407,19 @@ class FrontEndLink:
             group.completions += version.handle.infer_group(request, partial(self._on_part_settled, group))
         else:  # the model has stopped merging requests since the table was sent
             self._start_each(group, frame, request)
+
+    def _find_targets(self, version: ServedVersion, layout: BlockLayout) -> dict[str, OutputTarget]:
+        """Look up the ranges for outputs in shared memory of clients; raises as `RequestTemplate.attach`."""
+        names, targets = list(version.handle.spec.outputs), {}
+        for number, tensor in layout.ranges:
+            if number >= len(names):
+                raise FrameError(f"an output has number {number}, the version has {len(names)}")
+            region = self._requests.regions.find(tensor.region)
+            with named_tensor(f"output '{names[number]}'"):
+                region.check(tensor.offset, tensor.size_bytes)
+            shared_range = SharedRange(tensor.region, tensor.offset, tensor.size_bytes)
+            targets[names[number]] = OutputTarget(region, shared_range)
+        return targets
 
     def _start_each(self, group: _Group, frame: RequestsFrame, request: InferRequest) -> None:
         """Queue the members of a group one by one."""
@@ -404,7 +473,14 @@ class FrontEndLink:
 
     def _write_answer(self, group: _Group, first: int, members: int, response: InferResponse) -> None:
         writer, outputs = group.version.writer, response.outputs
-        if group.room is None:
+        if group.targets:
+            try:
+                inline, slots = _write_targets(group, response)
+            except HeadraceError:  # counted as answered by its batch
+                self._count_undelivered(group, response)
+                raise
+            block, data, data_bytes = writer.write((inline,), 0, response.closed, slots)
+        elif group.room is None:
             block, data, data_bytes = writer.write((outputs,), 0, response.closed)
         else:
             inline, slots = _fill_room(group.room, outputs, writer)
@@ -434,6 +510,10 @@ class FrontEndLink:
             slots.append(self._released.popleft())
         if slots and not self.stream.is_lost:
             self.stream.write((frames.release_frame(slots),))
+
+    def _count_undelivered(self, group: _Group, response: InferResponse) -> None:
+        for received_ns in group.received_ns:
+            group.version.handle.recorder.record_undelivered(1, response.duration_ns(received_ns))
 
     def _count_lost(self, group: _Group, first: int, members: int, outcome: Outcome | None) -> None:
         """Count requests whose front end has ended, as cancelled: it cannot count them any more."""

@@ -54,6 +54,9 @@ MAX_DIMENSIONS = 32
 ROOM = 0xFFFF
 """Number of a tensor of a request that is no input: a slot for large outputs, of which the engine uses a part or nothing."""
 
+OUTPUT = 0x8000
+"""Added to the number of an output: a range of a client's region into which the engine writes it."""
+
 INLINE, SLOT, REGION = range(3)
 """Places of a tensor: data of the frame; a slot of the front end's arena; shared memory that a client has registered."""
 

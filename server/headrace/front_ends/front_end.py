@@ -26,6 +26,7 @@ from headrace.front_ends.control import Hello, MessageKind
 from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels
 from headrace.front_ends.meeting import EngineFacts, connect
 from headrace.front_ends.proxy import EngineLink, GrpcProxy, HttpProxy, proxy_methods
+from headrace.front_ends.remote_regions import RemoteRegions
 from headrace.front_ends.shared_page import PageState, SharedPage
 from headrace.front_ends.sharing import shared_arrays, shared_limits
 from headrace.grpc.methods import GrpcEngine
@@ -98,7 +99,7 @@ class FrontEndProcess:
         self._limits = shared_limits(self._arrays, self._settings)
         self._logs = LogSettings(logging.getLogger("headrace"))
         self._uncounted = 0
-        self._models = ServedModels()
+        self._models = ServedModels(start.settings.allow_client_shm)
         self._http: FrontEndHttp | None = None
         self._data: asyncio.Task[None] | None = None
         self._servers: dict[str, PassedHttpServer] = {}
@@ -165,10 +166,9 @@ class FrontEndProcess:
         settings = self._settings
         self._services = self._create_services()
         limits, proxy = self._limits, HttpProxy(self._link, "http")
-        application: Any = proxy
-        if self._serves_inference:
-            origins = origin_policy(settings, self._reader.names)
-            application = self._http = FrontEndHttp(self._services, self._models, limits.http, origins, proxy)
+        origins = origin_policy(settings, self._reader.names)
+        application = self._http = FrontEndHttp(self._services, self._models, limits.http, origins, proxy)
+        limits.bodies.allocate = self._models.allocate_body
         self._servers["http"] = PassedHttpServer(application, settings, limits.http, self._tls)
         if settings.metrics and limits.metrics is not None:
             scrapes = HttpProxy(self._link, "metrics")
@@ -190,10 +190,9 @@ class FrontEndProcess:
         settings = self._settings
         methods = proxy_methods(self._link, answer, self._reader, self._threads)
         path = "/inference.GRPCInferenceService/ModelInfer"
-        if self._serves_inference:
-            proxy = GrpcProxy(self._link)
-            infer = FrontEndInference(self._services, self._models, settings.limits.max_body_bytes, proxy, path)
-            methods = replace(methods, unary={**methods.unary, path: infer.infer}, direct={path: infer})
+        proxy = GrpcProxy(self._link)
+        infer = FrontEndInference(self._services, self._models, settings.limits.max_body_bytes, proxy, path)
+        methods = replace(methods, unary={**methods.unary, path: infer.infer}, direct={path: infer})
         engine: GrpcEngine
         if settings.grpc_engine == "fast":
             from headrace.grpc.fast_server import FastGrpcServer
@@ -220,32 +219,29 @@ class FrontEndProcess:
     async def _attach(self) -> None:
         """Open the stream of requests. Until the table has arrived, all requests are passed on."""
         hello = msgspec.structs.replace(self._hello, role="data")
+        models = self._models.begin()
         try:
-            sock, _, descriptors = await connect(self._start.engine, hello)
+            sock, _, descriptors = await connect(self._start.engine, hello, [models.new_arena()])
         except OSError:  # the engine has ended again
             return
         page = SharedPage(descriptors[0])
         self._observer.needs = page
-        await self._models.attach(sock, PageState(page, self._arrays.own))
-
-    @property
-    def _serves_inference(self) -> bool:
-        """False if every request is passed on: front ends have no access to the memory that clients register."""
-        return not self._settings.allow_client_shm
+        await models.attached(sock, PageState(page, self._arrays.own))
 
     def _create_services(self) -> Services:
         """Create the services of inference; all others are those of the engine."""
         absent: Any = None
+        allows_regions = self._settings.allow_client_shm
         return Services(
             models=cast(Any, self._models),
             repository=absent,
-            regions=absent,
+            regions=RemoteRegions() if allows_regions else absent,
             traces=absent,
             observer=cast(Any, self._observer),
             logs=absent,
             overview=absent,
             version=version("headrace"),
-            extensions=(),
+            extensions=("system_shared_memory",) if allows_regions else (),
             explain=absent,
             name=self._settings.id,
             options_reader=self._reader,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable
 from typing import Any, cast
+
+import numpy as np
 
 from headrace.core.access import AccessControl, Principal
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
 from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
-from headrace.front_ends.remote_models import EngineState, RemoteHandle, RemoteModels
+from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
 from headrace.grpc.codec import scan
 from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import GrpcCall, Message
@@ -20,6 +21,7 @@ from headrace.http.origins import OriginPolicy
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.service import PendingRequest
 from headrace.inference.services import Services
+from headrace.inference.tensor_codec import BodyBytes
 
 
 class ServedModels:
@@ -27,24 +29,31 @@ class ServedModels:
 
     Ownership: the event loop.
 
+    Args:
+        allow_client_shm: requests may name shared memory of clients.
+
     Attributes:
         current: models of the engine; None without one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allow_client_shm: bool = False) -> None:
+        self._allow_client_shm = allow_client_shm
         self.current: RemoteModels | None = None
-        self._table: bytes | None = None  # of the engine that runs now, which may send it before `attach`
+        self._table: bytes | None = None  # of the engine that runs now, which may send it before `begin`
 
-    async def attach(self, sock: socket.socket, state: EngineState | None = None) -> RemoteModels:
-        """Use the data stream of a new engine process."""
+    def begin(self) -> RemoteModels:
+        """Create the models of a new engine process; the caller connects them."""
         table = self._table
         self.detach()
-        models = RemoteModels(asyncio.get_running_loop(), state)
-        self.current = models  # the table may also arrive before the stream is open
+        self.current = RemoteModels(asyncio.get_running_loop())
         if table is not None:
             self.apply_table(table)
-        await models.attached(sock)
-        return models
+        return self.current
+
+    def allocate_body(self, size_bytes: int, head_bytes: int) -> BodyBytes:
+        """Allocate memory for a large body; see `RemoteModels.allocate_body`."""
+        models = self.current
+        return np.empty(size_bytes, np.uint8) if models is None else models.allocate_body(size_bytes, head_bytes)
 
     def detach(self) -> None:
         """Fail all requests in flight: the engine process has ended."""
@@ -59,7 +68,7 @@ class ServedModels:
             self.current.flush_counts()
 
     def apply_table(self, content: bytes) -> None:
-        """Replace the table of versions, now or at `attach`; see `RemoteModels.apply_table`."""
+        """Replace the table of versions, now or at `begin`; see `RemoteModels.apply_table`."""
         self._table = content
         if self.current is not None:
             self.current.apply_table(content)
@@ -67,7 +76,12 @@ class ServedModels:
     def serves(self, model: str, version: str) -> bool:
         """Return True if a request is served here."""
         models = self.current
-        return models is not None and models.is_attached and models.serves(model, version)
+        return (
+            models is not None
+            and models.is_attached
+            and models.serves(model, version)
+            and (not self._allow_client_shm or models.serves_regions(model, version))
+        )
 
     def lease(self, name: str, version: str) -> RemoteHandle:
         """See `Models.lease`; raises Unavailable without an engine."""

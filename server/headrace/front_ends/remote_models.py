@@ -20,13 +20,14 @@ import numpy.typing as npt
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError, NotFound, Unavailable
-from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
-from headrace.core.tensor import Array, ModelSpec
+from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad, Probe
+from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.front_ends import frames
 from headrace.front_ends.arena import ALIGNMENT, DEFAULT_ARENA_BYTES, Arena
 from headrace.front_ends.errors import restore_error
 from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, TensorPlace
+from headrace.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
 from headrace.inference.services import Models
@@ -183,6 +184,7 @@ class RemoteHandle:
         spec, recorder, has_cache: see `Handle`.
         number: of the version.
         pending: requests of this turn of the loop, with their completions.
+        serves_regions: its requests may name shared memory of clients.
         row_bytes: outputs of one row, 0 if that differs from request to request.
     """
 
@@ -197,6 +199,7 @@ class RemoteHandle:
         self.writer = TensorWriter(self.spec.inputs)
         self.reader = TensorReader(self.spec.outputs)
         self.row_bytes = _row_bytes(self.spec)
+        self.serves_regions = can_name_regions(self.spec)
 
     @property
     def latency_table(self) -> _NoTimes:
@@ -278,7 +281,12 @@ class RemoteHandle:
 def _is_plain(request: InferRequest) -> bool:
     """Return True for a request without options, which may be a member of a group."""
     return not (
-        request.deadline_ns or request.priority or request.queue_timeout_ns or request.client or request.parameters
+        request.deadline_ns
+        or request.priority
+        or request.queue_timeout_ns
+        or request.client
+        or request.parameters
+        or request.output_ranges is not NO_RANGES
     )
 
 
@@ -405,6 +413,11 @@ class RemoteModels:
         """Return True if requests of this name and version are sent to the engine; it is passed whole otherwise."""
         return (model, version) in self._by_name
 
+    def serves_regions(self, model: str, version: str) -> bool:
+        """Return True if requests of a served model may name shared memory of clients; they are passed whole otherwise."""
+        handle = self._by_name.get((model, version))
+        return handle is not None and handle.serves_regions
+
     @property
     def in_flight(self) -> int:
         """Number of groups that wait for answers of the engine."""
@@ -495,7 +508,8 @@ class RemoteModels:
         if self._stream is None:
             raise Unavailable(ENGINE_LOST)
         number = self._next_group
-        if len(pairs) == 1 and self._arena is not None and pairs[0][0].size_bytes >= MIN_SLOT_BYTES:
+        first = pairs[0][0]
+        if len(pairs) == 1 and (first.size_bytes >= MIN_SLOT_BYTES or first.output_ranges is not NO_RANGES):
             self._send_large(handle, *pairs[0])
             return
         requests = [request for request, _ in pairs]
@@ -510,16 +524,23 @@ class RemoteModels:
         self._stream.write(parts)
 
     def _send_large(self, handle: RemoteHandle, request: InferRequest, completion: RemoteCompletion) -> None:
-        """Send a request whose large inputs are in slots of the arena, with a slot for large outputs."""
+        """Send a request whose large inputs are in slots of the arena, with a slot for large outputs; or which names regions."""
         arena, stream, number = self._arena, self._stream, self._next_group
-        assert arena is not None
         assert stream is not None
         inline: dict[str, Array] = {}
         places: list[TensorPlace] = []
         copies: list[Array] = []  # until the request counts as a user of their slots
         for name, array in request.inputs.items():
             slot = None
-            if array.nbytes >= MIN_SLOT_BYTES and array.dtype == handle.spec.inputs[name].datatype.dtype:
+            if is_resident(array):
+                assert isinstance(array.owner, RegionRange)
+                places.append(handle.writer.region_place(name, array.shape, *array.owner))
+                continue
+            if (
+                arena is not None
+                and array.nbytes >= MIN_SLOT_BYTES
+                and array.dtype == handle.spec.inputs[name].datatype.dtype
+            ):
                 slot = arena.find(array)
                 if slot is None:
                     memory = arena.allocate(array.nbytes)
@@ -531,7 +552,13 @@ class RemoteModels:
                 inline[name] = array
             else:
                 places.append(handle.writer.place(name, array, *slot))
-        room = self._room(arena, request.rows * handle.row_bytes, len(handle.spec.outputs), places)
+        room = None
+        if arena is not None and not request.output_ranges:
+            room = self._room(arena, request.rows * handle.row_bytes, len(handle.spec.outputs), places)
+        names = list(handle.spec.outputs)
+        for name, (region, offset, size) in request.output_ranges.items():
+            number_of = frames.OUTPUT + names.index(name)
+            places.append(TensorPlace(number_of, UINT8, (size,), size, frames.REGION, offset, region=region))
         extras = frames.extras_of(request, handle.row.has_details)
         block, data, data_bytes = handle.writer.write((inline,), 0, "", places)
         parts = frames.requests_frame(
@@ -541,7 +568,8 @@ class RemoteModels:
         group = self._groups[number] = Group(handle, number, (completion,), (request.rows,))
         group.room = room
         for place in places:
-            arena.use(place.slot)
+            if arena is not None and place.place == frames.SLOT:
+                arena.use(place.slot)
         stream.write(parts)
 
     def _room(
@@ -585,6 +613,9 @@ class RemoteModels:
         handle, first, count = group.handle, frame.first, frame.members
         layout = handle.reader.layout(frame.block)
         outputs = handle.reader.read(layout, buffer, frame.data_start, frame.data_end)
+        for spec, place in layout.regions:
+            owner = RegionRange(place.region, place.offset, place.size_bytes)
+            outputs[spec.name] = as_input(rows_in_engine(owner, spec.datatype.dtype, place.shape))
         if layout.slots:
             self._read_room(group, layout, outputs)
         response = frame.response

@@ -12,6 +12,8 @@ from headrace.core.errors import BadRequest
 from headrace.core.tensor import BYTES, Array, Datatype, TensorSpec
 from headrace.front_ends.frames import (
     INLINE,
+    OUTPUT,
+    REGION,
     ROOM,
     SLOT,
     Buffer,
@@ -49,6 +51,8 @@ class BlockLayout(NamedTuple):
         views: one for each tensor in the frame.
         slots: tensors in the arena, with their specs.
         room: slot for the outputs, None for none.
+        regions: tensors in shared memory of clients, with their specs.
+        ranges: ranges for outputs in shared memory of clients, with the number of the output.
         data_bytes: size of the data.
     """
 
@@ -56,7 +60,14 @@ class BlockLayout(NamedTuple):
     views: tuple[_View, ...]
     slots: tuple[tuple[TensorSpec, TensorPlace], ...]
     room: TensorPlace | None
+    regions: tuple[tuple[TensorSpec, TensorPlace], ...]
+    ranges: tuple[tuple[int, TensorPlace], ...]
     data_bytes: int
+
+    @property
+    def repeats(self) -> bool:
+        """True if further blocks are likely to be equal: they name no slot and no region."""
+        return not self.slots and self.room is None and not self.regions and not self.ranges
 
 
 class TensorReader:
@@ -79,7 +90,7 @@ class TensorReader:
         layout = self._layouts.get(block)
         if layout is None:
             layout = self._parse(block)
-            if len(block) <= _MAX_BLOCK_BYTES and not layout.slots and layout.room is None:
+            if len(block) <= _MAX_BLOCK_BYTES and layout.repeats:
                 if len(self._layouts) >= _MAX_BLOCKS:
                     self._layouts.clear()
                 self._layouts[block] = layout
@@ -116,10 +127,15 @@ class TensorReader:
         parsed = parse_tensor_block(block)
         views: list[_View] = []
         slots: list[tuple[TensorSpec, TensorPlace]] = []
+        regions: list[tuple[TensorSpec, TensorPlace]] = []
+        ranges: list[tuple[int, TensorPlace]] = []
         room: TensorPlace | None = None
         for tensor in parsed.tensors:
             if tensor.number == ROOM and tensor.place == SLOT:
                 room = tensor
+                continue
+            if tensor.number & OUTPUT and tensor.place == REGION:
+                ranges.append((tensor.number - OUTPUT, tensor))
                 continue
             if tensor.number >= len(self._specs):
                 raise FrameError(f"a tensor has number {tensor.number}, the version has {len(self._specs)} tensors")
@@ -131,9 +147,13 @@ class TensorReader:
                 views.append(_View(spec, spec.datatype.dtype, tensor.shape, tensor.offset, tensor.size_bytes, elements))
             elif tensor.place == SLOT and spec.datatype is not BYTES:
                 slots.append((spec, tensor))
+            elif tensor.place == REGION and spec.datatype is not BYTES:
+                regions.append((spec, tensor))
             else:
                 raise FrameError(f"tensor '{spec.name}' of {spec.datatype} is in place {tensor.place}")
-        return BlockLayout(parsed.text, tuple(views), tuple(slots), room, parsed.data_bytes)
+        return BlockLayout(
+            parsed.text, tuple(views), tuple(slots), room, tuple(regions), tuple(ranges), parsed.data_bytes
+        )
 
 
 class TensorWriter:
@@ -203,6 +223,11 @@ class TensorWriter:
         """Return the entry of a tensor in a slot; `offset` is that in the arena, bytes."""
         number, datatype, _ = self._places[name]
         return TensorPlace(number, datatype, array.shape, array.nbytes, SLOT, offset, slot, generation)
+
+    def region_place(self, name: str, shape: tuple[int, ...], region: str, offset: int, size_bytes: int) -> TensorPlace:
+        """Return the entry of a tensor in a region of a client; `offset` is that in the region, bytes."""
+        number, datatype, _ = self._places[name]
+        return TensorPlace(number, datatype, shape, size_bytes, REGION, offset, region=region)
 
     def _block(
         self,

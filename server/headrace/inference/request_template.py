@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
-from headrace.core.request import NO_PARAMETERS, InferRequest, InferResponse, ParameterValue
+from headrace.core.request import NO_PARAMETERS, NO_RANGES, InferRequest, InferResponse, ParameterValue
 from headrace.core.shapes import check_rows, check_shape, has_one_shape, shape_key
 from headrace.core.tensor import (
     BYTES,
@@ -160,7 +160,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
             if output.shared is not None:
                 name = output.spec.name
                 targets[name] = regions.find(output.shared.region)
-                with _named(f"output '{name}'"):
+                with named_tensor(f"output '{name}'"):
                     targets[name].check(output.shared.offset, output.shared.size_bytes)
         size_bytes = 0
         for entry in self.shared:
@@ -169,8 +169,8 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
                 size_bytes += entry.size_bytes
                 continue
             region = regions.find(entry.shared.region)
-            with _named(f"input '{entry.spec.name}'"):
-                size_bytes += _read_shared_input(entry, region, entry.shared.offset, devices, inputs)
+            with named_tensor(f"input '{entry.spec.name}'"):
+                size_bytes += read_shared_input(entry, region, entry.shared.offset, devices, inputs)
         resident = frozenset(
             output.spec.name
             for output in self.outputs
@@ -193,7 +193,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
                 texts.append((entry, regions.find(shared.region)))
             elif entry.shape and entry.size_bytes > _LARGE_COPY_BYTES:
                 region = regions.find(shared.region)
-                with _named(f"input '{entry.spec.name}'"):
+                with named_tensor(f"input '{entry.spec.name}'"):
                     if region.locate(shared.offset, entry.size_bytes, devices) is None:
                         copied.append((entry, region))
         return texts + copied if copied or sum(entry.size_bytes for entry, _ in texts) > LARGE_BYTES else []
@@ -214,24 +214,29 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         """
         shared_range, name = output.shared, output.spec.name
         assert shared_range is not None
-        region = self.targets[name]
-        write: Callable[[int], None]
-        if is_resident(array) and is_gpu_region(region) and (array.device, array.dtype) == (region.gpu, datatype.dtype):
-            size_bytes, write = array.nbytes, partial(region.write_rows, rows=array)
-        else:
-            data = tensor_codec.to_binary(np.asarray(array), datatype)
-            size_bytes, write = len(data), partial(region.write, data=data)
-        if size_bytes > shared_range.size_bytes:
-            raise BadRequest(
-                f"output '{name}' has {size_bytes} bytes, its shared_memory_byte_size is only {shared_range.size_bytes}"
-            )
-        with _named(f"output '{name}'"):
-            write(shared_range.offset)
+        size_bytes = write_shared_output(name, self.targets[name], shared_range, array, datatype)
         return {
             "shared_memory_region": shared_range.region,
             "shared_memory_offset": shared_range.offset,
             "shared_memory_byte_size": size_bytes,
         }
+
+
+def write_shared_output(name: str, region: Region, shared_range: SharedRange, array: Array, datatype: Datatype) -> int:
+    """Write an output to a range of shared memory; returns its size in bytes. See `RequestTemplate.write_output`."""
+    write: Callable[[int], None]
+    if is_resident(array) and is_gpu_region(region) and (array.device, array.dtype) == (region.gpu, datatype.dtype):
+        size_bytes, write = array.nbytes, partial(region.write_rows, rows=array)
+    else:
+        data = tensor_codec.to_binary(np.asarray(array), datatype)
+        size_bytes, write = len(data), partial(region.write, data=data)
+    if size_bytes > shared_range.size_bytes:
+        raise BadRequest(
+            f"output '{name}' has {size_bytes} bytes, its shared_memory_byte_size is only {shared_range.size_bytes}"
+        )
+    with named_tensor(f"output '{name}'"):
+        write(shared_range.offset)
+    return size_bytes
 
 
 def read_shared(large: list[tuple[RawInput, Region]], inputs: dict[str, Array]) -> None:
@@ -246,8 +251,8 @@ def read_shared(large: list[tuple[RawInput, Region]], inputs: dict[str, Array]) 
     """
     for entry, region in large:
         assert entry.shared is not None
-        with _named(f"input '{entry.spec.name}'"):
-            _read_shared_input(entry, region, entry.shared.offset, frozenset(), inputs)
+        with named_tensor(f"input '{entry.spec.name}'"):
+            read_shared_input(entry, region, entry.shared.offset, frozenset(), inputs)
 
 
 def may_have_shared_inputs(content: bytes) -> bool:
@@ -502,8 +507,14 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
         if template.deadline_us:
             deadline_ns = earlier(received_ns + template.deadline_us * NS_PER_US, deadline_ns)
         shared_bytes = 0
+        ranges = NO_RANGES
         if template.needs_regions:
             template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
+            ranges = {
+                output.spec.name: (output.shared.region, output.shared.offset, output.shared.size_bytes)
+                for output in template.outputs
+                if output.shared is not None
+            }
         request = InferRequest(
             inputs=inputs,
             rows=template.rows,
@@ -518,6 +529,7 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
             outputs=template.output_names,
             parameters=template.parameters,
             resident_outputs=template.resident_outputs,
+            output_ranges=ranges,
         )
         return request, template
 
@@ -550,10 +562,21 @@ class Codec(ABC, Generic[Content, Layout, Encoded]):
         """
 
 
-def _read_shared_input(
+def read_shared_input(
     entry: RawInput, region: Region, offset: int, devices: frozenset[int], inputs: dict[str, Array]
 ) -> int:
-    """Add an input in shared memory to `inputs`; returns the number of bytes copied."""
+    """Add an input in shared memory to `inputs`; returns the number of bytes copied.
+
+    Args:
+        entry: the input.
+        region: with its data.
+        offset: of the data in the region, bytes.
+        devices: numbers of the GPUs that read rows without a copy.
+        inputs: receives the input, as `ResidentRows` if those GPUs can read it there.
+
+    Raises:
+        BadRequest: the range exceeds the region, or its bytes do not match the tensor.
+    """
     spec, size_bytes = entry.spec, entry.size_bytes
     if not size_bytes:
         region.check(offset, 0)
@@ -571,7 +594,7 @@ def _read_shared_input(
 
 
 @contextmanager
-def _named(tensor: str) -> Iterator[None]:
+def named_tensor(tensor: str) -> Iterator[None]:
     """Prefix errors of shared memory with the name of the tensor."""
     try:
         yield

@@ -15,7 +15,7 @@ from tests.support.front_end_pair import Pair, open_pair
 async def attach(pair: Pair, served: ServedModels) -> None:
     engine_end, front_end_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     await pair.engine.attach(7, 1, engine_end)
-    await served.attach(front_end_end)
+    await served.begin().attached(front_end_end)
 
 
 def test_a_table_that_arrives_before_the_stream_is_applied(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.shapes import CheckedShapes
+from headrace.front_ends.remote_regions import RemoteRegions
 from onnx import TensorProto
 
 from tests.support import models
@@ -308,6 +310,74 @@ def test_requests_larger_than_the_arena_go_with_the_frame(run: Callable[..., Any
         np.testing.assert_array_equal(response.outputs["y"], np.full((2, 20_000), 7, np.float32))
         assert len(held) == 4
         handle.release()
+
+    run(test)
+
+
+def test_the_engine_reads_and_writes_shared_memory_of_clients(run: Callable[..., Any]) -> None:
+    async def test(pair: Pair) -> None:
+        name = first_inputs(pair)["affine"]
+        handle = pair.plane.registry.serving("affine", "")
+        assert handle is not None
+        (output,) = handle.spec.outputs
+        memory = SharedMemory(create=True, size=4096)
+        try:
+            pair.regions.register_system("in", memory.name, 0, 2048)
+            pair.regions.register_system("out", memory.name, 2048, 2048)
+            memory.buf[: ROWS.nbytes] = ROWS.tobytes()
+
+            def shared(tensor_name: str, region: str, offset: int, size: int, **more: Any) -> dict[str, Any]:
+                parameters = {
+                    "shared_memory_region": region,
+                    "shared_memory_offset": offset,
+                    "shared_memory_byte_size": size,
+                }
+                return {"name": tensor_name, "parameters": parameters, **more}
+
+            given = {"datatype": "FP32", "shape": [3, 16]}
+            size = ROWS.nbytes
+            good, to_region = shared(name, "in", 0, size, **given), shared(output, "out", 64, 512)
+            subjects = {
+                200: [
+                    (good, None),
+                    (good, to_region),
+                    (tensor(name, ROWS, "FP32"), to_region),
+                    (shared(name, "in", 4, size, **given), to_region),
+                ],
+                400: [
+                    (shared(name, "in", 2000, size, **given), None),
+                    (shared(name, "in", 0, size - 4, **given), None),
+                    (good, shared(output, "out", 2000, 512)),
+                    (good, shared(output, "out", 0, 8)),
+                ],
+                404: [(shared(name, "none", 0, size, **given), None), (good, shared(output, "none", 0, 512))],
+            }
+            for status, requests in subjects.items():
+                for source, target in requests:
+                    content = body(source, **({} if target is None else {"outputs": [target]}))
+                    answers, written = [], []
+                    for models_, regions in (
+                        (pair.plane.registry, pair.regions),
+                        (pair.front_ends[0], RemoteRegions()),
+                    ):
+                        memory.buf[2048:] = bytes(2048)
+                        answers.append(await over_http(models_, "affine", content, regions=regions))  # type: ignore[arg-type]
+                        written.append(bytes(memory.buf[2048:]))
+                    assert answers[0][0] == status, answers
+                    assert answers[0] == answers[1]
+                    assert written[0] == written[1]
+                    assert any(written[0]) == (status == 200 and target is not None)
+        finally:
+            memory.close()
+            memory.unlink()
+        pair.front_ends[0].flush_counts()
+        await until(lambda: sum(handle.recorder.totals().failures.values()) == 12)
+        # The output that is larger than its range was computed, by both.
+        totals = handle.recorder.scraped_totals()
+        assert totals.successes == 8
+        assert not handle.in_flight
+        assert pair.front_ends[0].serves_regions("affine", "")
+        assert not pair.front_ends[0].serves_regions("text", "")
 
     run(test)
 
