@@ -188,7 +188,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     except BuildError:
         raise
     except HeadraceError as error:
-        raise BuildError(f"the map needs a GPU: {error}") from error
+        raise BuildError(f"the map needs a GPU: {error}; --list and --reference need none") from error
     show(console, result)
     for line in (*conditions(result), *(f"note: {note}" for note in result.notes), *result.summary):
         print_text(console, line)
