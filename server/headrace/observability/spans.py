@@ -139,7 +139,7 @@ class SpanWriter:
         )
         provider.add_span_processor(self._ended)
         self._tracer = provider.get_tracer("headrace", version)
-        self._held: dict[int, _HeldBatch] = {}
+        self._held: dict[tuple[str, str, BatchTimes], _HeldBatch] = {}
         self._refused = False
         self._closing = False
         self._exporter_log = _ExporterLog()
@@ -209,11 +209,12 @@ class SpanWriter:
             batch.links += 1
 
     def _batch(self, record: AccessRecord, now_ns: int, offset_ns: int) -> _HeldBatch | None:
-        """Return the batch of a successful request; all requests of a batch share one `BatchTimes` object."""
+        """Return the batch of a successful request; all requests of a batch have equal times, those of front ends too."""
         times = record.times
         if times is None:
             return None
-        held = self._held.get(id(times))
+        key = (record.model, record.version, times)
+        held = self._held.get(key)
         if held is None:
             span = self._tracer.start_span(
                 f"batch {_text(record.model)}",
@@ -230,7 +231,7 @@ class SpanWriter:
                 start_time=times.taken_ns + offset_ns,
             )
             held = _HeldBatch(span, times, 0, now_ns + self._hold_ns, times.split_ns + offset_ns)
-            self._held[id(times)] = held
+            self._held[key] = held
         return held
 
     def _end_batches(self, now_ns: int) -> float | None:

@@ -78,7 +78,9 @@ def written(*accounts: AccessRecord, hold_s: float = 0.0) -> CollectedSpans:
 
 def test_members_of_a_batch_that_is_held_are_linked_to_it_and_no_others() -> None:
     shared = times()
-    exporter_stub = written(account(shared), account(times()), account(shared))
+    other = shared._replace(split_ns=shared.split_ns + 1)
+    copy = BatchTimes(*shared)  # as in a record of a front-end process
+    exporter_stub = written(account(shared), account(other), account(copy))
     batches, members = exporter_stub.named("batch m"), exporter_stub.named("infer m")
     assert len(batches) == 2
     assert sorted(len(batch.links) for batch in batches) == [1, 2]
