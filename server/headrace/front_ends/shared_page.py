@@ -415,8 +415,9 @@ def version_record(load: ModelLoad, figures: OverloadFigures | None, now_ns: int
         figures: for rejections; None for none.
         now_ns: monotonic.
     """
-    retry_after_ns = max(load.drain_ns, NS_PER_MS) if load.drain_ns else NS_PER_S
     forecast = None if figures is None else figures.forecast
+    is_measured = load.drain_ns != 0 or forecast is not None
+    retry_after_ns = max(load.drain_ns, NS_PER_MS) if is_measured else NS_PER_S
     return VersionRecord(
         *load[:9],
         written_ns=now_ns,

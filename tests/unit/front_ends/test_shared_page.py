@@ -24,7 +24,7 @@ from headrace.scheduling.policy import BatchPolicy, QueueLimits
 from headrace.scheduling.queue import FAR_NS, Entry
 from headrace.scheduling.scheduler import Scheduler
 from headrace.scheduling.version_handle import OverloadFigures
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.control_thread import until
@@ -163,6 +163,7 @@ class Model:
     margin_ms=st.integers(0, 60),
     objective_ms=st.sampled_from([8, 50, 200]),
 )
+@example(waiting=0, running=[10], margin_ms=41, objective_ms=50)  # drained at this moment
 @settings(max_examples=examples(200), deadline=None)
 def test_rejections_equal_those_of_the_engine_process(
     waiting: int, running: list[int], margin_ms: int, objective_ms: int
