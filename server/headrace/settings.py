@@ -35,7 +35,6 @@ _TRACES = (
     "not here: POST /v2/trace/setting changes it in the running server; --trace-file and --trace-rate set the start"
 )
 _PINGS = "not here: the times of the gRPC engine are fixed"
-_AGE = "not here: a load balancer in front closes connections; --keep-alive-timeout-s closes idle ones of HTTP"
 _PORTS = "not here: start each server on a port of its own behind a load balancer"
 _RESTRICTED = (
     "write --api-keys-file FILE: keys with the scopes infer, read, metrics, control and admin replace restricted APIs"
@@ -88,8 +87,8 @@ TRITON_HINTS: dict[str, str] = {
     "--grpc-http2-max-pings-without-data": _PINGS,
     "--grpc-http2-min-recv-ping-interval-without-data": _PINGS,
     "--grpc-http2-max-ping-strikes": _PINGS,
-    "--grpc-max-connection-age": _AGE,
-    "--grpc-max-connection-age-grace": _AGE,
+    "--grpc-max-connection-age": "with --front-ends write --grpc-max-connection-age-s SECONDS",
+    "--grpc-max-connection-age-grace": "not needed: calls in flight end before their connection does",
     "--grpc-restricted-protocol": _RESTRICTED,
     "--log-verbose": _LEVELS,
     "--log-info": _LEVELS,

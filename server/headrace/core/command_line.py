@@ -84,6 +84,13 @@ class Parser(argparse.ArgumentParser):
         del option
         return ""
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the options that a word abbreviates; none for a word with a hint, which may mean another unit."""
+        if self.hint(option_string.partition("=")[0]):
+            return []
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return found
+
     def error(self, message: str) -> NoReturn:
         """Print usage and the message with a suggestion, and exit with status 2."""
         self.usage_error(self.explain(message))
