@@ -108,6 +108,19 @@ OVERVIEW = Dashboard(
                           "{{instance}} {{model}} instances"),
                     Query(f"sum by (instance, model) (increase(headrace_model_process_restarts_total{{{J}}}[1h]))",
                           "{{instance}} {{model}} process")], description="In the last hour."),
+                Panel("Processes", [
+                    Query(f"headrace_process_up{{{J}}}", "{{instance}} {{process}} runs"),
+                    Query(f"increase(headrace_process_starts_total{{{J}}}[1h])", "{{instance}} {{process}} starts")],
+                      description="Of a server with front-end processes; starts in the last hour."),
+                Panel("CPU by process", [
+                    Query(f"rate(headrace_process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}} {{process}}")], "short",
+                      "Cores in use by each process of a server with front-end processes."),
+                Panel("Memory by process", [
+                    Query(f"headrace_process_resident_memory_bytes{{{J}}}", "{{instance}} {{process}}")], "bytes",
+                      "Shared memory counts in each process that uses it."),
+                Panel("Connections by process", [
+                    Query(f"headrace_process_connections{{{J}}}", "{{instance}} {{process}}")],
+                      description="Each front end has about as many as the others."),
                 Panel("Certificate", [
                     Query(f"headrace_tls_certificate_expiry_timestamp_seconds{{{J}}} - time()", "{{instance}}")], "s",
                       "Time until it expires; no data without TLS."),

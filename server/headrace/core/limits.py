@@ -11,9 +11,6 @@ from dataclasses import dataclass, field, fields
 from heapq import nsmallest
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from headrace.core.clock import NS_PER_MS, NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
 
@@ -199,7 +196,9 @@ class BodyMemory:
         if others is not None:
             self.unchecked_bytes = self.max_bytes // SMALL_BODY_RESERVE // max(processes, 1)
         self.rates: dict[BodyReservation | UnreadResponses, TransferRate] = {}
-        self.allocate: Callable[[int, int], npt.NDArray[np.uint8]] | None = None
+        self.allocate: Callable[[int, int], Any] | None = (
+            None  # NumPy is not imported here: `headrace health` needs none
+        )
 
     @property
     def reserved_bytes(self) -> int:
