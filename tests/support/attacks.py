@@ -36,12 +36,16 @@ BACK_BYTES = 16 << 20
 RETURN_S = 8.0
 
 
+UNBOUNDED_WAITS = 'parameters { key: "headrace.max_queue_wait_microseconds" value { string_value: "0" } }'
+
+
 def build(repository: Path) -> Path:
     """The models: `affine` and `identity_bytes` answer, `row_sums` takes any width, `busy` computes for a given time."""
     add_model(repository, "affine", affine(), config="max_batch_size: 64\ndynamic_batching { }")
     add_model(repository, "identity_bytes", identity("BYTES"))
     add_model(repository, "row_sums", row_sums(), config="max_batch_size: 8\ndynamic_batching { }")
-    add_model(repository, "busy", busy())
+    # Its requests wait for minutes, and none is refused for that.
+    add_model(repository, "busy", busy(), config=UNBOUNDED_WAITS)
     add_model(repository, "table_lookup", table_lookup())
     add_model(repository, "broken", b"this is no ONNX file")
     return repository

@@ -21,7 +21,8 @@ MIN_DIRECT_BYTES = 65536
 # connections of a process share one: it is emptied before the event loop continues.
 READ_BYTES = 16384
 # Of a connection whose listener has seen repeated requests with bodies between these sizes: one read has all of such a request.
-WIDE_READ_BYTES = MIN_DIRECT_BYTES + 4096
+# Not more than uvicorn's limit of 64 KiB: behind a part of a body above it, uvicorn stops reading until `receive` is called.
+WIDE_READ_BYTES = MIN_DIRECT_BYTES
 _WIDE = memoryview(bytearray(WIDE_READ_BYTES))
 _SCRATCH = _WIDE[:READ_BYTES]
 
