@@ -251,13 +251,18 @@ class HttpProxy:
         if scope["type"] != "http":
             return
         if not self._link.is_up:
-            if scope["path"] == "/v2/health/live" and scope["method"] in ("GET", "HEAD"):
-                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-                await send({"type": "http.response.body", "body": b""})
-            else:
-                await send_error(send, engine_gone())
+            await _respond_alone(scope, send, engine_gone())
             return
         await _ForwardedHttp(_Events(self._link), scope, receive, send).run(self._port)
+
+
+async def _respond_alone(scope: Scope, send: Send, error: Unavailable) -> None:
+    """Respond while there is no engine process: the server is live, and everything else gets the error."""
+    if scope["path"] == "/v2/health/live" and scope["method"] in ("GET", "HEAD"):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+    else:
+        await send_error(send, error)
 
 
 class _ForwardedHttp:
@@ -308,7 +313,7 @@ class _ForwardedHttp:
             if self._has_started:
                 cast(Any, self._connection).abort()
             else:
-                await send_error(self._send, error)
+                await _respond_alone(scope, self._send, error)
         finally:
             self._connection.completion = None
             if self._upload is not None:
