@@ -240,6 +240,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
     control = ("--metrics-port", str(port), "--model-control", "explicit", "--load-model", "*")
     control += ("--cache-config", "local,size=16MiB", "--cache-config", redis.patient_option)
     tls = ("--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key), "--no-grpc")
+    tls += ("--front-ends", "1")  # its processes have metrics of their own
     make_keys(folder)
     tls += ("--api-keys-file", str(folder / KEYS_FILE))
     gpu = start(repository, folder / "gpu.log", *control, command=COMMAND)
