@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.errors import Cancelled
@@ -28,8 +28,15 @@ _LAG_DECAY = 5  # a quick delivery forgets 1/32 of the delay
 _LAG_STEP_NS = 50 * NS_PER_US
 
 
+class Wakeable(Protocol):
+    """A completion, or the stream of responses of a request: carried to the event loop by a `Mailbox`."""
+
+    def wake(self) -> None:
+        """Resume the waiting coroutine or run the callback; called on the loop."""
+
+
 class Mailbox:
-    """Carries settled completions from any thread to one event loop.
+    """Carries settled completions, and streams with new responses, from any thread to one event loop, in their order.
 
     Ownership: `post` from any thread; `deliver` only on the loop. No lock: the flag is raised before the loop is woken and
     lowered before the first pop, so that a completion posted in between is seen by this drain or wakes the next one.
@@ -54,10 +61,10 @@ class Mailbox:
         self._posted_ns = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._rests = False
-        self._settled: deque[LoopCompletion] = deque()
+        self._settled: deque[Wakeable] = deque()
         self._armed = False
 
-    def post(self, completions: Iterable[LoopCompletion]) -> None:
+    def post(self, completions: Iterable[Wakeable]) -> None:
         """Pass settled completions to the loop with at most one wake-up."""
         self._settled.extend(completions)
         if self._rests:

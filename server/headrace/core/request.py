@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headrace.core.tensor import Array
 
@@ -26,6 +26,19 @@ class GroupMembers(NamedTuple):
 
     received_ns: Sequence[int]
     rows: Sequence[int]
+
+
+class Responses(Protocol):
+    """Takes the responses of a decoupled model; see `headrace.core.response_stream.ResponseStream`.
+
+    Attributes:
+        on_consumed: called on the event loop with a number of consumed responses and their bytes.
+    """
+
+    on_consumed: Callable[[int, int], object] | None
+
+    def send(self, response: InferResponse, size_bytes: int) -> None:
+        """Append a response of `size_bytes` bytes; any thread, one at a time."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,6 +67,8 @@ class InferRequest:
             which writes the output there. `NO_RANGES` for a request without any shared memory.
         members: requests that this one stands for; None for a single request. See `headrace.core.completion.GroupCompletion`.
         internal: True for a part of a request that the server has accepted: a step of a pipeline, a call of a Python model.
+        responses: takes the responses of a decoupled model; None: the caller takes exactly one response, the outcome. The
+            response of any other model is the outcome, and the stream stays empty.
     """
 
     inputs: dict[str, Array]
@@ -74,6 +89,7 @@ class InferRequest:
     output_ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=lambda: NO_RANGES)
     members: GroupMembers | None = None
     internal: bool = False
+    responses: Responses | None = None
 
 
 class BatchTimes(NamedTuple):

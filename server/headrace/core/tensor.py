@@ -155,6 +155,7 @@ class ModelSpec:
         resident_devices: numbers of the GPUs whose instances read inputs without a host copy (`ResidentRows`).
         ragged: names of the inputs whose dims may differ between the requests of a batch.
         padded: inputs whose length may differ between the requests of a batch; None for none.
+        decoupled: a request has any number of responses, in `InferRequest.responses`.
     """
 
     name: str
@@ -167,6 +168,7 @@ class ModelSpec:
     resident_devices: frozenset[int] = frozenset()
     ragged: frozenset[str] = frozenset()
     padded: PaddedInputs | None = None
+    decoupled: bool = False
 
 
 # `device` of pinned host memory, which every GPU reads, and of rows that no GPU can read, since they are not aligned.

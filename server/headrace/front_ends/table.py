@@ -60,6 +60,7 @@ class VersionRow(msgspec.Struct, array_like=True, frozen=True):
     has_details: bool = True
     max_group_rows: int = 1
     histograms: bool = True
+    decoupled: bool = False
 
 
 _decoder = msgspec.msgpack.Decoder(list[VersionRow])
@@ -115,6 +116,7 @@ def version_row(
         has_details,
         max_group_rows,
         histograms,
+        spec.decoupled,
     )
 
 
@@ -134,4 +136,5 @@ def model_spec(row: VersionRow) -> ModelSpec:
         None
         if padded is None
         else PaddedInputs(frozenset(padded.names), padded.axis, padded.multiple_of, padded.longest),
+        row.decoupled,
     )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pipelined
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, GroupCompletion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
-from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable, Unsupported
 from headrace.core.limits import BodyMemory
 from headrace.core.request import GroupMembers, InferRequest, InferResponse, LevelLoad, ModelLoad, Probe
 from headrace.core.tensor import BYTES, ModelSpec
@@ -168,8 +168,11 @@ class ModelHandle(VersionHandle):
             WouldMiss: the predicted completion is after the due time.
             QuotaExceeded: the client exceeded its quota.
             Unavailable: the model is being unloaded or its instances have died.
+            Unsupported: the model is decoupled, and the caller takes one response only.
         """
         now_ns = self._clock()
+        if self.spec.decoupled and request.responses is None:
+            raise self._decoupled_error()
         completion = LoopCompletion(self._mailbox)
         entries = self._admit(request, completion, now_ns)
         at_once = len(entries) == 1 and self._inline_gate.allows(entries[0], self._leases)
@@ -185,6 +188,12 @@ class ModelHandle(VersionHandle):
         if (timed or self._timeouts.has_queue_timeouts) and not completion.is_settled:
             self._timeouts.set(request, completion, entries, now_ns)
         return completion
+
+    def _decoupled_error(self) -> Unsupported:
+        return Unsupported(
+            f"model '{self.spec.name}' is decoupled: it returns any number of responses, the request takes exactly one. Send it "
+            "to /generate_stream over HTTP, or in a stream over gRPC (ModelStreamInfer)"
+        )
 
     @property
     def max_group_rows(self) -> int:
@@ -265,6 +274,8 @@ class ModelHandle(VersionHandle):
         Raises:
             HeadraceError: an error of `infer`, or the outcome of the request.
         """
+        if self.spec.decoupled:
+            raise self._decoupled_error()
         now_ns = self._clock()
         completion = ThreadCompletion()
         entries = self._admit(request, completion, now_ns)

@@ -7,12 +7,21 @@ import gc
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from headrace.core.completion import Mailbox
-from headrace.core.errors import BadRequest, DeadlineExceeded, ModelFailed, Overloaded, QueueTimeout, Unavailable
+from headrace.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    ModelFailed,
+    Overloaded,
+    QueueTimeout,
+    Unavailable,
+    Unsupported,
+)
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits
 
 from tests.support.fakes import DEATH, POISON, FakeModel, handle, infer_request
@@ -376,6 +385,22 @@ def test_a_served_request_creates_no_reference_cycles() -> None:
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
+        served.close(5)
+
+    play(scenario)
+
+
+def test_a_decoupled_model_refuses_a_request_for_one_response() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        served.spec = replace(served.spec, decoupled=True)
+        with pytest.raises(
+            Unsupported, match=r"any number of responses.*exactly one.*/generate_stream.*ModelStreamInfer"
+        ):
+            served.infer(infer_request(1))
+        with pytest.raises(Unsupported, match="decoupled"):
+            served.infer_blocking(infer_request(1))
+        assert served.depth == 0
         served.close(5)
 
     play(scenario)
