@@ -113,11 +113,12 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "numpy rich",
     },
     "server/headrace/settings.py": {"ours": "headrace.core", "third": "pydantic"},
-    "server/headrace/app.py": {"ours": "*", "third": "uvloop"},
+    "server/headrace/app.py": {"ours": "*"},
     "server/headrace/wiring.py": {"ours": "*"},
     # Connects processes: each part of a server runs in one of them.
     "server/headrace/front_ends": {"ours": "*", "third": "msgspec numpy uvloop"},
-    "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
+    # `run_server` runs the event loop of each process with sockets.
+    "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn uvloop"},
     "server/headrace/accept.py": {"ours": "headrace.core headrace.tls"},
     "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},

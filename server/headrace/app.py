@@ -8,15 +8,12 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import uvloop
-
 from headrace.accept import bind
 from headrace.banner import Addresses, describe_access, describe_processes
-from headrace.core.errors import ConfigError, Unavailable
+from headrace.core.errors import Unavailable
 from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.listen import (
     METRICS_CONNECTIONS,
@@ -28,7 +25,7 @@ from headrace.listen import (
     is_loopback,
     metrics_application,
     raise_file_limit,
-    server_tls,
+    run_server,
 )
 from headrace.observability.output import end_output
 from headrace.repository.registry import Registry
@@ -78,21 +75,7 @@ class HeadraceServer:
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; returns the exit status."""
-        try:
-            tls = server_tls(self._settings)
-            self._wiring.open()
-        except (ConfigError, Unavailable) as error:
-            logger.error("%s", error)
-            return 1
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        try:
-            return runner.run(self._serve(tls))
-        except Unavailable as error:
-            logger.error("%s", error)
-            return 1
-        finally:
-            with suppress(RuntimeError):  # asyncio starts a thread to end its pool, and the system may start no more
-                runner.close()
+        return run_server(self._settings, self._wiring.open, self._serve)
 
     async def _serve(self, tls: ServerTls | None) -> int:
         settings, wiring, loop = self._settings, self._wiring, asyncio.get_running_loop()

@@ -8,17 +8,19 @@ import ipaddress
 import logging
 import resource
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.accept import BACKLOG, PassedConnections, TlsListener
 from headrace.config.documents import refuse
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.limits import RESERVED_CONNECTIONS, ClientLimits, ConnectionReserve
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.infer_endpoint import error_response, request_principal
@@ -174,6 +176,36 @@ def server_tls(settings: Settings) -> ServerTls | None:
         message, cure = f"the files for TLS cannot be used: {error}", "check that they are PEM, and belong together"
         raise refuse("command line", None, message, cure) from None
     return ServerTls(tls)
+
+
+def run_server(
+    settings: Settings, open_parts: Callable[[], None], serve: Callable[[ServerTls | None], Coroutine[Any, Any, int]]
+) -> int:
+    """Run a process of the server on an event loop; errors of its configuration are logged.
+
+    Args:
+        settings: settings of the server.
+        open_parts: opens what the process needs before its event loop; raises ConfigError or Unavailable.
+        serve: serves until the process ends, with the TLS of its listeners; returns the exit status.
+
+    Returns:
+        The exit status: 1 after an error.
+    """
+    try:
+        tls = server_tls(settings)
+        open_parts()
+    except (ConfigError, Unavailable) as error:
+        logger.error("%s", error)
+        return 1
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
+        return runner.run(serve(tls))
+    except Unavailable as error:
+        logger.error("%s", error)
+        return 1
+    finally:
+        with contextlib.suppress(RuntimeError):  # asyncio starts a thread to end its pool: the system may refuse it
+            runner.close()
 
 
 def metrics_application(page: MetricsRender, reader: RequestOptionsReader) -> FastAPI:

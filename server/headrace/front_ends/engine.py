@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -11,10 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import uvloop
-
 from headrace.banner import Addresses, announce, describe_access, describe_processes, log_announcement
-from headrace.core.errors import ConfigError, Unavailable
 from headrace.cuda.shared_memory import ClientMemory, find_client_memory
 from headrace.front_ends.access_records import RecordSink, record_needs
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all, repository_filter
@@ -25,15 +21,13 @@ from headrace.front_ends.process_figures import ServerProcesses
 from headrace.front_ends.shared_page import PageWriter, SharedPage
 from headrace.front_ends.sharing import TableSync, shared_arrays, shared_limits
 from headrace.grpc.methods import Methods
-from headrace.listen import has_metrics_port, is_loopback, metrics_application, server_tls
+from headrace.listen import has_metrics_port, is_loopback, metrics_application, run_server
 from headrace.observability.counters import Recorder
 from headrace.observability.output import end_output
 from headrace.repository.registry import Registry
 from headrace.repository.shared_memory import Pinned
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, Wiring
-
-logger = logging.getLogger("headrace")
 
 _FLUSH_S = 0.5
 
@@ -64,21 +58,7 @@ class EngineProcess:
 
     def run(self) -> int:
         """Serve until the supervisor sends "stop"; returns the exit status."""
-        try:
-            tls = server_tls(self._settings)
-            self._wiring.open()
-        except (ConfigError, Unavailable) as error:
-            logger.error("%s", error)
-            return 1
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        try:
-            return runner.run(self._serve(tls))
-        except Unavailable as error:
-            logger.error("%s", error)
-            return 1
-        finally:
-            with contextlib.suppress(RuntimeError):
-                runner.close()
+        return run_server(self._settings, self._wiring.open, self._serve)
 
     async def _serve(self, tls: ServerTls | None) -> int:
         wiring, loop = self._wiring, asyncio.get_running_loop()

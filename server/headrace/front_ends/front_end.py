@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -14,11 +13,9 @@ from importlib.metadata import version
 from typing import Any, cast
 
 import msgspec
-import uvloop
 
 from headrace.accept import PassedConnections
 from headrace.core.access import AccessControl
-from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
@@ -33,7 +30,7 @@ from headrace.grpc.methods import GrpcEngine
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
 from headrace.inference.services import Services
-from headrace.listen import GrpcListener, UvicornServer, origin_policy, raise_file_limit, server_tls
+from headrace.listen import GrpcListener, UvicornServer, origin_policy, raise_file_limit, run_server
 from headrace.observability.logs import LogSettings
 from headrace.tls import ServerTls
 from headrace.wiring import Reloads, open_access, open_keys
@@ -109,21 +106,10 @@ class FrontEndProcess:
 
     def run(self) -> int:
         """Serve until the supervisor sends "drain"; returns the exit status."""
-        try:
-            tls = server_tls(self._settings)
-            self._keys = open_keys(self._settings)
-        except (ConfigError, Unavailable) as error:
-            logger.error("%s", error)
-            return 1
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        try:
-            return runner.run(self._serve(tls))
-        except Unavailable as error:
-            logger.error("%s", error)
-            return 1
-        finally:
-            with contextlib.suppress(RuntimeError):
-                runner.close()
+        return run_server(self._settings, self._open_keys, self._serve)
+
+    def _open_keys(self) -> None:
+        self._keys = open_keys(self._settings)
 
     async def _serve(self, tls: ServerTls | None) -> int:
         loop, start = asyncio.get_running_loop(), self._start
