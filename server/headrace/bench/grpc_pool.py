@@ -20,11 +20,9 @@ from headrace.bench.pool import (
     OK,
     TIMEOUT,
     WRONG,
-    Address,
     Answer,
-    Check,
-    Finished,
     Pool,
+    PoolOptions,
     now_s,
     timeout_text,
 )
@@ -124,21 +122,11 @@ class GrpcPool(Pool):
     Args:
         requests: serialized message of each prepared request.
         headers: encoded header block of every call.
-        address, max_connections, timeout_s, finished, check: see `Pool`.
+        options: of the pool.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[bytes],
-        headers: bytes,
-        address: Address,
-        max_connections: int,
-        timeout_s: float,
-        finished: Finished,
-        check: Check | None = None,
-    ) -> None:
-        super().__init__(address, max_connections, timeout_s, finished, check)
-        self.requests = requests
+    def __init__(self, requests: Sequence[bytes], headers: bytes, options: PoolOptions) -> None:
+        super().__init__(requests, options)
         self.headers = headers
         data_at = FRAME_HEADER_BYTES + len(headers)
         self.second_id_at = data_at + 5

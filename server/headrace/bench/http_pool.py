@@ -15,11 +15,9 @@ from headrace.bench.pool import (
     OK,
     TIMEOUT,
     WRONG,
-    Address,
     Answer,
-    Check,
-    Finished,
     Pool,
+    PoolOptions,
     now_s,
     timeout_text,
 )
@@ -113,20 +111,11 @@ class HttpPool(Pool):
 
     Args:
         requests: bytes of each prepared request, head and body.
-        address, max_connections, timeout_s, finished, check: see `Pool`.
+        options: of the pool.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[bytes],
-        address: Address,
-        max_connections: int,
-        timeout_s: float,
-        finished: Finished,
-        check: Check | None = None,
-    ) -> None:
-        super().__init__(address, max_connections, timeout_s, finished, check)
-        self.requests = requests
+    def __init__(self, requests: Sequence[bytes], options: PoolOptions) -> None:
+        super().__init__(requests, options)
         self.idle: list[HttpConnection] = []
         self.connections: set[HttpConnection] = set()
         self.heads: dict[bytes, ResponseHead] = {}

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import os
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 
@@ -66,7 +67,7 @@ class Record:
         self.codes.append(number)
 
 
-class Load:
+class Load(ABC):
     """Sends the prepared requests in turn and records their outcomes.
 
     Args:
@@ -111,9 +112,9 @@ class Load:
         self.end_s = min(self.end_s, now_s())
         asyncio.get_running_loop().call_later(_STOP_S if self.in_flight else 0.0, self._done.set)
 
+    @abstractmethod
     async def run(self) -> None:
         """Submit requests until `end_s`, and wait for their outcomes."""
-        raise NotImplementedError
 
     async def _drain(self) -> None:
         """Wait for the requests in flight; those without an answer end with the status `TIMEOUT` by the pool."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 now_s = time.monotonic
@@ -65,29 +66,44 @@ Finished = Callable[[int, float, float, str, str], None]
 Check = Callable[[int, Answer], bool]
 
 
-class Pool:
-    """Connections to one server.
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """Options of a pool.
 
-    Args:
+    Attributes:
         address: of the server.
         max_connections: number of connections at most; they are opened when they are needed.
         timeout_s: time from sending to the answer, and of a connection attempt.
         finished: receives the outcome of every request.
         check: receives the answers with status success; None leaves their bodies unread.
+    """
+
+    address: Address
+    max_connections: int
+    timeout_s: float
+    finished: Finished
+    check: Check | None = None
+
+
+class Pool(ABC):
+    """Connections to one server.
+
+    Args:
+        requests: bytes of each prepared request.
+        options: of the pool.
 
     Attributes:
         opened: number of connections that were opened.
         buffer: receive buffer of all connections, uint8[RECEIVE_BYTES]. A read fills it and is parsed before the next read.
     """
 
-    def __init__(
-        self, address: Address, max_connections: int, timeout_s: float, finished: Finished, check: Check | None = None
-    ) -> None:
-        self._address = address
-        self._max_connections = max_connections
-        self.timeout_s = timeout_s
-        self.finished = finished
-        self.check = check
+    def __init__(self, requests: Sequence[bytes], options: PoolOptions) -> None:
+        self.requests = requests
+        self._address = options.address
+        self._max_connections = options.max_connections
+        self.timeout_s = options.timeout_s
+        self.finished = options.finished
+        self.check = options.check
         self.opened = 0
         self.buffer = bytearray(RECEIVE_BYTES)
         self.view = memoryview(self.buffer)
@@ -133,21 +149,21 @@ class Pool:
 
     # --- Of a protocol ---
 
+    @abstractmethod
     def start(self, index: int, due_s: float) -> bool:
         """Send a request on a free connection; False if there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def protocol(self) -> asyncio.BufferedProtocol:
         """Return the protocol object of a new connection."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expire(self, oldest_s: float) -> None:
         """End requests that were sent before `oldest_s` with the status `TIMEOUT`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def abort_all(self) -> None:
         """Close all connections at once."""
-        raise NotImplementedError
 
     # --- Called by connections ---
 

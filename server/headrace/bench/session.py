@@ -22,7 +22,7 @@ from headrace.bench.grpc_pool import GrpcPool
 from headrace.bench.http_pool import HttpPool
 from headrace.bench.inputs import InputOptions, Request, make_requests
 from headrace.bench.loads import Floats, constant_times, poisson_times
-from headrace.bench.pool import NO_CONNECTION, TIMEOUT, Address, Answer, Pool
+from headrace.bench.pool import NO_CONNECTION, TIMEOUT, Address, Answer, Pool, PoolOptions
 from headrace.bench.processes import ClientProcesses, ClientSetup, Outcomes, PlannedLoad
 from headrace.bench.processor import tree_cpu_s
 from headrace.bench.regions import shared_inputs
@@ -383,12 +383,12 @@ async def try_once(options: BenchOptions, encoded: Sequence[bytes]) -> list[Answ
 
     url, tls = options.url, _tls_files(options)
     context = tls_context(tls["ca"], tls["cert"], tls["key"], url.protocol) if tls else None
-    address = Address(url.host, url.port, context)
-    pool: Pool
-    if url.protocol == "http":
-        pool = HttpPool(encoded, address, 1, options.timeout_s, finished, keep)
-    else:
-        pool = GrpcPool(encoded, _grpc_headers(options), address, 1, options.timeout_s, finished, keep)
+    pool_options = PoolOptions(Address(url.host, url.port, context), 1, options.timeout_s, finished, keep)
+    pool: Pool = (
+        HttpPool(encoded, pool_options)
+        if url.protocol == "http"
+        else GrpcPool(encoded, _grpc_headers(options), pool_options)
+    )
     try:
         for index in range(len(encoded)):
             pool.submit(index, time.monotonic())

@@ -26,7 +26,7 @@ from headrace.bench.answers import AnswerCheck
 from headrace.bench.grpc_pool import GrpcPool
 from headrace.bench.http_pool import HttpPool
 from headrace.bench.loads import ClosedLoop, Load, OpenLoop
-from headrace.bench.pool import Address, Answer, Pool
+from headrace.bench.pool import Address, Answer, Pool, PoolOptions
 from headrace.bench.target import tls_context
 
 _PROGRESS_S = 0.5
@@ -76,11 +76,11 @@ class Worker:
         self._task = asyncio.get_running_loop().create_task(self._run(load, header))
 
     def _pool(self, load: Load, connections: int) -> Pool:
-        timeout_s = self._setup["timeout_s"]
         check = self._check.matches if self._check is not None else None
+        options = PoolOptions(self._address, connections, self._setup["timeout_s"], load.finished, check)
         if self._setup["protocol"] == "http":
-            return HttpPool(self._requests, self._address, connections, timeout_s, load.finished, check)
-        return GrpcPool(self._requests, self._headers, self._address, connections, timeout_s, load.finished, check)
+            return HttpPool(self._requests, options)
+        return GrpcPool(self._requests, self._headers, options)
 
     async def _run(self, load: Load, header: dict[str, Any]) -> None:
         load.pool = pool = self._pool(load, header["connections"])

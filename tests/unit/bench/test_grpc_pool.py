@@ -14,7 +14,7 @@ import h2.events
 import h2.settings
 import pytest
 from headrace.bench.grpc_pool import GrpcPool, parse_fields
-from headrace.bench.pool import BROKEN, CLOSED, TIMEOUT, WRONG, Address, Answer
+from headrace.bench.pool import BROKEN, CLOSED, TIMEOUT, WRONG, Address, Answer, PoolOptions
 from headrace.bench.target import ServerUrl
 from headrace.bench.wire import grpc_headers
 
@@ -94,9 +94,8 @@ def send(
         outcomes = Outcomes()
         async with listening(peer.talk) as port:
             headers = grpc_headers(ServerUrl("grpc", "127.0.0.1", port, False), {"X-Client": "me"})
-            pool = GrpcPool(
-                messages, headers, Address("127.0.0.1", port), connections, timeout_s, outcomes.finished, check
-            )
+            options = PoolOptions(Address("127.0.0.1", port), connections, timeout_s, outcomes.finished, check)
+            pool = GrpcPool(messages, headers, options)
             for index in range(len(messages)):
                 pool.submit(index, time.monotonic())
             result = await outcomes.take(len(messages))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from headrace.bench.http_pool import HttpPool, parse_head, read_chunks
-from headrace.bench.pool import BROKEN, CLOSED, NO_CONNECTION, TIMEOUT, WRONG, Address, Answer
+from headrace.bench.pool import BROKEN, CLOSED, NO_CONNECTION, TIMEOUT, WRONG, Address, Answer, PoolOptions
 
 from tests.support.stub_server import Outcome, Outcomes, Talk, listening, read_request
 
@@ -48,14 +48,8 @@ def send(
     async def run() -> list[Outcome]:
         outcomes = Outcomes()
         async with listening(talk) as port:
-            pool = HttpPool(
-                [request(b"x" * number) for number in range(count)],
-                Address("127.0.0.1", port),
-                connections,
-                timeout_s,
-                outcomes.finished,
-                check,
-            )
+            options = PoolOptions(Address("127.0.0.1", port), connections, timeout_s, outcomes.finished, check)
+            pool = HttpPool([request(b"x" * number) for number in range(count)], options)
             for index in range(count):
                 pool.submit(index, time.monotonic())
             result = await outcomes.take(count)
@@ -158,7 +152,7 @@ def test_a_server_that_does_not_listen_is_an_error() -> None:
         outcomes = Outcomes()
         async with listening(answers()) as port:
             pass
-        pool = HttpPool([request(b"")], Address("127.0.0.1", port), 2, 5.0, outcomes.finished)
+        pool = HttpPool([request(b"")], PoolOptions(Address("127.0.0.1", port), 2, 5.0, outcomes.finished))
         for _ in range(3):
             pool.submit(0, time.monotonic())
         result = await outcomes.take(3)
@@ -191,7 +185,7 @@ def test_a_server_that_reads_slowly_gets_the_whole_request() -> None:
     async def run() -> list[Outcome]:
         outcomes = Outcomes()
         async with listening(talk) as port:
-            pool = HttpPool([request(body)], Address("127.0.0.1", port), 1, 60.0, outcomes.finished)
+            pool = HttpPool([request(body)], PoolOptions(Address("127.0.0.1", port), 1, 60.0, outcomes.finished))
             pool.submit(0, time.monotonic())
             pool.submit(0, time.monotonic())
             result = await outcomes.take(2)
@@ -213,7 +207,7 @@ def test_an_idle_connection_that_the_server_closes_is_not_used_again() -> None:
         outcomes = Outcomes()
         statuses = []
         async with listening(talk) as port:
-            pool = HttpPool([request(b"")], Address("127.0.0.1", port), 1, 30.0, outcomes.finished)
+            pool = HttpPool([request(b"")], PoolOptions(Address("127.0.0.1", port), 1, 30.0, outcomes.finished))
             for _ in range(3):
                 pool.submit(0, time.monotonic())
                 statuses += [each.status for each in await outcomes.take(1)]

@@ -20,7 +20,7 @@ from headrace.bench.loads import (
     open_timer,
     poisson_times,
 )
-from headrace.bench.pool import NO_CONNECTION, Address
+from headrace.bench.pool import NO_CONNECTION, Address, PoolOptions
 
 from tests.support.stub_server import Talk, listening, read_request
 
@@ -31,7 +31,7 @@ REQUESTS = [b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\n%d" % number for numbe
 def run(talk: Talk, load: Load, connections: int) -> Record:
     async def task() -> Record:
         async with listening(talk) as port:
-            load.pool = HttpPool(REQUESTS, Address("127.0.0.1", port), connections, 60.0, load.finished)
+            load.pool = HttpPool(REQUESTS, PoolOptions(Address("127.0.0.1", port), connections, 60.0, load.finished))
             await load.run()
             load.pool.close()
         return load.record
@@ -117,7 +117,7 @@ def test_a_load_can_be_stopped(loop: str) -> None:
         if loop == "open":
             load = OpenLoop(4, 0, np.concatenate([np.full(5, time.monotonic()), [far_s]]))
         async with listening(server.talk) as port:
-            load.pool = HttpPool(REQUESTS, Address("127.0.0.1", port), 2, 60.0, load.finished)
+            load.pool = HttpPool(REQUESTS, PoolOptions(Address("127.0.0.1", port), 2, 60.0, load.finished))
             running = asyncio.create_task(load.run())
             while len(load.record) < 5:
                 await asyncio.wait({running}, timeout=0.005)
@@ -136,7 +136,7 @@ def test_a_server_that_is_gone_is_an_error_of_each_request() -> None:
         async with listening(Server().talk) as port:
             pass
         load = OpenLoop(4, 0, np.full(3, time.monotonic()))
-        load.pool = HttpPool(REQUESTS, Address("127.0.0.1", port), 2, 60.0, load.finished)
+        load.pool = HttpPool(REQUESTS, PoolOptions(Address("127.0.0.1", port), 2, 60.0, load.finished))
         await load.run()
         load.pool.close()
         return load.record

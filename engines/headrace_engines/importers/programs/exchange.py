@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from typing import IO, Any, Callable
 
 import numpy as np
@@ -42,9 +43,10 @@ class ImportFault(Exception):
         self.cure = cure
 
 
-class Source:
+class Source(ABC):
     """A model in its framework; base of the programs' classes."""
 
+    @abstractmethod
     def export(self, path: str, report: Report) -> Json:
         """Write the ONNX file and return the description.
 
@@ -61,15 +63,14 @@ class Source:
         Raises:
             ImportFault: the model cannot be exported.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run the model in evaluation mode and return its outputs by name.
 
         Args:
             inputs: arrays by the names in the description.
         """
-        raise NotImplementedError
 
 
 def serve(folder: str) -> int:
