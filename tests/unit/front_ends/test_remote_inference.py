@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,12 @@ def test_every_request_and_failure_is_counted_once(run: Callable[..., Any]) -> N
         requests = [over_http(pair.front_ends[0], "affine", each) for each in (good, good, bad, good, late)]
         await asyncio.gather(*requests)
         pair.front_ends[0].flush_counts()
-        await until(lambda: sum(handle.recorder.totals().failures.values()) >= 2)
+
+        def all_counted() -> bool:
+            totals = handle.recorder.totals()
+            return sum(totals.failures.values()) >= 2 and totals.phases["encode"].count >= 3
+
+        await until(all_counted)
         totals = handle.recorder.scraped_totals()
         assert (totals.successes, totals.rows) == (3, 9)
         assert dict(totals.failures) == {"bad_request": 1, "deadline": 1}
@@ -314,70 +320,77 @@ def test_requests_larger_than_the_arena_go_with_the_frame(run: Callable[..., Any
     run(test)
 
 
+def shared(name: str, region: str, offset: int, size: int, **more: Any) -> dict[str, Any]:
+    """A tensor in a region of shared memory."""
+    parameters = {
+        "shared_memory_region": region,
+        "shared_memory_offset": offset,
+        "shared_memory_byte_size": size,
+    }
+    return {"name": name, "parameters": parameters, **more}
+
+
+def region_requests(name: str, output: str) -> dict[int, list[tuple[dict[str, Any], dict[str, Any] | None]]]:
+    """Input and requested output of requests with the regions "in" and "out" of 2048 bytes, by the status of their answer."""
+    given, size = {"datatype": "FP32", "shape": [3, 16]}, ROWS.nbytes
+    good, to_region = shared(name, "in", 0, size, **given), shared(output, "out", 64, 512)
+    return {
+        200: [
+            (good, None),
+            (good, to_region),
+            (tensor(name, ROWS, "FP32"), to_region),
+            (shared(name, "in", 4, size, **given), to_region),
+        ],
+        400: [
+            (shared(name, "in", 2000, size, **given), None),
+            (shared(name, "in", 0, size - 4, **given), None),
+            (good, shared(output, "out", 2000, 512)),
+            (good, shared(output, "out", 0, 8)),
+        ],
+        404: [(shared(name, "none", 0, size, **given), None), (good, shared(output, "none", 0, 512))],
+    }
+
+
+@contextmanager
+def client_memory(pair: Pair) -> Iterator[memoryview]:
+    """4096 bytes of a client: the region "in" with `ROWS`, then the region "out"."""
+    memory = SharedMemory(create=True, size=4096)
+    try:
+        pair.regions.register_system("in", memory.name, 0, 2048)
+        pair.regions.register_system("out", memory.name, 2048, 2048)
+        memory.buf[: ROWS.nbytes] = ROWS.tobytes()
+        yield memory.buf
+    finally:
+        memory.close()
+        memory.unlink()
+
+
 def test_the_engine_reads_and_writes_shared_memory_of_clients(run: Callable[..., Any]) -> None:
     async def test(pair: Pair) -> None:
-        name = first_inputs(pair)["affine"]
-        handle = pair.plane.registry.serving("affine", "")
+        handle, front_end = pair.plane.registry.serving("affine", ""), pair.front_ends[0]
         assert handle is not None
         (output,) = handle.spec.outputs
-        memory = SharedMemory(create=True, size=4096)
-        try:
-            pair.regions.register_system("in", memory.name, 0, 2048)
-            pair.regions.register_system("out", memory.name, 2048, 2048)
-            memory.buf[: ROWS.nbytes] = ROWS.tobytes()
-
-            def shared(tensor_name: str, region: str, offset: int, size: int, **more: Any) -> dict[str, Any]:
-                parameters = {
-                    "shared_memory_region": region,
-                    "shared_memory_offset": offset,
-                    "shared_memory_byte_size": size,
-                }
-                return {"name": tensor_name, "parameters": parameters, **more}
-
-            given = {"datatype": "FP32", "shape": [3, 16]}
-            size = ROWS.nbytes
-            good, to_region = shared(name, "in", 0, size, **given), shared(output, "out", 64, 512)
-            subjects = {
-                200: [
-                    (good, None),
-                    (good, to_region),
-                    (tensor(name, ROWS, "FP32"), to_region),
-                    (shared(name, "in", 4, size, **given), to_region),
-                ],
-                400: [
-                    (shared(name, "in", 2000, size, **given), None),
-                    (shared(name, "in", 0, size - 4, **given), None),
-                    (good, shared(output, "out", 2000, 512)),
-                    (good, shared(output, "out", 0, 8)),
-                ],
-                404: [(shared(name, "none", 0, size, **given), None), (good, shared(output, "none", 0, 512))],
-            }
-            for status, requests in subjects.items():
+        with client_memory(pair) as memory:
+            for status, requests in region_requests(first_inputs(pair)["affine"], output).items():
                 for source, target in requests:
                     content = body(source, **({} if target is None else {"outputs": [target]}))
                     answers, written = [], []
-                    for models_, regions in (
-                        (pair.plane.registry, pair.regions),
-                        (pair.front_ends[0], RemoteRegions()),
-                    ):
-                        memory.buf[2048:] = bytes(2048)
+                    for models_, regions in ((pair.plane.registry, pair.regions), (front_end, RemoteRegions())):
+                        memory[2048:] = bytes(2048)
                         answers.append(await over_http(models_, "affine", content, regions=regions))  # type: ignore[arg-type]
-                        written.append(bytes(memory.buf[2048:]))
+                        written.append(bytes(memory[2048:]))
                     assert answers[0][0] == status, answers
                     assert answers[0] == answers[1]
                     assert written[0] == written[1]
                     assert any(written[0]) == (status == 200 and target is not None)
-        finally:
-            memory.close()
-            memory.unlink()
-        pair.front_ends[0].flush_counts()
+        front_end.flush_counts()
         await until(lambda: sum(handle.recorder.totals().failures.values()) == 12)
         # The output that is larger than its range was computed, by both.
         totals = handle.recorder.scraped_totals()
         assert totals.successes == 8
         assert not handle.in_flight
-        assert pair.front_ends[0].serves_regions("affine", "")
-        assert not pair.front_ends[0].serves_regions("text", "")
+        assert front_end.serves_regions("affine", "")
+        assert not front_end.serves_regions("text", "")
 
     run(test)
 

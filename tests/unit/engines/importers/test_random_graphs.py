@@ -21,6 +21,9 @@ SAFE = (
     "relu", "scale", "bias", "softmax", "mean", "matrix", "split heads", "join", "flatten", "moved and back", "token", "slice",
     "pick", "expand", "topk", "norm", "conv", "fold", "cumsum", "squeeze and back", "positions first", "merge rows",
 )  # fmt: skip
+SHAPE_STEPS = (
+    "split heads", "join", "flatten", "moved and back", "fold", "squeeze and back", "positions first", "merge rows",
+)  # fmt: skip
 MIXED = ("softmax", "mean", "cumsum", "largest", "reverse", "product", "sort", "transposed", "shifted", "scaled mean")
 
 
@@ -49,6 +52,12 @@ class Graph:
 
     def safe(self, kind: str, draw: st.DrawFn) -> None:
         """Add a step that computes each row from itself."""
+        if kind in SHAPE_STEPS:
+            self._change_shape(kind, draw)
+        else:
+            self._change_values(kind, draw)
+
+    def _change_values(self, kind: str, draw: st.DrawFn) -> None:
         shape, last = self.shape, len(self.shape)
         if kind == "relu":
             self.node("LeakyRelu", alpha=0.5)
@@ -68,18 +77,6 @@ class Graph:
             width = draw(st.integers(2, 4))
             self.node("MatMul", self.net.weight(shape[-1], width))
             self.shape = (*shape[:-1], width)
-        elif kind == "split heads" and shape[-1] % 2 == 0:
-            self.reshape(self.batch, *shape[:-1], 2, shape[-1] // 2)
-        elif kind == "join" and last > 1:
-            self.reshape(self.batch, draw(st.sampled_from([-1, shape[0] * shape[1]])), *shape[2:])
-            self.shape = (shape[0] * shape[1], *shape[2:])
-        elif kind == "flatten":
-            self.node("Flatten", axis=1)
-            self.shape = (math.prod(shape),)
-        elif kind == "moved and back" and last > 1:
-            order = draw(st.permutations(range(1, last + 1)))
-            self.node("Transpose", perm=[0, *order])
-            self.shape = tuple(shape[axis - 1] for axis in order)
         elif kind == "token":
             token = np.broadcast_to(self.net.random.standard_normal((1, 1, *shape[1:])), (self.batch, 1, *shape[1:]))
             self.tensor = self.net.node("Concat", self.net.constant(token), self.tensor, axis=1)
@@ -98,13 +95,28 @@ class Graph:
         elif kind == "conv" and last == 3:
             self.tensor = self.net.conv(self.tensor, (shape[0], 3), f"conv{len(shape)}_{self.tensor}")
             self.shape = (3, *shape[1:])
+        elif kind == "cumsum":
+            self.node("CumSum", self.net.constant(last, np.int64))
+
+    def _change_shape(self, kind: str, draw: st.DrawFn) -> None:
+        shape, last = self.shape, len(self.shape)
+        if kind == "split heads" and shape[-1] % 2 == 0:
+            self.reshape(self.batch, *shape[:-1], 2, shape[-1] // 2)
+        elif kind == "join" and last > 1:
+            self.reshape(self.batch, draw(st.sampled_from([-1, shape[0] * shape[1]])), *shape[2:])
+            self.shape = (shape[0] * shape[1], *shape[2:])
+        elif kind == "flatten":
+            self.node("Flatten", axis=1)
+            self.shape = (math.prod(shape),)
+        elif kind == "moved and back" and last > 1:
+            order = draw(st.permutations(range(1, last + 1)))
+            self.node("Transpose", perm=[0, *order])
+            self.shape = tuple(shape[axis - 1] for axis in order)
         elif kind == "fold" and last > 1:
             # The batch as a factor of another axis, and back.
             self.tensor = self.net.node("Reshape", self.tensor, self.ints(self.batch * shape[0], *shape[1:]))
             self.node("Softmax", axis=-1)
             self.reshape(self.batch, *shape)
-        elif kind == "cumsum":
-            self.node("CumSum", self.net.constant(last, np.int64))
         elif kind == "squeeze and back" and self.batch == 1 and last > 1:
             self.node("Squeeze", self.ints(0))
             self.node("MatMul", self.net.weight(shape[-1], 3))
