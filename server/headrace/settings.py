@@ -195,6 +195,7 @@ class Settings:
         environments_dir: folder for Python environments of models; "" for `environments` in the state folder.
         drain_timeout_s: maximum wait at shutdown for requests in flight, in seconds.
         keep_alive_timeout_s: time that an HTTP connection stays open between requests, in seconds.
+        stream_heartbeat_s: time without an event after which an event stream (`/generate_stream`) has a comment, in seconds.
         metrics: record latency histograms and serve /metrics.
         metrics_config: metrics under Triton's names.
         tls_cert: certificate chain (PEM) of HTTP and gRPC; "" for no TLS.
@@ -246,6 +247,7 @@ class Settings:
     # Most proxies keep idle connections to their backends for 60 s. The server must not close first, or a request that is on
     # its way to it is lost.
     keep_alive_timeout_s: float = 75.0
+    stream_heartbeat_s: float = 15.0
     metrics: bool = True
     metrics_config: TritonMetrics = field(default_factory=TritonMetrics)
     tls_cert: str = ""
@@ -456,6 +458,7 @@ OPTIONS: tuple[_Option, ...] = (
     _Option("profile_s", "measure each model before it serves (%(default)s; 0: do not)", _seconds, "S"),
     _Option("drain_timeout_s", "wait for requests at shutdown (%(default)s)", _seconds, "S"),
     _Option("keep_alive_timeout_s", "keep an HTTP connection between requests (%(default)s)", _seconds, "S"),
+    _Option("stream_heartbeat_s", "comment in an event stream without events for so long (%(default)s)", _seconds, "S"),
     _Option("grpc_engine", "fast: our own HTTP/2; grpcio: for one more release (%(default)s)", ("fast", "grpcio")),
     _Option("grpc", "serve gRPC (on)", _switch),
     _Option("tls_cert", "certificate chain of the server (PEM): TLS for HTTP and gRPC", metavar="FILE"),

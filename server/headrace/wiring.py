@@ -305,6 +305,7 @@ class Wiring:
             overview=self._overview,
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
+            heartbeat_s=settings.stream_heartbeat_s,
             explain=partial(explain, registry),
             name=settings.id,
             options_reader=RequestOptionsReader(settings.client_header, self._access),
@@ -365,7 +366,7 @@ def extensions(settings: Settings, cuda: bool) -> list[str]:
         settings: settings of the server.
         cuda: clients can register GPU memory.
     """
-    names = ["binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"]
+    names = ["binary_tensor_data", "classification", "generate", "logging", "model_configuration", "model_repository"]
     names += ["model_repository(unload_dependents)", "parameters", "schedule_policy", "statistics"]
     if settings.allow_client_shm:
         names += ["system_shared_memory"]

@@ -24,7 +24,7 @@ from tests.support.serving import Server, serving
 # refuse what the page allows, with 400. Everything else about them is checked as everywhere.
 FORM_IS_NOT_ENOUGH = """
 [[operations]]
-include-path-regex = "/infer$|sharedmemory/region/.*/register$"
+include-path-regex = "/(infer|generate|generate_stream)$|sharedmemory/region/.*/register$"
 checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "403", "404", "409", "503", "504"]
 """
 # 503 is what the page promises for a model that is being unloaded, 504 for a deadline that was too short.

@@ -49,6 +49,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "environments_dir": ("e", "e"),
         "drain_timeout_s": ("6.5", 6.5),
         "keep_alive_timeout_s": ("7.5", 7.5),
+        "stream_heartbeat_s": ("2.5", 2.5),
         "metrics": ("off", False),
         "metrics_config": ("summary_latencies=false", TritonMetrics(summary_latencies=False)),
         "grpc": ("off", False),

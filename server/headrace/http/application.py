@@ -23,6 +23,7 @@ from starlette.routing import Match
 
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError
 from headrace.core.limits import REGION_PATTERN, ClientLimits
+from headrace.http.generate_endpoint import GenerateEndpoint
 from headrace.http.infer_endpoint import (
     InferEndpoint,
     Message,
@@ -50,6 +51,8 @@ logger = logging.getLogger("headrace.http")
 
 Metrics = Callable[[str], tuple[str, bytes]]
 
+# Ends of the paths of inference.
+INFERENCE_PATHS = ("/infer", "/generate", "/generate_stream")
 # JSON; media types of clients that name none (Triton's clients among them); and the default of `curl --data`.
 _MEDIA_TYPES = ("", JSON, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
 # A percent-encoded slash, backslash or control character within one segment of the path: no name contains one.
@@ -309,7 +312,13 @@ class HttpApplication:
         origins: OriginPolicy | None = None,
     ) -> None:
         self._origins = origins or OriginPolicy()
-        self._infer = InferEndpoint(services, client_limits, self._origins)
+        infer = InferEndpoint(services, client_limits, self._origins)
+        generate = GenerateEndpoint(services, client_limits, infer)
+        self._inference: dict[str, Callable[[Scope, Receive, Send, str, str], Awaitable[None]]] = {
+            "infer": infer,
+            "generate": generate.respond_once,
+            "generate_stream": generate.respond_each,
+        }
         self._control = control_application(services, client_limits, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -317,7 +326,7 @@ class HttpApplication:
         if scope["type"] != "http":
             return
         path: str = scope["path"]
-        if path.endswith("/infer") and path.startswith("/v2/models/"):
+        if path.endswith(INFERENCE_PATHS) and path.startswith("/v2/models/"):
             parts = path.split("/")
             if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions" and parts[5]):
                 if scope["method"] == "OPTIONS" and await self._answer_preflight(scope, send):
@@ -325,7 +334,8 @@ class HttpApplication:
                 if scope["method"] != "POST":
                     await send_method_not_allowed(send)
                     return
-                await self._infer(scope, receive, send, parts[3], parts[5] if len(parts) == 7 else "")
+                serve = self._inference[parts[-1]]
+                await serve(scope, receive, send, parts[3], parts[5] if len(parts) == 7 else "")
                 return
         if self._origins.has_cors:
             if await self._answer_preflight(scope, send):

@@ -669,6 +669,29 @@ class InferenceResponse(BaseModel):
     outputs: list[ResponseOutput]
 
 
+class GenerateRequest(BaseModel):
+    """Inputs of a model and parameters, as fields of one object.
+
+    A field with the name of an input is that input: a value, an array of values or nested arrays; BYTES are strings. Every other
+    field is a parameter: a string, a number or a boolean.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str = _optional(description="returned with each response")
+    parameters: dict[str, Any] = _optional(description="further inputs and parameters")
+
+
+class GenerateResponse(BaseModel):
+    """Outputs of a model as fields of one object: a value for one element, else a flat array."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_name: str
+    model_version: str
+    id: str = _optional()
+
+
 class InferenceHeaders(BaseModel):
     """Request headers of inference."""
 

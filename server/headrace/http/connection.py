@@ -19,7 +19,6 @@ pipelined requests wait. A client that half-closes gets its responses; see docs/
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -32,6 +31,8 @@ from headrace.core.access import certificate_names
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
 from headrace.core.limits import BodyReservation, ClientLimits, UnreadResponses
+from headrace.http.event_stream import Http10Cycle
+from headrace.http.half_closed import DisconnectProbe
 from headrace.http.infer_endpoint import InferEndpoint, ParsedHead, content_length, error_response, json_length
 from headrace.http.origins import ANY_HOST, HostPolicy
 from headrace.http.repeated_request import RepeatedHeads, RepeatedRequest
@@ -53,9 +54,6 @@ _TLS_PIECES_AT_ONCE = 8
 _MAX_PIPELINED = 8
 # Smallest piece of pipelined bytes that is parsed at once: a body may consist of ends of heads.
 _MIN_PIECE_BYTES = 512
-# Seconds from the end of a half-closed client's stream to the first probe, between two probes, and to the reset that answers one.
-_FIRST_PROBE_S, _PROBE_S, _RESET_S = 0.2, 2.0, 0.05
-_TCP_CLOSE = 7  # state of a Linux TCP socket that the peer has reset
 # Allowed bytes per chunk besides its data: size, two line ends, an extension. More bytes count as headers.
 _CHUNK_FRAME_BYTES = 32
 _HEADERS, _CHUNKS = "max_header_bytes", "max_chunks"
@@ -103,7 +101,6 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         peer_names: names in the client certificate; empty without one.
         stage: the event that the connection waits for.
         since: tick (`ConnectionTimeouts.epoch`) at which the stage began.
-        is_half_closed: True after the client has ended its side, while complete requests are served.
     """
 
     flow: ConnectionFlow
@@ -136,8 +133,9 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._idle_since_s = 0.0  # event loop time at which the last repeated request was answered
         self._refusal = (0, "")
         self._has_received = False
-        self.is_half_closed = False
-        self._next_probe_s = 0.0  # event loop time
+        self._probe: DisconnectProbe | None = (
+            None  # of a client that has half-closed, while complete requests are served
+        )
         self._unread = UnreadResponses(client_limits)
         self._unwritten_bytes = 0  # of the response that `write_later` writes in pieces
         self._unparsed = b""  # bytes behind the pipelined requests that wait
@@ -182,6 +180,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._unparsed = b""
         # Break reference cycles: otherwise a body would stay in memory until the garbage collector runs.
         self.cycle = self.scope = self._reader = self._direct_body = self._checked_cycle = None  # type: ignore[assignment]
+        self._probe = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active_cycle = cycle
@@ -219,7 +218,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
         An incomplete request is dropped. Over TLS there is no half-close: the transport closes.
         """
-        if self.is_half_closed:
+        if self._probe is not None:
             return True
         if self.scheme == "https" or self.stage is Stage.ENDING or self.parser is None:
             return False
@@ -234,29 +233,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             return False
         cycle.keep_alive = False
         self.cycle, self.stage, self.parser = cycle, Stage.BETWEEN, None  # type: ignore[assignment]
-        self.is_half_closed = True
-        self._next_probe_s = self.loop.time() + _FIRST_PROBE_S
-        self.loop.call_later(_FIRST_PROBE_S + _RESET_S, self._probe)
+        active = self._active_cycle or cycle
+        self._probe = DisconnectProbe(self.transport, self.loop, active, self._check_half_closed)
         return True
 
-    def _probe(self) -> None:
-        """Abort the connection if a half-closed client is gone.
-
-        A client that has closed its socket completely sends the same FIN, and a reset only in response to bytes. The probe is
-        an interim response (RFC 9110, section 15.2), which clients skip.
-        """
-        active = self._active_cycle
-        if active is None or active.response_complete or self.transport.is_closing():
-            return
-        if _is_reset(self.transport):
+    def _check_half_closed(self) -> None:
+        """Abort the connection if a half-closed client is gone."""
+        if self._probe is not None and self._probe.is_gone(self._active_cycle):
             self.abort()
-            return
-        is_http_10 = isinstance(active, RequestResponseCycle) and active.scope["http_version"] == "1.0"
-        now_s = self.loop.time()
-        if now_s >= self._next_probe_s and not active.response_started and not is_http_10:
-            self._next_probe_s = now_s + _PROBE_S
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.loop.call_later(_RESET_S, self._probe)
 
     def pause_writing(self) -> None:
         """Stop reading until the client has read its responses."""
@@ -302,8 +286,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def observe_client(self, now_ns: int) -> int:
         """See `ObservedConnection`."""
-        if self.is_half_closed:
-            self._probe()
+        self._check_half_closed()
         unread = self._update_unread()
         if unread:
             self._unread.observe(now_ns, self._drop_unread)
@@ -369,6 +352,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self.stage, self.since = Stage.BODY, self._timeouts.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
         super().on_headers_complete()
+        if self.cycle.scope["http_version"] == "1.0":
+            self.cycle.__class__ = Http10Cycle
         self.headers = []  # a new list: the parser would append trailers to the one of the application
 
     def on_chunk_header(self) -> None:
@@ -782,12 +767,3 @@ def _unread_error(end: bytes) -> bytes:
         )
     )
     return b"".join((STATUS_LINE[status], header_lines(headers), end, body))
-
-
-def _is_reset(transport: asyncio.BaseTransport) -> bool:
-    """Return True if the peer has reset the connection; False where the system does not say so."""
-    sock = transport.get_extra_info("socket")
-    try:
-        return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
-    except (OSError, AttributeError):
-        return False

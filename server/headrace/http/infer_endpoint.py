@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -193,10 +194,11 @@ class InferEndpoint:
 
     Attributes:
         service: the steps of a request.
+        origins: see Args.
     """
 
     def __init__(self, services: Services, client_limits: ClientLimits, origins: OriginPolicy | None = None) -> None:
-        self._origins = origins or OriginPolicy()
+        self.origins = origins or OriginPolicy()
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
         self.service = InferenceService(
             services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits)
@@ -221,22 +223,22 @@ class InferEndpoint:
         headers: InferHeaders | None = None
         try:
             if self._options_reader.access.has_keys:  # the lease checks the permission
-                headers = self._parse_headers(scope)
+                headers = self.parse_headers(scope)
                 pending.options = headers.options
             handle = service.lease(pending)
-            headers = headers or self._parse_headers(scope)
+            headers = headers or self.parse_headers(scope)
             if headers.from_browser:
-                self._origins.check_inference(scope["headers"])
-                headers.cors = self._origins.response_headers(scope["headers"])
+                self.origins.check_inference(scope["headers"])
+                headers.cors = self.origins.response_headers(scope["headers"])
             options = pending.options = headers.options
             # The deadline starts with the first bytes: the client's timeout includes the upload of the body.
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
-            self._check_length(headers)
+            self.check_length(headers)
             if connection is not None and not headers.content_encoding and options.trace is None:
                 connection.remember_head(self, ParsedHead(model, version, headers))
             handle.check_load(pending.received_ns, deadline_ns, options.client)
-            body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
+            body = await self.read_body(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = monotonic_ns()
             content = None
             if len(body) > LARGE_BYTES or service.has_shared_memory:
@@ -252,24 +254,24 @@ class InferEndpoint:
             if headers.cors:
                 extra_headers = extra_headers.with_pairs(headers.cors)
         except (Exception, asyncio.CancelledError) as error:
-            await self._fail(scope, send, error, pending)
+            await self.respond_error(scope, send, error, pending)
             return
         try:
-            await self._respond(send, connection, size, parts, headers.accept_encoding, extra_headers)
+            await self.respond(send, connection, size, parts, headers.accept_encoding, extra_headers)
         except (Exception, asyncio.CancelledError) as error:
-            await self._fail(scope, send, error, pending)
+            await self.respond_error(scope, send, error, pending)
 
-    async def _fail(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:
+    async def respond_error(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:
         """Respond with an error and count it."""
         if pending.options is NO_OPTIONS:  # failed before the headers were parsed
             try:
-                pending.options = self._parse_headers(scope).options
+                pending.options = self.parse_headers(scope).options
             except Exception as second:  # the client gets the first error
                 logger.debug("the headers of a failed request cannot be parsed: %r", second)
         failure, load_headers = self.fail(pending, error)
         forget_frames(error)
         if not isinstance(failure, Cancelled):
-            await send_error(send, failure, [*load_headers, *self._origins.response_headers(scope["headers"])])
+            await send_error(send, failure, [*load_headers, *self.origins.response_headers(scope["headers"])])
 
     def finish(
         self, pending: PendingRequest, encoded: tuple[int | None, Body] | None = None
@@ -288,9 +290,9 @@ class InferEndpoint:
         """
         size, parts = self.service.finish(pending, encoded)
         assert pending.handle is not None
-        extra_headers = self._load_headers(pending.handle, pending.done_ns)
+        extra_headers = self.load_headers(pending.handle, pending.done_ns)
         if pending.options is not NO_OPTIONS or pending.template.timing:
-            extra_headers = _requested_headers(pending, extra_headers)
+            extra_headers = requested_headers(pending, extra_headers)
         return size, parts, extra_headers
 
     async def finish_large(self, pending: PendingRequest) -> tuple[int | None, Body, Headers]:
@@ -330,7 +332,7 @@ class InferEndpoint:
         failure = self.service.fail(pending, error)
         if pending.handle is None or failure is not error:
             return failure, ()
-        return failure, self._load_headers(pending.handle, monotonic_ns()).pairs
+        return failure, self.load_headers(pending.handle, monotonic_ns()).pairs
 
     def heads(self, peer_names: tuple[str, ...]) -> dict[bytes, ParsedHead]:
         """Return the cache of parsed heads of a client certificate; empty names for connections without one."""
@@ -356,17 +358,19 @@ class InferEndpoint:
             heads.clear()
         self._heads.clear()
 
-    def _parse_headers(self, scope: Scope) -> InferHeaders:
+    def parse_headers(self, scope: Scope) -> InferHeaders:
+        """Parse the headers of a request; raises BadRequest."""
         reader = self._options_reader
         return InferHeaders(scope["headers"], reader, peer_principal(scope, reader.access))
 
-    def _load_headers(self, handle: Handle, now_ns: int) -> Headers:
+    def load_headers(self, handle: Handle, now_ns: int) -> Headers:
+        """Return the headers with the load of a version; `now_ns` is monotonic."""
         load = self._loads.get(handle)
         if load is None:
             load = self._loads[handle] = LoadHeaders()
         return load.at(now_ns, handle)
 
-    async def _respond(
+    async def respond(
         self,
         send: Send,
         connection: Connection | None,
@@ -375,6 +379,16 @@ class InferEndpoint:
         accept_encoding: str,
         extra_headers: Headers,
     ) -> None:
+        """Write a complete response, compressed if the client accepts it and it pays off.
+
+        Args:
+            send: of ASGI.
+            connection: of the request; None under another ASGI server.
+            header_size: size of the JSON in front of binary tensors, None for JSON alone.
+            parts: of the body.
+            accept_encoding: header of the request.
+            extra_headers: of the response.
+        """
         run, is_large = self.service.codec_threads.run, False
         if accept_encoding:
             is_large = sum(map(len, parts)) > LARGE_BYTES
@@ -393,7 +407,7 @@ class InferEndpoint:
         body = await run(b"".join, parts) if is_large else b"".join(parts)
         await _send(send, 200, [*headers, *extra_headers.pairs], body)
 
-    def _check_length(self, headers: InferHeaders) -> None:
+    def check_length(self, headers: InferHeaders) -> None:
         """Check the size of a body before it is read; raises TooLarge."""
         limit = self._client_limits.limits.max_body_bytes
         if headers.content_length > limit:
@@ -402,7 +416,7 @@ class InferEndpoint:
         if headers.header_size is None and not headers.content_encoding:
             check_json_bytes(headers.content_length, self._client_limits)
 
-    async def _read(
+    async def read_body(
         self,
         send: Send,
         receive: Receive,
@@ -410,6 +424,7 @@ class InferEndpoint:
         headers: InferHeaders,
         reservation: BodyReservation | None,
     ) -> bytes | BodyBytes:
+        """Read and decompress the body of a request; raises TooLarge, BadRequest or Cancelled."""
         limit = self._client_limits.limits.max_body_bytes
         body = None if connection is None else await connection.read_body(send)
         if body is None:
@@ -467,7 +482,8 @@ async def _receive_all(receive: Receive, client_limits: ClientLimits) -> list[by
 
 async def _wait(completion: LoopCompletion, connection: Connection | None, receive: Receive) -> InferResponse:
     if connection is None:
-        return await _wait_for_disconnect(completion, receive)
+        with abandoned_on_disconnect(completion, receive):
+            return await completion
     connection.completion = completion
     try:
         return await completion
@@ -478,8 +494,9 @@ async def _wait(completion: LoopCompletion, connection: Connection | None, recei
         connection.completion = None
 
 
-async def _wait_for_disconnect(completion: LoopCompletion, receive: Receive) -> InferResponse:
-    """Wait under another ASGI server: a task waits for the disconnect message."""
+@contextmanager
+def abandoned_on_disconnect(completion: LoopCompletion, receive: Receive) -> Iterator[None]:
+    """Abandon a completion under another ASGI server: a task waits for the disconnect message."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -488,12 +505,12 @@ async def _wait_for_disconnect(completion: LoopCompletion, receive: Receive) -> 
 
     watcher = asyncio.ensure_future(watch())
     try:
-        return await completion
+        yield
     finally:
         watcher.cancel()
 
 
-def _requested_headers(pending: PendingRequest, extra_headers: Headers) -> Headers:
+def requested_headers(pending: PendingRequest, extra_headers: Headers) -> Headers:
     """Add the headers that a request enables: timing, load report."""
     if pending.parameters:
         extra_headers = extra_headers.with_pairs(timing_headers(pending.parameters))

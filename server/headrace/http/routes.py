@@ -29,6 +29,7 @@ from headrace.inference.services import Services
 # Limit of a control request that carries no model files.
 MAX_CONTROL_BYTES = 65536
 JSON = "application/json"
+EVENTS = "text/event-stream"
 # Path parameters. Model names are checked when the model is looked up; region names are checked by the route.
 PATTERNS = {
     "model": r"^[A-Za-z0-9_](?:\.?[A-Za-z0-9_-]){0,63}$",
@@ -336,6 +337,7 @@ def _route(path: str, summary: str, content: bytes, media_type: str) -> Route:
 
 TAGS = {
     "inference": "Open Inference Protocol V2, with Triton's binary tensor data, classification and shared memory",
+    "generate": "Triton's generate extension",
     "health": "Open Inference Protocol V2",
     "server": "Open Inference Protocol V2",
     "model": "Open Inference Protocol V2, with Triton's model configuration",
@@ -389,6 +391,10 @@ _INFER_EXAMPLE = {
     "outputs": [{"name": "output"}],
     "parameters": {"headrace_timing": True},
 }
+
+
+_GENERATE_EXAMPLE = {"id": "42", "text_input": "It was", "parameters": {"max_tokens": 16}}
+_INFERENCE_STATUSES = (403, 404, 413, 429, 503, 504)
 
 
 def add_route(app: FastAPI, route: Route, endpoint: Any) -> None:
@@ -449,7 +455,8 @@ def document(app: FastAPI, table: Sequence[Route], has_keys: bool) -> dict[str, 
     _, structs = msgspec.json.schema_components(requests, ref_template=_REFERENCE.format(model="{name}"))
     for schema in structs.values():
         schema["description"] = inspect.cleandoc(schema["description"])
-    models: Any = [(bodies.Error, "serialization"), (bodies.InferenceRequest, "validation")]
+    requests_of_inference: Any = [(bodies.InferenceRequest, "validation"), (bodies.GenerateRequest, "validation")]
+    models: Any = [(bodies.Error, "serialization"), *requests_of_inference]
     _, schemas = models_json_schema(models, ref_template=_REFERENCE, schema_generator=_Schema)
     openapi = app.openapi()
     openapi["components"]["schemas"] |= {**structs, **schemas["$defs"]}
@@ -491,9 +498,46 @@ def infer_routes() -> Iterator[Route]:
             _not_reached,
             bodies.InferenceResponse,
             method="POST",
-            statuses=(403, 404, 413, 429, 503, 504),
+            statuses=_INFERENCE_STATUSES,
             openapi_extra=extra,
         )
+    yield from _generate_routes()
+
+
+def _generate_routes() -> Iterator[Route]:
+    """List the routes of the generate extension for the document only."""
+    names = ("content_encoding", "accept_encoding", "x_request_timeout_ms", "x_headrace_client")
+    headers = {name.replace("_", "-").title() for name in names}
+    described = [(name, header) for name, header in _headers(bodies.InferenceHeaders) if name in headers]
+    of_stream = (
+        "Each response of the model is an event of the body (server-sent events): `data: ` and a JSON object as of `/generate`. "
+        "A comment (`:`) comes while the model sends nothing. An error before the first event is the status; a later one is an "
+        "event with the field `error`, and the last event."
+    )
+    of_one = "Returns the one response of the model, and an error if the model sends none or several."
+    for path, summary, text, response, media_type in (
+        ("generate", "Run a model on fields of JSON", of_one, bodies.GenerateResponse, JSON),
+        ("generate_stream", "Run a model on fields of JSON, response by response", of_stream, str, EVENTS),
+    ):
+        for prefix in ("/v2/models/{model}/", "/v2/models/{model}/versions/{version}/"):
+            yield Route(
+                "generate",
+                prefix + path,
+                summary,
+                _not_reached,
+                response,
+                method="POST",
+                media_type=media_type,
+                statuses=_INFERENCE_STATUSES,
+                openapi_extra={
+                    "description": text,
+                    "parameters": [{"name": name, "in": "header", **header} for name, header in described],
+                    "requestBody": {
+                        "required": True,
+                        "content": _json_body(bodies.GenerateRequest, _GENERATE_EXAMPLE),
+                    },
+                },
+            )
 
 
 def _not_reached(**names: str) -> NoReturn:

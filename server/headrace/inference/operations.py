@@ -102,7 +102,11 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "inference",
         Scope.INFER,
-        ("POST /v2/models/{model}/infer", "POST /v2/models/{model}/versions/{version}/infer"),
+        tuple(
+            f"POST /v2/models/{{model}}{version}/{action}"
+            for action in ("infer", "generate", "generate_stream")
+            for version in ("", "/versions/{version}")
+        ),
         _inference("ModelInfer", "ModelStreamInfer"),
     ),
     *_READ,

@@ -427,7 +427,9 @@ def is_large_response(response: InferResponse, template: RequestTemplate, compre
     """
     size_bytes = 0
     for output in template.outputs:
-        array = response.outputs[output.spec.name]
+        array = response.outputs.get(output.spec.name)
+        if array is None:  # a response of a decoupled model may have some outputs only
+            continue
         size_bytes += max(array.nbytes, array.size * tensor_codec.NUMBER_BYTES)
         if output.classes:
             size_bytes += min(output.classes * template.rows, array.size) * _CLASS_BYTES

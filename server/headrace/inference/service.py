@@ -16,9 +16,10 @@ from typing import Any, Generic, NamedTuple
 from weakref import WeakKeyDictionary
 
 from headrace.core.clock import monotonic_ns
-from headrace.core.completion import LoopCompletion
+from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
 from headrace.core.request import InferResponse, ModelLoad
+from headrace.core.response_stream import ResponseStream
 from headrace.core.tensor import ModelSpec
 from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.request_template import (
@@ -75,6 +76,7 @@ class PendingRequest:
         rows: of the request; 0 before it is decoded.
         template: of the request, after `enqueue`.
         completion: completion to wait for, after `enqueue`.
+        responses: responses of a decoupled model, after `enqueue`; None for a request with exactly one.
         queued_ns: monotonic; 0 before `enqueue`.
         done_ns: monotonic time at which the completion was settled; 0 before `finish`.
         parameters: of the response, None for none.
@@ -93,6 +95,7 @@ class PendingRequest:
     codec: Codec[Any, Any, Any] = field(init=False)
     template: RequestTemplate = field(init=False)
     completion: LoopCompletion = field(init=False)
+    responses: ResponseStream | None = field(init=False, default=None)
     queued_ns: int = field(init=False, default=0)
     done_ns: int = field(init=False, default=0)
     parameters: dict[str, int | str] | None = field(init=False, default=None)
@@ -164,6 +167,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._observer = services.observer
         self._wire = wire
         self._new_codec = new_codec
+        self._mailbox: Mailbox | None = None  # of the streams of responses
         self._codecs: WeakKeyDictionary[Handle, Codec[Content, Layout, Encoded]] = WeakKeyDictionary()
         self._logger = logging.getLogger(f"headrace.{wire.name}")
 
@@ -219,6 +223,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         layout: Layout,
         deadline_ns: int,
         parts: ReadContent | None = None,
+        takes_many: bool = False,
     ) -> LoopCompletion:
         """Decode a request and queue it.
 
@@ -228,6 +233,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             content, layout: as in `Codec.decode`; `content` must not change until the request is finished.
             deadline_ns: monotonic deadline of the transport, 0 for none.
             parts: from `read_large`.
+            takes_many: the caller reads any number of responses, of a decoupled model from `pending.responses`.
 
         Raises:
             HeadraceError: the request is invalid or rejected.
@@ -240,6 +246,9 @@ class InferenceService(Generic[Content, Layout, Encoded]):
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
         if request.resident_outputs and handle.has_cache:  # which stores arrays
             request.resident_outputs = frozenset()
+        if takes_many and handle.spec.decoupled:
+            self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
+            pending.responses = request.responses = ResponseStream(self._mailbox)
         pending.queued_ns = monotonic_ns()
         completion = pending.completion = handle.infer(request)
         return completion
@@ -287,17 +296,35 @@ class InferenceService(Generic[Content, Layout, Encoded]):
                 pending.parameters = self._parameters(pending, handle, response)
             encoded = pending.codec.encode(response, pending.template, pending.id, pending.parameters)
         assert encoded is not None
-        ended_ns = monotonic_ns()
         times = response.times
-        encode_from_ns = done_ns if times is None else times.split_ns
-        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - encode_from_ns)
+        encode_ns = monotonic_ns() - (done_ns if times is None else times.split_ns)
+        self._record(pending, handle, response, encode_ns)
+        return encoded
+
+    def finish_stream(self, pending: PendingRequest, encode_ns: int) -> None:
+        """Record a request whose responses are all written, and release the lease.
+
+        Args:
+            pending: the request; its completion is settled.
+            encode_ns: time that all responses took to encode, nanoseconds.
+
+        Raises:
+            HeadraceError: the request failed, also after its first responses; the error is for the caller.
+        """
+        handle, outcome = pending.handle, pending.completion.outcome
+        assert handle is not None
+        if not isinstance(outcome, InferResponse):
+            raise outcome if isinstance(outcome, Exception) else Unavailable("the request has no response: retry it")
+        self._record(pending, handle, outcome, encode_ns)
+
+    def _record(self, pending: PendingRequest, handle: Handle, response: InferResponse, encode_ns: int) -> None:
+        """Record a request that succeeded, once, and release the lease."""
+        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, encode_ns)
         if pending.sampling is not None:
-            self._observer.record_success(
-                pending.sampling, pending.access_record(self._wire, ended_ns, response), handle.recorder
-            )
+            access_record = pending.access_record(self._wire, monotonic_ns(), response)
+            self._observer.record_success(pending.sampling, access_record, handle.recorder)
         pending.stage = _ANSWERED
         handle.release()
-        return encoded
 
     def fail(self, pending: PendingRequest, error: BaseException) -> HeadraceError:
         """Count and record a request that ends with an exception, and release the lease.

@@ -213,6 +213,7 @@ class Services:
         name: of the server, in its metadata.
         options_reader: parser of the request options and credentials in headers and metadata.
         codec_threads: decode and encode large bodies.
+        heartbeat_s: seconds without a response after which an event stream has a comment.
     """
 
     models: Models
@@ -228,6 +229,7 @@ class Services:
     name: str = "headrace"
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
     codec_threads: CodecThreads = field(default_factory=CodecThreads)
+    heartbeat_s: float = 15.0
 
     @property
     def access(self) -> AccessControl:

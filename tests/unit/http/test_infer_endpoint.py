@@ -404,7 +404,7 @@ def test_headers_that_fail_again_for_the_error_do_not_hide_it(monkeypatch: pytes
     def fail(endpoint: InferEndpoint, scope: Any) -> Any:
         raise RecursionError("unexpected")
 
-    monkeypatch.setattr(InferEndpoint, "_parse_headers", fail)
+    monkeypatch.setattr(InferEndpoint, "parse_headers", fail)
     answer = call(Handle(), request())
     assert answer is not None
     assert answer[0] == 500

@@ -1,0 +1,214 @@
+"""The generate extension over real sockets, in one process and behind front ends: framing, errors, keys, metrics, disconnects."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import models
+from tests.support.keys import Keys
+from tests.support.python_models import WAITER, add_python_model
+from tests.support.serving import HOST, Server, serving
+from tests.support.waiting import until
+
+WAITER_CONFIG = """
+backend: "python"
+input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"""
+BEGUN_WAITER = WAITER.replace("begun = time", "print('waiter: begun'); begun = time")
+ECHO_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [ { name: "PROMPT" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "TIMES" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+output [ { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+ECHO = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            prompt = pb_utils.get_input_tensor_by_name(request, "PROMPT").as_numpy()
+            times = pb_utils.get_input_tensor_by_name(request, "TIMES")
+            count = 1 if times is None else int(times.as_numpy()[0, 0])
+            text = prompt[0, 0].decode() * count + json.dumps(json.loads(request.parameters() or "{}"), sort_keys=True)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("TEXT", np.array([[text.encode()]], object))]))
+        return responses
+"""
+PATH = "/v2/models/echo/generate"
+STREAM = "/v2/models/echo/generate_stream"
+
+
+@pytest.fixture(scope="module", params=[(), ("--front-ends", "2")], ids=["one process", "front ends"])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("generate")
+    models.add_model(folder / "repository", "row_sums", models.row_sums())
+    add_python_model(folder / "repository", "echo", ECHO, ECHO_CONFIG)
+    add_python_model(folder / "repository", "waiter", BEGUN_WAITER, WAITER_CONFIG)
+    with serving(folder / "repository", folder, "--cors-origin", "https://page.example", *request.param) as server:
+        yield server
+
+
+def post(server: Server, path: str, document: object, **headers: str) -> tuple[int, Any, bytes]:
+    """Status, headers and body of a request."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return server.request("POST", path, json.dumps(document).encode(), named)
+
+
+def events(body: bytes) -> list[Any]:
+    """The events of a body, without comments."""
+    parts = body.split(b"\n\n")
+    assert parts[-1] == b""
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts[:-1] if part != b":"]
+
+
+def raw(server: Server, text: bytes) -> bytes:
+    """The bytes of the answer up to the end of the connection."""
+    with socket.create_connection((HOST, server.port), timeout=30) as connection:
+        connection.sendall(text)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+def request_bytes(path: str, body: bytes, version: str = "1.1", *lines: str) -> bytes:
+    head = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(body)}", *lines, "", ""]
+    return "\r\n".join(head).encode() + body
+
+
+def count(server: Server, pattern: str) -> float:
+    """The value of a metric, 0 if it is absent."""
+    text = server.request("GET", "/metrics")[2].decode()
+    found = re.search(rf"^{pattern} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_fields_reach_the_model_and_its_output_is_a_field(running: Server) -> None:
+    document = {"PROMPT": "ab", "id": "9", "seed": 1, "parameters": {"TIMES": 2, "stop": "x"}}
+    for version in ("", "/versions/1"):
+        status, headers, body = post(running, f"/v2/models/echo{version}/generate", document)
+        assert (status, headers["content-type"]) == (200, "application/json")
+        expected = {"model_name": "echo", "model_version": "1", "id": "9", "TEXT": 'abab{"seed": 1, "stop": "x"}'}
+        assert json.loads(body) == expected
+        status, headers, body = post(running, f"/v2/models/echo{version}/generate_stream", document)
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert headers["transfer-encoding"] == "chunked"
+        assert events(body) == [expected]
+
+
+def test_numbers_are_tensors(running: Server) -> None:
+    status, _, body = post(running, "/v2/models/row_sums/generate", {"X": [[1, 2], [3, 4.5]]})
+    document = json.loads(body)
+    assert (status, document["DOUBLE"], document["SUM"]) == (200, [2.0, 4.0, 6.0, 9.0], [3.0, 7.5])
+    status, _, body = post(running, "/v2/models/row_sums/generate", {"X": 2})
+    assert (json.loads(body)["DOUBLE"], json.loads(body)["SUM"]) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize("path", [PATH, STREAM])
+def test_errors_have_a_status(running: Server, path: str) -> None:
+    for document, target, status in (
+        ({}, path, 400),
+        ({"PROMPT": 3}, path, 400),
+        ({"PROMPT": "a"}, path.replace("echo", "missing"), 404),
+        ({"PROMPT": "a"}, path.replace("echo", "echo/versions/7"), 404),
+    ):
+        answer = post(running, target, document)
+        assert (answer[0], answer[1]["content-type"]) == (status, "application/json")
+        assert json.loads(answer[2])["error"]
+    status, headers, _ = running.request("GET", path)
+    assert (status, headers["allow"]) == (405, "POST")
+
+
+def test_a_compressed_request_and_response(running: Server) -> None:
+    body = gzip.compress(json.dumps({"PROMPT": "a" * 5000}).encode())
+    headers = {"content-encoding": "gzip", "accept-encoding": "gzip"}
+    status, answer, content = running.request("POST", PATH, body, headers)
+    assert (status, answer["content-encoding"]) == (200, "gzip")
+    assert json.loads(gzip.decompress(content))["TEXT"] == "a" * 5000 + "{}"
+    status, answer, content = running.request("POST", STREAM, body, headers)
+    assert (status, "content-encoding" in answer, len(events(content))) == (200, False, 1)
+
+
+def test_pages_of_other_origins(running: Server) -> None:
+    for path in (PATH, STREAM):
+        status, headers, _ = post(running, path, {"PROMPT": "a"}, origin="https://page.example")
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://page.example")
+        assert post(running, path, {"PROMPT": "a"}, origin="https://other.example")[0] == 403
+        preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
+        assert running.request("OPTIONS", path, None, preflight)[0] == 204
+
+
+def test_the_connection_serves_further_requests_after_a_stream(running: Server) -> None:
+    body = b'{"PROMPT": "a"}'
+    answer = raw(running, request_bytes(STREAM, body) + request_bytes(STREAM, body, "1.1", "Connection: close"))
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == 2
+    assert answer.count(b"\r\n0\r\n\r\n") == 2
+
+
+def test_http_1_0_ends_a_stream_by_the_close(running: Server) -> None:
+    answer = raw(running, request_bytes(STREAM, b'{"PROMPT": "a"}', "1.0"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert events(body)[0]["TEXT"] == "a{}"
+    assert raw(running, request_bytes(PATH, b'{"PROMPT": "a"}', "1.0")).count(b'"TEXT":"a{}"') == 1
+
+
+def test_a_half_closed_client_gets_its_events(running: Server) -> None:
+    with socket.create_connection((HOST, running.port), timeout=30) as connection:
+        connection.sendall(request_bytes(STREAM, b'{"PROMPT": "a"}'))
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    assert b'"TEXT":"a{}"' in answer
+
+
+@pytest.mark.parametrize("action", ["generate", "generate_stream"])
+def test_a_client_that_leaves_cancels_the_work(running: Server, action: str) -> None:
+    begun, cancelled = (running.text.count(f"waiter: {word}") for word in ("begun", "cancelled"))
+    with socket.create_connection((HOST, running.port), timeout=30) as connection:
+        connection.sendall(request_bytes(f"/v2/models/waiter/{action}", b'{"X": 1}'))
+        until(lambda: running.text.count("waiter: begun") > begun)
+    until(lambda: running.text.count("waiter: cancelled") > cancelled)
+    last = running.text[running.text.rindex("waiter: cancelled after") :]
+    assert float(last.split()[3]) < 19, "the model ended by itself"
+
+
+def test_each_request_is_counted_once(running: Server) -> None:
+    counts = [count(running, r'nv_inference_request_success{model="echo",version="1"}')]
+    post(running, PATH, {"PROMPT": "a"})
+    post(running, STREAM, {"PROMPT": "a"})
+    until(lambda: count(running, r'nv_inference_request_success{model="echo",version="1"}') >= counts[0] + 2)
+    assert count(running, r'nv_inference_request_success{model="echo",version="1"}') == counts[0] + 2
+
+
+def test_the_extension_is_listed_and_documented(running: Server) -> None:
+    assert "generate" in json.loads(running.request("GET", "/v2")[2])["extensions"]
+    page = json.loads(running.request("GET", "/openapi.json")[2])
+    operation = page["paths"]["/v2/models/{model}/generate_stream"]["post"]
+    assert "text/event-stream" in operation["responses"]["200"]["content"]
+
+
+def test_a_key_needs_the_scope_of_inference(tmp_path: Path) -> None:
+    keys = Keys(tmp_path)
+    models.add_model(tmp_path / "repository", "row_sums", models.row_sums())
+    with serving(tmp_path / "repository", tmp_path, "--api-keys-file", str(keys.path)) as server:
+        for action in ("generate", "generate_stream"):
+            path, body = f"/v2/models/row_sums/{action}", b'{"X": 1}'
+            assert server.request("POST", path, body)[0] == 401
+            assert server.request("POST", path, body, keys.bearer("read"))[0] == 403
+            assert server.request("POST", path, body, keys.bearer("infer"))[0] == 200
