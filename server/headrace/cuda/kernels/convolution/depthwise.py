@@ -19,11 +19,10 @@ from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.resources import (
     GpuResources,
-    as_floats,
+    PreparedConvolution,
+    SumOfTaps,
     bias_of,
-    convolve_in_float32,
     element_options,
-    finished,
     prepare,
     shape_options,
     widest,
@@ -43,7 +42,7 @@ def _threads_per_image(shape: ConvShape, dtype: npt.DTypeLike) -> int:
     return shape.out_h * -(-shape.out_w // _PIXELS) * (shape.c // _vector(shape, dtype))
 
 
-class _DepthwiseConvolution:
+class _DepthwiseConvolution(PreparedConvolution):
     """`Convolution` of the depthwise algorithm."""
 
     def __init__(
@@ -55,7 +54,7 @@ class _DepthwiseConvolution:
         weights: Array,
         bias: Array | None,
     ) -> None:
-        self._resources = resources
+        super().__init__(resources)
         options = {
             **shape_options(shape),
             **element_options(dtype, epilogue),
@@ -70,11 +69,6 @@ class _DepthwiseConvolution:
         filters = np.ascontiguousarray(weights.astype(dtype)[..., 0].transpose(1, 2, 0))
         self._constants = resources.constants(filters, bias_of(epilogue, bias, shape))
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Scratch memory: none."""
-        return self._resources.workspace_bytes
-
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
         images = self._images if rows is None else rows
@@ -82,12 +76,8 @@ class _DepthwiseConvolution:
         arguments = (x, *self._constants, residual, y, images)
         self._kernels.launch("convolve_depthwise", grid, _THREADS, stream, *arguments)
 
-    def close(self) -> None:
-        """Free everything; see `Convolution`."""
-        self._resources.close()
 
-
-class DepthwiseAlgorithm:
+class DepthwiseAlgorithm(SumOfTaps):
     """`Algorithm`: depthwise convolution in float32 or float16."""
 
     name = "depthwise"
@@ -114,17 +104,3 @@ class DepthwiseAlgorithm:
         """Prepare a shape; see `Algorithm`."""
         with prepare(self, device, shape, dtype) as resources:
             return _DepthwiseConvolution(resources, shape, dtype, epilogue, weights, bias)
-
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute sums of each kernel position in float32; see `Algorithm`."""
-        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
-        return finished(sums, dtype, epilogue, bias, residual)

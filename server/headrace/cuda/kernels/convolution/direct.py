@@ -18,11 +18,10 @@ from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.resources import (
     GpuResources,
-    as_floats,
+    PreparedConvolution,
+    SumOfTaps,
     bias_of,
-    convolve_in_float32,
     element_options,
-    finished,
     prepare,
     shape_options,
     widest,
@@ -34,7 +33,7 @@ _PIXELS = 4
 _OPERATIONS_PER_S = 35e12
 
 
-class _DirectConvolution:
+class _DirectConvolution(PreparedConvolution):
     """`Convolution` of the direct algorithm."""
 
     def __init__(
@@ -46,7 +45,7 @@ class _DirectConvolution:
         weights: Array,
         bias: Array | None,
     ) -> None:
-        self._resources = resources
+        super().__init__(resources)
         channels = widest(shape.k // shape.groups, 4)
         options = {
             **shape_options(shape),
@@ -63,23 +62,14 @@ class _DirectConvolution:
         filters = np.ascontiguousarray(weights.astype(dtype).transpose(1, 2, 3, 0))
         self._constants = resources.constants(filters, bias_of(epilogue, bias, shape))
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Scratch memory: none."""
-        return self._resources.workspace_bytes
-
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
         images = self._images if rows is None else rows
         blocks = -(-images * self._threads_per_image // _THREADS)
         self._kernels.launch("convolve_direct", (blocks, 1), _THREADS, stream, x, *self._constants, residual, y, images)
 
-    def close(self) -> None:
-        """Free everything; see `Convolution`."""
-        self._resources.close()
 
-
-class DirectAlgorithm:
+class DirectAlgorithm(SumOfTaps):
     """`Algorithm`: direct convolution in float32 or float16."""
 
     name = "direct"
@@ -110,17 +100,3 @@ class DirectAlgorithm:
         """Prepare a shape; see `Algorithm`."""
         with prepare(self, device, shape, dtype) as resources:
             return _DirectConvolution(resources, shape, dtype, epilogue, weights, bias)
-
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute sums of each kernel position in float32; see `Algorithm`."""
-        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
-        return finished(sums, dtype, epilogue, bias, residual)

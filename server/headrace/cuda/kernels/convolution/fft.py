@@ -26,6 +26,7 @@ from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilo
 from headrace.cuda.kernels.convolution.resources import (
     Floats,
     GpuResources,
+    PreparedConvolution,
     as_floats,
     bias_of,
     element_options,
@@ -121,7 +122,7 @@ def kernel_spectrum(shape: ConvShape, planes: Planes, weights: Array) -> Spectru
     return result
 
 
-class _FftConvolution:
+class _FftConvolution(PreparedConvolution):
     """`Convolution` by FFT."""
 
     def __init__(
@@ -135,7 +136,8 @@ class _FftConvolution:
         weights: Array,
         bias: Array | None,
     ) -> None:
-        self._resources, self._planes, self._shape = resources, planes, shape
+        super().__init__(resources)
+        self._planes, self._shape = planes, shape
         self._item_bytes = np.dtype(dtype).itemsize
         chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // planes.image_bytes(shape))))
         self._chunk = -(-shape.n // chunks)
@@ -172,11 +174,6 @@ class _FftConvolution:
         for transform in (self._forward, self._inverse):
             transform.set_work_area(work)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Planes, spectra and cuFFT's memory of a chunk."""
-        return self._resources.workspace_bytes
-
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`. The transforms of the last chunk are those of a whole one."""
         shape = self._shape
@@ -201,10 +198,6 @@ class _FftConvolution:
         self._inverse.launch(stream, self._outputs, self._real)
         grid = tiles * planes.valid_h, -(-shape.k // 32)
         launch("scatter_planes", grid, _THREADS, stream, self._real, self._bias, residual, y, tiles)
-
-    def close(self) -> None:
-        """Free everything; see `Convolution`."""
-        self._resources.close()
 
 
 class FftAlgorithm:

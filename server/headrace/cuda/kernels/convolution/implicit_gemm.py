@@ -29,28 +29,19 @@ import numpy.typing as npt
 
 from headrace.core.tensor import Array
 from headrace.cuda.driver import CudaStream
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
-from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM, nearest
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.half_gemm import EPILOGUE, MULTIPROCESSORS, HalfGemm, refusal, tiles_of
+from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
     GpuResources,
-    as_floats,
+    PreparedConvolution,
     bias_of,
-    convolve_in_float32,
     element_options,
-    finished,
-    prepare,
 )
 
-EPILOGUE = f"{FOLDER}/gemm_epilogue.cuh"
 TENSOR_CORES = f"{FOLDER}/tensor_cores.cuh"
-# Addresses are 32-bit numbers of elements.
-_MAX_ELEMENTS = (1 << 31) - 1
-# The taps inside of the input are 16 bits for rows and for columns.
-_MAX_KERNEL = 16
-# 16 bytes of float16.
-_CHANNELS = 8
 _KERNEL = "implicit_gemm"
 
 
@@ -105,140 +96,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Blocks that share a tile, as far as `variants` proposes them."""
 
 
-class ImplicitGemm:
-    """The algorithm with one tile, or with the tile of the nearest measured layer for each shape.
-
-    Args:
-        tile: work of a block; None to select it.
-        splits: blocks that share a tile.
-
-    Attributes:
-        name: of the algorithm.
-        variant: the tile and the split, "auto" if they are selected for each shape.
-        tile: work of a block; None if it is selected for each shape.
-        splits: blocks that share a tile.
-    """
-
-    def __init__(self, tile: GemmTile | None = None, splits: int = 1) -> None:
-        self.name = "implicit-gemm"
-        self.tile, self.splits = tile, splits
-        self.variant = "auto" if tile is None else f"{tile}" + (f" split {splits}" if splits > 1 else "")
-
-    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
-        """See `Algorithm.refusal`."""
-        return refusal(shape, dtype, capability, (8, 0))
-
-    def variants(self, shape: ConvShape) -> list[ImplicitGemm]:
-        """Return the tiles and splits that are worth measuring for a shape.
-
-        The first is that of the nearest measured layer; the others are in the order of a cost model.
-        """
-        measured = nearest(IMPLICIT_GEMM, shape)
-        candidates = [
-            ImplicitGemm(tile, splits)
-            for tile in TILES
-            for splits in SPLITS
-            if splits == 1 or _can_split(shape, tile, splits)
-        ]
-        return sorted(
-            candidates,
-            key=lambda candidate: ((str(candidate.tile), candidate.splits) != measured, _cost(shape, candidate)),
-        )
-
-    def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
-        """Return the properties of a shape that the compiled kernel depends on: none."""
-        return ()
-
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """See `Algorithm.open`."""
-        with prepare(self, device, shape, dtype) as resources:
-            selected = self if self.tile is not None else self.variants(shape)[0]
-            assert selected.tile is not None
-            return _ImplicitGemmConvolution(resources, shape, epilogue, weights, bias, selected.tile, selected.splits)
-
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute float32 sums of each tap; see `Algorithm`."""
-        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
-        return finished(sums, dtype, epilogue, bias, residual)
-
-
-def refusal(shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int], least: tuple[int, int]) -> str:
-    """Return the reason why no implicit GEMM of float16 supports a shape; "" if it does.
-
-    Args:
-        shape: the convolution.
-        dtype: of the activations.
-        capability: compute capability of the GPU.
-        least: lowest compute capability of the kernel.
-    """
-    if np.dtype(dtype) != np.float16:
-        return f"{np.dtype(dtype)}: Tensor Cores multiply float16 here; use float16, or an algorithm for float32"
-    if capability < least:
-        needed, present = (".".join(map(str, number)) for number in (least, capability))
-        return f"compute capability {present}: the kernel needs {needed}; use another algorithm"
-    if shape.groups > 1:
-        return f"{shape.groups} groups: one matrix product has one group; use the depthwise or the direct algorithm"
-    if shape.c % _CHANNELS or shape.k % _CHANNELS:
-        return f"{shape.c} and {shape.k} channels: copies of 16 bytes need multiples of 8; pad the channels with zeros"
-    if max(shape.r, shape.s) > _MAX_KERNEL:
-        return f"kernel {shape.r}x{shape.s}: at most {_MAX_KERNEL} in each direction; use FFT"
-    sizes = (np.prod(size, dtype=np.int64) for size in (shape.x_shape, shape.y_shape, shape.weights_shape))
-    if max(sizes) > _MAX_ELEMENTS:
-        return f"{shape}: a tensor has more than 2^31 - 1 elements; use a smaller batch"
-    return ""
-
-
-def tiles_of(shape: ConvShape, bm: int, bn: int) -> int:
-    """Number of tiles of bm x bn of a shape's output."""
-    return -(-shape.n * shape.out_h * shape.out_w // bm) * -(-shape.k // bn)
-
-
-# Multiprocessors of an H100 SXM and of an H200.
-_MULTIPROCESSORS = 132
-
-
-def _can_split(shape: ConvShape, tile: GemmTile, splits: int) -> bool:
-    """Return whether each part has two steps and the blocks are at most four for each multiprocessor."""
-    steps = shape.r * shape.s * -(-shape.c // tile.bk)
-    return splits <= steps // 2 and tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * _MULTIPROCESSORS
-
-
-def _cost(shape: ConvShape, candidate: ImplicitGemm) -> float:
-    """Estimated time in cycles: rounds of blocks, each with its steps, and what a block does besides."""
-    tile, splits = candidate.tile, candidate.splits
-    assert tile is not None
-    blocks = tiles_of(shape, tile.bm, tile.bn) * splits
-    steps = -(-shape.r * shape.s * -(-shape.c // tile.bk) // splits)
-    together = max(1, min((227 << 10) // tile.shared_bytes, 512 // tile.threads))
-    rounds = -(-blocks // (_MULTIPROCESSORS * together))
-    used = min(together, -(-blocks // _MULTIPROCESSORS))
-    # A multiprocessor multiplies 1024 pairs of halves in a cycle with `mma.sync` at most about 0.6 of that; small tiles
-    # load more from L2 for each product.
-    products = tile.bm * tile.bn * tile.bk / (4096 * 0.6) * used
-    bytes_loaded = (tile.bm + tile.bn) * tile.bk * 2 / 40 * used
-    step = max(products, bytes_loaded, 150.0)
-    finish = 1500 + tile.bm * tile.bn * (2 + 8 * (splits if splits > 1 else 0)) / 30 * used
-    return float(rounds * (steps * step + finish))
-
-
-class _ImplicitGemmConvolution:
+class _ImplicitGemmConvolution(PreparedConvolution):
     """`Convolution` with one tile."""
 
     def __init__(
@@ -251,7 +109,8 @@ class _ImplicitGemmConvolution:
         tile: GemmTile,
         splits: int,
     ) -> None:
-        self._resources, self._shape = resources, shape
+        super().__init__(resources)
+        self._shape = shape
         self._tile, self._splits = tile, splits
         options = {
             **element_options(np.float16, epilogue),
@@ -270,11 +129,6 @@ class _ImplicitGemmConvolution:
         self._constants = resources.constants(filters, bias_of(epilogue, bias, shape), arrivals)
         self._partial = resources.workspace(4 * splits * int(np.prod(shape.y_shape))) if splits > 1 else 0
 
-    @property
-    def workspace_bytes(self) -> int:
-        """See `Convolution.workspace_bytes`."""
-        return self._resources.workspace_bytes
-
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """See `Convolution.launch`."""
         shape = self._shape if rows is None else replace(self._shape, n=rows)
@@ -290,6 +144,40 @@ class _ImplicitGemmConvolution:
             *(shape.r, shape.s, shape.stride, shape.pad, self._splits),
         )
 
-    def close(self) -> None:
-        """See `Convolution.close`."""
-        self._resources.close()
+
+class ImplicitGemm(HalfGemm[GemmTile]):
+    """Implicit GEMM with `mma.sync`; arguments as for `HalfGemm`."""
+
+    name = "implicit-gemm"
+    tiles = TILES
+    split_counts = SPLITS
+    measured = IMPLICIT_GEMM
+    convolution = _ImplicitGemmConvolution
+
+    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
+        """See `Algorithm.refusal`."""
+        return refusal(shape, dtype, capability, (8, 0))
+
+    def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
+        """Return the properties of a shape that the compiled kernel depends on: none."""
+        return ()
+
+    def can_split(self, shape: ConvShape, tile: GemmTile, splits: int) -> bool:
+        """See `HalfGemm.can_split`: each part has two steps, and a multiprocessor has at most four blocks."""
+        steps = shape.r * shape.s * -(-shape.c // tile.bk)
+        return splits <= steps // 2 and tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * MULTIPROCESSORS
+
+    def cycles(self, shape: ConvShape, tile: GemmTile, splits: int) -> float:
+        """See `HalfGemm.cycles`: rounds of blocks, each with its steps, and what a block does besides."""
+        blocks = tiles_of(shape, tile.bm, tile.bn) * splits
+        steps = -(-shape.r * shape.s * -(-shape.c // tile.bk) // splits)
+        together = max(1, min((227 << 10) // tile.shared_bytes, 512 // tile.threads))
+        rounds = -(-blocks // (MULTIPROCESSORS * together))
+        used = min(together, -(-blocks // MULTIPROCESSORS))
+        # A multiprocessor multiplies 1024 pairs of halves in a cycle with `mma.sync` at most about 0.6 of that; small tiles
+        # load more from L2 for each product.
+        products = tile.bm * tile.bn * tile.bk / (4096 * 0.6) * used
+        bytes_loaded = (tile.bm + tile.bn) * tile.bk * 2 / 40 * used
+        step = max(products, bytes_loaded, 150.0)
+        finish = 1500 + tile.bm * tile.bn * (2 + 8 * (splits if splits > 1 else 0)) / 30 * used
+        return float(rounds * (steps * step + finish))

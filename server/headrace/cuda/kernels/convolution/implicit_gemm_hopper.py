@@ -33,28 +33,23 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.tensor import Array
-from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream, check, loaded
-from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
-from headrace.cuda.kernels.convolution.implicit_gemm import EPILOGUE, refusal, tiles_of
-from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM_HOPPER, nearest
+from headrace.cuda.driver import CudaStream
+from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.half_gemm import EPILOGUE, MULTIPROCESSORS, HalfGemm, refusal, tiles_of
+from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM_HOPPER
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
     GpuResources,
-    as_floats,
+    PreparedConvolution,
     bias_of,
-    convolve_in_float32,
     element_options,
-    finished,
-    prepare,
 )
 from headrace.cuda.tensor_maps import BOX_CHANNELS, TensorMap, encode_tiles, encode_windows
 
 HOPPER = f"{FOLDER}/hopper.cuh"
 _KERNEL = "implicit_gemm_hopper"
 _CAPABILITY = (9, 0)
-_MULTIPROCESSORS = 132
 # Outputs of a tile that blocks share; larger ones leave too few blocks.
 _MAX_SHARED_TILE = 64 * 128
 # Corners of the window are numbers of 8 bits in im2col mode.
@@ -113,115 +108,8 @@ SPLITS = (1, 2, 4, 8)
 """Blocks of a cluster; 8 is the largest size that every GPU with clusters supports."""
 
 
-class ImplicitGemmHopper:
-    """The algorithm with one tile, or with the tile of the nearest measured layer for each shape.
-
-    Args:
-        tile: work of a block; None to select it.
-        splits: blocks that share a tile.
-
-    Attributes:
-        name: of the algorithm.
-        variant: the tile and the split, "auto" if they are selected for each shape.
-        tile: work of a block; None if it is selected for each shape.
-        splits: blocks that share a tile.
-    """
-
-    def __init__(self, tile: HopperTile | None = None, splits: int = 1) -> None:
-        self.name = "implicit-gemm-hopper"
-        self.tile, self.splits = tile, splits
-        self.variant = "auto" if tile is None else f"{tile}" + (f" split {splits}" if splits > 1 else "")
-
-    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
-        """See `Algorithm.refusal`."""
-        if capability[0] > _CAPABILITY[0]:
-            return f"compute capability {capability[0]}.{capability[1]}: `wgmma` is of 9.0 only; use implicit-gemm"
-        if shape.pad > _MAX_PAD or shape.stride > _MAX_STRIDE:
-            return (
-                f"padding {shape.pad} and stride {shape.stride}: the copy engine supports at most {_MAX_PAD} and "
-                f"{_MAX_STRIDE}; use implicit-gemm"
-            )
-        return refusal(shape, dtype, capability, _CAPABILITY)
-
-    def variants(self, shape: ConvShape) -> list[ImplicitGemmHopper]:
-        """Return the tiles and splits that are worth measuring for a shape.
-
-        The first is that of the nearest measured layer; the others are in the order of a cost model.
-        """
-        measured = nearest(IMPLICIT_GEMM_HOPPER, shape)
-        candidates = [
-            ImplicitGemmHopper(tile, splits)
-            for tile in TILES
-            for splits in SPLITS
-            if splits == 1 or _can_split(shape, tile, splits)
-        ]
-        return sorted(
-            candidates,
-            key=lambda candidate: ((str(candidate.tile), candidate.splits) != measured, _cost(shape, candidate)),
-        )
-
-    def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
-        """Return the properties of a shape that the compiled kernel depends on: whether the input is a matrix."""
-        return (_is_pointwise(shape),)
-
-    def open(
-        self,
-        device: int,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        weights: Array,
-        bias: Array | None = None,
-    ) -> Convolution:
-        """See `Algorithm.open`."""
-        with prepare(self, device, shape, dtype) as resources:
-            selected = self if self.tile is not None else self.variants(shape)[0]
-            assert selected.tile is not None
-            return _HopperConvolution(resources, device, shape, epilogue, weights, bias, selected.tile, selected.splits)
-
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute float32 sums of each tap; see `Algorithm`."""
-        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
-        return finished(sums, dtype, epilogue, bias, residual)
-
-
 def _steps(shape: ConvShape) -> int:
     return shape.r * shape.s * -(-shape.c // BOX_CHANNELS)
-
-
-def _can_split(shape: ConvShape, tile: HopperTile, splits: int) -> bool:
-    """Return whether the tile is small, each part has two steps and the blocks are at most four for each multiprocessor."""
-    if tile.bm * tile.bn > _MAX_SHARED_TILE or splits > _steps(shape) // 2:
-        return False
-    return tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * _MULTIPROCESSORS
-
-
-def _cost(shape: ConvShape, candidate: ImplicitGemmHopper) -> float:
-    """Estimated time in cycles: rounds of blocks, each with its steps, and what a block does besides."""
-    tile, splits = candidate.tile, candidate.splits
-    assert tile is not None
-    blocks = tiles_of(shape, tile.bm, tile.bn) * splits
-    rounds = -(-blocks // (_MULTIPROCESSORS * tile.blocks))
-    used = min(tile.blocks, -(-blocks // _MULTIPROCESSORS))
-    products = tile.bm * tile.bn * BOX_CHANNELS / (4096 * 0.8) * used
-    bytes_loaded = (tile.bm + tile.bn) * BOX_CHANNELS * 2 / 50 * used
-    step = max(products, bytes_loaded, 100.0)
-    finish = 1500 + tile.bm * tile.bn * (2 if splits == 1 else 4) / 30 * used
-    return float(rounds * (-(-_steps(shape) // splits) * step + finish))
-
-
-def _multiprocessors(device: int) -> int:
-    with driver.current(device), check("reading the properties of the GPU"):
-        return int(loaded().Device(device).get_attribute(loaded().device_attribute.MULTIPROCESSOR_COUNT))
 
 
 def _is_pointwise(shape: ConvShape) -> bool:
@@ -229,13 +117,12 @@ def _is_pointwise(shape: ConvShape) -> bool:
     return shape.r == shape.s == shape.stride == 1 and shape.pad == 0
 
 
-class _HopperConvolution:
+class _HopperConvolution(PreparedConvolution):
     """`Convolution` with one tile."""
 
     def __init__(
         self,
         resources: GpuResources,
-        device: int,
         shape: ConvShape,
         epilogue: Epilogue,
         weights: Array,
@@ -243,7 +130,8 @@ class _HopperConvolution:
         tile: HopperTile,
         splits: int,
     ) -> None:
-        self._resources, self._shape = resources, shape
+        super().__init__(resources)
+        self._shape = shape
         self._tile, self._splits = tile, splits
         self._pointwise = _is_pointwise(shape)
         options = {
@@ -267,12 +155,7 @@ class _HopperConvolution:
         self._weights_map = encode_tiles(address, sizes, (BOX_CHANNELS, 1, tile.bn))
         self._maps: dict[tuple[int, int, int, int], tuple[TensorMap, TensorMap, TensorMap]] = {}
         self._has_residual = epilogue.residual
-        self._resident_blocks = tile.blocks * _multiprocessors(device)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """See `Convolution.workspace_bytes`."""
-        return self._resources.workspace_bytes
+        self._resident_blocks = tile.blocks * resources.multiprocessors()
 
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """See `Convolution.launch`."""
@@ -304,10 +187,6 @@ class _HopperConvolution:
             maps = self._maps[key] = (input_map(x, shape, self._tile.bm, self._pointwise), residual_map, y_map)
         return maps
 
-    def close(self) -> None:
-        """See `Convolution.close`."""
-        self._resources.close()
-
 
 def input_map(x: int, shape: ConvShape, pixels: int, pointwise: bool) -> TensorMap:
     """Return the map of the input at an address, for copies of so many output pixels."""
@@ -320,3 +199,45 @@ def input_map(x: int, shape: ConvShape, pixels: int, pointwise: bool) -> TensorM
 def output_map(address: int, shape: ConvShape, rows: int) -> TensorMap:
     """Return the map of a tensor of the output's shape, for copies of so many pixels."""
     return encode_tiles(address, (shape.k, shape.n * shape.out_h * shape.out_w), (BOX_CHANNELS, rows))
+
+
+class ImplicitGemmHopper(HalfGemm[HopperTile]):
+    """Implicit GEMM with `wgmma`; arguments as for `HalfGemm`."""
+
+    name = "implicit-gemm-hopper"
+    tiles = TILES
+    split_counts = SPLITS
+    measured = IMPLICIT_GEMM_HOPPER
+    convolution = _HopperConvolution
+
+    def refusal(self, shape: ConvShape, dtype: npt.DTypeLike, capability: tuple[int, int]) -> str:
+        """See `Algorithm.refusal`."""
+        if capability[0] > _CAPABILITY[0]:
+            return f"compute capability {capability[0]}.{capability[1]}: `wgmma` is of 9.0 only; use implicit-gemm"
+        if shape.pad > _MAX_PAD or shape.stride > _MAX_STRIDE:
+            return (
+                f"padding {shape.pad} and stride {shape.stride}: the copy engine supports at most {_MAX_PAD} and "
+                f"{_MAX_STRIDE}; use implicit-gemm"
+            )
+        return refusal(shape, dtype, capability, _CAPABILITY)
+
+    def kernel_key(self, shape: ConvShape) -> tuple[object, ...]:
+        """Return the properties of a shape that the compiled kernel depends on: whether the input is a matrix."""
+        return (_is_pointwise(shape),)
+
+    def can_split(self, shape: ConvShape, tile: HopperTile, splits: int) -> bool:
+        """See `HalfGemm.can_split`: as for `ImplicitGemm`, and the tile is small."""
+        if tile.bm * tile.bn > _MAX_SHARED_TILE or splits > _steps(shape) // 2:
+            return False
+        return tiles_of(shape, tile.bm, tile.bn) * splits <= 4 * MULTIPROCESSORS
+
+    def cycles(self, shape: ConvShape, tile: HopperTile, splits: int) -> float:
+        """See `HalfGemm.cycles`: rounds of blocks, each with its steps, and what a block does besides."""
+        blocks = tiles_of(shape, tile.bm, tile.bn) * splits
+        rounds = -(-blocks // (MULTIPROCESSORS * tile.blocks))
+        used = min(tile.blocks, -(-blocks // MULTIPROCESSORS))
+        products = tile.bm * tile.bn * BOX_CHANNELS / (4096 * 0.8) * used
+        bytes_loaded = (tile.bm + tile.bn) * BOX_CHANNELS * 2 / 50 * used
+        step = max(products, bytes_loaded, 100.0)
+        finish = 1500 + tile.bm * tile.bn * (2 if splits == 1 else 4) / 30 * used
+        return float(rounds * (-(-_steps(shape) // splits) * step + finish))

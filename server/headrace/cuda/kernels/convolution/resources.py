@@ -79,6 +79,11 @@ class GpuResources:
         self.workspace_bytes += size_bytes
         return block.address
 
+    def multiprocessors(self) -> int:
+        """Return the number of multiprocessors of the GPU."""
+        with driver.current(self._device), check("reading the properties of the GPU"):
+            return int(loaded().Device(self._device).multiprocessor_count)
+
     def kernels_complete(self) -> None:
         """Declare that no other kernel is loaded; see `compile_only`."""
 
@@ -167,6 +172,26 @@ def prepare(algorithm: Algorithm, device: int, shape: ConvShape, dtype: npt.DTyp
         raise
 
 
+class PreparedConvolution:
+    """Base of convolutions: owns kernels, constants and scratch memory.
+
+    Args:
+        resources: of the convolution.
+    """
+
+    def __init__(self, resources: GpuResources) -> None:
+        self._resources = resources
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See `Convolution.workspace_bytes`."""
+        return self._resources.workspace_bytes
+
+    def close(self) -> None:
+        """See `Convolution.close`."""
+        self._resources.close()
+
+
 def shape_options(shape: ConvShape) -> dict[str, int]:
     """Macros of the kernels for a shape, without its batch."""
     return {
@@ -239,3 +264,21 @@ def convolve_in_float32(shape: ConvShape, x: Floats, weights: Floats) -> Floats:
             inputs = window.reshape(*window.shape[:3], groups, -1)
             sums += np.einsum("nhwgc,gkc->nhwgk", inputs, filters[:, :, row, column], optimize=True)
     return sums.reshape(shape.y_shape)
+
+
+class SumOfTaps:
+    """Base of algorithms that add the products of each kernel position in float32, without a transform."""
+
+    def reference(
+        self,
+        shape: ConvShape,
+        dtype: npt.DTypeLike,
+        epilogue: Epilogue,
+        x: Array,
+        weights: Array,
+        bias: Array | None = None,
+        residual: Array | None = None,
+    ) -> Array:
+        """Compute a float32 sum for each kernel position; see `Algorithm.reference`."""
+        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
+        return finished(sums, dtype, epilogue, bias, residual)

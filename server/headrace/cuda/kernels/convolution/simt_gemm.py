@@ -18,19 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.tensor import Array
-from headrace.cuda import driver
-from headrace.cuda.driver import CudaStream, check, loaded
+from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.convolution.base import Convolution, ConvShape, Epilogue
 from headrace.cuda.kernels.convolution.resources import (
     ELEMENTS,
     FOLDER,
     Floats,
     GpuResources,
-    as_floats,
+    PreparedConvolution,
+    SumOfTaps,
     bias_of,
-    convolve_in_float32,
     element_options,
-    finished,
     prepare,
     shape_options,
 )
@@ -93,12 +91,6 @@ class Tile:
 TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 # Products of few rows are limited by reading the factors: more stages keep more copies in flight.
 PRODUCT_TILES = (*TILES, Tile(32, 64, 16, 4, 4), Tile(16, 64, 16, 4, 2))
-
-
-def multiprocessors(device: int) -> int:
-    """Number of multiprocessors of a GPU."""
-    with driver.current(device), check("reading the properties of the GPU"):
-        return int(loaded().Device(device).multiprocessor_count)
 
 
 def fitting_tile(rows: int, columns: int, batch: int, count: int) -> Tile:
@@ -168,7 +160,7 @@ class MatrixProducts:
         self._kernels.launch("multiply_tiles", grid, self._tile.threads, stream, x, self._factors, 0, 0, y, rows)
 
 
-class _SimtGemmConvolution:
+class _SimtGemmConvolution(PreparedConvolution):
     """`Convolution` by FP32 implicit GEMM."""
 
     def __init__(
@@ -181,7 +173,8 @@ class _SimtGemmConvolution:
         weights: Array,
         bias: Array | None,
     ) -> None:
-        self._resources, self._tile, self._splits, self._shape = resources, tile, splits, shape
+        super().__init__(resources)
+        self._tile, self._splits, self._shape = tile, splits, shape
         options: Mapping[str, int] = {
             **shape_options(shape),
             **element_options(np.float32, epilogue),
@@ -201,11 +194,6 @@ class _SimtGemmConvolution:
         self._partial = resources.workspace(splits * pixels * shape.k * 4) if splits > 1 else 0
         self._channels_at_once = 1 if outputs % 4 else 4
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Partial sums."""
-        return self._resources.workspace_bytes
-
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
         shape, tile = self._shape, self._tile
@@ -219,12 +207,8 @@ class _SimtGemmConvolution:
             sums = (self._partial, self._bias, residual, y, pixels)
             self._kernels.launch("add_splits", (blocks, 1), tile.threads, stream, *sums)
 
-    def close(self) -> None:
-        """Free everything; see `Convolution`."""
-        self._resources.close()
 
-
-class SimtGemmAlgorithm:
+class SimtGemmAlgorithm(SumOfTaps):
     """`Algorithm`: FP32 implicit GEMM with one tile.
 
     Args:
@@ -267,21 +251,7 @@ class SimtGemmAlgorithm:
         outputs = shape.k // shape.groups
         with prepare(self, device, shape, dtype) as resources:
             splits = self._splits or split_count(
-                self._tile, pixels, outputs, depth, shape.groups, multiprocessors(device)
+                self._tile, pixels, outputs, depth, shape.groups, resources.multiprocessors()
             )
             splits = min(splits, -(-depth // self._tile.k))
             return _SimtGemmConvolution(resources, self._tile, splits, shape, epilogue, weights, bias)
-
-    def reference(
-        self,
-        shape: ConvShape,
-        dtype: npt.DTypeLike,
-        epilogue: Epilogue,
-        x: Array,
-        weights: Array,
-        bias: Array | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """Compute sums in float32; see `Algorithm`."""
-        sums = convolve_in_float32(shape, as_floats(x, dtype), as_floats(weights, dtype))
-        return finished(sums, dtype, epilogue, bias, residual)

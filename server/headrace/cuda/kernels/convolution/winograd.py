@@ -36,6 +36,7 @@ from headrace.cuda.kernels.convolution.half_products import HalfProducts, Halves
 from headrace.cuda.kernels.convolution.resources import (
     Floats,
     GpuResources,
+    PreparedConvolution,
     as_floats,
     bias_of,
     element_options,
@@ -48,7 +49,6 @@ from headrace.cuda.kernels.convolution.simt_gemm import (
     PRODUCT_TILES,
     MatrixProducts,
     fitting_tile,
-    multiprocessors,
     split_count,
 )
 from headrace.cuda.kernels.loading import is_half
@@ -235,13 +235,12 @@ def _half_products(
     return HalfProducts(resources, tile, factors, tile.splits(rows, columns, batch, depth, count))
 
 
-class _WinogradConvolution:
+class _WinogradConvolution(PreparedConvolution):
     """`Convolution` by Winograd's algorithm."""
 
     def __init__(
         self,
         resources: GpuResources,
-        device: int,
         tiling: Tiling,
         chunk_bytes: int,
         shape: ConvShape,
@@ -251,14 +250,15 @@ class _WinogradConvolution:
         bias: Array | None,
         blocks: ProductBlocks | None,
     ) -> None:
-        self._resources, self._shape, self._tiling = resources, shape, tiling
+        super().__init__(resources)
+        self._shape, self._tiling = shape, tiling
         half = is_half(dtype)
         self._item_bytes = np.dtype(dtype).itemsize
         per_image = tiling.positions * tiling.per_image * (shape.c * self._item_bytes + shape.k * 4)
         chunks = -(-shape.n // max(1, min(shape.n, chunk_bytes // per_image)))
         self._chunk = -(-shape.n // chunks)
         tiles = self._chunk * tiling.per_image
-        count = multiprocessors(device)
+        count = resources.multiprocessors()
         options = {**shape_options(shape), **element_options(dtype, epilogue), "HALF_PRODUCTS": half}
         transformed = transformed_weights(weights, tiling.size)
         self._products: MatrixProducts | HalfProducts
@@ -283,11 +283,6 @@ class _WinogradConvolution:
         self._inputs = resources.workspace(tiling.positions * tiles * shape.c * self._item_bytes)
         self._outputs = resources.workspace(splits * tiling.positions * tiles * shape.k * 4)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Transformed inputs and products of a chunk."""
-        return self._resources.workspace_bytes
-
     def launch(self, stream: CudaStream, x: int, y: int, residual: int = 0, rows: int | None = None) -> None:
         """Queue the convolution; see `Convolution`."""
         shape = self._shape
@@ -303,10 +298,6 @@ class _WinogradConvolution:
             added = residual + first * y_bytes if residual else 0
             results = (self._outputs, self._bias, added, y + first * y_bytes, tiles)
             self._kernels[1].launch("transform_output", grids[1], _THREADS, stream, *results)
-
-    def close(self) -> None:
-        """Free everything; see `Convolution`."""
-        self._resources.close()
 
 
 class WinogradAlgorithm:
@@ -355,7 +346,7 @@ class WinogradAlgorithm:
         with prepare(self, device, shape, dtype) as resources:
             tiling = Tiling.of(shape, self._size)
             return _WinogradConvolution(
-                resources, device, tiling, self._chunk_bytes, shape, dtype, epilogue, weights, bias, self._blocks
+                resources, tiling, self._chunk_bytes, shape, dtype, epilogue, weights, bias, self._blocks
             )
 
     def reference(
