@@ -138,6 +138,7 @@ class InferResponse:
         cached: True if the outputs come from the response cache.
         parameters: parameters that the code of the model has given the response; None for none.
         done_ns: monotonic time up to which the request is counted; 0: the end of split in `times`.
+        final: True for a response of a decoupled model that its code has sent as the last one of the request.
     """
 
     outputs: dict[str, Array]
@@ -148,6 +149,7 @@ class InferResponse:
     cached: bool = False
     parameters: Mapping[str, ParameterValue] | None = None
     done_ns: int = 0
+    final: bool = False
 
     def duration_ns(self, received_ns: int) -> int:
         """Return the time with which the request is counted as answered; `received_ns` is the monotonic time of its arrival."""

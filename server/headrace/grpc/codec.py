@@ -24,7 +24,7 @@ from headrace.grpc.large_contents import MAX_VARINT_BYTES, read_varint, varint
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
-from headrace.inference.request_options import request_parameters, tensor_parameters
+from headrace.inference.request_options import EMPTY_FINAL_PARAMETER, request_parameters, tensor_parameters
 from headrace.inference.request_template import (
     MAX_SHARED_BYTES,
     MAX_TEMPLATE_BYTES,
@@ -298,9 +298,7 @@ class GrpcCodec(Codec[bytes, Envelope, Message]):
         except DecodeError:
             raise BadRequest("the request is not a ModelInferRequest: its fields do not parse") from None
         parameters = _parameters(message.parameters)
-        # Triton's client sends it to get an empty final response from models with many responses; ours have one.
-        parameters.pop("triton_enable_empty_final_response", None)
-        request_parameters(parameters)
+        request_parameters({name: value for name, value in parameters.items() if name != EMPTY_FINAL_PARAMETER})
         builder = TemplateBuilder(self._factory)
         for index, tensor in enumerate(message.inputs):
             entry = builder.declare(tensor.name, tensor.datatype, tensor.shape)

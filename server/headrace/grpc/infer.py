@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from headrace.config.triton_messages import service_pb2
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Cancelled, HeadraceError, Overloaded, Unauthenticated, Unavailable, forget_frames
 from headrace.core.limits import SMALL_BODY_BYTES
 from headrace.core.request import InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, scan
-from headrace.grpc.large_contents import varint
+from headrace.grpc.decoupled import DecoupledRequest, error_message, stream_message
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.grpc.response_room import max_held_bytes, unread_error
 from headrace.inference.codec_threads import LARGE_BYTES
@@ -29,8 +28,7 @@ from headrace.inference.request_options import RequestOptions
 from headrace.inference.request_template import may_have_shared_inputs
 from headrace.inference.service import InferenceService, PendingRequest, Wire, internal_error
 from headrace.inference.services import Services
-from headrace.inference.status import grpc_code, retry_after_ms
-from headrace.observability.labelled_counter import ERRORS
+from headrace.inference.status import grpc_code
 
 WIRE = Wire("grpc", "OK", grpc_code, load_in_parameters=True)
 
@@ -127,6 +125,7 @@ class GrpcInference:
         received_ns: int,
         deadline_ns: int,
         options: RequestOptions,
+        takes_many: bool = False,
     ) -> PendingRequest:
         """Decode a request and queue it.
 
@@ -136,6 +135,7 @@ class GrpcInference:
             received_ns: monotonic time at which the message had arrived.
             deadline_ns: monotonic deadline of the call, 0 for none.
             options: of the call's metadata.
+            takes_many: as in `InferenceService.enqueue`.
 
         Returns:
             The request. The caller must pass it to `finish`, `finish_large` or `service.drop`, once.
@@ -150,13 +150,19 @@ class GrpcInference:
             if options.timeout_ns:
                 deadline_ns = options.deadline_ns(received_ns, deadline_ns)
             handle.check_load(received_ns, deadline_ns, options.client)
-            self.service.enqueue(pending, handle, message, envelope, deadline_ns)
+            self.service.enqueue(pending, handle, message, envelope, deadline_ns, takes_many=takes_many)
         except Exception as error:
             self._raise(pending, error)
         return pending
 
     async def begin_large(
-        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int, options: RequestOptions
+        self,
+        message: bytes,
+        envelope: Envelope,
+        received_ns: int,
+        deadline_ns: int,
+        options: RequestOptions,
+        takes_many: bool = False,
     ) -> PendingRequest:
         """Decode a request on a codec thread if that takes long, and queue it; see `begin`."""
         pending = PendingRequest(envelope.model_name, envelope.model_version, received_ns, options)
@@ -167,7 +173,7 @@ class GrpcInference:
                 deadline_ns = options.deadline_ns(received_ns, deadline_ns)
             handle.check_load(received_ns, deadline_ns, options.client)
             parts = await self.service.read_large(handle, message, envelope)
-            self.service.enqueue(pending, handle, message, envelope, deadline_ns, parts)
+            self.service.enqueue(pending, handle, message, envelope, deadline_ns, parts, takes_many)
         except asyncio.CancelledError:
             self.service.fail(pending, Cancelled("the client disconnected"))
             raise
@@ -238,8 +244,9 @@ class GrpcInference:
 # encodes and sends the responses that are next in order. Most messages resume neither: while the reader waits, the engine
 # passes a small request to `take`, and while the writer waits, the callback sends a small response. Stock clients match
 # responses by their order, as Triton sends them. A request with the parameter `headrace_unordered` is answered as soon as it is
-# done and delays no other. The limit on requests in flight is the backpressure: a stream whose client does not read responses
-# is not read, and a response that waits for an earlier one counts as in flight.
+# done and delays no other. Responses of decoupled models are not ordered either (`DecoupledRequest`). The limit on requests in
+# flight is the backpressure: a stream whose client does not read responses is not read, and a response that waits for an earlier
+# one counts as in flight.
 
 logger = logging.getLogger("headrace.grpc")
 
@@ -248,12 +255,6 @@ _SMALL_RESPONSE_BYTES = 4096
 
 # Maximum requests of one stream between their arrival and their response.
 MAX_IN_FLIGHT = 256
-
-# Field 2 of ModelStreamInferResponse, a message; and as its last field the entry of `parameters` (field 4 of
-# ModelInferResponse) that Triton's clients expect in every response of a stream: {"triton_final_response": true}.
-_INFER_RESPONSE = b"\x12"
-_FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
-_RETRY = "headrace_retry_after_ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +310,8 @@ class _StreamEntry:
         response: a request whose completion is settled, an encoded error, or an error that ends the stream; None while the
             request runs.
         encoded: the encoded response, None before the writer or `_send` has encoded it.
+        decoupled: messages of a request of a decoupled model, None for any other; such an entry is in `_ready` while it has one.
+        is_ready: True while such an entry is in `_ready`, or the writer has taken it.
     """
 
     request_bytes: int
@@ -317,6 +320,8 @@ class _StreamEntry:
     response_bytes: int = 0
     response: PendingRequest | Message | HeadraceError | None = None
     encoded: Message | None = None
+    decoupled: DecoupledRequest | None = None
+    is_ready: bool = False
 
 
 class _Stream:
@@ -410,6 +415,9 @@ class _Stream:
             while ready:
                 entry = ready.popleft()
                 response = entry.response
+                if entry.decoupled is not None:
+                    await self._write_next(entry, entry.decoupled)
+                    continue
                 if entry.response_bytes or entry.expected_bytes:
                     self._count(entry, 0)  # written bytes count in the connection
                 if isinstance(response, PendingRequest):
@@ -433,6 +441,47 @@ class _Stream:
             self._writing = False
             if self._in_flight or not self._read_all:
                 await self._anything_ready.wait()
+
+    async def _write_next(self, entry: _StreamEntry, decoupled: DecoupledRequest) -> None:
+        """Write the next message of a request of a decoupled model; other requests come before the one after it."""
+        try:
+            message = entry.encoded or await decoupled.next()
+            entry.encoded = None
+            if message:
+                try:
+                    await self._call.write(message)
+                except Overloaded as error:  # memory for unread responses is full: nothing was written
+                    if not decoupled.is_done:
+                        await self._call.write(decoupled.fail(error))
+        finally:
+            if decoupled.is_done:
+                self._queued.discard(decoupled.pending)
+        decoupled.written()
+        entry.is_ready = False
+        self._send_ready(entry, decoupled)
+
+    def _send_ready(self, entry: _StreamEntry, decoupled: DecoupledRequest) -> None:
+        """Send the messages of a request of a decoupled model that are there, or leave them to the writer."""
+        if entry.is_ready or self._closed or entry.decoupled is None:
+            return
+        if decoupled.is_done:
+            entry.decoupled = None
+            if entry.expected_bytes:
+                self._count(entry, 0)
+            self._leave(entry)
+            self._anything_ready.set()
+            return
+        while decoupled.is_ready:
+            if not (self._writing or self._ready or self._options.ends_stream) and decoupled.is_small:
+                entry.encoded = message = decoupled.next_small()
+                if not decoupled.is_done and self._call.write_now(message, last=not decoupled.is_ready):
+                    entry.encoded = None
+                    decoupled.written()
+                    continue
+            entry.is_ready = True
+            self._ready.append(entry)
+            self._anything_ready.set()
+            return
 
     def _send(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
         """Send the response that is next in order, if it is small and the writer has nothing to do; else the writer sends it."""
@@ -497,7 +546,7 @@ class _Stream:
             return
         try:
             # Without the deadline of the stream: the engine ends the whole stream at its deadline.
-            pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
+            pending = self._infer.begin(message, envelope, received_ns, 0, self._options, takes_many=True)
         except BaseException as error:
             self._refuse(entry, error, envelope.id)
             return
@@ -509,7 +558,7 @@ class _Stream:
         if envelope is None:
             return
         try:
-            pending = await self._infer.begin_large(message, envelope, received_ns, 0, self._options)
+            pending = await self._infer.begin_large(message, envelope, received_ns, 0, self._options, takes_many=True)
         except BaseException as error:
             self._refuse(entry, error, envelope.id)
             return
@@ -545,6 +594,12 @@ class _Stream:
     def _wait_for(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         self._queued.add(pending)
         completion = pending.completion
+        if pending.responses is not None:
+            decoupled = entry.decoupled = DecoupledRequest(self._infer.service, pending, self._options.ends_stream)
+            send_ready = partial(self._send_ready, entry, decoupled)
+            pending.responses.then(send_ready)
+            completion.then(send_ready)
+            return
         on_settled: Callable[[_StreamEntry, PendingRequest], None] = self._on_settled_unordered
         if not pending.template.unordered:
             self._ordered.append(entry)
@@ -558,7 +613,7 @@ class _Stream:
         self._ordered.append(entry)
         self._has_rejected = True
         ends_stream = self._options.ends_stream or isinstance(error, Unauthenticated)
-        self._on_settled(entry, error if ends_stream else _error(error, request_id))
+        self._on_settled(entry, error if ends_stream else error_message(error, request_id))
 
     def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
         entry.response = response
@@ -587,14 +642,14 @@ class _Stream:
     def _finish(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)
         try:
-            return _stream_message(self._infer.finish(pending))
+            return stream_message(self._infer.finish(pending))
         except HeadraceError as error:
             return self._failed(pending, error)
 
     async def _finish_large(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)
         try:
-            return _stream_message(await self._infer.finish_large(pending))
+            return stream_message(await self._infer.finish_large(pending))
         except HeadraceError as error:
             return self._failed(pending, error)
 
@@ -602,19 +657,4 @@ class _Stream:
         forget_frames(error)
         if self._options.ends_stream:
             raise error
-        return _error(error, pending.id)
-
-
-def _stream_message(parts: Message) -> Message:
-    """Make the ModelStreamInferResponse of a ModelInferResponse."""
-    return [_INFER_RESPONSE + varint(sum(map(len, parts)) + len(_FINAL)), *parts, _FINAL]
-
-
-def _error(error: HeadraceError, request_id: str) -> Message:
-    ERRORS.count("grpc", error.reason)
-    response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
-    response.infer_response.id = request_id
-    delay_ms = retry_after_ms(error)
-    if delay_ms is not None:  # as in the trailers of a failed call
-        response.infer_response.parameters[_RETRY].int64_param = delay_ms
-    return [response.SerializeToString()]
+        return error_message(error, pending.id)

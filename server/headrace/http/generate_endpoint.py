@@ -147,6 +147,8 @@ class GenerateEndpoint:
             return encoded, requested_headers(pending, self._inference.load_headers(handle, pending.done_ns))
         reader = ResponseReader(pending)
         response = await reader.next()
+        if isinstance(response, HeadraceError):
+            raise response
         if not isinstance(response, InferResponse):
             raise _not_one(pending.model, "sent no response")
         reader.consume()
@@ -160,8 +162,15 @@ class GenerateEndpoint:
     async def _send_events(self, pending: PendingRequest, events: EventStream) -> None:
         """Write each response as an event, heartbeats in between, and the end; raises HeadraceError."""
         reader = ResponseReader(pending, self._heartbeat_s)
-        encode_ns = 0
+        encode_ns, failure = 0, None
         while (response := await reader.next()) is not None:
+            if isinstance(response, HeadraceError):  # the model may send further responses
+                if not events.has_started:
+                    raise response
+                failure = failure or response
+                await events.event(_error_event(response))
+                reader.consume()
+                continue
             if not isinstance(response, InferResponse):
                 await events.comment()
                 continue
@@ -170,7 +179,10 @@ class GenerateEndpoint:
             encode_ns += monotonic_ns() - started_ns
             await events.event(encoded)
             reader.consume()
-        self._service.finish_stream(pending, encode_ns)
+        if failure is None:
+            self._service.finish_stream(pending, encode_ns)
+        else:
+            self._service.fail(pending, failure)
         await events.end()
 
     async def _encode(self, pending: PendingRequest, response: InferResponse) -> bytes:
@@ -198,9 +210,14 @@ def _abandon(pending: PendingRequest) -> None:
 async def _end_with(events: EventStream, error: HeadraceError) -> None:
     """Write an error as the last event, unless the client has disconnected."""
     if not isinstance(error, Cancelled):
-        ERRORS.count("http", error.reason)
-        await events.event(orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()}))
+        await events.event(_error_event(error))
     await events.end()
+
+
+def _error_event(error: HeadraceError) -> bytes:
+    """Encode and count an error."""
+    ERRORS.count("http", error.reason)
+    return orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
 
 
 @contextmanager

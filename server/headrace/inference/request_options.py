@@ -159,9 +159,19 @@ DEADLINE_PARAMETER = "headrace_deadline_us"
 # True: the response may be sent before those of earlier requests on the same gRPC stream.
 UNORDERED_PARAMETER = "headrace_unordered"
 _CLIENT_PARAMETERS = frozenset({TIMING_PARAMETER, DEADLINE_PARAMETER, UNORDERED_PARAMETER})
+# Triton's, over gRPC only. True: on a stream, a response without outputs follows the last one of a decoupled model.
+EMPTY_FINAL_PARAMETER = "triton_enable_empty_final_response"
 # Triton's parameters of a request that the server reads itself; a model does not get them.
 _SERVER_PARAMETERS = frozenset(
-    {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+    {
+        "priority",
+        "timeout",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "binary_data_output",
+        EMPTY_FINAL_PARAMETER,
+    }
 )
 _PARAMETER_TYPES = frozenset({str, int, float, bool})
 _SHARED = "shared_memory_"

@@ -35,6 +35,7 @@ from headrace.inference import tensor_codec
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import (
     DEADLINE_PARAMETER,
+    EMPTY_FINAL_PARAMETER,
     MAX_TIMEOUT_NS,
     TIMING_PARAMETER,
     UNORDERED_PARAMETER,
@@ -109,6 +110,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
         queue_timeout_ns: Triton's parameter `timeout`; see `InferRequest`.
         deadline_us: deadline in microseconds after the arrival of the request, 0 for none.
         timing: True to return the time of each phase.
+        empty_final: True for a response without outputs after the last one of a decoupled model, over gRPC.
         unordered: True if the response may be sent before those of earlier requests on its stream.
         is_costly: True if encoding takes time in proportion to the outputs: JSON, text, classes, shared memory.
         targets: regions that receive outputs, by output; empty before `attach` and in cached templates.
@@ -129,6 +131,7 @@ class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     deadline_us: int = 0
     timing: bool = False
     unordered: bool = False
+    empty_final: bool = False
     is_costly: bool = False
     targets: dict[str, Region] = {}
     output_names: tuple[str, ...] = ()
@@ -403,6 +406,7 @@ class TemplateBuilder:
             deadline_us=_clamped_us(integer(parameters, DEADLINE_PARAMETER)),
             timing=flag(parameters, TIMING_PARAMETER),
             unordered=flag(parameters, UNORDERED_PARAMETER),
+            empty_final=flag(parameters, EMPTY_FINAL_PARAMETER),
             is_costly=any(_is_costly(output) for output in selected),
             output_names=() if len(selected) == len(self._factory.all_json) else tuple(o.spec.name for o in selected),
             parameters=model_parameters(parameters) if parameters else NO_PARAMETERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from headrace.core.errors import Unavailable
+from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.request import InferResponse
 from headrace.inference.service import PendingRequest
 
@@ -34,8 +34,8 @@ class ResponseReader:
             self._responses.then(self._wake)
         self._completion.then(self._wake)
 
-    async def next(self) -> InferResponse | Silence | None:
-        """Return the next response, `SILENCE` after `silence_s` without one, or None after the last one.
+    async def next(self) -> InferResponse | HeadraceError | Silence | None:
+        """Return the next response or an error in place of one, `SILENCE` after `silence_s` without any, None after the last.
 
         Raises:
             HeadraceError: the request has failed; all responses before the error have been returned.

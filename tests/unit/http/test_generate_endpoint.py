@@ -478,3 +478,31 @@ def test_a_large_response_is_encoded_beside_the_loop() -> None:
         assert client.events[0]["TEXT"] == "\u00e9" * 200_000
 
     run(scenario)
+
+
+def test_an_error_between_responses_is_an_event_and_the_request_fails() -> None:
+    async def scenario(handle: Handle) -> None:
+        client = Client(handle)
+        call = asyncio.create_task(client.post("generate_stream", BODY))
+        error: Any = ModelFailed("one token")
+        await handle.send(text("a"), error, text("b"))
+        await handle.end()
+        await call
+        assert [event.get("TEXT") or event for event in client.events] == ["a", {"error": "one token"}, "b"]
+        assert handle.consumed == 3
+
+    assert [str(error) for error in run(scenario).failures] == ["one token"]
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+def test_an_error_as_the_first_response_is_the_status(path: str) -> None:
+    async def scenario(handle: Handle) -> None:
+        client = Client(handle)
+        call = asyncio.create_task(client.post(path, BODY))
+        error: Any = ModelFailed("no prompt")
+        await handle.send(error, text("b"))
+        await call
+        assert (client.status, json.loads(client.body)) == (500, {"error": "no prompt"})
+        assert handle.completions[0].is_settled
+
+    assert [str(error) for error in run(scenario).failures] == ["no prompt"]
