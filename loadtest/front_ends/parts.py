@@ -67,6 +67,7 @@ def one_caller(host: Host, report: Report, repository: Path, front_ends: Sequenc
                     point = host.bench(url, TINY, *words, seconds=host.seconds / 2)
                     key = f"{protocol}, front ends {count}"
                     p50_us.setdefault(key, []).append(point["latency_ms"]["p50"] * 1e3)
+            report("one caller", round=number, p50_us={key: round(values[-1], 1) for key, values in p50_us.items()})
         for key, values in p50_us.items():
             report("one caller", load=key, p50_us=median(values), lowest_us=min(values), highest_us=max(values))
         ping_us = median(p50_us["ping-pong"])

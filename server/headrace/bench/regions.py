@@ -45,7 +45,7 @@ def shared_inputs(control: Control, requests: Sequence[Request]) -> Iterator[lis
         ) from None
     try:
         _fill(descriptor, size, requests, placements)
-        control.register(name, f"/{name}", size)
+        _register(control, name, size)
         try:
             yield placements
         finally:
@@ -54,6 +54,14 @@ def shared_inputs(control: Control, requests: Sequence[Request]) -> Iterator[lis
     finally:
         os.close(descriptor)
         os.unlink(path)
+
+
+def _register(control: Control, name: str, size: int) -> None:
+    try:
+        control.register(name, f"/{name}", size)
+    except HeadraceError as error:
+        cure = "the server may lack the shared-memory extension, or forbid it to clients: leave --shared-memory out"
+        raise HeadraceError(f"--shared-memory: {error}; {cure}") from None
 
 
 def _layout(requests: Sequence[Request]) -> tuple[list[Placements], int]:
