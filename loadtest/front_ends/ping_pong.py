@@ -1,15 +1,21 @@
-"""Round trips of a small message between two uvloop processes over a Unix socket: the least that a second process can add."""
+"""Round trips of a small message between two uvloop processes over a Unix socket: the least that a second process can add.
+
+`python -m loadtest.front_ends.ping_pong FD` is the second process: it sends back what it receives on an inherited socket.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import time
 
 import uvloop
+
+from loadtest.servers import ROOT, pinned
 
 _MESSAGE = bytes(256)
 
@@ -35,7 +41,8 @@ class _Caller(asyncio.Protocol):
     def __init__(self, seconds: float) -> None:
         self.times_us: list[float] = []
         self.ended = asyncio.get_running_loop().create_future()
-        self._end_s = time.perf_counter() + seconds
+        self._seconds = seconds
+        self._end_s = 0.0
         self._sent_s = 0.0
         self._received = 0
         self._transport: asyncio.Transport | None = None
@@ -49,13 +56,20 @@ class _Caller(asyncio.Protocol):
         if self._received < len(_MESSAGE):
             return
         now_s = time.perf_counter()
-        self.times_us.append((now_s - self._sent_s) * 1e6)
+        if self._end_s:
+            self.times_us.append((now_s - self._sent_s) * 1e6)
+        else:  # the other process has started
+            self._end_s = now_s + self._seconds
         if now_s < self._end_s:
             self._send()
         else:
             assert self._transport is not None
             self._transport.close()
             self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError("the other process has ended"))
 
     def _send(self) -> None:
         assert self._transport is not None
@@ -72,16 +86,15 @@ def median_us(seconds: float, cores: tuple[int, ...]) -> float:
         cores: of both processes.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(here, there, cores))
-    process.start()
-    there.close()
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, cores)
-        return statistics.median(uvloop.run(_call(here, seconds)))
-    finally:
-        os.sched_setaffinity(0, before)
-        process.join(5)
+    command = [*pinned(cores), sys.executable, "-m", "loadtest.front_ends.ping_pong", str(there.fileno())]
+    with there, subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()]):
+        there.close()
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, cores)
+            return statistics.median(uvloop.run(_call(here, seconds)))
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 async def _call(sock: socket.socket, seconds: float) -> list[float]:
@@ -91,14 +104,12 @@ async def _call(sock: socket.socket, seconds: float) -> list[float]:
     return caller.times_us
 
 
-def _serve(other: socket.socket, sock: socket.socket, cores: tuple[int, ...]) -> None:
-    other.close()
-    os.sched_setaffinity(0, cores)
-    uvloop.run(_echo(sock))
-
-
 async def _echo(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     await loop.connect_accepted_socket(lambda: _Echo(ended), sock)
     await ended
+
+
+if __name__ == "__main__":
+    uvloop.run(_echo(socket.socket(fileno=int(sys.argv[1]))))
