@@ -1,0 +1,112 @@
+"""The bench of front ends drives real processes, measures what it says, and stops on a wrong answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+from onnx import TensorProto
+
+from loadtest.bench import front_end_cost
+from loadtest.bench.engine_alone import EngineAlone, EngineFailed, EngineSample, SyntheticFrontEnd
+from loadtest.bench.one_caller import HttpCaller, PingPong
+from loadtest.protocol import binary_request, wire_bytes
+from loadtest.servers import headrace, running
+from tests.support import models
+from tests.support.onnx_models import identity_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="front-end processes need Linux")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    shape = (TensorProto.FLOAT, ["batch", 16])
+    models.add_model(folder, "tiny", identity_model({"input": shape}, {"output": shape}), config="max_batch_size: 64")
+    return folder
+
+
+def drive(repository: Path, members: int) -> list[EngineSample]:
+    async def main() -> list[EngineSample]:
+        async with EngineAlone(repository, "tiny", 2) as engine:
+            return await engine.drive(members, 8, 0.2, 2)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def test_the_engine_answers_groups_of_synthetic_front_ends(repository: Path) -> None:
+    samples = drive(repository, 4)
+    assert len(samples) == 2
+    assert sum(sample.total_us for sample in samples) > 0
+    for sample in samples:
+        assert sample.requests > 0
+        assert sample.total_us == sample.loop_us + sample.other_us
+        assert 1 <= sample.batch_rows <= 16, "two front ends have eight rows each in flight"
+
+
+def test_a_wrong_answer_ends_the_run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = SyntheticFrontEnd.__init__
+
+    def expects_other(self, sock, row, inputs, groups, expected=None):  # type: ignore[no-untyped-def]
+        init(self, sock, row, inputs, groups, None if expected is None else {"output": expected["output"] + 1})
+
+    monkeypatch.setattr(SyntheticFrontEnd, "__init__", expects_other)
+    with pytest.raises(EngineFailed, match="output 'output' of members from 0 differs"):
+        drive(repository, 2)
+
+
+def test_table_of_the_engine_alone(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["engine", "--repository", str(repository), "--front-ends", "1", "--members", "1", "8"]
+    assert front_end_cost.main([*words, "--seconds", "0.1", "--rounds", "1", "--callers", "8"]) == 0
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [cells[:2] for cells in lines[2:]] == [["1", "1"], ["1", "8"]]
+    for cells in lines[2:]:
+        assert float(cells[2]) == pytest.approx(float(cells[3]) + float(cells[4]), abs=0.02)
+
+
+@pytest.mark.slow
+def test_processor_time_of_each_process(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["server", "--repository", str(repository), "--front-ends", "0", "1", "--callers", "4"]
+    assert front_end_cost.main([*words, "--seconds", "2", "--rounds", "1"]) == 0
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()][2:]
+    assert [cells[:2] for cells in lines] == [["0", "server"], ["1", "supervisor"], ["1", "engine"], ["1", "front end"]]
+    assert all(float(cells[2]) > 0 for cells in lines if cells[1] != "supervisor")
+
+
+@pytest.mark.slow
+def test_latency_of_one_caller(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["caller", "--repository", str(repository), "--rounds", "2", "--requests", "20"]
+    assert front_end_cost.main(words) == 0
+    out = capsys.readouterr().out
+    names = re.findall(
+        r"^\| (one process|one front end|ping-pong of two processes) \| \d+ \| \d+ \|", out, re.MULTILINE
+    )
+    assert names == ["one process", "one front end", "ping-pong of two processes"]
+    assert "added by the front end: " in out
+    assert "beyond the ping-pong: " in out
+
+
+def test_a_ping_pong_counts_whole_messages() -> None:
+    ping_pong = PingPong(3_000_000)
+    try:
+        times_ns = ping_pong.round_trips(3)
+        assert len(times_ns) == 3
+        assert min(times_ns) > 3_000_000 / 100, "100 GB/s are more than any machine copies"
+    finally:
+        ping_pong.close()
+
+
+@pytest.mark.slow
+def test_a_refused_request_ends_the_run(repository: Path, tmp_path: Path) -> None:
+    request = binary_request("absent", {"input": np.zeros((1, 16), np.float32)})
+    with running(headrace(repository, models=("tiny",)), tmp_path) as server:
+        caller = HttpCaller(server.port, wire_bytes(request, server.port))
+        with pytest.raises(RuntimeError, match=r"the server answered b'HTTP/1\.1 404"):
+            caller.round_trips(1)
+        caller.close()
