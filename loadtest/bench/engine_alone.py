@@ -37,6 +37,7 @@ from headrace.front_ends.tensors import TensorReader, TensorWriter
 from headrace.settings import Settings
 
 from loadtest.protocol import Array
+from loadtest.servers import pinned
 
 _PROGRAM = (sys.executable, "-P", "-m", "headrace.front_ends")
 _READ_BYTES = 1 << 20
@@ -236,15 +237,15 @@ class EngineAlone:
         repository: model repository.
         model: name of the only model that it loads.
         front_ends: number of synthetic front ends.
-        options: further fields of `Settings`.
+        cpus: cores of the engine; None for all.
     """
 
-    def __init__(self, repository: Path, model: str, front_ends: int, **options: Any) -> None:
+    def __init__(self, repository: Path, model: str, front_ends: int, cpus: tuple[int, ...] | None = None) -> None:
         self._settings = Settings(
             (repository,), model_control="explicit", load_model=(model,), grpc=False, front_ends=front_ends, state_dir="",
-            http_port=0, **options,
+            http_port=0,
         )  # fmt: skip
-        self._model, self._front_ends = model, front_ends
+        self._model, self._front_ends, self._cpus = model, front_ends, cpus
         self._links: list[EngineLink] = []
         self._sockets: list[socket.socket] = []
         self._row: VersionRow | None = None
@@ -290,7 +291,8 @@ class EngineAlone:
         ours, theirs = channel_pair()
         send_start(ours, self._start)
         inherited = (theirs.fileno(), self._listener.fileno(), *descriptors)
-        self._process = subprocess.Popen([*_PROGRAM, str(theirs.fileno())], pass_fds=inherited)
+        command = [*pinned(self._cpus), *_PROGRAM, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=inherited)
         theirs.close()
         self._channel = SupervisorChannel(ours, self._on_message, lambda: self._messages.put_nowait("ended"))
 

@@ -91,11 +91,15 @@ def _engine(options: argparse.Namespace) -> None:
 async def _engine_rows(options: argparse.Namespace) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for front_ends in options.front_ends:
-        async with EngineAlone(options.repository, options.model, front_ends) as engine:
+        async with EngineAlone(options.repository, options.model, front_ends, _cpus(options)) as engine:
             for members in options.members:
                 samples = await engine.drive(members, options.callers, options.seconds, options.rounds)
                 rows.append((str(front_ends), str(members), *_engine_figures(samples)))
     return rows
+
+
+def _cpus(options: argparse.Namespace) -> tuple[int, ...] | None:
+    return tuple(options.cpus) if options.cpus else None
 
 
 def _engine_figures(samples: Sequence[EngineSample]) -> tuple[str, ...]:
@@ -106,9 +110,8 @@ def _engine_figures(samples: Sequence[EngineSample]) -> tuple[str, ...]:
 
 
 def _caller(options: argparse.Namespace) -> None:
-    cpus = tuple(options.cpus) if options.cpus else None
     with tempfile.TemporaryDirectory() as folder:
-        result = measure_one_caller(options.repository, options.rounds, options.requests, Path(folder), cpus)
+        result = measure_one_caller(options.repository, options.rounds, options.requests, Path(folder), _cpus(options))
     rows: list[Sequence[str]] = []
     for name, values in (
         ("one process", result.one_process),
@@ -144,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine.add_argument("--members", type=int, nargs="+", default=[1, 4, 16, 64], help="(default: %(default)s)")
     caller.add_argument("--rounds", type=int, default=20, help="(default: %(default)s)")
     caller.add_argument("--requests", type=int, default=200, help="of a round (default: %(default)s)")
-    caller.add_argument("--cpus", type=int, nargs="+", help="cores of the servers (default: all)")
+    for command in (engine, caller):
+        command.add_argument("--cpus", type=int, nargs="+", help="cores of the measured servers (default: all)")
     options = parser.parse_args(arguments)
     {"server": _server, "engine": _engine, "caller": _caller}[options.command](options)
     return 0

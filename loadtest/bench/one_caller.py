@@ -53,6 +53,10 @@ class _Pinger(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
+    def close(self) -> None:
+        """Close the stream."""
+        self._transport.close()
+
     def start(self, count: int) -> asyncio.Future[list[int]]:
         """Begin a round of `count` round trips; returns their times in nanoseconds."""
         self._count, self._times_ns = count, list[int]()
@@ -100,9 +104,7 @@ class PingPong:
         theirs.close()
         self._loop = uvloop.new_event_loop()
         self._pinger = _Pinger(bytes(message_bytes))
-        self._transport, _ = self._loop.run_until_complete(
-            self._loop.create_unix_connection(lambda: self._pinger, sock=ours)
-        )
+        self._loop.run_until_complete(self._loop.create_unix_connection(lambda: self._pinger, sock=ours))
 
     def round_trips(self, count: int) -> list[int]:
         """Return the times of `count` round trips in nanoseconds."""
@@ -113,7 +115,7 @@ class PingPong:
 
     def close(self) -> None:
         """Close the stream and wait for the end of the second process."""
-        self._transport.close()
+        self._pinger.close()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
         self._process.wait(_TIMEOUT_S)

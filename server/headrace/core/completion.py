@@ -262,7 +262,11 @@ class GroupCompletion(LoopCompletion):
     def __init__(
         self, mailbox: Mailbox, members: GroupMembers, on_settled: Callable[[GroupCompletion], object], first: int = 0
     ) -> None:
-        super().__init__(mailbox)
+        self._once = threading.Lock()  # as in `LoopCompletion`
+        self.outcome = self.after = self._callback = self._future = None
+        self._mailbox = mailbox
+        self._timers = ()
+        self.woken = False
         self.members = members
         self.first = first
         self._on_settled = on_settled
@@ -309,7 +313,7 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> list[Completion]:
             lost.append(completion)
             continue
         completion.outcome = outcome
-        if type(completion) is LoopCompletion:
+        if type(completion) is LoopCompletion or type(completion) is GroupCompletion:
             settled = posts.get(completion._mailbox)
             if settled is None:
                 settled = posts[completion._mailbox] = []

@@ -93,7 +93,7 @@ class ServedVersion:
         block = frame.block
         checked = self._checked.get(block)
         inputs = self.reader.read(layout, buffer, frame.data_start, frame.data_end)
-        for spec, tensor in layout.slots:
+        for spec, tensor in layout.slots:  # none in most requests, and no regions
             if arena is None:
                 raise FrameError(f"input '{spec.name}' is in a slot, and the front end has no arena")
             view = arena.view(tensor.slot, tensor.generation, tensor.offset, tensor.size_bytes)
@@ -381,7 +381,6 @@ class FrontEndLink:
                     self._release(tensor.slot, tensor.generation)
             self._write_error(number, 0, members, Unavailable(_REPLACED))
             return
-        self._requests.on_traffic(version.handle)
         group = self._groups[number] = _Group(number, version, frame.received_ns)
         try:
             layout = version.layout(frame.block)
@@ -391,7 +390,7 @@ class FrontEndLink:
             if layout.ranges:
                 group.targets = self._find_targets(version, layout)
             request = version.request(frame, layout, buffer, size_bytes, self._arena, self._requests.regions)
-            if not version.handle.has_cache:  # which stores arrays
+            if group.targets and not version.handle.has_cache:  # which stores arrays
                 devices = version.handle.spec.resident_devices
                 request.resident_outputs = frozenset(
                     name for name, target in group.targets.items() if target.region.gpu in devices
@@ -407,6 +406,7 @@ class FrontEndLink:
             group.completions += version.handle.infer_group(request, partial(self._on_part_settled, group))
         else:  # the model has stopped merging requests since the table was sent
             self._start_each(group, frame, request)
+        self._requests.on_traffic(version.handle)  # last: it defers work, and so has the wake-up of an instance
 
     def _find_targets(self, version: ServedVersion, layout: BlockLayout) -> dict[str, OutputTarget]:
         """Look up the ranges for outputs in shared memory of clients; raises as `RequestTemplate.attach`."""

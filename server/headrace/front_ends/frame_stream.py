@@ -87,6 +87,8 @@ class FrameStream(asyncio.Protocol):
                 self._needed_bytes = frame_bytes(rest, 0) if has_size else HEADER_BYTES
                 self._size_bytes = len(rest)
                 chunks.append(rest)
+            if self._parts:  # answers of requests that have run on this loop: sent before what the loop has deferred
+                self.flush()
         except FrameError as error:
             logger.error("the stream of a process of this server is closed: %s", error)
             self._end(error)

@@ -193,19 +193,23 @@ class TensorWriter:
         data: list[Buffer] = []
         total_bytes = 0
         sizes: list[int] = []
+        is_single = len(requests) == 1
         for name in first:
             datatype = self._places[name][2]
-            size_bytes = 0
-            for arrays in requests:
-                part = _data(arrays[name], datatype)
+            if is_single:
+                part = _data(first[name], datatype)
                 data.append(part)
-                size_bytes += len(part)
+                size_bytes = len(part)
+            else:
+                members = [_data(arrays[name], datatype) for arrays in requests]
+                data += members
+                size_bytes = sum(map(len, members))
             sizes.append(size_bytes)
             pad = -size_bytes & 7
             if pad:
                 data.append(padding(size_bytes))
             total_bytes += size_bytes + pad
-        if len(requests) == 1:
+        if is_single:
             shapes = [array.shape for array in first.values()]
         else:
             shapes = [(rows, *array.shape[1:]) for array in first.values()]
@@ -247,4 +251,4 @@ class TensorWriter:
 def _data(array: Array, datatype: Datatype) -> Buffer:
     if datatype is not BYTES and array.dtype != datatype.dtype:
         array = array.astype(datatype.dtype)
-    return tensor_codec.to_binary(np.asarray(array), datatype)
+    return tensor_codec.to_binary(array if type(array) is np.ndarray else np.asarray(array), datatype)

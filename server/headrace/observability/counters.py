@@ -469,12 +469,12 @@ class Recorder:
         self._histograms = histograms
         self._totals = Totals()
         # Durations that are not in the histograms yet: of each request, of each batch with its number of requests, and of each
-        # response (decode, encode). Appending to a deque needs no lock: the event loop must not wait for `_fold`.
+        # response (decode, encode). Appending to a list needs no lock: the event loop must not wait for `_fold`.
         self._queue_ns: list[int] = []
         self._total_ns: list[int] = []
         self._batches_ns: list[int] = []  # four of each batch: assemble, compute, split, and the number of its requests
         self._scraped_successes = self._scraped_ns = 0
-        self._codecs_ns: deque[int] = deque()  # two of each response: decode, encode
+        self._codecs_ns: list[int] = []  # two of each response: decode, encode
 
     def record_batch(self, batch: BatchRecord) -> None:
         """Count a successful batch."""
@@ -712,7 +712,8 @@ class Recorder:
 
     def _fold(self) -> None:
         """Sort pending durations into the histograms."""
-        codecs_ns = [self._codecs_ns.popleft() for _ in range(len(self._codecs_ns) // 2 * 2)]
+        codecs_ns = self._codecs_ns[: len(self._codecs_ns) // 2 * 2]
+        del self._codecs_ns[: len(codecs_ns)]  # of one list: what was appended meanwhile stays
         requests, batches, responses = len(self._queue_ns), len(self._batches_ns) // 4, len(codecs_ns) // 2
         if not (requests or batches or responses):
             return

@@ -222,20 +222,35 @@ class ModelHandle(VersionHandle):
         Returns:
             Completions with all members. A later split of one leaves members to completions that only `on_settled` gets.
         """
-        parts = [(request, 0)]
+        completion = self._group_completion(request, on_settled, 0)
+        try:
+            self._start_group(request, completion)
+        except Unavailable as error:
+            return self._start_halves(request, on_settled, error)
+        return [completion]
+
+    def _start_halves(
+        self, request: InferRequest, on_settled: Callable[[GroupCompletion], object], error: Unavailable
+    ) -> list[GroupCompletion]:
+        """Queue the members of a rejected group that are admitted alone or in smaller groups."""
         completions: list[GroupCompletion] = []
+        parts = _halves(request, 0)
+        if not parts:
+            completion = self._group_completion(request, on_settled, 0)
+            completion.settle(error)
+            return [completion]
         while parts:
             part, first = parts.pop()
             completion = self._group_completion(part, on_settled, first)
             try:
                 self._start_group(part, completion)
-            except Unavailable as error:
+            except Unavailable as rejected:
                 halves = _halves(part, first)
                 parts += halves
                 if halves:
                     continue
                 completion = self._group_completion(part, on_settled, first)
-                completion.settle(error)
+                completion.settle(rejected)
             completions.append(completion)
         return completions
 

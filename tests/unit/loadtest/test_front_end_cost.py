@@ -26,8 +26,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="front-end proce
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
-    shape = (TensorProto.FLOAT, ["batch", 16])
-    models.add_model(folder, "tiny", identity_model({"input": shape}, {"output": shape}), config="max_batch_size: 64")
+    model = identity_model(
+        {"input": (TensorProto.FLOAT, ["batch", 16])}, {"output": (TensorProto.FLOAT, ["batch", 16])}
+    )
+    models.add_model(folder, "tiny", model, config="max_batch_size: 64")
     return folder
 
 

@@ -1,0 +1,90 @@
+"""Stream of frames: one write for what is written together, and answers of a read before what the loop has deferred."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from headrace.front_ends import frames
+from headrace.front_ends.frame_stream import FrameStream
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.writes.append(bytes(data))
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.writes.append(b"".join(list_of_data))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Unlimited."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+async def open_stream(on_frame: Any) -> tuple[FrameStream, Transport]:
+    stream, transport = FrameStream(on_frame, lambda error: None), Transport()
+    stream._loop = asyncio.get_running_loop()
+    stream.connection_made(transport)
+    return stream, transport
+
+
+def test_answers_of_a_read_are_one_write_before_deferred_work() -> None:
+    async def main() -> None:
+        order: list[str] = []
+        loop = asyncio.get_running_loop()
+
+        def on_frame(buffer: bytes, start: int, end: int) -> None:
+            loop.call_soon(lambda: order.append(f"deferred after {len(transport.writes)} writes"))
+            stream.write((buffer[start:end],))
+
+        stream, transport = await open_stream(on_frame)
+        received = frames.cancel_frame(1) + frames.cancel_frame(2)
+        stream.data_received(received)
+        assert transport.writes == [received]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["deferred after 1 writes"] * 2
+        assert transport.writes == [received], "the scheduled write had nothing left"
+
+    asyncio.run(main())
+
+
+def test_frames_of_one_turn_are_one_write() -> None:
+    async def main() -> None:
+        stream, transport = await open_stream(lambda *_: None)
+        for group in range(3):
+            stream.write((frames.cancel_frame(group),))
+        assert transport.writes == []
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert transport.writes == [b"".join(frames.cancel_frame(group) for group in range(3))]
+
+    asyncio.run(main())
+
+
+@given(st.data())
+def test_every_frame_is_answered_in_order_however_the_bytes_arrive(data: st.DataObject) -> None:
+    groups = data.draw(st.lists(st.integers(0, 2**64 - 1), max_size=6))
+    content = b"".join(map(frames.cancel_frame, groups))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
+
+    async def main() -> None:
+        def on_frame(buffer: bytes, start: int, end: int) -> None:
+            stream.write((buffer[start:end],))
+
+        stream, transport = await open_stream(on_frame)
+        for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
+            stream.data_received(content[start:end])
+        assert b"".join(transport.writes) == content, "nothing waits for a turn of the loop"
+
+    asyncio.run(main())
