@@ -12,14 +12,19 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.e2e.test_front_ends import children, row
 from tests.support import models
+from tests.support.grpc_requests import INFER, STREAM, steps
 from tests.support.serving import HOST, Server, serving
 from tests.support.waiting import until
 
+pb: Any = service_pb2
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="front ends need Linux")
 
 
@@ -193,3 +198,52 @@ def test_rejections_under_overload_are_counted_exactly(tmp_path: Path, config: s
         until(lambda: increase('headrace_requests_total{model="busy",version="1"}') == outcomes[200, False])
         until(lambda: increase(f'headrace_failures_total{{model="busy",reason="{reason}",version="1"}}') == refused)
         assert increase(f'headrace_errors_total{{protocol="http",reason="{reason}"}}') == refused
+
+
+@pytest.mark.parametrize("engine", ["fast", "grpcio"])
+def test_rejections_over_grpc_are_counted_exactly(tmp_path: Path, engine: str) -> None:
+    """Unary calls and streams; a rejection leaves the stream open."""
+    config = "dynamic_batching { default_queue_policy { max_queue_size: 2 } }\n"
+    models.add_model(tmp_path / "repository", "busy", models.busy(), config=config)
+    with serving(tmp_path / "repository", tmp_path, "--front-ends", "2", "--grpc-engine", engine) as server:
+        body = json.loads(slow_request(server))
+        before = samples(server)
+        content = steps("", body["inputs"][0]["data"][0])
+
+        def unary() -> Counter[bool]:
+            outcomes = Counter[bool]()
+            with grpc.insecure_channel(server.grpc_address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                for _ in range(3):
+                    try:
+                        channel.unary_unary(INFER)(content, timeout=120)
+                        outcomes[True] += 1
+                    except grpc.RpcError as error:
+                        assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+                        assert {"retry-after", "grpc-status-details-bin"} <= {
+                            key for key, _ in error.trailing_metadata()
+                        }
+                        outcomes[False] += 1
+            return outcomes
+
+        def streamed() -> Counter[bool]:
+            with grpc.insecure_channel(server.grpc_address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                call = channel.stream_stream(STREAM)(iter([content] * 20), timeout=120)
+                answers = [pb.ModelStreamInferResponse.FromString(answer) for answer in call]
+            rejected = [each for each in answers if each.error_message]
+            assert all(each.infer_response.parameters["headrace_retry_after_ms"].int64_param > 0 for each in rejected)
+            return Counter({True: len(answers) - len(rejected), False: len(rejected)})
+
+        with ThreadPoolExecutor(8) as pool:
+            sent = [pool.submit(each) for each in [streamed] * 2 + [unary] * 6]
+            outcomes = sum((each.result() for each in sent), Counter())
+        assert outcomes.total() == 58
+        assert outcomes[True] > 0
+        assert outcomes[False] > 0, "two of forty requests at once may wait"
+
+        def increase(name: str) -> float:
+            after = samples(server)
+            return sum(value - before.get(key, 0.0) for key, value in after.items() if key.startswith(name))
+
+        until(lambda: increase('headrace_requests_total{model="busy"') == outcomes[True])
+        until(lambda: increase('headrace_failures_total{model="busy"') == outcomes[False])
+        assert increase('headrace_errors_total{protocol="grpc"') == outcomes[False]

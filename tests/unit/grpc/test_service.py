@@ -58,6 +58,7 @@ class Model:
         self.leases = 0
         self.failures: list[HeadraceError] = []
         self.raises: Exception | None = None
+        self.rejection: HeadraceError | None = None
         self.observer = AccessRecorder(active)
         self.recorder = Recorder()
 
@@ -74,7 +75,8 @@ class Model:
         pass
 
     def check_load(self, received_ns: int, deadline_ns: int, client: str) -> None:
-        pass
+        if self.rejection is not None:
+            raise self.rejection
 
     def probes(self) -> list[Probe]:
         return []
@@ -188,6 +190,36 @@ def test_failed_requests_are_counted_and_release_the_lease(outcome: HeadraceErro
         with pytest.raises(type(outcome)):
             await service.infer(message(), Call())
         assert (model.leases, model.failures) == (0, [outcome, outcome])
+
+    run(test)
+
+
+@pytest.mark.parametrize("size", [8, 1 << 20], ids=["small", "large"])
+def test_overload_rejects_requests_before_they_are_decoded(size: int) -> None:
+    """Unary calls with and without a task, and streams: each is counted once."""
+
+    async def test() -> None:
+        model = Model()
+        model.rejection = Overloaded("full", 0.5)
+        service = GrpcInference(model.services(), 2 << 20)
+        request = pb.ModelInferRequest.FromString(message("x"))
+        request.raw_input_contents[0] = bytes(size + 1)  # an error if it was decoded
+        content = request.SerializeToString()
+        with pytest.raises(Overloaded):
+            await service.infer(content, Call())
+        if size == 8:
+            with pytest.raises(Overloaded):
+                service.start(content, Call())
+        model.failures = model.failures[:1]
+        call, serving = stream(model, max_bytes=4 << 20)
+        call.sent.put_nowait(content)
+        call.sent.put_nowait(None)
+        await serving
+        assert [each.error_message for each in call.got] == ["full"]
+        assert (model.leases, model.failures) == (0, [model.rejection] * 2)
+        model.rejection = None
+        with pytest.raises(BadRequest):
+            await service.infer(content, Call())
 
     run(test)
 
