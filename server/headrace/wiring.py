@@ -21,7 +21,15 @@ from urllib.parse import urlsplit
 from headrace.access.control import KeyAccess
 from headrace.access.tokens import TokenVerifier
 from headrace.config.documents import refuse
-from headrace.core.access import NETWORK_CURE, NETWORK_SCOPES, AccessControl, Grant, OpenAccess, Principal
+from headrace.core.access import (
+    NETWORK_CURE,
+    NETWORK_SCOPES,
+    AccessControl,
+    Grant,
+    OpenAccess,
+    Principal,
+    QuotaBucket,
+)
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.heap import HeapTrimmer
 from headrace.core.limits import BodyMemory, ClientLimits
@@ -68,11 +76,12 @@ def open_observer(settings: Settings, has_keys: bool = False) -> tuple[Tracer, R
     return tracer, RequestObserver(tracer, _request_log(settings), not has_keys and is_secret(settings.client_header))
 
 
-def open_keys(settings: Settings) -> KeyAccess | None:
+def open_keys(settings: Settings, bucket: type[QuotaBucket] = QuotaBucket) -> KeyAccess | None:
     """Create the access control of a server with keys; None for a server without keys.
 
     Args:
         settings: settings of the server.
+        bucket: class of the quotas.
 
     Raises:
         ConfigError: the keys file or the key set of tokens is invalid.
@@ -84,7 +93,8 @@ def open_keys(settings: Settings) -> KeyAccess | None:
         raise refuse("--jwt-issuer and --jwt-audience", None, "need --jwks", "name the key set of the issuer")
     if not settings.api_keys_file and tokens is None:
         return None
-    return KeyAccess(Path(settings.api_keys_file).expanduser() if settings.api_keys_file else None, tokens)
+    path = Path(settings.api_keys_file).expanduser() if settings.api_keys_file else None
+    return KeyAccess(path, tokens, bucket)
 
 
 def open_access(settings: Settings) -> OpenAccess:

@@ -45,6 +45,7 @@ class KeyAccess:
     Args:
         path: keys file; None without one.
         tokens: verifies JSON web tokens; None without them.
+        bucket: class of the quotas.
 
     Attributes:
         anonymous, has_keys: see `AccessControl`.
@@ -55,7 +56,10 @@ class KeyAccess:
 
     has_keys = True
 
-    def __init__(self, path: Path | None, tokens: TokenVerifier | None = None) -> None:
+    def __init__(
+        self, path: Path | None, tokens: TokenVerifier | None = None, bucket: type[QuotaBucket] = QuotaBucket
+    ) -> None:
+        self._new_bucket = bucket
         self.anonymous = Principal("", None, NO_KEY)
         self._invalid = Principal("", None, _INVALID)
         self._wrong_scheme = Principal("", None, _WRONG_SCHEME)
@@ -153,7 +157,17 @@ class KeyAccess:
     def _bucket(self, name: str, client: ClientEntry) -> QuotaBucket:
         assert client.quota is not None
         quota = Quota(client.quota.requests_per_s, client.quota.burst_size)
-        return QuotaBucket(name, quota, self._buckets.get(name))
+        return self._new_bucket(name, quota, self._buckets.get(name))
+
+    def charge(self, name: str) -> None:
+        """Take a token from the quota of a client, whose rights another process has checked; a no-op without a quota.
+
+        Raises:
+            QuotaExceeded: the quota is used up.
+        """
+        bucket = self._buckets.get(name)
+        if bucket is not None:
+            bucket.charge(monotonic_ns())
 
     def _changed(self) -> None:
         for callback in self._callbacks:

@@ -55,12 +55,15 @@ class QuotaBucket:
         quota: rate and burst.
         previous: bucket that this one replaces; its level is taken over. A wait that the old rate has caused is not longer than
             that of an empty bucket with the new one.
+
+    Attributes:
+        name: see Args.
     """
 
-    __slots__ = ("_burst_ns", "_full_ns", "_name", "_quota", "_token_ns")
+    __slots__ = ("_burst_ns", "_full_ns", "_quota", "_token_ns", "name")
 
     def __init__(self, name: str, quota: Quota, previous: QuotaBucket | None = None) -> None:
-        self._name = name
+        self.name = name
         self._quota = quota
         self._token_ns = max(1, int(NS_PER_S / quota.rate_hz))
         self._burst_ns = (quota.burst - 1) * self._token_ns
@@ -76,12 +79,41 @@ class QuotaBucket:
         if wait_ns <= 0:
             self._full_ns = full_ns + self._token_ns
         else:
-            quota = self._quota
-            message = (
-                f"client '{self._name}' exceeded the quota of its key, {quota.rate_hz:g} requests/s (burst {quota.burst}): "
-                "retry later, or raise its quota in the keys file"
-            )
-            raise QuotaExceeded(message, wait_ns / NS_PER_S, self._name)
+            raise self._refusal(wait_ns)
+
+    def _refusal(self, wait_ns: int) -> QuotaExceeded:
+        quota = self._quota
+        message = (
+            f"client '{self.name}' exceeded the quota of its key, {quota.rate_hz:g} requests/s (burst {quota.burst}): "
+            "retry later, or raise its quota in the keys file"
+        )
+        return QuotaExceeded(message, wait_ns / NS_PER_S, self.name)
+
+
+class RemoteBucket(QuotaBucket):
+    """Bucket of a front-end process: the engine process keeps the tokens, and takes one before the request is leased.
+
+    Args:
+        name, quota, previous: see `QuotaBucket`.
+    """
+
+    __slots__ = ("_empty_until_ns",)
+
+    def __init__(self, name: str, quota: Quota, previous: QuotaBucket | None = None) -> None:
+        super().__init__(name, quota)
+        self._empty_until_ns = 0
+
+    def charge(self, now_ns: int) -> None:
+        """Do nothing: the engine process has taken the token."""
+
+    def check(self, now_ns: int) -> None:
+        """Raise QuotaExceeded while the bucket has no token for any process, by the last refusal of the engine process."""
+        if now_ns < self._empty_until_ns:
+            raise self._refusal(self._empty_until_ns - now_ns)
+
+    def mark_empty(self, until_ns: int) -> None:
+        """Note a refusal of the engine process: requests only take tokens, so there is none before `until_ns`."""
+        self._empty_until_ns = max(self._empty_until_ns, until_ns)
 
 
 @dataclass(frozen=True, slots=True)

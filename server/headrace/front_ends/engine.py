@@ -71,7 +71,9 @@ class EngineProcess:
         registry = wiring.data_plane.registry
         self._page = SharedPage.create(epoch=self._arrays.own.starts)
         self._writer = PageWriter(self._page, loop, self._arrays.arrays)
-        self._requests = EngineRequests(registry, self._writer.touch, self._pin, wiring.services.regions)
+        charge = _nothing_to_charge if wiring.keys is None else wiring.keys.charge
+        regions = wiring.services.regions
+        self._requests = EngineRequests(registry, self._writer.touch, self._pin, regions, charge)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
         self._log_settings = wiring.services.logs.settings()
         self._update_settings()
@@ -249,6 +251,10 @@ class EngineProcess:
             log_announcement(addresses, self._wiring.data_plane.registry)
         else:
             announce(addresses, self._wiring.data_plane.registry, self._start.first_model)
+
+
+def _nothing_to_charge(_name: str) -> None:
+    """A server without keys has no quotas."""
 
 
 def _recorder(registry: Registry, name: str, number: str) -> Recorder | None:

@@ -138,9 +138,10 @@ class EngineRequests:
         on_traffic: called with a version whose requests have arrived or were answered; cheap.
         pin: pins arenas for models on GPUs, as in `headrace.repository.shared_memory`; None without GPUs.
         regions: shared memory that clients have registered; None if it is disabled.
+        charge: takes a token from the quota of a key by its name; raises QuotaExceeded.
 
     Attributes:
-        on_traffic, pin, regions: see Args.
+        on_traffic, pin, regions, charge: see Args.
         versions: by number, those of the last table, and those that a front end still holds.
     """
 
@@ -150,8 +151,9 @@ class EngineRequests:
         on_traffic: Callable[[VersionHandle], None] = lambda _handle: None,
         pin: Pin | None = None,
         regions: Regions | None = None,
+        charge: Callable[[str], None] = lambda _name: None,
     ) -> None:
-        self.on_traffic, self.pin = on_traffic, pin
+        self.on_traffic, self.pin, self.charge = on_traffic, pin, charge
         self.regions: Regions = SharedMemoryRegions(False, None) if regions is None else regions
         self.versions: dict[int, ServedVersion] = {}
         self._registry = registry
@@ -355,8 +357,19 @@ class FrontEndLink:
                 self._count(event)
         elif kind == frames.RETIRED:
             self._release_version(frames.parse_retired(buffer, start, end))
+        elif kind == frames.CHARGE:
+            self._charge(frames.HEADER.unpack_from(buffer, start)[4], frames.parse_charge(buffer, start, end))
         else:
             raise FrameError(f"front end {self.number} sent a frame of kind {kind}")
+
+    def _charge(self, number: int, name: str) -> None:
+        """Charge the quota of a key, and send the result."""
+        refusal = None
+        try:
+            self._requests.charge(name)
+        except HeadraceError as error:
+            refusal = describe_error(error)
+        self.stream.write((frames.charged_frame(number, refusal),))
 
     def _count(self, event: CountEvent) -> None:
         version = self._requests.versions.get(event.version)

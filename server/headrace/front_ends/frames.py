@@ -13,6 +13,8 @@ nanoseconds, which all processes of a machine share.
     EVENTS    size u32, 0 u32, list of `CountEvent` (msgpack)
     RELEASE   number u32, 0 u32, slot u32 and generation u32 of each
     RETIRED   version u32, 0 u32: the front end uses a version no longer
+    CHARGE    0 u32, size u32, name of a key (msgpack), with a number in the place of the group: take a token from its quota. The
+              engine responds with the same kind and number, and `ErrorRecord` or nil (msgpack)
 
 A tensor block describes tensors: a text (u16 size), and for each tensor its number u16, datatype u8, dimensions u8, place u32,
 size u64, dims i64. Blocks repeat from request to request, so that a receiver keeps their parsed form by their bytes. The data of
@@ -39,8 +41,8 @@ from headrace.core.tensor import BYTES, DATATYPES
 
 Buffer = bytes | memoryview
 
-REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED = range(1, 9)
-KINDS = frozenset(range(1, 9))
+REQUESTS, ANSWERS, ERROR, CANCEL, COUNTS, EVENTS, RELEASE, RETIRED, CHARGE = range(1, 10)
+KINDS = frozenset(range(1, 10))
 
 FINAL, CACHED, TIMED = 1, 2, 4
 """Flags of ANSWERS: no further answers of its members follow; from the response cache; the times of a batch are present."""
@@ -167,6 +169,8 @@ class CountEvent(msgspec.Struct, array_like=True, frozen=True, eq=True):
 _extras_decoder = msgspec.msgpack.Decoder(RequestExtras)
 _answer_extras_decoder = msgspec.msgpack.Decoder(AnswerExtras)
 _error_decoder = msgspec.msgpack.Decoder(ErrorRecord)
+_name_decoder = msgspec.msgpack.Decoder(str)
+_charged_decoder = msgspec.msgpack.Decoder(ErrorRecord | None)
 _events_decoder = msgspec.msgpack.Decoder(list[CountEvent])
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -526,6 +530,28 @@ def retired_frame(version: int) -> bytes:
 def parse_retired(buffer: bytes, start: int, end: int) -> int:
     """Parse a RETIRED frame: number of the version; raises FrameError."""
     return _pair(buffer, start, end)[0]
+
+
+def charge_frame(number: int, name: str) -> bytes:
+    """Encode the charge of a quota by the name of its key."""
+    return _packed_frame(CHARGE, 0, number, 0, _encode(name))
+
+
+def parse_charge(buffer: bytes, start: int, end: int) -> str:
+    """Parse a CHARGE frame of a front end: name of the key; raises FrameError."""
+    name: str = _decoded(_name_decoder, _packed(buffer, start, end)[1])
+    return name
+
+
+def charged_frame(number: int, refusal: ErrorRecord | None) -> bytes:
+    """Encode the result of a charge: None if the quota had a token."""
+    return _packed_frame(CHARGE, 0, number, 0, _encode(refusal))
+
+
+def parse_charged(buffer: bytes, start: int, end: int) -> ErrorRecord | None:
+    """Parse a CHARGE frame of the engine: the refusal, None for none; raises FrameError."""
+    refusal: ErrorRecord | None = _decoded(_charged_decoder, _packed(buffer, start, end)[1])
+    return refusal
 
 
 def _packed_frame(kind: int, members: int, group: int, number: int, packed: bytes) -> bytes:

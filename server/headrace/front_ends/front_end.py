@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from headrace.accept import PassedConnections
-from headrace.core.access import AccessControl
+from headrace.core.access import AccessControl, RemoteBucket
 from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
@@ -109,7 +109,7 @@ class FrontEndProcess:
         return run_server(self._settings, self._open_keys, self._serve)
 
     def _open_keys(self) -> None:
-        self._keys = open_keys(self._settings)
+        self._keys = open_keys(self._settings, RemoteBucket)
 
     async def _serve(self, tls: ServerTls | None) -> int:
         loop, start = asyncio.get_running_loop(), self._start
@@ -232,6 +232,7 @@ class FrontEndProcess:
             name=self._settings.id,
             options_reader=self._reader,
             codec_threads=self._threads,
+            quotas=self._models,
         )
 
     def _forget_heads(self) -> None:

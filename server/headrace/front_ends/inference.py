@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from headrace.core.access import AccessControl, Principal
+from headrace.core.access import QuotaBucket
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
 from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
@@ -16,7 +16,7 @@ from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
 from headrace.grpc.codec import scan
 from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import GrpcCall, Message
-from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send, request_principal
+from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send
 from headrace.http.origins import OriginPolicy
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.service import PendingRequest
@@ -89,10 +89,11 @@ class ServedModels:
             raise engine_gone()
         return self.current.lease(name, version)
 
-
-def _has_quota(principal: Principal | None) -> bool:
-    """Return True for a key with a quota, which is charged in the engine: it holds for the whole server."""
-    return principal is not None and principal.grant is not None and principal.grant.bucket is not None
+    async def charge(self, bucket: QuotaBucket) -> None:
+        """See `headrace.inference.services.KeyQuotas`; raises Unavailable without an engine."""
+        if self.current is None or not self.current.is_attached:
+            raise engine_gone()
+        await self.current.quotas.charge(bucket)
 
 
 class FrontEndHttp:
@@ -116,8 +117,6 @@ class FrontEndHttp:
     ) -> None:
         self.endpoint = InferEndpoint(services, client_limits, origins)
         self._models = models
-        self._reader = services.options_reader
-        self._access: AccessControl = services.access
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,13 +127,10 @@ class FrontEndHttp:
                 parts = path.split("/")
                 if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions" and parts[5]):
                     version = parts[5] if len(parts) == 7 else ""
-                    if self._models.serves(parts[3], version) and not self._needs_engine(scope):
+                    if self._models.serves(parts[3], version):
                         await self.endpoint(scope, receive, send, parts[3], version)
                         return
         await self._proxy(scope, receive, send)
-
-    def _needs_engine(self, scope: Scope) -> bool:
-        return self._access.has_keys and _has_quota(request_principal(scope, self._reader))
 
 
 class FrontEndInference:
@@ -161,7 +157,7 @@ class FrontEndInference:
             envelope = scan(message)
         except HeadraceError:  # the engine counts the error
             return cast(Message, await self._pass_on(message, call))
-        if self._serves(envelope.model_name, envelope.model_version, call):
+        if self._models.serves(envelope.model_name, envelope.model_version):
             return await self._infer.infer(message, call)
         return cast(Message, await self._pass_on(message, call))
 
@@ -174,13 +170,12 @@ class FrontEndInference:
         except HeadraceError:
             return None
         name, infer = envelope.model_name, self._infer
-        if not self._serves(name, envelope.model_version, call) or name in infer.large_responses:
+        if not self._models.serves(name, envelope.model_version) or name in infer.large_responses:
+            return None
+        if infer.service.needs_charge(call.options):
             return None
         return infer.begin(message, envelope, call.received_ns, call.deadline_ns, call.options)
 
     def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:
         """See `DirectMethod`."""
         return self._infer.end(request, call)
-
-    def _serves(self, name: str, version: str, call: GrpcCall) -> bool:
-        return self._models.serves(name, version) and not _has_quota(call.options.principal)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
-from headrace.core.errors import HeadraceError, NotFound, Unavailable
+from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.request import NO_RANGES, InferRequest, InferResponse, ModelLoad, Probe
 from headrace.core.tensor import Array, ModelSpec, as_input, is_resident
 from headrace.front_ends import frames
@@ -27,6 +27,7 @@ from headrace.front_ends.arena import ALIGNMENT, DEFAULT_ARENA_BYTES, Arena
 from headrace.front_ends.errors import restore_error
 from headrace.front_ends.frame_stream import FrameStream
 from headrace.front_ends.frames import CountEvent, FrameError, TensorPlace
+from headrace.front_ends.remote_quotas import RemoteQuotas
 from headrace.front_ends.remote_regions import RegionRange, can_name_regions, rows_in_engine
 from headrace.front_ends.table import VersionRow, decode_table, model_spec
 from headrace.front_ends.tensors import BlockLayout, TensorReader, TensorWriter
@@ -36,6 +37,7 @@ from headrace.observability.counters import Recorder
 logger = logging.getLogger("headrace.front_ends")
 
 ENGINE_LOST = "the engine process of this server is restarting: retry"
+_REPLACED = "the model was replaced while the request arrived: retry"
 # Codec times and events wait at most this long for a frame that carries them along.
 _COUNTS_DELAY_S = 0.02
 _MAX_CODEC_TIMES = 1024
@@ -318,6 +320,7 @@ class RemoteModels:
         mailbox: of the loop.
         is_attached: the engine is connected.
         state: see Args.
+        quotas: of keys, which the engine charges.
     """
 
     def __init__(
@@ -332,6 +335,7 @@ class RemoteModels:
         self.mailbox = Mailbox(loop)
         self.is_attached = False
         self.state: EngineState = NoState() if state is None else state
+        self.quotas = RemoteQuotas(loop, self.send)
         self._loop = loop
         self._control = control
         self._stream: FrameStream | None = None
@@ -431,10 +435,10 @@ class RemoteModels:
     # `headrace.inference.services.Models`
 
     def lease(self, name: str, version: str) -> RemoteHandle:
-        """Lease a version; raises NotFound, which a caller of `serves` never gets."""
+        """Lease a version; raises Unavailable, which a caller gets only if it has waited since `serves`."""
         handle = self._by_name.get((name, version))
         if handle is None:
-            raise NotFound(f"Request for unknown model: {name[:128]!r} is not in the table of this front end")
+            raise Unavailable(_REPLACED)
         handle.lease()
         return handle
 
@@ -603,6 +607,8 @@ class RemoteModels:
             if self._arena is not None:
                 for slot in frames.parse_release(buffer, start, end):
                     self._arena.release(*slot)
+        elif kind == frames.CHARGE:
+            self.quotas.on_charged(number, frames.parse_charged(buffer, start, end))
         else:
             raise FrameError(f"the engine sent a frame of kind {kind}")
 
@@ -680,6 +686,7 @@ class RemoteModels:
         for completion in waiting:
             completion.group = None
             completion.settle(Unavailable(ENGINE_LOST))
+        self.quotas.fail_all(ENGINE_LOST)
 
     # Counts
 

@@ -69,6 +69,8 @@ class GrpcInference:
         """See `DirectMethod`: a large request or response needs the coroutine."""
         if len(message) > LARGE_BYTES or (self.service.has_shared_memory and may_have_shared_inputs(message)):
             return None
+        if self.service.needs_charge(call.options):
+            return None
         try:
             envelope = scan(message)
         except HeadraceError as error:
@@ -100,7 +102,7 @@ class GrpcInference:
             room.end(expected_bytes)
 
     async def _run(self, message: bytes, envelope: Envelope, call: GrpcCall, options: RequestOptions) -> Message:
-        if len(message) <= LARGE_BYTES and not self.service.has_shared_memory:
+        if not self.needs_coroutine(message, options):
             pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
         else:
             pending = await self.begin_large(message, envelope, call.received_ns, call.deadline_ns, options)
@@ -117,6 +119,11 @@ class GrpcInference:
         if pending.template.is_costly and self.service.is_large(pending):
             return await self.finish_large(pending, call)
         return self.finish(pending, call=call)
+
+    def needs_coroutine(self, message: bytes, options: RequestOptions) -> bool:
+        """Return True for a request that `begin_large` must queue."""
+        service = self.service
+        return len(message) > LARGE_BYTES or service.has_shared_memory or service.needs_charge(options)
 
     def begin(
         self,
@@ -164,10 +171,12 @@ class GrpcInference:
         options: RequestOptions,
         takes_many: bool = False,
     ) -> PendingRequest:
-        """Decode a request on a codec thread if that takes long, and queue it; see `begin`."""
+        """Decode a request on a codec thread if that takes long, and queue it, after the charge of its quota; see `begin`."""
         pending = PendingRequest(envelope.model_name, envelope.model_version, received_ns, options)
         pending.id = envelope.id
         try:
+            if self.service.needs_charge(options):
+                await self.service.charge(pending)
             handle = self.service.lease(pending)
             if options.timeout_ns:
                 deadline_ns = options.deadline_ns(received_ns, deadline_ns)
@@ -373,10 +382,10 @@ class _Stream:
                 if expected_bytes:
                     await self._response_room.start(expected_bytes)
                     self._expected_bytes += expected_bytes
-            if len(message) <= LARGE_BYTES and not self._infer.service.has_shared_memory:
-                self._begin(message, expected_bytes)
-            else:
+            if self._infer.needs_coroutine(message, self._options):
                 await self._begin_large(message, expected_bytes)
+            else:
+                self._begin(message, expected_bytes)
             del message  # otherwise it stays in memory until the next message
             if self._has_rejected:  # other calls come first: thousands of invalid messages may have arrived at once
                 self._has_rejected = False
@@ -394,6 +403,7 @@ class _Stream:
             size_bytes > LARGE_BYTES
             or self._infer.large_responses
             or (self._infer.service.has_shared_memory and may_have_shared_inputs(message))
+            or self._infer.service.needs_charge(self._options)
             or self._in_flight + 1 >= streams.max_in_flight
             or self._in_flight_bytes + size_bytes >= streams.max_bytes
         ):

@@ -166,6 +166,11 @@ class InferHeaders:
         if option_values or peer is not None:
             self.options = options_reader.read(option_values, peer)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """True if equal heads of later requests need no parsing."""
+        return not self.content_encoding and self.options.trace is None
+
 
 class ParsedHead(NamedTuple):
     """Parsed request line and headers of an inference request.
@@ -225,6 +230,8 @@ class InferEndpoint:
             if self._options_reader.access.has_keys:  # the lease checks the permission
                 headers = self.parse_headers(scope)
                 pending.options = headers.options
+                if service.needs_charge(headers.options):
+                    await self._charge(pending, scope.get("headrace.connection"))
             handle = service.lease(pending)
             headers = headers or self.parse_headers(scope)
             if headers.from_browser:
@@ -235,7 +242,7 @@ class InferEndpoint:
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             self.check_length(headers)
-            if connection is not None and not headers.content_encoding and options.trace is None:
+            if connection is not None and headers.is_repeatable and not service.needs_charge(options):
                 connection.remember_head(self, ParsedHead(model, version, headers))
             handle.check_load(pending.received_ns, deadline_ns, options.client)
             body = await self.read_body(send, receive, connection, headers, scope.get("headrace.reservation"))
@@ -406,6 +413,12 @@ class InferEndpoint:
             is_large = sum(map(len, parts)) > LARGE_BYTES
         body = await run(b"".join, parts) if is_large else b"".join(parts)
         await _send(send, 200, [*headers, *extra_headers.pairs], body)
+
+    async def _charge(self, pending: PendingRequest, connection: Connection | None) -> None:
+        """Charge a request to a quota that another process keeps; raises as `InferenceService.charge`, and Cancelled."""
+        await self.service.charge(pending)
+        if connection is not None and connection.is_lost:
+            raise Cancelled("the client disconnected")
 
     def check_length(self, headers: InferHeaders) -> None:
         """Check the size of a body before it is read; raises TooLarge."""

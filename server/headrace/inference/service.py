@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple
 from weakref import WeakKeyDictionary
 
+from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
@@ -165,11 +166,35 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         self._regions = services.regions
         self._models = services.models
         self._observer = services.observer
+        self._quotas = services.quotas
         self._wire = wire
         self._new_codec = new_codec
         self._mailbox: Mailbox | None = None  # of the streams of responses
         self._codecs: WeakKeyDictionary[Handle, Codec[Content, Layout, Encoded]] = WeakKeyDictionary()
         self._logger = logging.getLogger(f"headrace.{wire.name}")
+
+    def needs_charge(self, options: RequestOptions) -> bool:
+        """Return True for a request that must be passed to `charge` before `lease`."""
+        if self._quotas is None or options.principal is None:
+            return False
+        grant = options.principal.grant
+        return grant is not None and grant.bucket is not None
+
+    async def charge(self, pending: PendingRequest) -> None:
+        """Charge a request to the quota of its key in the process that keeps it; a no-op without one.
+
+        Raises:
+            QuotaExceeded: the quota is used up.
+            Unavailable: that process has ended.
+        """
+        principal = pending.options.principal
+        if principal is None or self._quotas is None or principal.grant is None or principal.grant.bucket is None:
+            return
+        try:
+            principal.check(Scope.INFER, pending.model)
+        except HeadraceError:  # `lease` raises it
+            return
+        await self._quotas.charge(principal.grant.bucket)
 
     def lease(self, pending: PendingRequest) -> Handle:
         """Check the permission, lease the model version and check that it accepts requests, before the request is decoded.

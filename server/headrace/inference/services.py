@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.core.access import AccessControl
+from headrace.core.access import AccessControl, QuotaBucket
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
 from headrace.core.request import InferRequest, InferResponse, ModelLoad, Probe
@@ -74,6 +74,13 @@ class Handle(HasReadiness, HasLoad, Protocol):
 
     def release(self) -> None:
         """End the lease."""
+
+
+class KeyQuotas(Protocol):
+    """KeyQuotas of keys that another process keeps."""
+
+    async def charge(self, bucket: QuotaBucket) -> None:
+        """Take a token; raises QuotaExceeded."""
 
 
 class Models(Protocol):
@@ -214,6 +221,7 @@ class Services:
         options_reader: parser of the request options and credentials in headers and metadata.
         codec_threads: decode and encode large bodies.
         heartbeat_s: seconds without a response after which an event stream has a comment.
+        quotas: of keys, if another process keeps them; None if the principals of this process do.
     """
 
     models: Models
@@ -230,6 +238,7 @@ class Services:
     options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
     codec_threads: CodecThreads = field(default_factory=CodecThreads)
     heartbeat_s: float = 15.0
+    quotas: KeyQuotas | None = None
 
     @property
     def access(self) -> AccessControl:

@@ -113,6 +113,16 @@ def test_errors(group: int, first: int, record: ErrorRecord) -> None:
     assert frames.parse_error(frame, 0, frames.frame_bytes(frame, 0)) == (first, record)
 
 
+@given(u64, texts, st.none() | st.builds(ErrorRecord, texts, texts, st.floats(allow_nan=False), texts, texts))
+def test_charges(number: int, name: str, refusal: ErrorRecord | None) -> None:
+    frame = joined([frames.charge_frame(number, name)])
+    assert frames.HEADER.unpack_from(frame)[4] == number
+    assert frames.parse_charge(frame, 0, len(frame)) == name
+    frame = joined([frames.charged_frame(number, refusal)])
+    assert frames.HEADER.unpack_from(frame)[4] == number
+    assert frames.parse_charged(frame, 0, len(frame)) == refusal
+
+
 @given(u32, st.lists(st.tuples(i64, i64)), st.lists(st.tuples(u32, u32)))
 def test_numbers(version: int, pairs: list[tuple[int, int]], slots: list[tuple[int, int]]) -> None:
     flat = tuple(number for pair in pairs for number in pair)
@@ -135,6 +145,8 @@ PARSERS = (
     frames.parse_events,
     frames.parse_release,
     frames.parse_retired,
+    frames.parse_charge,
+    frames.parse_charged,
 )
 
 
