@@ -20,12 +20,13 @@ from headrace.core.threads import start_pool
 from headrace.front_ends.access_records import ForwardingObserver
 from headrace.front_ends.channel import Start, SupervisorChannel, close_all
 from headrace.front_ends.control import Hello, MessageKind
-from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels
+from headrace.front_ends.inference import FrontEndHttp, FrontEndInference, ServedModels, StreamForwarder
 from headrace.front_ends.meeting import EngineFacts, connect
 from headrace.front_ends.proxy import EngineLink, GrpcProxy, HttpProxy, proxy_methods
 from headrace.front_ends.remote_regions import RemoteRegions
 from headrace.front_ends.shared_page import PageState, SharedPage
 from headrace.front_ends.sharing import shared_arrays, shared_limits
+from headrace.grpc.infer import InferStreams
 from headrace.grpc.methods import GrpcEngine
 from headrace.inference.codec_threads import CodecThreads
 from headrace.inference.request_options import RequestOptionsReader
@@ -175,10 +176,17 @@ class FrontEndProcess:
         """Open the gRPC engine; returns the coroutine that serves until the drain."""
         settings = self._settings
         methods = proxy_methods(self._link, answer, self._reader, self._threads)
-        path = "/inference.GRPCInferenceService/ModelInfer"
-        proxy = GrpcProxy(self._link)
-        infer = FrontEndInference(self._services, self._models, settings.limits.max_body_bytes, proxy, path)
-        methods = replace(methods, unary={**methods.unary, path: infer.infer}, direct={path: infer})
+        path, stream_path = (f"/inference.GRPCInferenceService/{name}" for name in ("ModelInfer", "ModelStreamInfer"))
+        proxy, max_bytes = GrpcProxy(self._link), settings.limits.max_body_bytes
+        infer = FrontEndInference(self._services, self._models, max_bytes, proxy, path)
+        forwarder = StreamForwarder(self._models, proxy, stream_path)
+        streams = InferStreams(infer.inference, max_bytes, forwarder=forwarder)
+        methods = replace(
+            methods,
+            unary={**methods.unary, path: infer.infer},
+            direct={path: infer},
+            streams={**methods.streams, stream_path: streams.serve},
+        )
         engine: GrpcEngine
         if settings.grpc_engine == "fast":
             from headrace.grpc.fast_server import FastGrpcServer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, cast
 
 import numpy as np
@@ -13,12 +13,13 @@ from headrace.core.errors import HeadraceError
 from headrace.core.limits import ClientLimits
 from headrace.front_ends.proxy import GrpcProxy, HttpProxy, engine_gone
 from headrace.front_ends.remote_models import RemoteHandle, RemoteModels
-from headrace.grpc.codec import scan
+from headrace.grpc.codec import Envelope, scan
 from headrace.grpc.infer import GrpcInference
-from headrace.grpc.methods import GrpcCall, Message
+from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send
 from headrace.http.origins import OriginPolicy
 from headrace.inference.codec_threads import LARGE_BYTES
+from headrace.inference.request_options import UNORDERED_PARAMETER
 from headrace.inference.service import PendingRequest
 from headrace.inference.services import Services
 from headrace.inference.tensor_codec import BodyBytes
@@ -72,6 +73,10 @@ class ServedModels:
         self._table = content
         if self.current is not None:
             self.current.apply_table(content)
+
+    def is_decoupled(self, model: str, version: str) -> bool:
+        """Return True for a version in the table that sends any number of responses to a request."""
+        return self.current is not None and self.current.is_decoupled(model, version)
 
     def serves(self, model: str, version: str) -> bool:
         """Return True if a request is served here."""
@@ -142,12 +147,15 @@ class FrontEndInference:
         max_message_bytes: largest request.
         proxy: passes other requests on.
         path: of the method.
+
+    Attributes:
+        inference: serves the requests that are not passed on.
     """
 
     def __init__(
         self, services: Services, models: ServedModels, max_message_bytes: int, proxy: GrpcProxy, path: str
     ) -> None:
-        self._infer = GrpcInference(services, max_message_bytes)
+        self.inference = self._infer = GrpcInference(services, max_message_bytes)
         self._models = models
         self._pass_on = proxy.unary_method(path)
 
@@ -179,3 +187,31 @@ class FrontEndInference:
     def end(self, request: Any, call: GrpcCall) -> Message | Awaitable[Message]:
         """See `DirectMethod`."""
         return self._infer.end(request, call)
+
+
+class StreamForwarder:
+    """Requests of ModelStreamInfer for models that are not served here; see `headrace.grpc.infer.Forwarder`.
+
+    Args:
+        models: served here.
+        proxy: passes the requests on, each in a call of its own.
+        path: of the method.
+    """
+
+    def __init__(self, models: ServedModels, proxy: GrpcProxy, path: str) -> None:
+        self._models = models
+        self._proxy = proxy
+        self._path = path
+
+    def takes(self, envelope: Envelope) -> bool:
+        """See `Forwarder`."""
+        return not self._models.serves(envelope.model_name, envelope.model_version)
+
+    def is_unordered(self, envelope: Envelope) -> bool:
+        """See `Forwarder`: as the engine sends the responses."""
+        is_decoupled = self._models.is_decoupled(envelope.model_name, envelope.model_version)
+        return is_decoupled or UNORDERED_PARAMETER.encode() in envelope.header
+
+    def responses(self, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
+        """See `Forwarder`."""
+        return self._proxy.responses(self._path, message, call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -446,18 +446,41 @@ class GrpcProxy:
 
         return method
 
+    async def responses(self, path: str, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
+        """Pass one message of a stream on, in a call of its own; yields the responses.
+
+        Raises:
+            StatusError: the call failed.
+            Unavailable: there is no engine process.
+        """
+        events = _Events(self._link)
+        try:
+            events.send(MessageKind.STREAM, _call_head(path, cast(Any, call)))
+            await _send_whole(events, message)
+            del message
+            events.send(MessageKind.HALF_CLOSE)
+            parts: Message = []
+            while True:
+                kind, fields = await events.next()
+                if kind == MessageKind.STATUS:
+                    events.is_ended = True
+                    if fields[0] != "OK":
+                        raise _status_error(fields)
+                    return
+                part, more = fields
+                parts.append(part)
+                if not more:
+                    yield parts
+                    parts = []
+                events.send(MessageKind.CREDIT, len(part))
+        finally:
+            events.close()
+
     async def _call(self, path: str, message: bytes, call: GrpcCall) -> Message:
         events = _Events(self._link)
         try:
-            events.credit_bytes = len(message) + 1
             events.send(MessageKind.CALL, _call_head(path, cast(Any, call)))
-            if len(message) <= PIECE_BYTES:
-                events.send(MessageKind.BODY, message, False)
-            else:
-                views = pieces(message)
-                for number, view in enumerate(views, 1):
-                    events.send(MessageKind.BODY, view, number < len(views))
-                    await events.stream.drain()
+            await _send_whole(events, message)
             del message
             parts: Message = []
             while True:
@@ -511,6 +534,18 @@ class GrpcProxy:
             events.send(MessageKind.STOPPING)
         except HeadraceError as error:  # the client has disconnected, or its message is invalid
             events.fail(error)
+
+
+async def _send_whole(events: _Events, message: bytes) -> None:
+    """Send a message at once: the engine needs all of it, and returns credit for it later."""
+    events.credit_bytes = len(message) + 1
+    if len(message) <= PIECE_BYTES:
+        events.send(MessageKind.BODY, message, False)
+        return
+    views = pieces(message)
+    for number, view in enumerate(views, 1):
+        events.send(MessageKind.BODY, view, number < len(views))
+        await events.stream.drain()
 
 
 def _call_head(path: str, call: ForwardedCall) -> CallHead:

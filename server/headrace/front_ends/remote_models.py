@@ -414,8 +414,14 @@ class RemoteModels:
             handle.retire()
 
     def serves(self, model: str, version: str) -> bool:
-        """Return True if requests of this name and version are sent to the engine; it is passed whole otherwise."""
-        return (model, version) in self._by_name
+        """Return True if requests of this name and version are sent to the engine; they are passed whole otherwise."""
+        handle = self._by_name.get((model, version))
+        return handle is not None and not handle.spec.decoupled
+
+    def is_decoupled(self, model: str, version: str) -> bool:
+        """Return True for a version that sends any number of responses to a request."""
+        handle = self._by_name.get((model, version))
+        return handle is not None and handle.spec.decoupled
 
     def serves_regions(self, model: str, version: str) -> bool:
         """Return True if requests of a served model may name shared memory of clients; they are passed whole otherwise."""

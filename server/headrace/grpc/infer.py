@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from headrace.core.access import Scope
 from headrace.core.clock import monotonic_ns
@@ -23,6 +24,7 @@ from headrace.grpc.codec import Envelope, GrpcCodec, scan
 from headrace.grpc.decoupled import DecoupledRequest, error_message, stream_message
 from headrace.grpc.methods import GrpcCall, Message, StreamCall
 from headrace.grpc.response_room import max_held_bytes, unread_error
+from headrace.grpc.status import StatusError
 from headrace.inference.codec_threads import LARGE_BYTES
 from headrace.inference.request_options import RequestOptions
 from headrace.inference.request_template import may_have_shared_inputs
@@ -265,6 +267,26 @@ _SMALL_RESPONSE_BYTES = 4096
 # Maximum requests of one stream between their arrival and their response.
 MAX_IN_FLIGHT = 256
 
+StreamResponse = PendingRequest | Message | HeadraceError | StatusError
+
+
+class Forwarder(Protocol):
+    """Another process that serves some requests of streams."""
+
+    def takes(self, envelope: Envelope) -> bool:
+        """Return True for a request that the other process serves."""
+
+    def is_unordered(self, envelope: Envelope) -> bool:
+        """Return True if the responses to a request need not have its place in the order."""
+
+    def responses(self, message: bytes, call: StreamCall) -> AsyncGenerator[Message]:
+        """Send a request; yields each ModelStreamInferResponse.
+
+        Raises:
+            HeadraceError: the request failed.
+            StatusError: the stream must end with this status.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class InferStreams:
@@ -274,11 +296,13 @@ class InferStreams:
         infer: decodes, queues and encodes each request.
         max_bytes: limit on all requests in flight on one stream, and so on one request, bytes.
         max_in_flight: limit on the requests in flight on one stream.
+        forwarder: serves some of the requests; None for none.
     """
 
     infer: GrpcInference
     max_bytes: int
     max_in_flight: int = MAX_IN_FLIGHT
+    forwarder: Forwarder | None = None
 
     async def serve(self, call: StreamCall) -> None:
         """Serve ModelStreamInfer: ModelInferRequest in, ModelStreamInferResponse out. An error ends its request, not the stream.
@@ -316,21 +340,23 @@ class _StreamEntry:
         reserved_bytes: of its message in the budget for all bodies, until the response is sent.
         expected_bytes: reserved in the room for responses until the response is settled.
         response_bytes: size of its settled response, counted in the room until it is sent; 0 for a small one.
-        response: a request whose completion is settled, an encoded error, or an error that ends the stream; None while the
-            request runs.
+        response: a request whose completion is settled, an encoded response or error, or an error that ends the stream; None
+            while the request runs.
         encoded: the encoded response, None before the writer or `_send` has encoded it.
         decoupled: messages of a request of a decoupled model, None for any other; such an entry is in `_ready` while it has one.
         is_ready: True while such an entry is in `_ready`, or the writer has taken it.
+        sent: set once the response is sent; None if nothing waits for that.
     """
 
     request_bytes: int
     expected_bytes: int = 0
     reserved_bytes: int = 0
     response_bytes: int = 0
-    response: PendingRequest | Message | HeadraceError | None = None
+    response: StreamResponse | None = None
     encoded: Message | None = None
     decoupled: DecoupledRequest | None = None
     is_ready: bool = False
+    sent: asyncio.Event | None = None
 
 
 class _Stream:
@@ -351,6 +377,7 @@ class _Stream:
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._queued: set[PendingRequest] = set()
+        self._forwarded: set[asyncio.Task[None]] = set()
         self._ordered: deque[_StreamEntry] = deque()  # in order of arrival, without unordered requests
         self._ready: deque[_StreamEntry] = deque()  # responses that can be sent now
         self._anything_ready = asyncio.Event()
@@ -443,9 +470,9 @@ class _Stream:
                         self._infer.service.fail(response, error)
                         await self._call.write(self._failed(response, error))
                     del message
-                elif isinstance(response, HeadraceError):
+                elif isinstance(response, HeadraceError | StatusError):
                     raise response
-                elif response is not None:
+                elif response:  # none is left if a decoupled model has sent all before
                     await self._call.write(response)
                 self._leave(entry)
             self._writing = False
@@ -493,7 +520,7 @@ class _Stream:
             self._anything_ready.set()
             return
 
-    def _send(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
+    def _send(self, entry: _StreamEntry, response: StreamResponse) -> None:
         """Send the response that is next in order, if it is small and the writer has nothing to do; else the writer sends it."""
         if (
             type(response) is PendingRequest
@@ -514,6 +541,8 @@ class _Stream:
         self._call.reservation.shrink(entry.reserved_bytes)
         self._in_flight -= 1
         self._in_flight_bytes -= entry.request_bytes
+        if entry.sent is not None:
+            entry.sent.set()
         if self._waits_for_room:
             self._room.set()
 
@@ -524,6 +553,8 @@ class _Stream:
         for pending in self._queued:
             self._infer.service.drop(pending)
         self._queued.clear()
+        for task in self._forwarded:
+            task.cancel()
         if self._expected_bytes or self._response_bytes:
             self._response_room.end(self._expected_bytes)
             self._response_room.queue(-self._response_bytes)
@@ -552,7 +583,7 @@ class _Stream:
         """Queue a request of usual size, without a coroutine: there is one for every message."""
         received_ns, entry = monotonic_ns(), _StreamEntry(len(message), expected_bytes)
         envelope = self._scan(entry, message, received_ns)
-        if envelope is None:
+        if envelope is None or self._forward(entry, message, envelope):
             return
         try:
             # Without the deadline of the stream: the engine ends the whole stream at its deadline.
@@ -565,7 +596,7 @@ class _Stream:
     async def _begin_large(self, message: bytes, expected_bytes: int) -> None:
         received_ns, entry = monotonic_ns(), _StreamEntry(len(message), expected_bytes)
         envelope = self._scan(entry, message, received_ns)
-        if envelope is None:
+        if envelope is None or self._forward(entry, message, envelope):
             return
         try:
             pending = await self._infer.begin_large(message, envelope, received_ns, 0, self._options, takes_many=True)
@@ -601,6 +632,61 @@ class _Stream:
         else:
             raise error
 
+    def _forward(self, entry: _StreamEntry, message: bytes, envelope: Envelope) -> bool:
+        """Pass a request to the process that serves it; False if that is this one."""
+        forwarder = self._streams.forwarder
+        if forwarder is None or not forwarder.takes(envelope):
+            return False
+        is_unordered = forwarder.is_unordered(envelope)
+        if not is_unordered:
+            self._ordered.append(entry)
+        responses = forwarder.responses(message, self._call)
+        task = asyncio.ensure_future(self._await_forwarded(entry, responses, envelope.id, is_unordered))
+        self._forwarded.add(task)
+        task.add_done_callback(self._forwarded.discard)
+        return True
+
+    async def _await_forwarded(
+        self, entry: _StreamEntry, responses: AsyncGenerator[Message], request_id: str, is_unordered: bool
+    ) -> None:
+        """Send the responses of another process to a request: without an order as they come, else the last one in its place."""
+        last: StreamResponse | None = None
+        try:
+            async with aclosing(responses):
+                async for response in responses:
+                    if last is not None:
+                        await self._send_part(last)
+                    last = response
+                    if is_unordered:
+                        await self._send_part(response)
+                        last = None
+        except Exception as error:
+            if last is not None:
+                await self._send_part(last)
+            last = self._forward_error(error, request_id)
+        if is_unordered:
+            entry.response = last or []
+            self._ready.append(entry)
+            self._anything_ready.set()
+        else:
+            self._on_settled(entry, last or [])
+
+    async def _send_part(self, response: StreamResponse) -> None:
+        """Send one of several responses to a request, and wait until it is sent."""
+        entry = _StreamEntry(0, response=response, sent=asyncio.Event())
+        self._in_flight += 1
+        self._ready.append(entry)
+        self._anything_ready.set()
+        assert entry.sent is not None
+        await entry.sent.wait()
+
+    def _forward_error(self, error: Exception, request_id: str) -> StreamResponse:
+        forget_frames(error)
+        if isinstance(error, StatusError):
+            return error
+        failure = error if isinstance(error, HeadraceError) else internal_error(error, logger)
+        return failure if self._options.ends_stream else error_message(failure, request_id)
+
     def _wait_for(self, entry: _StreamEntry, pending: PendingRequest) -> None:
         self._queued.add(pending)
         completion = pending.completion
@@ -625,7 +711,7 @@ class _Stream:
         ends_stream = self._options.ends_stream or isinstance(error, Unauthenticated)
         self._on_settled(entry, error if ends_stream else error_message(error, request_id))
 
-    def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
+    def _on_settled(self, entry: _StreamEntry, response: StreamResponse) -> None:
         entry.response = response
         if type(response) is PendingRequest:
             self._count_response(entry, response)
