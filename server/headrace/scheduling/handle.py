@@ -398,15 +398,16 @@ class ModelHandle(VersionHandle):
         has_shares = policy.sharing is not None or policy.rate_limits is not None or policy.levels > 1
         if has_shares or self.has_cache or self._instance_group.evicted:
             return None
-        scheduler = self._scheduler
+        scheduler, admission = self._scheduler, self._admission
+        is_checked = scheduler.waiting_rows and scheduler.waiting_rows >= admission.short_rows  # as in `_admit`
         return OverloadFigures(
-            self._admission.forecast(now_ns),
+            admission.forecast(now_ns),
             scheduler.depth,
             scheduler.size_bytes,
             limits.max_count,
             limits.max_size_bytes,
             policy.batch.objective_ns,
-            self._admission.forecast_wait(now_ns),
+            admission.forecast_wait(now_ns) if is_checked else None,
         )
 
     def learn_rejections(self, count: int, kind: int) -> None:

@@ -14,6 +14,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, QuotaExceeded, WouldMiss
 from headrace.core.quota import Quota
 from headrace.core.request import InferRequest
+from headrace.scheduling.admission import WaitForecast
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, RateLimits
 
@@ -84,6 +85,27 @@ def test_the_retry_time_of_a_full_queue_is_its_drain_time() -> None:
         with pytest.raises(Overloaded, match="16 requests") as full:
             served.infer(now(99))
         assert 0.1 <= full.value.retry_after_s <= 0.15, "what runs, and two batches that wait"
+        model.gate.set()
+        for completion in (first, *waiting):
+            await completion
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_front_ends_reject_long_waits_only_where_the_queue_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows in the queue it checks no prediction: one of them may be wrong."""
+
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served, forecast = slow(mailbox, model, 0), WaitForecast(2, 1)
+        monkeypatch.setattr(served._admission, "forecast_wait", lambda now_ns: forecast)
+        first = served.infer(now(1))
+        await wait_started(model)
+        assert served.overload(monotonic_ns()).wait is None  # type: ignore[union-attr]
+        waiting = [served.infer(now(value)) for value in range(16)]
+        for short_rows, expected in ((17, None), (16, forecast)):
+            served._admission.short_rows = short_rows
+            assert served.overload(monotonic_ns()).wait is expected  # type: ignore[union-attr]
         model.gate.set()
         for completion in (first, *waiting):
             await completion
