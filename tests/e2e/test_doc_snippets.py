@@ -44,7 +44,7 @@ PAGES = (
 )
 # What a line of an indented or unnamed block begins with if a shell is to run it.
 COMMAND = re.compile(
-    r"(headrace|\.venv/bin/\w+|make|curl|docker|kubectl|pip|python|pytest|cd|source|k6|perf_analyzer|jq|[A-Z_]+=\S+) "
+    r"(headrace|\.venv/bin/\w+|make|curl|docker|kubectl|pip|python|pytest|cd|source|perf_analyzer|jq|[A-Z_]+=\S+) "
 )
 # What is not run, and why. `make` and `python -m loadtest` are not run either, but checked: see `checked`.
 NOT_RUN = (
@@ -53,7 +53,7 @@ NOT_RUN = (
         "needs Docker; tests/unit/deploy/test_containers.py and `make image-test`",
     ),
     (r"kubectl ", "needs a cluster; tests/unit/deploy/test_containers.py"),
-    (r"(k6|perf_analyzer|jq) ", "programs of others"),
+    (r"(perf_analyzer|jq) ", "programs of others"),
     (r"pip install ", "needs a package index"),
     (r"headrace import (torch|keras|savedmodel) ", "needs a framework; tests/e2e/test_import_command.py"),
     (r"headrace optimize \S+ --prune channels", "needs PyTorch; tests/unit/engines/commands/test_optimize.py"),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -140,75 +136,6 @@ def test_the_first_error_is_printed_as_it_happens(tmp_path: Path) -> None:
     assert "status 400: " in done.stdout[first : first + 200]
     assert done.stdout.count("first error") == 1
     assert first < done.stdout.index("FAIL  ")
-
-
-def k6(
-    server: Server, folder: Path, *settings: str, env: Mapping[str, str] | None = None
-) -> tuple[int, dict[str, Any]]:
-    """Three seconds of the k6 example: its exit status and the summary of its metrics."""
-    program = shutil.which("k6")
-    if program is None:
-        pytest.skip("k6 is not installed, and Debian has no package of it (docs/loadtest.md says where it is)")
-    summary = folder / "summary.json"
-    variables = (f"URL={server.url}", "RATE=50", "SECONDS=3", "P99_MS=5000", *settings)
-    words = [word for setting in variables for word in ("-e", setting)]
-    done = subprocess.run(
-        [program, "run", "--quiet", "--summary-export", summary, *words, ROOT / "loadtest" / "k6" / "infer.js"],
-        env={**os.environ, "K6_NO_USAGE_REPORT": "true", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert summary.exists(), done.stdout + done.stderr
-    return done.returncode, json.loads(summary.read_text())["metrics"]
-
-
-def test_the_k6_example_runs(demo: Server, tmp_path: Path) -> None:
-    status, metrics = k6(demo, tmp_path, "MODEL=tiny")
-    assert status == 0, metrics
-    assert metrics["http_reqs"]["count"] > 100
-    assert metrics["checks"]["fails"] == 0
-
-
-def test_the_k6_example_detects_missing_responses(demo: Server, tmp_path: Path) -> None:
-    status, metrics = k6(demo, tmp_path, "MODEL=nobody")
-    assert status == 99, "k6's status where a threshold is crossed"
-    assert metrics["checks"]["fails"] == metrics["http_reqs"]["count"] > 0
-
-
-def test_the_k6_example_runs_with_a_key_and_tls(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
-    make_keys(tmp_path)
-    key = (tmp_path / "infer.key").read_text().strip()
-    trusted = {"SSL_CERT_FILE": str(certificates.authority)}
-    options = ["--tls-cert", str(certificates.server.certificate), "--tls-key", str(certificates.server.key)]
-    options += ["--tls-client-ca", str(certificates.authority), "--api-keys-file", str(tmp_path / KEYS_FILE)]
-    with serving(DEMO, tmp_path, "--model-control", "explicit", "--load-model", "tiny", *options) as server:
-        settings = [f"URL={server.url.replace('http', 'https')}"]
-        client = [f"CERT={certificates.client.certificate}", f"KEY={certificates.client.key}"]
-        status, metrics = k6(server, tmp_path, *settings, *client, env={**trusted, "HEADRACE_API_KEY": key})
-        assert (status, metrics["checks"]["fails"]) == (0, 0), metrics
-        assert metrics["http_reqs"]["count"] > 100
-        for words, variables in (
-            (client, trusted),  # no key
-            (client, {**trusted, "HEADRACE_API_KEY": (tmp_path / "metrics.key").read_text().strip()}),
-            (client, {"HEADRACE_API_KEY": key}),  # the server's certificate is not trusted
-            ([], {**trusted, "HEADRACE_API_KEY": key}),  # no client certificate
-        ):
-            status, metrics = k6(server, tmp_path, *settings, *words, env=variables)
-            assert status == 99, "k6's status where a threshold is crossed"
-            assert metrics["http_req_failed"]["value"] == 1
-
-
-def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:
-    """Without k6, at least its requests are sent."""
-    script = (ROOT / "loadtest" / "k6" / "infer.js").read_text()
-    assert "open('./request.json')" in script
-    status, _, answer = demo.request(
-        "POST", "/v2/models/tiny/infer", (ROOT / "loadtest" / "k6" / "request.json").read_bytes()
-    )
-    assert status == 200
-    assert json.loads(answer)["outputs"][0]["shape"] == [1, 16]
 
 
 def test_locust_that_cannot_run_is_reported(demo: Server) -> None:
