@@ -8,12 +8,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from headrace.core.errors import Unsupported
+from headrace.cuda.kernels import loading
 
 from tests.support.fake_cuda import DriverError, FakeCuda
 
@@ -233,6 +237,21 @@ class HostKernels:
     def module_from_buffer(self, code: bytes) -> Any:
         """As PyCUDA's."""
         return _Module(ctypes.CDLL(code.decode()), self._cuda)
+
+
+def install_host_kernels(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, folder: Path) -> None:
+    """Compile the kernels of the fake driver for the host from now on; skips the test where there is no compiler.
+
+    Args:
+        monkeypatch: of the test; the fake driver is installed.
+        cuda: where launches are submitted.
+        folder: for what is compiled.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    host = HostKernels(folder, cuda)
+    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
+    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 
 
 class _Module:

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.cuda.kernels import loading
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -26,7 +25,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support import fake_streams
 from tests.support.fake_gpu import install_tensorrt
 from tests.support.fake_streams import LateCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 
 Export = Callable[[bytes], AbstractContextManager["ExportedMemory"]]
 
@@ -80,9 +79,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, host_kernels: Path) -> Iterator[Gp
     cuda = LateCuda()
     fake_streams.install(monkeypatch, cuda)
     install_tensorrt(monkeypatch, cuda)
-    host = HostKernels(host_kernels, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, host_kernels)
 
     @contextmanager
     def export(content: bytes) -> Iterator[ExportedMemory]:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -26,11 +24,10 @@ from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE
 from headrace.core.errors import ConfigError, HeadraceError, ModelFailed
 from headrace.core.ledger import HOST, Ledger, NoRoom
 from headrace.core.tensor import BY_ORT_NAME, PINNED
-from headrace.cuda.kernels import loading
 
 from tests.support.cuda_provider import FakeProvider, answers, features, install_provider, launched, opened, saved
 from tests.support.fake_streams import LateCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 from tests.support.models import affine, optional_bias, ramp, scores, sum_difference, transposed, unbatched
 from tests.support.random_models import sample
 from tests.support.resident_rows import HostOwner, resident
@@ -47,11 +44,7 @@ def provider(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[FakePr
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    host = HostKernels(tmp_path, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, tmp_path)
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,6 @@ from headrace.cuda.convolution_plugin import (
     sealed,
 )
 from headrace.cuda.driver import BorrowedStream
-from headrace.cuda.kernels import loading
 from headrace.cuda.kernels.convolution import algorithms
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue, convolve
 from headrace.cuda.kernels.convolution.direct import DirectAlgorithm
@@ -38,7 +35,7 @@ from headrace.cuda.kernels.launching import copy_to_gpu
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_tensorrt_plugins import add_plugins
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 
 SHAPE = ConvShape(3, 8, 5, 4, 16, 3, 3, 1, 1)
 EPILOGUE = Epilogue(bias=True, residual=True, relu=True)
@@ -53,13 +50,9 @@ def layer() -> PluginLayer:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
     """A fake GPU with our kernels on the host."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     cuda = FakeCuda()
     fake_cuda.install(monkeypatch, cuda)
-    host = HostKernels(tmp_path, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, tmp_path)
     yield cuda
     gc.collect()
     assert not cuda.live, "memory was not freed"

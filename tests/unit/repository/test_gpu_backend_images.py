@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.control_thread import run
 from tests.support.fake_streams import LateCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +44,8 @@ postprocess: {{output: y, top_k: {top_k}, softmax: true}}
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    host = HostKernels(tmp_path, cuda)
+    install_host_kernels(monkeypatch, cuda, tmp_path)
     monkeypatch.setattr(launching, "THREADS", 32)  # a warp; each is a thread of the host's
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from onnx import TensorProto
 from tests.support.control_thread import index, run
 from tests.support.fake_streams import LateCuda
 from tests.support.fake_tensorrt_runtime import FakeRuntime
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 from tests.support.plugin_case import images, residual_block
 
 ALL = ControlPolicy("none")
@@ -43,15 +41,11 @@ CONFIG = "max_batch_size: 4\ninstance_group: [{kind: gpu, count: 2}]\noptimizati
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, tmp_path: Path) -> None:
     """Our kernels, compiled for the host; only the direct algorithm, since Tensor Cores are slow there."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     monkeypatch.setattr(algorithms, "ALGORITHMS", (DirectAlgorithm(),))
     monkeypatch.setattr(plugin_choice, "_ROUNDS", 2)
     monkeypatch.setattr(plugin_choice, "_ROUND_S", 0.01)
     monkeypatch.setattr(build, "_TIMING_S", 0.01)
-    host = HostKernels(tmp_path, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, tmp_path)
 
 
 @pytest.fixture

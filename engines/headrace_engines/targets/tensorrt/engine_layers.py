@@ -58,6 +58,22 @@ def layer_profiler(trt: Any, times: LayerTimer) -> Any:
     return Profiler()
 
 
+def inspected_layers(information: str) -> list[Any]:
+    """Return the layers in the JSON of TensorRT's engine inspector: objects, or names in plans built without details.
+
+    Raises:
+        BuildError: the JSON cannot be read.
+    """
+    try:
+        # Metadata contains control characters.
+        entries: list[Any] = json.loads(information, strict=False)["Layers"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(
+            f"the JSON of TensorRT's engine inspector cannot be read ({error}): update TensorRT"
+        ) from error
+    return entries
+
+
 def read_layers(information: str, times_us: Mapping[str, float], nodes: Collection[str] | None) -> list[MeasuredLayer]:
     """Return layers in the order of the engine; layers that only the profiler lists are last.
 
@@ -70,14 +86,7 @@ def read_layers(information: str, times_us: Mapping[str, float], nodes: Collecti
     Raises:
         BuildError: the JSON cannot be read.
     """
-    try:
-        # Metadata contains control characters.
-        entries = json.loads(information, strict=False)["Layers"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(
-            f"the JSON of TensorRT's engine inspector cannot be read ({error}): update TensorRT"
-        ) from error
-    described = [{"Name": entry} if isinstance(entry, str) else entry for entry in entries]
+    described = [{"Name": entry} if isinstance(entry, str) else entry for entry in inspected_layers(information)]
     total = sum(times_us.values()) or 1.0
     node_names = set(nodes) if nodes is not None else None
     layers = [_layer(entry, times_us, total, node_names) for entry in described]

@@ -10,13 +10,11 @@ isDebug for NAME' is listed more than once". Such a tensor is built without its 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +26,7 @@ from headrace_engines.onnx_graph import OnnxGraph, copy_model
 from headrace_engines.progress import Report, part
 from headrace_engines.targets.base import Array
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine
-from headrace_engines.targets.tensorrt.engine_layers import read_layers
+from headrace_engines.targets.tensorrt.engine_layers import inspected_layers, read_layers
 
 logger = logging.getLogger("headrace.build")
 Build = Callable[[Path, frozenset[str], Report], TensorRtEngine]
@@ -149,19 +147,9 @@ def _build_marked(
 
 def _written_tensors(information: str) -> set[str]:
     """Return the names of the tensors that the layers of a plan write."""
-    layers = _entries(information)
+    layers = (layer for layer in inspected_layers(information) if isinstance(layer, Mapping))
     outputs = (output for layer in layers for output in layer.get("Outputs") or ())
     return {str(output["Name"]) for output in outputs if isinstance(output, Mapping) and "Name" in output}
-
-
-def _entries(information: str) -> list[Mapping[str, Any]]:
-    try:
-        entries = json.loads(information, strict=False)["Layers"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(
-            f"the JSON of TensorRT's engine inspector cannot be read ({error}): update TensorRT"
-        ) from error
-    return [entry for entry in entries if isinstance(entry, Mapping)]
 
 
 def _change(before: str, after: str, model: onnx.ModelProto) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
-import sys
 import weakref
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +17,7 @@ from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBac
 from headrace.backends.tensorrt.contexts import PreparedContext
 from headrace.core.tensor import PINNED, is_resident
 from headrace.cuda.driver import DeviceError
-from headrace.cuda.kernels import launching, loading
+from headrace.cuda.kernels import launching
 from headrace.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.targets.base import ShapeRange, TargetSpec
@@ -27,7 +25,7 @@ from onnx import helper
 
 from tests.support import kernel_reference as reference
 from tests.support.fake_streams import LateCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 from tests.support.resident_rows import HostOwner, read, resident
 from tests.support.tensorrt_case import build
 from tests.unit.backends.tensorrt.test_backend import opened, right, rows
@@ -42,12 +40,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, compiled: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     cuda.devices = 2
-    host = HostKernels(compiled, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, compiled)
 
 
 def parameters_of(one_graph_rows: str = "auto", max_rows: int = 8, **parameters: str) -> dict[str, str]:

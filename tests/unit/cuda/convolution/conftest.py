@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from headrace.cuda.kernels import loading
 
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 
 
 @pytest.fixture(scope="session")
@@ -24,13 +21,9 @@ def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def host_gpu(monkeypatch: pytest.MonkeyPatch, kernel_folder: Path) -> Iterator[FakeCuda]:
     """A fake GPU that runs the kernels on the host; all of its memory must be freed at the end."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     cuda = FakeCuda()
     fake_cuda.install(monkeypatch, cuda)
-    host = HostKernels(kernel_folder, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, kernel_folder)
     yield cuda
     assert not cuda.live, "memory was not freed"
     assert cuda.depth == 0, "a context was left current"

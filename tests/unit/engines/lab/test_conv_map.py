@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.cuda.kernels import loading
 from headrace_engines.__main__ import main
 from headrace_engines.commands import lab
 from headrace_engines.lab import conv as module
@@ -19,7 +18,7 @@ from headrace_engines.lab.tensorrt import has_half_sums
 from tests.support.convolutions import NumpyAlgorithm
 from tests.support.fake_gpu import cuda, trt, trt_version
 from tests.support.fake_streams import LateCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 
 __all__ = ["cuda", "trt", "trt_version"]
 SHAPE = "2,4,5,6,3,3,3,1,1"
@@ -28,11 +27,7 @@ SHAPE = "2,4,5,6,3,3,3,1,1"
 @pytest.fixture
 def algorithms(cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[NumpyAlgorithm]:
     """List of the algorithms that the command measures; kernels of the lab itself are compiled for the host."""
-    host = HostKernels(tmp_path, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    import pycuda.driver as module  # the fake
-
-    monkeypatch.setattr(module, "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, tmp_path)
     result: list[Any] = []
     monkeypatch.setattr(lab, "ALGORITHMS", result)
     return result

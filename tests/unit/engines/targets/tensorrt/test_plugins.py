@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from headrace.config.manifest import BatchTiming, MeasuredLayer
-from headrace.cuda.kernels import loading
 from headrace.cuda.kernels.convolution import algorithms
 from headrace.cuda.kernels.convolution.direct import DirectAlgorithm
 from headrace_engines.errors import BuildError
@@ -31,19 +28,15 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.fake_cuda import FakeCuda
-from tests.support.kernels_on_host import HostKernels
+from tests.support.kernels_on_host import install_host_kernels
 from tests.support.plugin_case import ORDER, images, residual_block
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
     """Our kernels, compiled for the host; only the direct algorithm, since Tensor Cores are slow there."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     monkeypatch.setattr(algorithms, "ALGORITHMS", (DirectAlgorithm(),))
-    host = HostKernels(tmp_path, cuda)
-    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
-    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+    install_host_kernels(monkeypatch, cuda, tmp_path)
 
 
 def test_residual_and_activation_belong_to_the_last_convolution() -> None:
@@ -63,7 +56,7 @@ def test_an_engine_with_named_layers_gives_the_results_of_the_model(
     target, model, path = TensorRtTarget(), residual_block(), tmp_path / "model.plan"
     target.build(model, ORDER, path, silent)
     x = images(3)
-    chooser = PluginChooser(target, model, ORDER, path, 4, {"x": images(2)}, lambda engine: [], silent, budget_s=60)
+    chooser = PluginChooser(target, model, ORDER, path, 4, {"x": images(2)}, lambda engine: [], silent, budget_s=3600)
     choice = chooser.choose("conv1,conv3")
     assert list(choice.layers) == ["conv1", "conv3"]
     engine = target.open(path, choice.model)
@@ -76,7 +69,7 @@ def test_an_engine_with_named_layers_gives_the_results_of_the_model(
 def chooser_of(tmp_path: Path, refusal: Any = lambda engine: []) -> PluginChooser:
     target, model, path = TensorRtTarget(), residual_block(), tmp_path / "model.plan"
     target.build(model, ORDER, path, silent)
-    return PluginChooser(target, model, ORDER, path, 4, {"x": images(2)}, refusal, silent, budget_s=60)
+    return PluginChooser(target, model, ORDER, path, 4, {"x": images(2)}, refusal, silent, budget_s=3600)
 
 
 def phases_of(tmp_path: Path, budget_s: float) -> tuple[list[str], Any]:
@@ -102,7 +95,7 @@ def test_each_measurement_is_reported_as_soon_as_it_is_known(
     first = {"conv1": 9e6, "conv2": 3e6, "conv3": 8e6}
     monkeypatch.setattr(plugin_choice, "layer_times", layers_of(first, dict.fromkeys(first, 10)))
     longest = {name: first[name] for name in ("conv1", "conv3", "conv2")}
-    phases, choice = phases_of(tmp_path, 60)
+    phases, choice = phases_of(tmp_path, 3600)
     patterns = [
         "timing TensorRT's layers",
         r"layer 1 of 3, conv1: TensorRT 9000000.0 us, ours [0-9.]+ us \(direct\), ratio [0-9.]+",
@@ -154,7 +147,7 @@ def test_at_most_three_engines_are_built(
         return dict.fromkeys(names, 9e6) | dict.fromkeys(names[: 4 - len(calls)], 10.0 if len(calls) > 1 else 9e6)
 
     monkeypatch.setattr(plugin_choice, "layer_times", times)
-    phases, choice = phases_of(tmp_path, 60)
+    phases, choice = phases_of(tmp_path, 3600)
     assert [phase.split(",")[0] for phase in phases if phase.startswith("building with")] == [
         "building with 3 plug-in layers",
         "building with 2 plug-in layers",
@@ -261,7 +254,7 @@ def test_a_model_without_fp16_convolutions(trt: Any, kernels: None, tmp_path: Pa
     model = residual_block(element=onnx.TensorProto.FLOAT)
     target.build(model, ORDER, path, silent)
     x = {"x": images(2, np.float32)}
-    choice = PluginChooser(target, model, ORDER, path, 4, x, lambda engine: [], silent, budget_s=60).choose("auto")
+    choice = PluginChooser(target, model, ORDER, path, 4, x, lambda engine: [], silent, budget_s=3600).choose("auto")
     assert choice.report.verdict == "the engine has no FP16 convolution that the plug-in can run: nothing is replaced"
 
 
