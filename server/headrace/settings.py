@@ -499,7 +499,7 @@ OPTIONS: tuple[_Option, ...] = (
     ),
     _Option(
         "grpc_max_connection_age_s",
-        "with --front-ends: age of a gRPC connection after which its client is told to connect again (%(default)s; 0: none)",
+        "with --front-ends: age at which a gRPC connection gets GOAWAY, and its client opens another (%(default)s; 0: none)",
         _seconds,
         "S",
     ),

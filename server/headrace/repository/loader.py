@@ -679,7 +679,7 @@ def _queues(batching: DynamicBatching) -> Collection[QueuePolicy]:
 
 
 def _max_wait_us(config: ModelConfig, batching: DynamicBatching) -> int:
-    """Return the longest predicted time in the queue: a queue size or a timeout is the operator's own bound in its place."""
+    """Return the longest predicted time in the queue; 0 if the configuration bounds the queue by size or timeout."""
     if config.max_queue_wait_microseconds is not None:
         return config.max_queue_wait_microseconds
     is_bounded = all(queue.max_queue_size or queue.default_timeout_microseconds for queue in _queues(batching))

@@ -80,7 +80,7 @@ def test_predicted_waits_are_bounded_unless_the_configuration_bounds_the_queue()
         return {"dynamic_batching": {"default_queue_policy": fields}}
 
     assert wait_ns() == wait_ns(dynamic_batching={}) == NS_PER_S
-    assert wait_ns(**queue(max_queue_size=9)) == 0, "the operator's own bound"
+    assert wait_ns(**queue(max_queue_size=9)) == 0, "the queue size is the bound"
     assert wait_ns(**queue(default_timeout_microseconds=5_000_000)) == 0
     assert wait_ns(max_queue_wait_microseconds=0) == 0
     assert wait_ns(max_queue_wait_microseconds=7_000, **queue(max_queue_size=9)) == 7 * NS_PER_MS

@@ -432,7 +432,7 @@ def test_the_predicted_wait_of_requests_without_a_due_time_is_bounded() -> None:
     case.line.waiting_rows = 80
     with pytest.raises(Overloaded, match="a request would wait for 106 ms, 100 ms are allowed") as refused:
         case.admission.check_wait([case.entry()], NOW)
-    assert refused.value.retry_after_s == pytest.approx(0.106), "what runs, and what waits"
+    assert refused.value.retry_after_s == pytest.approx(0.106), "the running batch and the queued ones"
     again = case.admission.standing_error(NOW, 0, NOW)
     assert (str(again), type(again)) == (str(refused.value), Overloaded)
     assert case.admission.standing_error(NOW + 6 * MS, 0, NOW + 6 * MS) is None, "the batch that runs has ended"

@@ -58,7 +58,7 @@ def test_requests_that_would_miss_the_objective_are_refused_before_queueing() ->
         waiting = [served.infer(now(value)) for value in range(8)]
         with pytest.raises(WouldMiss, match="due in 120 ms") as refused:
             served.infer(now(99))
-        assert 0.05 < refused.value.retry_after_s <= 0.1, "what runs, and what waits"
+        assert 0.05 < refused.value.retry_after_s <= 0.1, "the running batch and the queued ones"
         with pytest.raises(WouldMiss):
             await asyncio.to_thread(served.infer_blocking, now(99))
         load = served.load()
