@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from headrace.core.errors import Unsupported
 from headrace.cuda.kernels.convolution.base import ConvShape, Epilogue
+from headrace.cuda.kernels.convolution.half_gemm import HalfGemm
 from headrace.cuda.kernels.convolution.implicit_gemm import TILES, GemmTile, ImplicitGemm
-from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM
+from headrace.cuda.kernels.convolution.implicit_gemm_hopper import ImplicitGemmHopper
 
 from tests.support import fake_cuda
 from tests.support.convolution_cases import EPILOGUES, FUSED, PLAIN, check, random_operands
@@ -98,12 +101,13 @@ def test_unsupported_shapes_are_refused(
         ImplicitGemm().open(0, shape, dtype, PLAIN, np.zeros(shape.weights_shape[1:], np.float32))
 
 
-def test_measured_layers_have_their_fastest_tile_first() -> None:
-    tiles = {str(tile) for tile in TILES}
-    for name, layers in IMPLICIT_GEMM.items():
+@pytest.mark.parametrize("algorithm", [ImplicitGemm(), ImplicitGemmHopper()], ids=lambda one: one.name)
+def test_measured_layers_have_their_fastest_tile_first(algorithm: HalfGemm[Any]) -> None:
+    tiles = {str(tile) for tile in algorithm.tiles}
+    for name, layers in algorithm.measured.items():
         assert name in tiles, f"{name} is not a tile any more: measure again"
         for pixels, k, inner, splits in layers:
-            first = ImplicitGemm().variants(ConvShape(1, inner, 1, pixels, k, 1, 1))[0]
+            first = algorithm.variants(ConvShape(1, inner, 1, pixels, k, 1, 1))[0]
             assert (str(first.tile), first.splits) == (name, splits)
 
 

@@ -9,7 +9,6 @@ from headrace.core.errors import Unsupported
 from headrace.cuda.kernels.convolution import implicit_gemm_hopper
 from headrace.cuda.kernels.convolution.base import ConvShape
 from headrace.cuda.kernels.convolution.implicit_gemm_hopper import TILES, ImplicitGemmHopper, input_map
-from headrace.cuda.kernels.convolution.measured_tiles import IMPLICIT_GEMM_HOPPER
 
 from tests.support.convolution_cases import EPILOGUES, FUSED, error, expected, random_operands
 from tests.support.fake_cuda import FakeCuda
@@ -57,15 +56,6 @@ def test_blocks_fit_on_a_multiprocessor() -> None:
         assert tile.blocks * (tile.shared_bytes + (3 << 10)) <= 228 << 10, tile
         assert tile.blocks * tile.threads <= 2048
         assert tile.bm // tile.warpgroups in (64, 128)
-
-
-def test_measured_layers_have_their_fastest_tile_first() -> None:
-    tiles = {str(tile) for tile in TILES}
-    for name, layers in IMPLICIT_GEMM_HOPPER.items():
-        assert name in tiles, f"{name} is not a tile any more: measure again"
-        for pixels, k, inner, splits in layers:
-            first = ImplicitGemmHopper().variants(ConvShape(1, inner, 1, pixels, k, 1, 1))[0]
-            assert (str(first.tile), first.splits) == (name, splits)
 
 
 def test_small_outputs_are_split_and_large_ones_are_not() -> None:
