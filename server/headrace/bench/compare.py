@@ -49,7 +49,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence
         names: their names in the report.
 
     Returns:
-        JSON object: `rows` with the load, the figure, both values, the change in percent and half the width of its interval in
+        JSON object: `rows` with the load, the figure, both values, the change in percent, half the width of its interval in
         percentage points (None if it is unknown), and `verdict`: "better", "worse" or "no difference".
 
     Raises:

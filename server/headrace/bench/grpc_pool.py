@@ -298,7 +298,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return self._pool.view
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Read the complete frames of what has come."""
+        """Read the complete frames of the received bytes."""
         pool = self._pool
         held = self._held
         data, end = pool.buffer, nbytes

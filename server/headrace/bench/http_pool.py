@@ -245,7 +245,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return head
 
     def _parse(self, data: bytearray) -> None:
-        """Parse a response from the bytes that came so far."""
+        """Parse a response from the bytes received so far."""
         end = data.find(_HEAD_END)
         if end < 0:
             if len(data) > _MAX_HEAD_BYTES or not data.startswith(b"HTTP/"[: len(data)]):

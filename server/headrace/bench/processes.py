@@ -1,4 +1,4 @@
-"""Client processes of a run: started, given the prepared requests, loaded together, stopped."""
+"""Starts the client processes of a run, sends them the prepared requests, runs each load on all at once, and stops them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU time, memory and starts of the server's processes, read from /proc when they are wanted."""
+"""CPU time, memory and starts of the server's processes, read from /proc on demand."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ServerSupervisor:
         return False
 
     def _connections(self, number: int) -> int:
-        """Return the open connections of a front end: those that it counts, and those that it has just been passed."""
+        """Return the open connections of a front end: those that it counts, and those passed to it since."""
         return self._arrays[number].all_connections + self._passed[number]
 
     def _update_acceptors(self) -> None:
@@ -196,7 +196,7 @@ class ServerSupervisor:
         logger.error("the process '%s' %s; the next starts in %g s", child.name, describe_end(status), pause_s)
 
     def _reload(self) -> None:
-        """SIGHUP: reload certificates and keys. A server whose terminal is gone goes on."""
+        """SIGHUP: reload certificates and keys. A server that has lost its terminal continues."""
         for child in (self._engine, *self._front_ends):
             child.send("reload")
 
