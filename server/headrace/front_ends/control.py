@@ -109,13 +109,20 @@ class ControlStream(asyncio.Protocol):
     Args:
         on_message: called with kind, id and fields of each message.
         on_closed: called once after the stream is closed.
+        on_opened: called once when the stream is open, before its first message.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, on_message: Callable[[int, int, list[Any]], None], on_closed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_message: Callable[[int, int, list[Any]], None],
+        on_closed: Callable[[], None],
+        on_opened: Callable[[], None] = lambda: None,
+    ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
+        self._on_opened = on_opened
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._frames: list[bytes] = []
@@ -126,6 +133,7 @@ class ControlStream(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.is_open = True
+        self._on_opened()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the stream."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -114,18 +115,25 @@ class EngineLink:
         self._forwarded.pop(number, None)
 
     async def _connect(self) -> None:
-        loop, pause_s = asyncio.get_running_loop(), _RETRY_S
+        pause_s = _RETRY_S
         while True:
             try:
                 sock, answer, descriptors = await connect(self._address, self._hello)
-                break
+                await self._open(sock, answer, descriptors)
+                return
             except OSError:  # the engine has ended before it answered, or is starting and its socket is full
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
-        stream = ControlStream(self._on_message, self._closed)
-        await loop.connect_accepted_socket(lambda: stream, sock)
-        self._stream = stream
-        self._on_open(answer, descriptors)
+
+    async def _open(self, sock: socket.socket, answer: EngineFacts, descriptors: Sequence[int]) -> None:
+        """Use the stream from its first message on: the engine may send, or end, before this task continues."""
+
+        def opened() -> None:
+            self._stream = stream
+            self._on_open(answer, descriptors)
+
+        stream = ControlStream(self._on_message, self._closed, opened)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, sock)
 
     def _closed(self) -> None:
         if self._stream is None:  # `close` was called

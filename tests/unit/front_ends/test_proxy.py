@@ -1,0 +1,99 @@
+"""A front end's stream to the engine process: messages and the end of the engine right after its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from headrace.front_ends.control import SIZE, Hello, MessageKind, encode
+from headrace.front_ends.meeting import EngineFacts, answer, engine_listener
+from headrace.front_ends.proxy import EngineLink
+
+HELLO = Hello(b"token", "control", 1, 1, 1)
+
+
+class Engine:
+    """Listening socket of an engine process, and a front end's link to it whose opening takes long."""
+
+    def __init__(self) -> None:
+        self.listener = engine_listener()
+        self.notices: list[str] = []
+        self.opened = self.lost = 0
+        self.link = EngineLink(self.listener.getsockname(), HELLO, self._on_open, self._on_lost, self._on_notice)
+
+    def _on_open(self, _answer: EngineFacts, _descriptors: Sequence[int]) -> None:
+        self.opened += 1
+
+    def _on_lost(self) -> None:
+        self.lost += 1
+
+    def _on_notice(self, name: str, _content: Any) -> None:
+        self.notices.append(name)
+
+    async def accept(self) -> socket.socket:
+        """Accept the front end, read its first message and answer it."""
+        loop = asyncio.get_running_loop()
+        sock, _ = await loop.sock_accept(self.listener)
+        sock.setblocking(False)
+        assert await loop.sock_recv(sock, 1000)
+        answer(sock, EngineFacts(1))
+        return sock
+
+
+@contextlib.asynccontextmanager
+async def started(condition: Callable[[Engine], bool]) -> AsyncIterator[tuple[Engine, socket.socket]]:
+    """An engine that has answered; the front end's task continues once the condition holds."""
+    loop = asyncio.get_running_loop()
+    connect, engine = loop.connect_accepted_socket, Engine()
+
+    async def connect_late(*args: Any) -> Any:
+        result = await connect(*args)
+        await reached(lambda: condition(engine))
+        return result
+
+    loop.connect_accepted_socket = connect_late  # type: ignore[assignment]
+    engine.link.start()
+    sock = await engine.accept()
+    try:
+        yield engine, sock
+    finally:
+        engine.link.close()
+        sock.close()
+        engine.listener.close()
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_a_notice_right_after_the_answer_is_acknowledged() -> None:
+    async def run() -> None:
+        async with started(lambda engine: bool(engine.notices)) as (engine, sock):
+            content = encode((int(MessageKind.NOTICE), 7, "table", b""))
+            sock.send(SIZE.pack(len(content)) + content)
+            await reached(lambda: engine.notices == ["table"])
+            async with asyncio.timeout(60):
+                received = await asyncio.get_running_loop().sock_recv(sock, 100)
+            assert received[SIZE.size :] == encode((int(MessageKind.ACK), 7))
+            assert (engine.opened, engine.lost) == (1, 0)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ends_right_after_its_answer_is_connected_again() -> None:
+    async def run() -> None:
+        async with started(lambda engine: bool(engine.lost)) as (engine, sock):
+            await reached(lambda: engine.opened == 1)
+            sock.close()
+            await reached(lambda: engine.lost == 1)
+            assert not engine.link.is_up
+            with await engine.accept():
+                await reached(lambda: engine.opened == 2)
+                assert engine.link.is_up
+
+    asyncio.run(run())
