@@ -1,6 +1,7 @@
 """`python -m tests.support.fake_gpu_server serve ...`: a real server in a process whose GPU and TensorRT are fakes.
 
-The GPU fetches rows where they lie, and clients share its memory by handles that name files.
+The GPU fetches rows where they lie, and clients share its memory by handles that name files. With front ends, each child process
+is this program again, with `CHILD` before the arguments of `headrace.front_ends`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from headrace.__main__ import main
 from headrace.backends.tensorrt import backend as tensorrt_backend
 from headrace.core.tensor import Array
 from headrace.cuda import devices
+from headrace.front_ends import __main__ as child_program
+from headrace.front_ends import children
 
 from tests.support import fake_builder, fake_nvml
 from tests.support.fake_gpu import install_gpu
@@ -27,6 +30,7 @@ from tests.support.fake_streams import LateCuda
 
 ORDERS = "FAKE_BUILDER_ORDERS"
 GPUS = "FAKE_GPUS"  # number of GPUs
+CHILD = "child"
 HANDLE_BYTES = 64
 SHARED = "/dev/shm"
 
@@ -97,7 +101,12 @@ if __name__ == "__main__":
     patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory, device))
     fake_nvml.install(patch, fake_nvml.FakeNvml())
     patch.setattr(devices, "pci_addresses", lambda: [f"0000:0{gpu}:00.0" for gpu in range(1, cuda.devices + 1)])
-    status = main()
+    patch.setattr(children, "_PROGRAM", (sys.executable, "-m", "tests.support.fake_gpu_server", CHILD))
+    if sys.argv[1] == CHILD:
+        del sys.argv[1]
+        status = child_program.main()
+    else:
+        status = main()
     if cuda.devices > 1:
         pairs = sorted({f"{source} to {target}" for source, target, _ in cuda.peer_copies})
         sys.stderr.write(f"copies between GPUs: {', '.join(pairs)}\n")

@@ -72,8 +72,8 @@ class EngineProcess:
         self._page = SharedPage.create(epoch=self._arrays.own.starts)
         self._writer = PageWriter(self._page, loop, self._arrays.arrays)
         charge = _nothing_to_charge if wiring.keys is None else wiring.keys.charge
-        regions = wiring.services.regions
-        self._requests = EngineRequests(registry, self._writer.touch, self._pin, regions, charge)
+        regions, writer = wiring.services.regions, self._writer
+        self._requests = EngineRequests(registry, writer.touch, self._pin, regions, charge, writer.answered)
         self._records = RecordSink(wiring.observer, partial(_recorder, registry))
         self._log_settings = wiring.services.logs.settings()
         self._update_settings()

@@ -135,13 +135,14 @@ class EngineRequests:
 
     Args:
         registry: its versions.
-        on_traffic: called with a version whose requests have arrived or were answered; cheap.
+        on_traffic: called with a version whose requests have arrived; cheap.
         pin: pins arenas for models on GPUs, as in `headrace.repository.shared_memory`; None without GPUs.
         regions: shared memory that clients have registered; None if it is disabled.
         charge: takes a token from the quota of a key by its name; raises QuotaExceeded.
+        on_answered: called with a version and the number of its requests before their answer is sent; cheap.
 
     Attributes:
-        on_traffic, pin, regions, charge: see Args.
+        on_traffic, pin, regions, charge, on_answered: see Args.
         versions: by number, those of the last table, and those that a front end still holds.
     """
 
@@ -152,8 +153,9 @@ class EngineRequests:
         pin: Pin | None = None,
         regions: Regions | None = None,
         charge: Callable[[str], None] = lambda _name: None,
+        on_answered: Callable[[VersionHandle, int], None] = lambda _handle, _members: None,
     ) -> None:
-        self.on_traffic, self.pin, self.charge = on_traffic, pin, charge
+        self.on_traffic, self.on_answered, self.pin, self.charge = on_traffic, on_answered, pin, charge
         self.regions: Regions = SharedMemoryRegions(False, None) if regions is None else regions
         self.versions: dict[int, ServedVersion] = {}
         self._registry = registry
@@ -471,6 +473,7 @@ class FrontEndLink:
             self._groups.pop(group.number, None)
             group.completions.clear()
         handle = group.version.handle
+        self._requests.on_answered(handle, members)  # these requests are in flight still
         try:
             if self.stream.is_lost:
                 self._count_lost(group, first, members, outcome)
@@ -482,7 +485,6 @@ class FrontEndLink:
             self._write_error(group.number, first, members, error)
         finally:
             handle.release(members)
-            self._requests.on_traffic(handle)
 
     def _write_answer(self, group: _Group, first: int, members: int, response: InferResponse) -> None:
         writer, outputs = group.version.writer, response.outputs

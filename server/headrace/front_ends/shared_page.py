@@ -53,6 +53,7 @@ _MAX_READS = 1000
 _MAX_AGE_NS = NS_PER_S
 # Shortest time between two writes of a record, and between two while requests are in flight and nothing happens.
 _INTERVAL_S = 0.001
+_INTERVAL_NS = NS_PER_MS
 _QUIET_INTERVAL_S = 0.005
 
 
@@ -306,12 +307,16 @@ class _Served:
     totals: FailureTotals
     margin_kind: int = -1  # urgency class whose margin causes rejections by the last record; -1 for none
     rejected: int = field(default=0)
+    depth: int = 0  # by the last record
 
 
 class PageWriter:
     """Writes the records of versions: at most once a millisecond, and not at all while nothing is in flight.
 
-    Ownership: `touch` is called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and all writes.
+    A record that is due is written before an answer is sent. So an answer has load figures of its own time: a single request
+    never finds itself in the queue.
+
+    Ownership: `touch` and `answered` are called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and all writes.
 
     Args:
         page: the page.
@@ -362,17 +367,28 @@ class PageWriter:
                 self._free.append(served.slot)
 
     def touch(self, handle: PagedVersion) -> None:
-        """Write the record of a version soon: requests have arrived, or were answered."""
+        """Write the record of a version soon: requests have arrived."""
         self._touched[handle.serial] = None
         if self._timer is None:
-            wait_s = _INTERVAL_S - (self._clock() - self._flushed_ns) / NS_PER_S
-            if wait_s > 0:
-                self._timer = self._loop.call_later(wait_s, self._flush)
-            else:
-                self._timer = self._loop.call_soon(self._flush)
+            self._timer = self._loop.call_later(_INTERVAL_S, self._flush)
+
+    def answered(self, handle: PagedVersion, members: int) -> None:
+        """Write the record of a version before an answer is sent, if it is due or has a queue that is empty now; else soon.
+
+        Args:
+            handle: of the version.
+            members: requests that the answer is for; they are in flight still.
+        """
+        self.touch(handle)
+        served = self._served.get(handle.serial)
+        has_queued = served is not None and served.depth > 0 and handle.in_flight <= members
+        if has_queued or self._clock() - self._flushed_ns >= _INTERVAL_NS:
+            self._flush()
 
     def _flush(self) -> None:
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._flushed_ns = self._clock()
         touched, self._touched = self._touched, {}
         with self._lock:
@@ -397,7 +413,7 @@ class PageWriter:
         served.rejected = rejected
         load, figures = handle.load(by_level=False), handle.overload(now_ns)
         record = version_record(load, figures, now_ns)
-        served.margin_kind = -1
+        served.margin_kind, served.depth = -1, record.depth
         error = record.rejection(now_ns)
         if figures is not None and figures.forecast is not None and error is not None:
             forecast = figures.forecast
