@@ -233,7 +233,9 @@ def test_running_and_queued_requests_are_answered_before_exit(
         idle = connect(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
         # The first keeps the only instance for as long as the others need to get into the queue.
-        waiting = [connect(post(steps(count))) for count in (20_000, 1, 1, 1)]
+        waiting = [connect(post(steps(20_000)))]
+        wait_for(lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2])
+        waiting += [connect(post(steps(1))) for _ in range(3)]
         wait_for(lambda: b'headrace_queue_depth{model="busy",version="1"} 3.0' in server.request("GET", "/metrics")[2])
         server.signal(number)
         for connection in waiting:
@@ -257,9 +259,7 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
     with serving(good, tmp_path, "--drain-timeout-s", "1") as server:
         with socket.create_connection((HOST, server.port), timeout=30) as stalled:
             stalled.sendall(post(b"{", size_bytes))
-            wait_for(
-                lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2]
-            )
+            wait_for(lambda: b"\nheadrace_body_bytes 1.0\n" in server.request("GET", "/metrics")[2])
             begin_s = time.monotonic()
             server.signal()
             answer = b"".join(iter(lambda: stalled.recv(10_000), b""))

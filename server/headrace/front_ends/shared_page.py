@@ -316,7 +316,8 @@ class PageWriter:
     A record that is due is written before an answer is sent. So an answer has load figures of its own time: a single request
     never finds itself in the queue.
 
-    Ownership: `touch` and `answered` are called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and all writes.
+    Ownership: `touch` and `answered` are called on the event loop, `add` and `remove` on any thread. `_lock` guards the slots and
+    all writes.
 
     Args:
         page: the page.
