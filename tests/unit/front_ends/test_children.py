@@ -1,0 +1,75 @@
+"""A child process that ends at once: the pauses before its next start grow, and it serves again once it starts well."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.front_ends import children
+from headrace.front_ends.channel import Ports, Start
+from headrace.front_ends.children import Child
+from headrace.settings import Settings
+
+from tests.support.control_thread import until
+
+ENDS_AT_ONCE = (sys.executable, "-S", "-c", "raise SystemExit(3)")
+# Reports "ready" and ends when it is drained.
+SERVES = (
+    *(sys.executable, "-c"),
+    "import socket, sys\nsock = socket.socket(fileno=int(sys.argv[1]))\nsock.recv(1 << 20)\n"
+    "sock.send(b'\\x92\\xa5ready\\xc0')\nwhile b'drain' not in sock.recv(100): pass\nsys.exit(4)",
+)
+PAUSES_S = (0.0, 0.01, 0.02, 0.05)
+
+
+class Watched:
+    """A front end's process whose ends the test counts; it starts again as in the supervisor."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.pauses_s: list[float] = []
+        self.is_over = False
+        start = Start(Settings((Path("models"),)), 1, 0, 0, b"", b"", -1, Ports("", "", 0, ""), {}, "", [])
+        self.child = Child(start, (), 60, self._on_message, self._on_ended)
+
+    def _on_message(self, child: Child, name: str, _content: Any) -> None:
+        assert name == "ready"
+
+    def _on_ended(self, child: Child, status: int, _cpu_ns: int) -> None:
+        self.statuses.append(status)
+        if not self.is_over:
+            self.pauses_s.append(child.restart_later())
+
+
+def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_PROGRAM", ENDS_AT_ONCE)
+    monkeypatch.setattr(children, "_PAUSES_S", PAUSES_S)
+
+    async def run() -> None:
+        watched = Watched()
+        watched.child.start()
+        await until(lambda: len(watched.statuses) >= len(PAUSES_S) + 1)
+        assert watched.pauses_s[: len(PAUSES_S) + 1] == [*PAUSES_S, PAUSES_S[-1]]
+        assert set(watched.statuses) == {3}
+        monkeypatch.setattr(children, "_PROGRAM", SERVES)
+        await until(lambda: watched.child.is_ready)
+        monkeypatch.setattr(children, "_SETTLED_S", 0.0)
+        count = len(watched.statuses)
+        watched.child.send("drain")
+        await until(lambda: len(watched.statuses) > count)
+        assert (watched.statuses[count], watched.pauses_s[count]) == (4, 0.0), "it had served: the next starts at once"
+        await until(lambda: watched.child.is_ready)
+        watched.is_over = True
+        watched.child.kill()
+        await until(lambda: len(watched.statuses) > count + 1)
+
+    asyncio.run(run())
+
+
+def test_the_last_pause_is_ten_seconds() -> None:
+    pauses_s = children._PAUSES_S
+    assert list(pauses_s) == sorted(pauses_s)
+    assert (pauses_s[0], pauses_s[-1]) == (0.0, 10.0)
