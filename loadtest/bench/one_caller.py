@@ -6,119 +6,25 @@ on this machine adds. Rounds alternate, so that what slows the machine slows all
 
 from __future__ import annotations
 
-import asyncio
+import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-import uvloop
 from headrace.core.clock import NS_PER_US
 
 from loadtest.bench.spread import Spread, differences
+from loadtest.front_ends.ping_pong import median_us
 from loadtest.protocol import binary_request, wire_bytes
-from loadtest.servers import HOST, ROOT, headrace, pinned, running
+from loadtest.servers import HOST, headrace, running
 
 _TIMEOUT_S = 30.0
+_PING_PONG_S = 0.1
 _MODEL, _INPUTS = "tiny", {"input": np.arange(16, dtype=np.float32).reshape(1, 16)}
-
-
-class _Echo(asyncio.Protocol):
-    """Sends back what it receives."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._transport.write(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        asyncio.get_running_loop().stop()
-
-
-class _Pinger(asyncio.Protocol):
-    """Sends a message, waits for all of its bytes, and sends the next."""
-
-    def __init__(self, message: bytes) -> None:
-        self._message = message
-        self._received_bytes = 0
-        self._begun_ns = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def close(self) -> None:
-        """Close the stream."""
-        self._transport.close()
-
-    def start(self, count: int) -> asyncio.Future[list[int]]:
-        """Begin a round of `count` round trips; returns their times in nanoseconds."""
-        self._count, self._times_ns = count, list[int]()
-        self._done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._send()
-        return self._done
-
-    def _send(self) -> None:
-        self._begun_ns = time.monotonic_ns()
-        self._transport.write(self._message)
-
-    def data_received(self, data: bytes) -> None:
-        self._received_bytes += len(data)
-        if self._received_bytes < len(self._message):
-            return
-        self._received_bytes = 0
-        self._times_ns.append(time.monotonic_ns() - self._begun_ns)
-        if len(self._times_ns) < self._count:
-            self._send()
-        else:
-            self._done.set_result(self._times_ns)
-
-
-def echo(descriptor: int) -> None:
-    """Run the second process of the ping-pong, until the first closes the stream."""
-    loop = uvloop.new_event_loop()
-    sock = socket.socket(fileno=descriptor)
-    loop.run_until_complete(loop.create_unix_connection(_Echo, sock=sock))
-    loop.run_forever()
-    loop.close()
-
-
-class PingPong:
-    """Two processes on uvloop that send a message to and fro over a Unix stream.
-
-    Args:
-        message_bytes: size of the message.
-        cpus: cores of the second process; None for all.
-    """
-
-    def __init__(self, message_bytes: int, cpus: tuple[int, ...] | None = None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        command = [*pinned(cpus), sys.executable, "-m", "loadtest.bench.one_caller", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=(theirs.fileno(),))
-        theirs.close()
-        self._loop = uvloop.new_event_loop()
-        self._pinger = _Pinger(bytes(message_bytes))
-        self._loop.run_until_complete(self._loop.create_unix_connection(lambda: self._pinger, sock=ours))
-
-    def round_trips(self, count: int) -> list[int]:
-        """Return the times of `count` round trips in nanoseconds."""
-        return self._loop.run_until_complete(asyncio.wait_for(self._round(count), _TIMEOUT_S))
-
-    async def _round(self, count: int) -> list[int]:
-        return await self._pinger.start(count)
-
-    def close(self) -> None:
-        """Close the stream and wait for the end of the second process."""
-        self._pinger.close()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
-        self._process.wait(_TIMEOUT_S)
 
 
 class HttpCaller:
@@ -214,16 +120,10 @@ def measure_one_caller(
             caller = HttpCaller(server.port, wire_bytes(request, server.port))
             stack.callback(caller.close)
             callers.append(caller.round_trips)
-        ping_pong = PingPong(len(request.body), cpus)
-        stack.callback(ping_pong.close)
-        callers.append(ping_pong.round_trips)
         for caller_ in callers:
             caller_(requests)
         for _ in range(rounds):
-            for trips, medians in zip(callers, results, strict=True):
+            for trips, medians in zip(callers, results[:2], strict=True):
                 medians.append(float(np.median(trips(requests))) / NS_PER_US)
+            results[2].append(median_us(_PING_PONG_S, cpus or tuple(os.sched_getaffinity(0))))
     return CallerLatencies(*results)
-
-
-if __name__ == "__main__":
-    echo(int(sys.argv[1]))
