@@ -22,6 +22,7 @@ from tests.support.waiting import until
 ALWAYS = {
     "binary_tensor_data",
     "classification",
+    "generate",
     "logging",
     "model_configuration",
     "model_repository",
