@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tests.e2e.conftest import CONTRADICTING
 from tests.support import models
 from tests.support.keys import Keys
+from tests.support.processes import children
 from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start
 
 
@@ -473,7 +474,8 @@ def test_only_the_engine_grpcio_loads_grpcio(tmp_path: Path, engine: str) -> Non
             assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
         with triton_grpc.InferenceServerClient(server.grpc_address) as client:
             assert client.get_model_config("affine").config.max_batch_size == 8
-        mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+        pids = [server.process.pid, *children(server.process.pid)]
+        mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     assert "inference.GRPCInferenceService" in services
     assert ("cygrpc" in mapped) == (engine == "grpcio")
 

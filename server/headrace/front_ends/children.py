@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -117,8 +118,13 @@ class Child:
     def kill(self) -> None:
         """Kill the process, if there is one, and start no other."""
         self.cancel_restart()
+        self._kill()
+
+    def _kill(self) -> None:
+        """Send SIGKILL. `Popen.kill` would wait for a process that has just ended, before `_reap` does."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._watched, signal.SIGKILL)
 
     def cancel_restart(self) -> None:
         """Start no other process."""
@@ -164,18 +170,20 @@ class Child:
         if self._unanswered >= self._max_unanswered and self._is_hung():
             seconds = self._unanswered * PING_S
             logger.error("the process '%s' (%d) has not answered for %g s and is killed", self.name, self.pid, seconds)
-            self._process.kill()
+            self._kill()
             return
         self._unanswered += 1
         self.send("ping")
         self._ping_timer = self._loop.call_later(PING_S, self._ping)
 
     def _is_hung(self) -> bool:
-        """Return False for a process that waits for a processor or a disk: it gets four times the time."""
+        """Return False for a process that has ended, or waits for a processor or a disk: that gets four times the time."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             state = ""
+        if state == "Z":  # `_reap` follows
+            return False
         return state not in ("R", "D") or self._unanswered >= 4 * self._max_unanswered
 
     def _channel_closed(self) -> None:

@@ -14,13 +14,14 @@ from headrace.front_ends.children import Child
 from headrace.settings import Settings
 
 from tests.support.control_thread import until
+from tests.support.waiting import until as wait_until
 
 ENDS_AT_ONCE = (sys.executable, "-S", "-c", "raise SystemExit(3)")
 # Reports "ready" and ends when it is drained.
 SERVES = (
     *(sys.executable, "-c"),
     "import socket, sys\nsock = socket.socket(fileno=int(sys.argv[1]))\nsock.recv(1 << 20)\n"
-    "sock.send(b'\\x92\\xa5ready\\xc0')\nwhile b'drain' not in sock.recv(100): pass\nsys.exit(4)",
+    "sock.send(b'\\x92\\xa5ready\\xc0')\nwhile (data := sock.recv(100)) and b'drain' not in data: pass\nsys.exit(4)",
 )
 PAUSES_S = (0.0, 0.01, 0.02, 0.05)
 
@@ -65,6 +66,23 @@ def test_pauses_grow_until_the_process_serves(monkeypatch: pytest.MonkeyPatch) -
         watched.is_over = True
         watched.child.kill()
         await until(lambda: len(watched.statuses) > count + 1)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_PROGRAM", ENDS_AT_ONCE)
+
+    async def run() -> None:
+        watched = Watched()
+        watched.is_over = True
+        watched.child.start()
+        stat = Path(f"/proc/{watched.child.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")  # the loop has not seen its end
+        assert not watched.child._is_hung()
+        watched.child.kill()
+        await until(lambda: watched.statuses == [3])
+        assert not watched.child.is_running
 
     asyncio.run(run())
 
