@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from loadtest.front_ends.host import Host, grpc_url, idle_cores
+from loadtest.front_ends.host import Host, LoadFailed, grpc_url, idle_cores
 from loadtest.front_ends.ping_pong import median_us
 from loadtest.onnx_models import convolution
 from loadtest.peers.__main__ import mlp
@@ -38,19 +38,21 @@ def small_requests(host: Host, report: Report, repository: Path, front_ends: Seq
     """Requests a second of `tiny` with each number of front ends: 64 callers for each; over HTTP also 256 for any number."""
     base = dict[str, float]()
     for count in front_ends:
+        each, fixed = (f"{_CALLERS} a front end", _CALLERS * max(count, 1)), (f"{_FIXED} in all", _FIXED)
         with host.serve(repository, [TINY], count) as server:
-            for protocol, url in (("http", server.url), ("grpc", grpc_url(server))):
-                for name, callers in (
-                    (f"{_CALLERS} a front end", _CALLERS * max(count, 1)),
-                    (f"{_FIXED} in all", _FIXED),
-                ):
-                    words = ("--concurrency", str(callers), "--warm-up", "0.5", *_processes(host), *_shared(protocol))
+            for protocol, (name, callers) in (("http", each), ("http", fixed), ("grpc", each)):
+                url = server.url if protocol == "http" else grpc_url(server)
+                words = ("--concurrency", str(callers), "--warm-up", "0.5", *_processes(host), *_shared(protocol))
+                try:
                     point = host.loaded(server, url, TINY, *words)
-                    key = f"{protocol}, {name}"
-                    if count == 1:
-                        base[key] = point["throughput_per_s"]
-                    ratio = point["throughput_per_s"] / base[key] if key in base else None
-                    report("tiny", protocol=protocol, load=name, front_ends=count, over_one=ratio, **figures(point))
+                except LoadFailed as error:
+                    report("tiny", protocol=protocol, load=name, front_ends=count, failed=str(error)[-600:])
+                    continue
+                key = f"{protocol}, {name}"
+                if count == 1:
+                    base[key] = point["throughput_per_s"]
+                ratio = point["throughput_per_s"] / base[key] if key in base else None
+                report("tiny", protocol=protocol, load=name, front_ends=count, over_one=ratio, **figures(point))
 
 
 def one_caller(host: Host, report: Report, repository: Path, front_ends: Sequence[int | str], rounds: int) -> None:
@@ -59,8 +61,7 @@ def one_caller(host: Host, report: Report, repository: Path, front_ends: Sequenc
     with ExitStack() as stack:
         servers = {count: stack.enter_context(host.serve(repository, [TINY], count)) for count in front_ends}
         for number in range(rounds):
-            cores = host.server_cores[:2]
-            p50_us.setdefault("ping-pong", []).append(median_us(host.seconds / 2, cores))
+            p50_us.setdefault("ping-pong", []).append(median_us(host.seconds / 2, host.server_cores[:2]))
             for count in servers if number % 2 == 0 else reversed(servers):
                 for protocol, url in (("http", servers[count].url), ("grpc", grpc_url(servers[count]))):
                     words = ("--concurrency", "1", "--processes", "1", "--warm-up", "0.3")
