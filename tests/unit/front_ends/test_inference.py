@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import uvloop
-from headrace.front_ends.inference import ServedModels
+from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from headrace.front_ends.inference import ServedModels, StreamForwarder
+from headrace.front_ends.remote_models import RemoteModels
+from headrace.front_ends.table import encode_table, version_row
+from headrace.grpc.codec import scan
 
 from tests.support import models
 from tests.support.front_end_pair import Pair, open_pair
+from tests.support.grpc_requests import message
 
 
 async def attach(pair: Pair, served: ServedModels) -> None:
@@ -36,5 +44,29 @@ def test_a_table_that_arrives_before_the_stream_is_applied(tmp_path: Path) -> No
             served.apply_table(pair.engine.table_bytes())
             assert served.serves("affine", "")
             served.detach()
+
+    uvloop.run(run())
+
+
+def test_requests_of_decoupled_models_are_passed_on_without_an_order() -> None:
+    tensors = {"X": TensorSpec("X", BY_NAME["FP32"], (-1, 4))}
+
+    async def run() -> None:
+        served, absent = ServedModels(), cast(Any, None)
+        served.current = RemoteModels(asyncio.get_running_loop())
+        served.current.is_attached = True
+        rows = []
+        for number, is_decoupled in enumerate((False, True), 1):
+            spec = ModelSpec(f"m{number}", "1", "onnx", tensors, tensors, 8, decoupled=is_decoupled)
+            rows.append(version_row(spec, number, ("", "1"), False, False, 1, True))
+        served.apply_table(encode_table(rows))
+        forwarder = StreamForwarder(served, absent, "")
+        x = np.ones((1, 4), np.float32)
+        decided = [
+            (forwarder.takes(each), forwarder.is_unordered(each))
+            for each in (scan(message(name, "", x)) for name in ("m1", "m2", "m3"))
+        ]
+        assert decided == [(False, False), (True, True), (True, False)]
+        assert not served.serves("m2", ""), "over HTTP too"
 
     uvloop.run(run())
