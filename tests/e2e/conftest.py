@@ -15,6 +15,7 @@ import tritonclient.http as triton
 from headrace.core.tensor import DATATYPES
 
 from tests.support import models
+from tests.support.attacks import UNBOUNDED_WAITS
 from tests.support.serving import ROOT, Server, serving
 
 MAX_BODY_BYTES = 4 << 20
@@ -76,7 +77,7 @@ def build(repository: Path) -> Path:
     models.add_model(repository, "scores", models.scores(), config=LABELLED, files={"fruits.txt": FRUITS})
     models.add_model(repository, "optional_bias", models.optional_bias(), config=OPTIONAL)
     models.add_model(repository, "table_lookup", models.table_lookup())
-    models.add_model(repository, "busy", models.busy())
+    models.add_model(repository, "busy", models.busy(), config=UNBOUNDED_WAITS)
     models.add_model(repository, "broken_file", b"this is no ONNX file")
     models.add_model(repository, "broken_config", models.affine(), config=CONTRADICTING)
     return repository
